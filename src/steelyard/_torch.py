@@ -1,0 +1,322 @@
+"""Every private torch name that Steelyard uses, and why; each has a canary in tests/test_torch.py.
+
+The one file that may import them. Not for logic: names, thin wrappers, nothing that decides.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch._dynamo
+
+# Tracing leaves fake tensors of the model in this tracker's class attributes; leaving it as a
+# context takes them back.
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+
+# Whole-step capture: module paths and source lines exist only in Dynamo's graph, and descriptors
+# of inputs and outputs only in this export (research: matching by position went silently wrong).
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+# The type of operators that can be named and called again (higher-order ones cannot).
+from torch._ops import OpOverload
+
+# Planning computes nothing: shapes, strides and storages come from fake tensors.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Pytrees with key paths; the public torch.utils pytree has no stable alias in 2.13.
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+__all__ = [
+    "BufferAOTInput",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "OpOverload",
+    "ParamAOTInput",
+    "PhiloxStateTracker",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "TorchDispatchMode",
+    "any_hooks",
+    "aot_export_joint_with_descriptors",
+    "below_autograd",
+    "builtin_of",
+    "capture_settings",
+    "cpp_compiler",
+    "cpp_errors",
+    "draws",
+    "dynamo_graph_capture_for_export",
+    "inductor_compiled",
+    "inductor_decompositions",
+    "inductor_lowered",
+    "inductor_settings",
+    "is_view",
+    "keystr",
+    "mutates",
+    "quiet_logs",
+    "storage_key",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+@contextlib.contextmanager
+def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]:
+    """Dynamo and dispatch as capture needs them, for a while.
+
+    Static shapes, recurrent layers allowed, logging left out, and no hidden decompositions: torch
+    2.13 applies some even where none are asked for, of which the recurrent ones lose the dropout
+    between layers without a word, and bilinear resizing rounds otherwise than eager does.
+    """
+    with (
+        quiet_logs(),
+        _dynamo_config(ignored_loggers),
+        _without_hidden_decompositions(),
+        _without_mkldnn(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Its fused LSTM cannot be run from a graph. (The public switch warns about Intel GPUs.)"""
+    enabled = bool(torch._C._get_mkldnn_enabled())
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+_HIDDEN = (
+    *(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *(
+        f"upsample_{kind}.{overload}"
+        for kind in (
+            *("linear1d", "bilinear2d", "bicubic2d", "trilinear3d"),
+            *("nearest1d", "nearest2d", "nearest3d"),
+        )
+        for overload in ("vec", "default")
+    ),
+)
+
+
+@contextlib.contextmanager
+def _without_hidden_decompositions() -> Iterator[None]:
+    removed = []
+    try:
+        for name in _HIDDEN:
+            packet, overload = name.split(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload)
+            for key in (
+                torch._C.DispatchKey.Autograd,
+                torch._C.DispatchKey.CompositeImplicitAutograd,
+            ):
+                kernel = operator.py_kernels.pop(key, None)
+                if kernel is not None:
+                    removed.append((operator, key, kernel))
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, key, kernel in removed:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Torch's own stack trace of a failed shape check would come before our refusal does."""
+    noisy = logging.getLogger("torch._subclasses.fake_tensor")
+    level = noisy.level
+    noisy.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
+
+
+def _dynamo_config(
+    ignored_loggers: set[Callable[..., Any]],
+) -> contextlib.AbstractContextManager[Any]:
+    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        ignore_logging_functions=ignored_loggers,
+        allow_rnn=True,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=False,
+        specialize_float=True,
+    )
+    return patched
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Call operators without recording them for autograd: the program holds its own backward."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
+def builtin_of(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """What calling an operator calls in the end, without the Python in between."""
+    return operator._op if isinstance(operator, OpOverload) else operator
+
+
+def mutates(operator: OpOverload) -> bool:
+    """Whether an operator writes into an argument, as its schema says."""
+    arguments = operator._schema.arguments
+    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+
+
+# Parameters' own hooks, which a step without autograd has to run itself; no public way to ask.
+_HOOKS = attrgetter("_backward_hooks")
+_LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
+def any_hooks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether some parameter has tensor hooks or post-accumulate-grad hooks."""
+    return any(map(_HOOKS, parameters)) or any(map(_LATE_HOOKS, parameters))
+
+
+def draws(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call takes random numbers; attention without dropout is tagged so, wrongly."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            return bool(argument.default_value if given is None else given)
+    return True
+
+
+def is_view(operator: OpOverload) -> bool:
+    """Whether an operator only looks at its first argument's storage, as its schema says."""
+    returned = operator._schema.returns
+    return bool(returned) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returned
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Which storage a tensor lies on, as a number that two aliases share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Inductor takes seconds to import, and is private from its name on: only where it is asked for.
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's own table, without those that draw random numbers its own way."""
+    import torch._inductor.config
+    import torch._inductor.decomposition
+    import torch._inductor.lowering  # which the decomposition of pooling reads and nobody imports
+
+    with torch._inductor.config.patch(fallback_random=True):
+        found: dict[Any, Callable[..., Any]] = torch._inductor.decomposition.select_decomp_table()
+    return found
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use on the CPU; None where there is none."""
+    import torch._inductor.cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(torch._inductor.cpp_builder.get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
+
+
+def cpp_errors() -> tuple[type[BaseException], ...]:
+    """What Inductor raises where the C++ compiler fails."""
+    import torch._inductor.exc
+
+    return (torch._inductor.exc.CppCompileError,)
+
+
+@contextlib.contextmanager
+def inductor_settings() -> Iterator[Any]:
+    """Inductor as the runner needs it, and the fake mode to write graphs in.
+
+    Random operators call torch's own, in order, so that their numbers are eager's. Whether a loop
+    is written with vectors must not hang on what it was fused with, for that decides in which
+    order it sums: a plan that saves other values would round otherwise. The tracing context is
+    there because Inductor's cache asks it for the mode's shapes.
+    """
+    import torch._guards
+    import torch._inductor.config
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    context = torch._guards.TracingContext(mode)
+    settings = {"fallback_random": True, "cpp.enable_tiling_heuristics": False}
+    with torch._inductor.config.patch(settings), torch._guards.tracing(context):
+        yield mode
+
+
+def inductor_compiled(
+    graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
+) -> Any:
+    """Compile as torch.compile does from the joint graph on; the result takes a list it empties."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(mode):
+        graph = joint_graph_passes(graph)
+    return compile_fx_inner(graph, list(fakes), is_backward=is_backward)
+
+
+def inductor_lowered(
+    graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
+) -> tuple[Any, str, Any]:
+    """As ``inductor_compiled``, but the C++ is only written: result, source, GraphLowering.
+
+    Upstream's ``torch._inductor.utils.get_code`` swaps the same method to the same end.
+    """
+    import torch._inductor.config
+    from torch._inductor.graph import GraphLowering
+
+    written: list[tuple[str, Any]] = []
+
+    class Unloaded:
+        __file__ = ""
+
+        def call(self, _: Any) -> None:
+            raise AssertionError("written only")
+
+    def write(lowering: GraphLowering) -> Any:
+        written.append((lowering.codegen()[0].value, lowering))
+        return Unloaded()
+
+    method = "compile_to_module"
+    original = getattr(GraphLowering, method)
+    setattr(GraphLowering, method, write)
+    try:
+        with torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+            result = inductor_compiled(graph, fakes, mode=mode, is_backward=is_backward)
+    finally:
+        setattr(GraphLowering, method, original)
+    ((source, lowering),) = written
+    return result, source, lowering

@@ -1,0 +1,151 @@
+"""Amounts as people write and read them: bytes, seconds, shares.
+
+Not for arithmetic on them: see quad.py.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from steelyard.core.errors import BudgetError
+
+_BYTES = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_AMOUNT = re.compile(r"\s*([+-]?[0-9_]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+
+def parse_bytes(amount: str | int | float, *, what: str = "memory") -> int:
+    """``"2 GiB"`` -> 2147483648; a bare number is bytes."""
+    example = "300MiB or 2 GiB"
+    nbytes = int(_parse(amount, _BYTES, what=what, example=example, bare=1.0))
+    if nbytes == 0:
+        raise _impossible(amount, what=what, example=example, expected="at least one byte")
+    return nbytes
+
+
+def parse_seconds(amount: str | int | float, *, what: str = "step_time") -> float:
+    """``"120 ms"`` -> 0.12; a bare number is seconds."""
+    return _parse(amount, _SECONDS, what=what, example="120ms or 1.5 s", bare=1.0)
+
+
+def parse_share(amount: str | int | float, *, what: str = "accuracy_loss") -> float:
+    """``"0.5%"`` -> 0.005; a bare number is the share itself. Zero is allowed."""
+    units = {"%": 0.01}
+    return _parse(amount, units, what=what, example="0.5% or 0.005", bare=1.0, zero=True)
+
+
+def _parse(
+    amount: str | int | float,
+    units: dict[str, float] | dict[str, int],
+    *,
+    what: str,
+    example: str,
+    bare: float,
+    zero: bool = False,
+) -> float:
+    # A pattern is matched in quadratic time at worst; no amount is that long.
+    match = _AMOUNT.fullmatch(str(amount)) if len(str(amount)) <= 64 else None
+    if match is None or isinstance(amount, bool):
+        raise BudgetError(
+            f"{what} = {str(amount)[:40]!r} is not an amount",
+            expected=f"a number with a unit, such as {example}",
+            remedy=f"write {what} as {example}",
+        )
+    unit = match[2].lower()
+    if unit and unit not in units:
+        names = ", ".join(_spelled(u) for u in units)
+        raise BudgetError(
+            f"{what} = {str(amount)[:40]!r} has the unknown unit {match[2][:20]!r}",
+            expected=f"one of {names}",
+            remedy=f"write {what} as {example}",
+        )
+    value = float(match[1].replace("_", "")) * (units[unit] if unit else bare)
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero) or value > 2**62:
+        expected = f"a {'non-negative' if zero else 'positive'}, finite amount"
+        raise _impossible(amount, what=what, example=example, expected=expected)
+    return value
+
+
+def _impossible(amount: object, *, what: str, example: str, expected: str) -> BudgetError:
+    return BudgetError(
+        f"{what} = {str(amount)[:40]!r} is not a possible amount",
+        expected=expected,
+        remedy=f"write {what} as {example}",
+    )
+
+
+def spell_bytes(amount: int) -> str | int:
+    """As a person would write it where that is exact, ``"300 MiB"``; else the bare number."""
+    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return _spell(amount, units, parse_bytes)
+
+
+def spell_seconds(amount: float) -> str | float:
+    """``"120 ms"`` where that is exact; else the bare number."""
+    return _spell(amount, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)), parse_seconds)
+
+
+def spell_share(amount: float) -> str | float:
+    """``"0.5 %"`` where that is exact; else the bare number."""
+    return _spell(amount, (("%", 0.01),), parse_share)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _spell(
+    amount: _Number, units: tuple[tuple[str, float], ...], parse: Callable[[str], _Number]
+) -> str | _Number:
+    for unit, size in units:
+        text = f"{amount / size:g} {unit}"
+        if "e" not in text and (amount >= size or unit == "%") and parse(text) == amount:
+            return text
+    return amount
+
+
+def _spelled(unit: str) -> str:
+    return unit if unit in _SECONDS or unit == "%" else unit.upper().replace("IB", "iB")
+
+
+def format_bytes(amount: float) -> str:
+    """Three figures that can be compared at a glance: ``5.80 GiB``, ``301 MiB``."""
+    sign, amount = ("-", -amount) if amount < 0 else ("", amount)
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= 0.9995 * size:
+            return f"{sign}{_three(amount / size)} {unit}"
+    return f"{sign}{amount:.0f} B"
+
+
+def format_seconds(amount: float) -> str:
+    """``1.41 s``, ``38.0 ms``, ``12.0 us``."""
+    sign, amount = ("-", -amount) if amount < 0 else ("", amount)
+    if amount == 0:
+        return "0 s"
+    if amount >= 7200:
+        return f"{sign}{_three(amount / 3600)} h"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if amount >= 0.9995 * size:
+            return f"{sign}{_three(amount / size)} {unit}"
+    return f"{sign}{_three(amount / 1e-9)} ns"
+
+
+def format_share(amount: float) -> str:
+    """A signed change: ``+2.0 %``."""
+    return f"{amount * 100:+z.1f} %"
+
+
+def _three(amount: float) -> str:
+    if amount >= 99.95:
+        return f"{amount:.0f}"
+    return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"

@@ -1,0 +1,69 @@
+"""What ranks exchange, in plain data: the kind, the bytes each rank sends, what is held meanwhile.
+
+Not for how long it takes (costs.py), nor for putting it into a step: see exchange/.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Exchange(StrEnum):
+    """What is done with one tensor among the ranks of a mesh axis."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One exchange, from the call that issues it to the call that waits for it.
+
+    Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other. ``held_bytes`` are
+    the backend's own, besides arguments and results, until the wait is over.
+    """
+
+    kind: Exchange
+    axis: str
+    num_ranks: int
+    sent_bytes: int
+    hops: int
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How a backend carries exchanges out, as seen from the rank that asks for them.
+
+    ``keeps_input``: the argument must stay until the wait is over. ``copies``: a copy of the whole
+    tensor is held until then. ``reduces_all``: carried out as an all-reduce.
+    """
+
+    name: str
+    keeps_input: frozenset[Exchange] = frozenset()
+    copies: frozenset[Exchange] = frozenset()
+    reduces_all: frozenset[Exchange] = frozenset()
+
+    def collective(self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int) -> Collective:
+        """The exchange of a tensor that is ``nbytes`` large as a whole, around a ring."""
+        # A ring passes every share but one's own once to gather, and once more to reduce first.
+        rounds = 2 if kind is Exchange.ALL_REDUCE or kind in self.reduces_all else 1
+        hops = rounds * (num_ranks - 1)
+        return Collective(
+            kind=kind,
+            axis=axis,
+            num_ranks=num_ranks,
+            sent_bytes=hops * -(-nbytes // num_ranks),
+            hops=hops,
+            held_bytes=nbytes if kind in self.copies else 0,
+        )
+
+
+# Metered in torch 2.13, see docs/decisions/0003-collectives-are-nodes.md; tests/dist holds it.
+# An all-gather's copy is its worker thread's, there at some time before the wait.
+GLOO = Transport(
+    name="gloo",
+    keeps_input=frozenset({Exchange.ALL_GATHER}),
+    copies=frozenset({Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER}),
+    reduces_all=frozenset({Exchange.REDUCE_SCATTER}),
+)

@@ -1,0 +1,117 @@
+"""What operators cost on a device: seconds and kernel workspace per signature.
+
+Measured where they could be, declared where not, and each says which. Not for measuring them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from steelyard.core.cluster import Device, Link
+from steelyard.core.collective import Collective
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Node, Phase
+from steelyard.core.quad import NOTHING, Estimate
+
+# A roofline says which resource binds, not how well a kernel uses it: the published errors of
+# such models per operator lie between half and twice.
+_DECLARED_SHARE = 0.5
+FREE = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """Seconds of one call, and bytes its kernel holds besides its results while it runs.
+
+    Not ``is_measured`` where it was worked out from operators like it that were.
+    """
+
+    seconds: Estimate
+    workspace_bytes: int
+    is_measured: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Costs:
+    """The price list. ``whole_step`` is what a whole step took over the sum of its operators.
+
+    ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
+    ``links`` says over which class of link the ranks of each mesh axis are joined.
+    """
+
+    device: Device
+    operators: Mapping[str, OperatorCost] = field(default_factory=dict)
+    whole_step: Estimate = field(default_factory=lambda: Estimate(value=1.0, low=0.8, high=1.25))
+    update_call_seconds: Estimate = NOTHING
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    def seconds(self, node: Node) -> Estimate:
+        if node.is_free:
+            return FREE
+        known = self.operators.get(node.signature)
+        seconds = known.seconds if known else self.declared_seconds(node)
+        return seconds + self.update_call_seconds if node.phase is Phase.UPDATE else seconds
+
+    def workspace_bytes(self, node: Node) -> int:
+        known = self.operators.get(node.signature)
+        return known.workspace_bytes if known else 0
+
+    def declared_seconds(self, node: Node) -> Estimate:
+        device = self.device
+        seconds = device.call_seconds + max(
+            node.flops / device.flops_per_second, node.moved_bytes / device.bytes_per_second
+        )
+        return Estimate.within(seconds, share=_DECLARED_SHARE)
+
+    def exchange_seconds(self, collective: Collective) -> Estimate:
+        """What the exchange takes on its link, apart from the call that issues it."""
+        link = self.links.get(collective.axis)
+        if link is None:
+            raise BadInput(
+                f"the step exchanges data over the axis {collective.axis!r}, whose link is unknown",
+                expected=f"a link for each axis; there is one for {sorted(self.links) or 'none'}",
+                remedy="declare the link that joins these ranks",
+            )
+        seconds = link.seconds(collective.sent_bytes, messages=collective.hops)
+        return Estimate.within(seconds, share=_DECLARED_SHARE)
+
+    def is_measured(self, node: Node) -> bool:
+        if node.is_free:
+            return True
+        known = self.operators.get(node.signature)
+        return known is not None and known.is_measured
+
+
+class Missing(StrEnum):
+    """Why an operator was not measured."""
+
+    NO_TIME = "the time for measuring was used up"
+    TOO_LARGE = "larger than the memory that is free"
+    FAILED = "fails when called on its own"
+    EXCHANGES = "speaks to other ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmeasured:
+    """One operator whose cost is declared, not measured."""
+
+    signature: str
+    why: Missing
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """How a price list came about. ``notes`` are for the user: nothing here went by in silence.
+
+    Counts are of distinct operators; ``known`` ones were measured before and read from the cache.
+    """
+
+    measured: int = 0
+    known: int = 0
+    unmeasured: tuple[Unmeasured, ...] = ()
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def count(self, why: Missing) -> int:
+        return sum(u.why is why for u in self.unmeasured)

@@ -1,0 +1,80 @@
+"""Every error a user can meet, each in three parts: what happened, what was expected, what to do.
+
+    SteelyardError                 exit code
+    |-- BadInput                   2   the request itself cannot be read or honoured
+    |   |-- BudgetError                a budget that is no amount
+    |   |-- CaptureRefused             a model or loss that cannot be captured truthfully
+    |   |-- PlanFileError              a plan file that cannot be read
+    |   `-- Mismatch                   a plan, model or batch that is not the one planned for
+    |-- Infeasible                 3   no plan fits the budget
+    `-- RunFailed                  4   training stopped
+        |-- CheckpointError            a checkpoint that cannot be written or read
+        `-- NonFinite                  a loss that is NaN or infinite
+Not for mistakes of our own: those are assertions.
+"""
+
+from typing import ClassVar
+
+
+class SteelyardError(ValueError):
+    """What happened, what was expected, what to do next; one line each."""
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, happened: str, *, expected: str, remedy: str) -> None:
+        self.happened = happened
+        self.expected = expected
+        self.remedy = remedy
+        super().__init__(happened, expected, remedy)
+
+    def __str__(self) -> str:
+        return f"{self.happened}\n  expected: {self.expected}\n  next: {self.remedy}"
+
+
+class BadInput(SteelyardError):
+    """The request cannot be read or honoured as it stands."""
+
+
+class BudgetError(BadInput):
+    """An amount that cannot be a budget."""
+
+
+class CaptureRefused(BadInput):
+    """A training step that cannot be captured without training wrongly."""
+
+
+class PlanFileError(BadInput):
+    """A plan file that cannot be read."""
+
+
+class Mismatch(BadInput):
+    """A plan, a model or a batch that is not the one that was planned for."""
+
+
+class Infeasible(SteelyardError):
+    """No plan fits the budget; says the least possible and what sets it.
+
+    ``least_bytes`` is that least as a number, where memory is what is short.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self, happened: str, *, expected: str, remedy: str, least_bytes: int | None = None
+    ) -> None:
+        super().__init__(happened, expected=expected, remedy=remedy)
+        self.least_bytes = least_bytes
+
+
+class RunFailed(SteelyardError):
+    """Training stopped before its end."""
+
+    exit_code = 4
+
+
+class CheckpointError(RunFailed):
+    """A checkpoint that cannot be written, read or trusted."""
+
+
+class NonFinite(RunFailed):
+    """A loss that is NaN or infinite."""

@@ -1,0 +1,192 @@
+"""What is said about a plan: predictions, reasons and measurements, as generated JSON beside it.
+
+Bound to its decisions by their digest, so that figures of a plan before an edit are never shown
+as those of the plan after it. Not for the decisions: see planfile.py.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from steelyard.core.errors import BadInput, PlanFileError
+from steelyard.core.plan import Decisions, FrontierPoint, NextCent, Plan, Prediction, Taken
+from steelyard.core.planfile import digest_of, read_decisions, write_decisions
+from steelyard.core.printable import printable
+from steelyard.core.quad import Estimate
+from steelyard.core.receipt import Measured
+from steelyard.core.trade import Refusal
+from steelyard.core.untrusted import STRICT, json_model, read_bytes, write_whole
+
+MOST_BYTES = 64 * 2**20
+# A timeline is drawn some thousand pixels wide.
+_MOST_INSTANTS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOnFile:
+    """``plan`` is None where the predictions are missing or ``is_edited`` since they were made."""
+
+    decisions: Decisions
+    plan: Plan | None = None
+    measured: Measured | None = None
+    is_edited: bool = False
+
+
+def explanation_path(path: Path) -> Path:
+    """``train.plan.toml`` -> ``train.plan.json``."""
+    if path.suffix != ".toml":
+        raise BadInput(
+            f"{printable(str(path))} is no name for a plan file",
+            expected="a name that ends in .toml, such as train.plan.toml",
+            remedy=f"call it {printable(path.with_suffix('.plan.toml').name)}",
+        )
+    return path.with_suffix(".json")
+
+
+def refuse_to_lose(path: Path) -> None:
+    """A plan may replace a plan, but never what a person wrote."""
+    explanation_path(path)
+    if not path.exists():
+        return
+    try:
+        is_ours = read_plan(path).plan is not None
+    except PlanFileError:
+        is_ours = False
+    if not is_ours:
+        name = printable(str(path))
+        raise BadInput(
+            f"{name} was edited or not written here, and would be overwritten",
+            expected="a plan file as it was last written, or none",
+            remedy=f"check it with --check {name}, give another name with -o, or delete it",
+        )
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """The decisions to ``path``, everything else beside it."""
+    explanation_path(path)
+    write_decisions(path, plan.decisions)
+    write_explanation(path, plan)
+
+
+def write_explanation(path: Path, plan: Plan, measured: Measured | None = None) -> None:
+    """Only the JSON beside ``path``; the plan file keeps its edits and comments."""
+    write_whole(explanation_path(path), encode_explanation(plan, measured))
+
+
+def with_reasons(plan: Plan, path: Path) -> Plan:
+    """``plan`` with what was found out when its decisions were made, if they stand unchanged.
+
+    Predicting decisions anew weighs no offers and draws no curve.
+    """
+    if plan.num_offers:
+        return plan
+    try:
+        found = read_plan(path).plan
+    except PlanFileError:
+        # The JSON is damaged, and about to be written anew; only the reasons are lost with it.
+        return plan
+    if found is None or digest_of(found.decisions) != digest_of(plan.decisions):
+        return plan
+    return replace(
+        plan,
+        taken=found.taken,
+        refused=found.refused,
+        num_offers=found.num_offers,
+        frontier=found.frontier,
+        next_cent=found.next_cent,
+        least_bytes=found.least_bytes,
+        least_within=found.least_within,
+        largest=found.largest,
+    )
+
+
+def read_plan(path: Path) -> PlanOnFile:
+    decisions = read_decisions(path)
+    beside = explanation_path(path)
+    if not beside.exists():
+        return PlanOnFile(decisions=decisions)
+    return decode_explanation(
+        read_bytes(beside, most_bytes=MOST_BYTES),
+        decisions,
+        source=str(beside),
+        plan_name=path.name,
+    )
+
+
+def encode_explanation(plan: Plan, measured: Measured | None = None) -> bytes:
+    thin = replace(
+        plan,
+        before=_thinned(plan.before),
+        unplanned=_thinned(plan.unplanned),
+        predicted=_thinned(plan.predicted),
+    )
+    body = asdict(thin)
+    del body["decisions"]
+    document = {
+        "format": 1,
+        "decisions_sha256": digest_of(plan.decisions),
+        "plan": body,
+        "measured": None if measured is None else asdict(measured),
+    }
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # File names that are no text reach us as lone surrogates, which are no JSON.
+    return text.encode("utf-8", errors="replace") + b"\n"
+
+
+def decode_explanation(
+    raw: bytes | str,
+    decisions: Decisions,
+    *,
+    source: str = "the predictions",
+    plan_name: str = "train.plan.toml",
+) -> PlanOnFile:
+    remedy = f"make it anew: steelyard plan train.py --check {printable(plan_name)}"
+    document = json_model(raw, _Document, source=source, most_bytes=MOST_BYTES, remedy=remedy)
+    if document.decisions_sha256 != digest_of(decisions):
+        return PlanOnFile(decisions=decisions, is_edited=True)
+    body: dict[str, Any] = dict(document.plan)
+    return PlanOnFile(
+        decisions=decisions,
+        plan=Plan(decisions=decisions, **body),
+        measured=document.measured,
+    )
+
+
+class _Body(BaseModel):
+    """A Plan without its decisions; a test holds the fields equal."""
+
+    model_config = STRICT
+
+    title: str
+    before: Prediction
+    unplanned: Prediction
+    predicted: Prediction
+    taken: tuple[Taken, ...]
+    refused: tuple[Refusal, ...]
+    num_offers: int
+    frontier: tuple[FrontierPoint, ...]
+    next_cent: NextCent | None
+    least_bytes: int
+    least_within: int
+    slowdown: Estimate | None
+    largest: str
+    notes: tuple[str, ...]
+
+
+class _Document(BaseModel):
+    model_config = STRICT
+
+    format: Annotated[int, Field(ge=1, le=1)]
+    decisions_sha256: str
+    plan: _Body
+    measured: Measured | None
+
+
+def _thinned(prediction: Prediction) -> Prediction:
+    timeline = prediction.timeline
+    if timeline is None:
+        return prediction
+    return replace(prediction, timeline=timeline.thinned(_MOST_INSTANTS))

@@ -1,0 +1,354 @@
+"""One training step as a data-flow graph in plain data: nodes, the storages under them, outputs.
+
+What capture/ makes, trades rewrite and predict/ reads. Not for torch objects: an operator is its
+name, a tensor its shape, strides, dtype and storage.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from hashlib import sha256
+
+from steelyard.core.collective import Collective
+
+
+class Role(StrEnum):
+    """What a storage holds; all but ``activation`` are resident for the whole step."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    CONSTANT = "constant"
+    TANGENT = "tangent"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+    ACTIVATION = "activation"
+
+
+class Phase(StrEnum):
+    """Which part of the step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    nbytes: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of a node: how it lies on which storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    storage: int
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is another node's value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """An argument that names a torch object: ``torch.float32``, ``torch.device('cpu')``."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An argument that names the ranks of a mesh axis; a runner puts its process group there."""
+
+    name: str
+
+
+Argument = Ref | Symbol | Axis | str | int | float | complex | bool | None | tuple["Argument", ...]
+
+
+def without_refs(argument: Argument) -> Argument:
+    """The plain values of an argument, ``$`` for each tensor."""
+    if isinstance(argument, Ref):
+        return "$"
+    if isinstance(argument, tuple):
+        return tuple(without_refs(a) for a in argument)
+    return argument
+
+
+_COPIES = ("aten.clone.default", "aten._unsafe_view.default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One operator call, or one input of the step (``op == "input"``).
+
+    ``path`` is the module, ``line`` the user's source line. ``nth`` counts the calls of ``op`` in
+    ``path`` within the forward pass, so that (path, op, nth) names a forward node across traces.
+    A multi-output operator is one node; its results are taken apart by ``getitem`` nodes.
+    ``signature`` keys measured costs: op, shapes, strides, dtypes and plain arguments.
+    A ``collective`` only issues an exchange. Its result may be read by the node alone that
+    ``waits_for`` it; what a backend needs until then is among the inputs of that node too.
+    """
+
+    name: str
+    op: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    phase: Phase = Phase.FORWARD
+    path: str = ""
+    line: str = ""
+    nth: int = 0
+    signature: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+    is_view: bool = False
+    is_random: bool = False
+    mutates: tuple[str, ...] = ()
+    collective: Collective | None = None
+    waits_for: str = ""
+
+    @property
+    def is_input(self) -> bool:
+        return self.op == "input"
+
+    @property
+    def is_getitem(self) -> bool:
+        return self.op == "getitem"
+
+    @property
+    def is_free(self) -> bool:
+        """Neither computes nor allocates: inputs, views, taking apart a tuple."""
+        return self.is_view or self.op in ("input", "getitem")
+
+    def reading(self, renamed: Mapping[str, str]) -> "Node":
+        """The same call on other values."""
+
+        def swapped(argument: Argument) -> Argument:
+            match argument:
+                case Ref(name):
+                    return Ref(renamed.get(name, name))
+                case tuple():
+                    return tuple(swapped(a) for a in argument)
+            return argument
+
+        return replace(
+            self,
+            args=tuple(swapped(a) for a in self.args),
+            kwargs=tuple((key, swapped(a)) for key, a in self.kwargs),
+            inputs=tuple(dict.fromkeys(renamed.get(i, i) for i in self.inputs)),
+            mutates=tuple(renamed.get(m, m) for m in self.mutates),
+            waits_for=renamed.get(self.waits_for, self.waits_for),
+        )
+
+
+class OutputKind(StrEnum):
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A value that leaves the step: the loss, the gradient of ``target``, a new value of it."""
+
+    kind: OutputKind
+    node: str
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A loss that is the mean over those entries of the node ``targets`` that are not ``ignored``.
+
+    ``is_whole_loss``: the loss of the step is this mean and nothing besides.
+    """
+
+    targets: str
+    ignored: int
+    is_whole_loss: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """Sibling modules ``prefix.0 .. prefix.(count-1)`` whose subgraphs were verified equal."""
+
+    prefix: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """The step: ``nodes`` in an order that respects data flow, forward before backward.
+
+    ``unused`` lists trainable parameters that the loss does not depend on (their gradient stays
+    None, as in eager PyTorch). ``eager_peak_bytes`` is what eager PyTorch would hold above the
+    resident bytes in the same forward and backward pass.
+    """
+
+    nodes: tuple[Node, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[Output, ...]
+    decomposition: str
+    runs: tuple[BlockRun, ...] = ()
+    unused: tuple[str, ...] = ()
+    eager_peak_bytes: int = 0
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        users: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                users[name].append(node.name)
+        return {name: tuple(names) for name, names in users.items()}
+
+    @cached_property
+    def collectives(self) -> tuple[str, ...]:
+        """The nodes that exchange something with other ranks."""
+        return tuple(node.name for node in self.nodes if node.collective is not None)
+
+    @cached_property
+    def counted(self) -> Counted | None:
+        """The counted mean in the loss, if there is one and only one."""
+        losses = {o.node for o in self.outputs if o.kind is OutputKind.LOSS}
+        found = []
+        for node in self.forward():
+            if node.op in _COUNTED_MEANS and node.args[2] is None and node.args[3] == 1:
+                targets, ignored = node.args[1], node.args[4]
+                assert isinstance(targets, Ref)
+                assert isinstance(ignored, int)
+                results = {u for u in self.users[node.name] if self.by_name[u].args[1:] == (0,)}
+                found.append(
+                    Counted(
+                        targets=targets.name, ignored=ignored, is_whole_loss=bool(results & losses)
+                    )
+                )
+        return found[0] if len(found) == 1 else None
+
+    def ancestors(self, name: str) -> tuple[str, ...]:
+        """What must be computed for ``name``, itself last; inputs left out."""
+        needed = {name}
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                needed.update(node.inputs)
+        return tuple(n.name for n in self.nodes if n.name in needed and not n.is_input)
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(node.flops for node in self.nodes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names this step at this batch shape; another batch shape is another graph."""
+        calls = (
+            f"{n.path}|{n.op}|{n.nth}|{[(t.shape, t.dtype) for t in n.outputs]}|"
+            f"{without_refs((*n.args, *(a for _, a in n.kwargs)))}"
+            for n in self.forward()
+        )
+        return self._digest(calls)
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """Names the model, the loss and what is trained, at whatever batch shape.
+
+        Whether a reshape looks or copies depends on sizes (of one sample it need not copy), so
+        operators that compute nothing do not count.
+        """
+        held = (
+            f"{n.name}|{t.shape}|{t.dtype}"
+            for n in self.inputs()
+            for t in n.outputs
+            if self.storages[t.storage].role in (Role.PARAMETER, Role.BUFFER)
+        )
+        computed = (n for n in self.forward() if not n.is_view and n.op not in _COPIES)
+        return self._digest([*held, *(f"{n.path}|{n.op}|{n.nth}" for n in computed)])
+
+    def _digest(self, parts: Iterable[str]) -> str:
+        digest = sha256(self.decomposition.encode())
+        for part, count in sorted(Counter(parts).items()):
+            digest.update(f"{part}x{count}\n".encode())
+        for target in sorted(o.target for o in self.outputs if o.kind is OutputKind.GRADIENT):
+            digest.update(f"trains {target}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def inputs(self) -> Iterator[Node]:
+        return (node for node in self.nodes if node.is_input)
+
+    def forward(self) -> Iterator[Node]:
+        return (n for n in self.nodes if n.phase is Phase.FORWARD and not n.is_input)
+
+    def storages_of(self, name: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(t.storage for t in self.by_name[name].outputs))
+
+    def resident_bytes(self, *roles: Role) -> int:
+        """Bytes of the storages with these roles that the step's inputs lie on."""
+        seen = {t.storage for node in self.inputs() for t in node.outputs}
+        return sum(self.storages[s].nbytes for s in seen if self.storages[s].role in roles)
+
+    def problems(self) -> list[str]:
+        """Why this is no valid graph; empty when it is one."""
+        found: list[str] = []
+        seen: set[str] = set()
+        for node in self.nodes:
+            found += [
+                f"{node.name} reads {i} before it exists" for i in node.inputs if i not in seen
+            ]
+            if node.name in seen:
+                found.append(f"{node.name} is defined twice")
+            if node.waits_for and node.waits_for not in node.inputs:
+                found.append(f"{node.name} waits for {node.waits_for} without reading it")
+            seen.add(node.name)
+            for tensor in node.outputs:
+                if not 0 <= tensor.storage < len(self.storages):
+                    found.append(f"{node.name} lies on unknown storage {tensor.storage}")
+        found += [f"output {o.node} does not exist" for o in self.outputs if o.node not in seen]
+        return found
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element: ``bfloat16`` says 16 bits; what says none or fewer than 8 takes one."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+_COUNTED_MEANS = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+
+
+def path_matches(path: str, pattern: str) -> bool:
+    """Whether ``path`` is ``pattern`` with each ``*`` standing for one index."""
+    ours, theirs = path.split("."), pattern.split(".")
+    return len(ours) == len(theirs) and all(
+        b == a or (b == "*" and a.isdigit()) for a, b in zip(ours, theirs, strict=True)
+    )

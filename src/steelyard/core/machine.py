@@ -1,0 +1,111 @@
+"""What the operating system says about this machine: cores, memory and the limits on them.
+
+Read from files, so that it costs nothing and needs no torch. Not for speeds: see measure/.
+"""
+
+import os
+import platform
+import resource
+from pathlib import Path
+
+from steelyard.core.cluster import Device
+
+# A 2020s server core with AVX2 in round figures; only used where nothing has been measured.
+_CORE_FLOPS_PER_SECOND = 40e9
+_CORE_BYTES_PER_SECOND = 8e9
+
+
+def this_device() -> Device:
+    cores = num_cores()
+    return Device(
+        kind=f"cpu {processor()}",
+        flops_per_second=cores * _CORE_FLOPS_PER_SECOND,
+        bytes_per_second=cores * _CORE_BYTES_PER_SECOND,
+        memory_bytes=memory_bytes(),
+        threads=int(os.environ.get("OMP_NUM_THREADS") or cores),
+        is_here=True,
+    )
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int:
+    """What this process may use: the machine's memory or its control group's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = cgroup_limit_bytes()
+    return min(total, limit) if limit else total
+
+
+def available_bytes() -> int:
+    """What could be allocated now: free memory, within every limit on this process."""
+    bounds = [memory_bytes()]
+    bounds += [
+        int(line.split()[1]) * 1024
+        for line in _lines("/proc/meminfo")
+        if line.startswith("MemAvailable:")
+    ]
+    limit, used = cgroup_limit_bytes(), cgroup_used_bytes()
+    if limit is not None and used is not None:
+        bounds.append(limit - used)
+    held = _held_bytes()
+    bounds += [most - held.get(name, 0) for name, most in process_limits_bytes().items()]
+    return max(0, min(bounds))
+
+
+def process_limits_bytes() -> dict[str, int]:
+    """The limits set on this process alone, by name; those that are not set are left out."""
+    limits = {}
+    for name in ("RLIMIT_DATA", "RLIMIT_AS"):
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        if soft != resource.RLIM_INFINITY:
+            limits[name] = soft
+    return limits
+
+
+def _held_bytes() -> dict[str, int]:
+    """What each of those limits counts."""
+    counted = {"VmData": "RLIMIT_DATA", "VmSize": "RLIMIT_AS"}
+    held = {}
+    for line in _lines("/proc/self/status"):
+        name, _, rest = line.partition(":")
+        if name in counted:
+            held[counted[name]] = int(rest.split()[0]) * 1024
+    return held
+
+
+def cgroup_used_bytes() -> int | None:
+    """What counts against the control group's limit, less the file pages it would give up."""
+    for folder, used, prefix in (
+        ("/sys/fs/cgroup", "memory.current", ""),
+        ("/sys/fs/cgroup/memory", "memory.usage_in_bytes", "total_"),
+    ):
+        for line in _lines(f"{folder}/{used}"):
+            if line.isdigit():
+                files = (f"{prefix}active_file", f"{prefix}inactive_file")
+                stat = (entry.split() for entry in _lines(f"{folder}/memory.stat"))
+                return int(line) - sum(int(e[1]) for e in stat if e and e[0] in files)
+    return None
+
+
+def cgroup_limit_bytes() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        for line in _lines(path):
+            if line.isdigit() and int(line) < 2**60:
+                return int(line)
+    return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return []

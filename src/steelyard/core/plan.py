@@ -1,0 +1,118 @@
+"""A plan: the decisions, for whom they were made, and what they were predicted to cost.
+
+The decisions stand in a TOML file a person can edit; the rest in generated JSON beside it, see
+planfile.py. Not for making plans: see search/.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from steelyard.core.budget import Budget
+from steelyard.core.peak import Peak, Timeline
+from steelyard.core.quad import Estimate, Quad
+from steelyard.core.rules import Rule
+from steelyard.core.trade import Refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEntry:
+    """One tensor of the global batch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFor:
+    """Fingerprints of what was planned, and with what."""
+
+    model: str
+    graph: str
+    decomposition: str
+    runner: str
+    cluster: str
+    torch: str
+    batch: tuple[BatchEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """All that a plan file holds; everything else follows from it."""
+
+    made_for: MadeFor
+    budget: Budget
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Four hexadecimal digits that name the decisions in print."""
+        text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{self.rules}"
+        return sha256(text.encode()).hexdigest()[:4]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One program, priced: the four amounts, the peak behind the second, the step drawn out."""
+
+    quad: Quad
+    peak: Peak
+    flops: int
+    timeline: Timeline | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """An offer that was struck: what it pays and buys beside the plan without it."""
+
+    trade: str
+    label: str
+    rules: tuple[Rule, ...]
+    buys_bytes: int
+    pays_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """One plan of the memory-time curve."""
+
+    memory_bytes: int
+    step_seconds: float
+    flops: int
+    micro_batches: int
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextCent:
+    """Which bound is worth raising: ``more_bytes`` more would save ``saved_seconds`` a step."""
+
+    more_bytes: int
+    saved_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Decisions with their reasons. Three baselines are named: eager, unplanned, the plan.
+
+    ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade struck.
+    ``slowdown`` is how many times as long as the unplanned graph the plan takes. ``largest``
+    answers the inverse question where it was asked. ``least_bytes`` is the least peak that was
+    found, with the batch in at most ``least_within`` parts; 0 where finer cuts were tried as well.
+    """
+
+    title: str
+    decisions: Decisions
+    before: Prediction
+    unplanned: Prediction
+    predicted: Prediction
+    taken: tuple[Taken, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    num_offers: int = 0
+    frontier: tuple[FrontierPoint, ...] = ()
+    next_cent: NextCent | None = None
+    least_bytes: int = 0
+    least_within: int = 0
+    slowdown: Estimate | None = None
+    largest: str = ""
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,271 @@
+"""The plan file: decisions only, as TOML that a person can read, edit, diff and check.
+
+Written by hand, not by tomli_w: that puts each number of a shape on a line of its own, and picks
+inline or headed tables by their length, so that one digit more would reflow the file.
+Not for predictions, which stand in generated JSON beside it: see explanation.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+
+from steelyard.core.amounts import (
+    parse_bytes,
+    parse_seconds,
+    parse_share,
+    spell_bytes,
+    spell_seconds,
+    spell_share,
+)
+from steelyard.core.budget import Budget
+from steelyard.core.plan import BatchEntry, Decisions, MadeFor
+from steelyard.core.printable import printable
+from steelyard.core.rules import Rule
+from steelyard.core.untrusted import (
+    STRICT,
+    problems_of,
+    read_bytes,
+    refusal,
+    toml_tables,
+    write_whole,
+)
+
+FORMAT = 1
+MOST_BYTES = 4 * 2**20
+_MOST_RULES = 50_000
+# Enough to see what is wrong; a hostile file has a million.
+_MOST_FOUND = 100
+_LARGEST = 2**62
+_Whole = Annotated[int, Field(ge=0, le=_LARGEST)]
+
+
+class _Recompute(BaseModel):
+    """The keys of one ``[[recompute]]`` table are fields of Rule."""
+
+    model_config = STRICT
+    most: ClassVar[int] = _MOST_RULES
+
+    module: str
+    op: str
+    nth: _Whole = 0
+    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+
+
+class _Accumulate(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 1
+
+    degree: Annotated[int, Field(ge=1, le=_LARGEST, alias="micro_batches")]
+
+
+# Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
+_TABLES: dict[str, type[_Recompute] | type[_Accumulate]] = {
+    "accumulate": _Accumulate,
+    "recompute": _Recompute,
+}
+
+
+def read_decisions(path: Path) -> Decisions:
+    return decode_decisions(read_bytes(path, most_bytes=MOST_BYTES), source=str(path))
+
+
+def write_decisions(path: Path, decisions: Decisions) -> None:
+    write_whole(path, encode_decisions(decisions, name=path.name).encode())
+
+
+def digest_of(decisions: Decisions) -> str:
+    """Names the decisions; what is said about them elsewhere carries it."""
+    return sha256("\n".join(_lines(decisions)).encode()).hexdigest()
+
+
+def encode_decisions(decisions: Decisions, *, name: str = "train.plan.toml") -> str:
+    script = name.removesuffix(".toml").removesuffix(".plan") + ".py"
+    header = (
+        "# The decisions of one Steelyard plan; what they are predicted to cost stands in the JSON",
+        "# file beside this one. Edit them, then check the edit:",
+        f"#   steelyard plan {printable(script)} --check {printable(name)}",
+    )
+    text = "\n".join([*header, *_lines(decisions)]) + "\n"
+    # What cannot be read back must never be written; a model's names may be odd.
+    sorted_decisions = replace(decisions, rules=tuple(sorted(decisions.rules)))
+    if decode_decisions(text, source=name) != sorted_decisions:
+        raise AssertionError(f"{name} does not read back as it was written")
+    return text
+
+
+def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Decisions:
+    tables = toml_tables(raw, source=source, most_bytes=MOST_BYTES)
+    _check_format(tables, source)
+    rules, problems = _rules(tables)
+    known = {key: value for key, value in tables.items() if key not in _TABLES}
+    try:
+        head = _Head.model_validate(known)
+    except ValidationError as error:
+        raise refusal(source, [*problems_of(error, _Head, also=_TABLES), *problems]) from None
+    if problems:
+        raise refusal(source, problems)
+    return Decisions(made_for=head.made_for.value(), budget=head.budget.value(), rules=rules)
+
+
+def _check_format(tables: dict[str, Any], source: str) -> None:
+    found = tables.get("format")
+    if type(found) is int and found > FORMAT:
+        raise refusal(
+            source,
+            ["was written by a later steelyard"],
+            remedy="update steelyard, or plan again: steelyard plan train.py",
+        )
+
+
+def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
+    rules: list[Rule] = []
+    problems: list[str] = []
+    for trade, table in _TABLES.items():
+        given = tables.get(trade, [])
+        if not isinstance(given, list):
+            problems.append(f"{trade} is written [[{trade}]], with two brackets")
+            continue
+        if len(given) > table.most:
+            problems.append(f"{trade} has {len(given)} tables, and at most {table.most} may stand")
+            continue
+        for index, entry in enumerate(given):
+            if len(problems) >= _MOST_FOUND:
+                break
+            try:
+                values = table.model_validate(entry).model_dump()
+            except ValidationError as error:
+                problems += problems_of(error, table, within=(trade, index))
+                continue
+            rules.append(Rule(trade=trade, **values))
+    rules.sort()
+    for rule, next_rule in pairwise(rules):
+        if rule == next_rule:
+            problems.append(f"{rule.trade}: {printable(rule.module)} {printable(rule.op)} is twice")
+    return tuple(rules), problems[:_MOST_FOUND]
+
+
+class _BatchEntry(BaseModel):
+    model_config = STRICT
+
+    name: str
+    shape: Annotated[list[_Whole], Field(max_length=64)]
+    dtype: str
+
+    def value(self) -> BatchEntry:
+        return BatchEntry(name=self.name, shape=tuple(self.shape), dtype=self.dtype)
+
+
+class _MadeFor(BaseModel):
+    model_config = STRICT
+
+    model: str
+    graph: str
+    decomposition: str
+    runner: str
+    cluster: str
+    torch: str
+    batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
+
+    def value(self) -> MadeFor:
+        return MadeFor(
+            model=self.model,
+            graph=self.graph,
+            decomposition=self.decomposition,
+            runner=self.runner,
+            cluster=self.cluster,
+            torch=self.torch,
+            batch=tuple(entry.value() for entry in self.batch),
+        )
+
+
+def _written(parse: Callable[..., float], what: str) -> BeforeValidator:
+    """Texts are amounts as people write them; a number keeps every digit it has."""
+    return BeforeValidator(lambda given: parse(given, what=what) if type(given) is str else given)
+
+
+_Bytes = Annotated[int, _written(parse_bytes, "memory"), Field(ge=1, le=_LARGEST)]
+_Positive = Field(gt=0, le=_LARGEST)
+
+
+class _Budget(BaseModel):
+    model_config = STRICT
+
+    memory: _Bytes | None = None
+    step_time: Annotated[float, _written(parse_seconds, "step_time"), _Positive] | None = None
+    communication: Annotated[float, _written(parse_seconds, "communication"), _Positive] | None = (
+        None
+    )
+    computation: Annotated[float, _written(parse_seconds, "computation"), _Positive] | None = None
+    accuracy_loss: Annotated[
+        float, _written(parse_share, "accuracy_loss"), Field(ge=0, le=_LARGEST)
+    ] = 0.0
+
+    def value(self) -> Budget:
+        return Budget(
+            memory_bytes=self.memory,
+            step_seconds=self.step_time,
+            communication_seconds=self.communication,
+            computation_seconds=self.computation,
+            accuracy_loss=self.accuracy_loss,
+        )
+
+
+class _Head(BaseModel):
+    """All of the file but the trades."""
+
+    model_config = STRICT
+
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+    made_for: _MadeFor
+    budget: _Budget
+
+
+def _lines(decisions: Decisions) -> Iterator[str]:
+    made_for, budget = decisions.made_for, decisions.budget
+    yield f"format = {FORMAT}"
+    yield "\n[made_for]"
+    for key in ("model", "graph", "decomposition", "runner", "cluster", "torch"):
+        yield f"{key} = {_toml(getattr(made_for, key))}"
+    for entry in made_for.batch:
+        yield "\n[[made_for.batch]]"
+        yield f"name = {_toml(entry.name)}"
+        yield f"shape = [{', '.join(map(str, entry.shape))}]"
+        yield f"dtype = {_toml(entry.dtype)}"
+    yield "\n[budget]"
+    if budget.memory_bytes is not None:
+        yield f"memory = {_toml(spell_bytes(budget.memory_bytes))}"
+    for key, seconds in (
+        ("step_time", budget.step_seconds),
+        ("communication", budget.communication_seconds),
+        ("computation", budget.computation_seconds),
+    ):
+        if seconds is not None:
+            yield f"{key} = {_toml(spell_seconds(seconds))}"
+    yield f"accuracy_loss = {_toml(spell_share(budget.accuracy_loss))}"
+    for rule in sorted(decisions.rules):
+        yield f"\n[[{rule.trade}]]"
+        for field, info in _TABLES[rule.trade].model_fields.items():
+            yield f"{info.alias or field} = {_toml(getattr(rule, field))}"
+
+
+def _toml(value: str | int | float) -> str:
+    if not isinstance(value, str):
+        return repr(value)
+    return (
+        f'"{"".join(c if c.isprintable() and c not in _SPECIAL else _escaped(c) for c in value)}"'
+    )
+
+
+_SPECIAL = {'"', "\\"}
+
+
+def _escaped(character: str) -> str:
+    if character in _SPECIAL:
+        return f"\\{character}"
+    code = ord(character)
+    return f"\\u{code:04X}" if code < 2**16 else f"\\U{code:08X}"

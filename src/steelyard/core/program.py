@@ -1,0 +1,198 @@
+"""The step as it will be executed, line by line: what predict/ counts and run/ carries out.
+
+A program holds every decision; whoever enacts it takes none. Not for choosing: see search/.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """Compute ``node`` from ``inputs`` and call the result ``value``.
+
+    ``value`` is the node's own name, or another one where the node is computed again.
+    With ``sink`` nothing is computed: the one input leaves the program (a gradient is added to
+    its parameter's, a buffer takes its new value).
+    """
+
+    node: str
+    value: str
+    inputs: tuple[str, ...]
+    phase: Phase
+    sink: Output | None = None
+
+    @property
+    def is_again(self) -> bool:
+        return self.sink is None and self.value != self.node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Underway:
+    """An exchange, between the line that issues it and the one that waits for it, if one does."""
+
+    issue: int
+    wait: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
+
+    ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update.
+    """
+
+    graph: Graph
+    instructions: tuple[Instruction, ...]
+    loss: str = ""
+    repeats: int = 1
+    update: "Program | None" = None
+
+    @classmethod
+    def plain(cls, graph: Graph, *, update: "Program | None" = None) -> Self:
+        """The graph as captured: everything the backward pass needs is kept."""
+        computed = [as_captured(graph, name) for name in order_of(graph)]
+        return cls.of(graph, computed, update=update)
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        computed: Iterable[Instruction],
+        *,
+        repeats: int = 1,
+        update: "Program | None" = None,
+    ) -> Self:
+        """Add to ``computed`` each output's departure, as early as nothing reads it later."""
+        instructions = list(computed)
+        last_read: dict[str, int] = {}
+        for index, instruction in enumerate(instructions):
+            last_read[instruction.value] = index
+            for name in instruction.inputs:
+                last_read[name] = index
+        inputs = {node.name: node for node in graph.inputs()}
+        departures: dict[int, list[Instruction]] = {}
+        for output in graph.outputs:
+            if output.kind is OutputKind.LOSS:
+                continue
+            index = last_read.get(output.node, -1)
+            if output.kind is OutputKind.UPDATE:
+                # The old value must not be overwritten while something still reads it.
+                old = {t.storage for t in inputs[output.target].outputs}
+                index = max([index, *_reads_of(graph, instructions, old)])
+            sink = Instruction(
+                node=output.node,
+                value="",
+                inputs=(output.node,),
+                phase=instructions[index].phase if index >= 0 else Phase.FORWARD,
+                sink=output,
+            )
+            departures.setdefault(index, []).append(sink)
+        placed = list(departures.get(-1, []))
+        for index, instruction in enumerate(instructions):
+            placed.append(instruction)
+            placed += departures.get(index, [])
+        loss = next(o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
+        return cls(
+            graph=graph, instructions=tuple(placed), loss=loss, repeats=repeats, update=update
+        )
+
+    def repeated(self, times: int) -> "Program":
+        return replace(self, repeats=times)
+
+    @cached_property
+    def again(self) -> tuple[Instruction, ...]:
+        """What is computed a second time."""
+        return tuple(i for i in self.instructions if i.is_again)
+
+    @cached_property
+    def flops(self) -> int:
+        nodes = self.graph.by_name
+        return self.repeats * sum(nodes[i.node].flops for i in self.instructions if i.sink is None)
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """What this rank sends to others in a step."""
+        nodes = self.graph.by_name
+        issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
+        return self.repeats * sum(c.sent_bytes for c in issued if c is not None)
+
+    @cached_property
+    def exchanges(self) -> tuple[Underway, ...]:
+        """Every collective, in the order of issue."""
+        if not self.graph.collectives:
+            return ()
+        nodes = self.graph.by_name
+        issued: dict[str, int] = {}
+        waited: dict[str, int] = {}
+        for index, instruction in enumerate(self.instructions):
+            if instruction.sink is not None:
+                continue
+            node = nodes[instruction.node]
+            if node.collective is not None:
+                issued[instruction.value] = index
+            if node.waits_for:
+                waited[_awaited(node, instruction)] = index
+        return tuple(Underway(issue=i, wait=waited.get(v)) for v, i in issued.items())
+
+    def problems(self) -> list[str]:
+        """Why this is no valid program; empty when it is one."""
+        have = {node.name for node in self.graph.inputs()}
+        found: list[str] = []
+        for instruction in self.instructions:
+            label = instruction.value or f"sink of {instruction.node}"
+            found += [
+                f"{label} reads {i} before it exists" for i in instruction.inputs if i not in have
+            ]
+            if instruction.sink is None:
+                if instruction.value in have:
+                    found.append(f"{instruction.value} is computed twice under one name")
+                have.add(instruction.value)
+        if self.loss and self.loss not in have:
+            found.append("the loss is never computed")
+        return found + self._read_early()
+
+    def _read_early(self) -> list[str]:
+        """Results that are read, or lost, before they have arrived."""
+        found = []
+        for exchange in self.exchanges:
+            value = self.instructions[exchange.issue].value
+            if exchange.wait is None:
+                found.append(f"nothing waits for {value}")
+            found += [
+                f"{i.value or f'sink of {i.node}'} reads {value} while it is on its way"
+                for index, i in enumerate(self.instructions)
+                if value in i.inputs and index != exchange.wait
+            ]
+        return found
+
+
+def as_captured(graph: Graph, name: str) -> Instruction:
+    node = graph.by_name[name]
+    return Instruction(node=name, value=name, inputs=node.inputs, phase=node.phase)
+
+
+def _awaited(node: Node, instruction: Instruction) -> str:
+    """The value, perhaps a copy, that this wait hands over."""
+    return instruction.inputs[node.inputs.index(node.waits_for)]
+
+
+def order_of(graph: Graph) -> list[str]:
+    """The nodes that some output needs, in graph order."""
+    needed = {output.node for output in graph.outputs}
+    for node in reversed(graph.nodes):
+        # A node that writes into its argument acts without being read; random ones are kept so
+        # that the generator moves on exactly as in eager PyTorch.
+        if node.name in needed or node.mutates or node.is_random:
+            needed.add(node.name)
+            needed.update(node.inputs)
+    return [n.name for n in graph.nodes if n.name in needed and not n.is_input]
+
+
+def _reads_of(graph: Graph, instructions: list[Instruction], storages: set[int]) -> list[int]:
+    aliases = {n.name for n in graph.nodes if any(t.storage in storages for t in n.outputs)}
+    return [i for i, ins in enumerate(instructions) if aliases.intersection(ins.inputs)]

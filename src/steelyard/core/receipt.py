@@ -1,0 +1,48 @@
+"""What a run cost beside what it was predicted to cost.
+
+Not for measuring: see measure/ and run/.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.core.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Figures of a run; None where nothing was measured yet.
+
+    ``memory_bytes`` is what the device's allocator held at the peak of one metered step;
+    ``rss_bytes`` what the operating system saw of the whole process.
+    """
+
+    steps: int = 0
+    memory_bytes: int | None = None
+    rss_bytes: int | None = None
+    communication_seconds: float | None = None
+    computation_seconds: float | None = None
+    step_seconds: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """A plan and what became of it."""
+
+    plan: Plan
+    measured: Measured
+
+    @property
+    def memory_miss(self) -> float | None:
+        """Measured over predicted, less one."""
+        measured = self.measured.memory_bytes
+        predicted = self.plan.predicted.quad.memory_bytes.value
+        return None if measured is None or not predicted else measured / predicted - 1
+
+    @property
+    def time_miss(self) -> float | None:
+        measured = self.measured.step_seconds
+        predicted = self.plan.predicted.quad.step_seconds.value
+        return None if measured is None or not predicted else measured / predicted - 1

@@ -1,0 +1,83 @@
+"""The one shape every trade has: where it could be struck, and what the step becomes.
+
+Not for prices: a peak is not a sum, so the price of an offer is what predict/ says of the
+rewritten program less what it says of the program before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Something that could be struck, as rules; ``label`` says where, for people."""
+
+    trade: str
+    label: str
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An offer that was not taken, or a trade that has none here, and the reason that binds."""
+
+    trade: str
+    label: str
+    reason: str
+
+
+class Source(Protocol):
+    """The training step at other batch sizes: the global batch in ``micro_batches`` equal parts."""
+
+    def graph(self, *, micro_batches: int) -> Graph: ...
+
+    def divisors(self) -> tuple[int, ...]:
+        """Into how many equal parts the batch can be cut, 1 first."""
+        ...
+
+    def why_not_split(self) -> str | None:
+        """Why cutting the batch would change what is trained; None where it would not."""
+        ...
+
+
+class Trade(Protocol):
+    """``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` are words of the four."""
+
+    name: ClassVar[str]
+    pays: ClassVar[tuple[str, ...]]
+    buys: ClassVar[tuple[str, ...]]
+    is_exact: ClassVar[bool]
+
+    def offers(
+        self, program: Program, source: Source
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        """What could be struck here, and what could not, with the reason."""
+        ...
+
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+        """The program after striking these rules; the one given is not changed."""
+        ...
+
+
+def strike(
+    program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: Source
+) -> Program:
+    """The program after all rules, each trade its own, in the order the trades are given."""
+    known = {trade.name for trade in trades}
+    unknown = sorted({rule.trade for rule in rules} - known)
+    if unknown:
+        raise Mismatch(
+            f"the plan holds rules of an unknown trade: {unknown[0][:40]}",
+            expected=f"one of {', '.join(sorted(known))}",
+            remedy="correct the trade of these rules, or plan again",
+        )
+    for trade in trades:
+        own = [rule for rule in rules if rule.trade == trade.name]
+        program = trade.rewrite(program, own, source)
+    return program
