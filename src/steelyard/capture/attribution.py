@@ -1,0 +1,66 @@
+"""Whose node is this: the module path and the user's source line of each traced operator.
+
+Not for shapes and bytes: see plain.py.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from steelyard.core.graph import Node, Phase
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_ROOT = re.compile(r"^L\['\w+'\]\.?")
+_INDEXED = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
+
+
+def path_of(node: Any) -> str:
+    """The module a node belongs to, as the user names it; empty for the loss itself."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = clean_path(str(list(stack.values())[-1][0]))
+    return path.removeprefix("model.") if path != "model" else ""
+
+
+def clean_path(path: str) -> str:
+    path = re.sub(r"@\d+", "", _ROOT.sub("", path))
+    path = _INDEXED.sub(r".\1", path)
+    return re.sub(r"(^|\.)_modules\.", r"\1", path).lstrip(".")
+
+
+def line_of(node: Any) -> str:
+    """The innermost line that is not torch's own: ``train.py:31``."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    for filename, line in reversed(frames):
+        if "/torch/" not in filename and "/steelyard/" not in filename:
+            return f"{short_file(filename)}:{line}"
+    return ""
+
+
+def short_file(filename: str) -> str:
+    """Relative to where the user works, else the package file it is in; never a machine's path."""
+    relative = os.path.relpath(filename)
+    if not relative.startswith(".."):
+        return relative
+    return "/".join(filename.rsplit("/", 2)[-2:])
+
+
+def with_paths(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Give each pathless sum of gradients to the module of the term that is computed last.
+
+    Where a residual joins, that is the block whose input's gradient is being summed.
+    """
+    places: dict[str, int] = {}
+    placed: list[Node] = []
+    for index, node in enumerate(nodes):
+        if node.phase is Phase.BACKWARD and not node.path and node.op.startswith("aten.add"):
+            terms = [places[i] for i in node.inputs if i in places and placed[places[i]].path]
+            if terms:
+                node = replace(node, path=placed[max(terms)].path)
+        if node.phase is Phase.BACKWARD:
+            places[node.name] = index
+        placed.append(node)
+    return tuple(placed)

@@ -1,0 +1,308 @@
+"""Cutting the global batch into equal parts, and whether that would change what is trained.
+
+Not for capturing the parts: see source.py.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.fakes import exchanged, put_back
+from steelyard.capture.trace import Loss
+from steelyard.core.graph import Graph, Node, Ref
+from steelyard.core.plan import BatchEntry
+from steelyard.operators import call
+
+# Losses of the parts, put together, may differ from the whole by rounding only; the same of
+# gradients, as a share of their norm, where a small term of the loss shows that sees many samples.
+_ROUNDING = 1e-3
+_GRADIENT_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_GRADIENT_ROUNDING_LOW = 0.05  # half precision and below
+
+
+class Reduction(StrEnum):
+    """How the loss of the batch follows from the losses of its parts."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    COUNTED = "counted"  # the mean over targets that are not ignored, of which parts hold several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splitting:
+    """``reason`` says why the batch must stay whole; empty where it may be cut."""
+
+    reduction: Reduction
+    reason: str = ""
+
+
+def entries(batch: Any) -> tuple[BatchEntry, ...]:
+    leaves = _torch.tree_flatten_with_path(batch)[0]
+    return tuple(
+        BatchEntry(
+            name=_torch.keystr(path),
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype).removeprefix("torch."),
+        )
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def batch_size(batch: Any) -> int | None:
+    """What dim 0 of every tensor is; None where they do not agree."""
+    sizes = {
+        x.shape[0] if x.dim() else None
+        for x in _torch.tree_leaves(batch)
+        if isinstance(x, torch.Tensor)
+    }
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def part(batch: Any, *, start: int, size: int) -> Any:
+    """Rows ``start`` to ``start + size`` of every tensor; views, no copies."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf.narrow(0, start, size) if isinstance(leaf, torch.Tensor) else leaf
+
+    return _torch.tree_map(cut, batch)
+
+
+def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitting:
+    """Whether the loss of the batch is the mean or the sum of its parts' losses.
+
+    Judged by the operators, then by numbers: the live model on a few samples, together and apart,
+    without gradients and with its randomness held still.
+    """
+    size = batch_size(batch)
+    if size is None:
+        return _whole("the tensors of the batch do not share dim 0")
+    if size < 2:
+        return _whole("the batch is a single sample")
+    for node in graph.forward():
+        if "batch_norm" in node.op and _trains_statistics(node.args):
+            return _whole(f"BatchNorm in {node.path} takes its statistics over the whole batch")
+    for name, parameter in model.named_parameters():
+        if _torch.any_hooks([parameter]):
+            return _whole(f"parameter {name} has a hook, which would run once for each part")
+    reason = _divided_by_the_batch(graph)
+    if reason:
+        return _whole(reason)
+    leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
+    if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
+        return _whole("there are no values to check it with (meta device)")
+    rows = sorted({round(i * (size - 1) / 3) for i in range(4)})
+    every = _counts(graph, batch) or [1] * size
+    verdict = _by_numbers(model, loss, _rows(batch, rows), [every[row] for row in rows])
+    if verdict.reduction is Reduction.MEAN and graph.counted and graph.counted.is_whole_loss:
+        return replace(verdict, reduction=Reduction.COUNTED)
+    return verdict
+
+
+def _rows(batch: Any, rows: list[int]) -> Any:
+    """From the first to the last: batches are often sorted, and neighbours alike."""
+
+    def chosen(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, torch.Tensor) else leaf
+
+    return _torch.tree_map(chosen, batch)
+
+
+def _divided_by_the_batch(graph: Graph) -> str:
+    """A loss divided by what is counted in the batch (a mask, class weights) is no mean of parts.
+
+    Numbers show it only if the samples that are looked at differ in it. What a mean over targets
+    that are not ignored divides by is known, and made up for: see Counted.
+    """
+    parameters = {n.name for n in graph.inputs() if n.name.startswith("parameter:")}
+    batch = {n.name for n in graph.inputs() if n.name.startswith("batch:")}
+    weighed = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+    for node in graph.forward():
+        if node.op in weighed and isinstance(node.args[2], Ref) and node.args[3] == _MEAN:
+            return "classes are weighed, so that the loss is divided by the weights in the batch"
+        for divisor in _divisors_of(node):
+            of = graph.by_name[divisor]
+            if math.prod(of.outputs[0].shape) != 1:
+                continue
+            made_by = (divisor, *graph.ancestors(divisor))
+            above = {name for maker in made_by for name in graph.by_name[maker].inputs}
+            if above & batch and not above & parameters:
+                where = f" ({node.line})" if node.line else ""
+                return f"something is divided by a number that the whole batch gives{where}"
+    return ""
+
+
+_MEAN = 1  # as ATen numbers its reductions
+
+
+def _divisors_of(node: Node) -> tuple[str, ...]:
+    if node.op.startswith(("aten.div.Tensor", "aten.div_.Tensor", "aten.true_divide.Tensor")):
+        return tuple(a.name for a in node.args[1:2] if isinstance(a, Ref))
+    if node.op.startswith(("aten.reciprocal", "aten.rsqrt", "aten.pow.Tensor_Scalar")):
+        return tuple(a.name for a in node.args[:1] if isinstance(a, Ref))
+    return ()
+
+
+def _counts(graph: Graph, batch: Any) -> list[int]:
+    """Targets of each sample that the loss counts; empty where it counts none apart."""
+    counted = graph.counted
+    if counted is None:
+        return []
+    values: dict[str, Any] = {
+        f"batch:{_torch.keystr(path)}": leaf
+        for path, leaf in _torch.tree_flatten_with_path(batch)[0]
+    }
+    for name in graph.ancestors(counted.targets):
+        node = graph.by_name[name]
+        if not set(node.inputs) <= values.keys():
+            return []  # the targets depend on more than the batch
+        values[name] = call(node, values)
+    targets = values[counted.targets]
+    size = batch_size(batch)
+    assert size is not None
+    kept: list[int] = (targets.reshape(size, -1) != counted.ignored).sum(1).tolist()
+    return kept
+
+
+def _whole(reason: str) -> Splitting:
+    return Splitting(reduction=Reduction.MEAN, reason=reason)
+
+
+def _trains_statistics(args: tuple[Any, ...]) -> bool:
+    flags = [a for a in args if isinstance(a, bool)]
+    return bool(flags) and flags[0]
+
+
+def _by_numbers(model: nn.Module, loss: Loss, samples: Any, counts: list[int]) -> Splitting:
+    size = len(counts)
+
+    def value(start: int, count: int) -> torch.Tensor:
+        return loss(model, part(samples, start=start, size=count))
+
+    try:
+        with _held_still(model) as parameters:
+            with torch.no_grad():
+                whole, apart = (
+                    float(value(0, size).double()),
+                    [float(value(i, 1).double()) if counts[i] else 0.0 for i in range(size)],
+                )
+            shares = _shares(whole, apart, counts)
+            if isinstance(shares, Splitting):
+                return shares
+            reduction, weights = shares
+            apart_somewhere = _other_gradient(value, weights, parameters)
+    except Exception as error:  # noqa: BLE001 - the user's own code: whatever it raises is the reason
+        return _whole(f"single samples fail: {type(error).__name__}: {str(error)[:80]}")
+    if apart_somewhere:
+        return _whole(
+            f"the gradient of {apart_somewhere} over {size} samples does not follow from theirs: "
+            "samples see each other"
+        )
+    return Splitting(reduction=reduction)
+
+
+def _shares(
+    whole: float, apart: list[float], counts: list[int]
+) -> tuple[Reduction, list[float]] | Splitting:
+    """What the loss of each sample counts in the loss of all."""
+    size, total = len(counts), sum(apart)
+    seen = [x for x, n in zip(apart, counts) if n]
+    if max(seen) - min(seen) <= 1e-6 * (abs(whole) + 1e-12):
+        return _whole("different samples give the same loss, so cutting cannot be checked")
+    candidates = {Reduction.MEAN: [1 / size] * size, Reduction.SUM: [1.0] * size}
+    if len(set(counts)) > 1:
+        del candidates[Reduction.MEAN]
+        candidates = {Reduction.COUNTED: [n / sum(counts) for n in counts], **candidates}
+    for reduction, weights in candidates.items():
+        expected = sum(w * x for w, x in zip(weights, apart))
+        if abs(expected - whole) <= _ROUNDING * max(abs(whole), 1e-6):
+            return reduction, weights
+    return _whole(
+        f"the loss of {size} samples ({whole:.6g}) is neither the mean ({total / size:.6g}) nor "
+        "the sum of theirs: samples are weighed unequally or see each other"
+    )
+
+
+def _other_gradient(
+    value: Callable[[int, int], torch.Tensor],
+    weights: list[float],
+    parameters: dict[str, nn.Parameter],
+) -> str:
+    """The first parameter whose gradient is not that of the samples put together, if any is.
+
+    Holds two gradients of each parameter at a time.
+    """
+    trained = {n: p for n, p in parameters.items() if p.requires_grad}
+
+    def gradients(start: int, count: int) -> dict[str, torch.Tensor]:
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            value(start, count), [*trained.values()], allow_unused=True
+        )
+        return {n: g.to_dense() for n, g in zip(trained, found) if g is not None}
+
+    rest = gradients(0, len(weights))
+    norms = {name: float(g.norm()) for name, g in rest.items()}
+    for index, weight in enumerate(weights):
+        if weight:
+            for name, gradient in gradients(index, 1).items():
+                if name not in rest:
+                    return name
+                rest[name] = rest[name].sub(gradient, alpha=weight)
+    largest = max(norms.values(), default=0.0)
+    for name, off in rest.items():
+        rounding = _GRADIENT_ROUNDING.get(off.dtype, _GRADIENT_ROUNDING_LOW)
+        # Where a gradient is zero but for rounding, its size says nothing: hence the second term.
+        if not float(off.norm()) <= rounding * (norms[name] + largest / 100):
+            return name
+    return ""
+
+
+@contextlib.contextmanager
+def _held_still(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Run the live model without a trace: other buffers, generators untouched, no dropout.
+
+    Yields parameters that share the values of the live ones and none of their hooks.
+    """
+
+    def twin_of(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        return tensor.detach().clone()
+
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        put_back(model),
+        exchanged(model, twin_of) as parameters,
+        _without_chance(),
+    ):
+        yield parameters
+
+
+def _without_chance() -> contextlib.AbstractContextManager[Any]:
+    mode: contextlib.AbstractContextManager[Any] = _WithoutChance()  # type: ignore[no-untyped-call]
+    return mode
+
+
+class _WithoutChance(_torch.TorchDispatchMode):
+    """Every random draw becomes its expectation, so that a sample alone draws as in company."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        result = func(*args, **kwargs)
+        if func in (aten.bernoulli_.float, aten.bernoulli.p):
+            mean = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return result.fill_(mean if result.is_floating_point() else 1)
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, torch.Tensor):
+            return result.zero_()
+        return result

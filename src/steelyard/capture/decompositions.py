@@ -1,0 +1,66 @@
+"""The named tables of decompositions that a step may be captured with.
+
+Part of a plan's fingerprint: under another table the same model has other operators.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from steelyard import _torch
+from steelyard.capture.trace import Decompositions
+
+aten = torch.ops.aten
+
+
+def native_dropout(
+    x: torch.Tensor, probability: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout with its randomness apart: only the boolean mask is bound to the generator.
+
+    Bitwise equal to eager on the CPU. Undecomposed, output and mask come from one random operator
+    and both have to be kept; so split, the output can be computed again from the mask.
+    """
+    if train is False or probability == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if probability == 1:
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    like = aten.empty_like.default(x, dtype=torch.bool)
+    # Eager draws in the order in which the elements lie in memory.
+    order = sorted(range(x.dim()), key=lambda d: (-like.stride(d), d))
+    drawn = aten.bernoulli.p(like.permute(order), 1 - probability)
+    mask = drawn.permute([order.index(d) for d in range(x.dim())])
+    return x.mul(mask).mul(kept_scale(probability, x.dtype)), mask
+
+
+def kept_scale(probability: float, dtype: torch.dtype) -> float:
+    """1 / (1 - p) as eager computes it: divided in float32, then rounded to the tensor's dtype."""
+    if dtype is torch.float64:
+        return 1.0 / (1.0 - probability)
+    scale = np.float32(1.0) / np.float32(1.0 - probability)
+    if dtype is torch.float16:
+        return float(np.float16(scale))
+    if dtype is torch.bfloat16:
+        bits = int(scale.view(np.uint32))
+        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+    return float(scale)
+
+
+def table(name: str) -> Decompositions:
+    return _TABLES[name]()
+
+
+def _python() -> Decompositions:
+    return {aten.native_dropout.default: native_dropout}
+
+
+def _inductor() -> Decompositions:
+    return {**_torch.inductor_decompositions(), **_python()}
+
+
+_TABLES: dict[str, Callable[[], dict[Any, Callable[..., Any]]]] = {
+    "python-1": _python,
+    "inductor-1": _inductor,
+}

@@ -1,0 +1,138 @@
+"""What plain PyTorch would do with the same step: its peak, and which parameters get a gradient.
+
+The "before" of every plan. Kernel workspace is not in it. Not for the captured graph's own peak.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.failures import check_scalar, check_trains, reading_errors
+from steelyard.capture.fakes import StorageWatch, faked, like, without_fakes_left
+from steelyard.capture.trace import Loss
+from steelyard.core.errors import CaptureRefused
+
+# The operator and what it was given: values, and of tensors their layout and what made them.
+Call = tuple[Any, tuple[Hashable, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerTwin:
+    """``peak_bytes`` above the resident ones; ``without_gradient`` names trainable parameters.
+
+    ``calls`` counts those of the forward pass, see ``forward_calls``.
+    """
+
+    peak_bytes: int
+    without_gradient: frozenset[str]
+    calls: Mapping[Call, int] = field(compare=False, repr=False)
+
+
+def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
+    """Also lets the model do what it does only once, such as transformers' filling in of its
+    configuration, so that capture does not take it for a side effect of every step.
+    """
+    with _on_fakes(model, batch) as (mode, parameters, fake_batch):
+        watch, count = _watch(model, parameters, fake_batch), _CallCount()
+        with mode, watch, _torch.quiet_logs():
+            with count:
+                value = loss(model, fake_batch)
+            check_scalar(value)
+            check_trains(model, value)
+            _refuse_others(value, parameters)
+            value.backward()
+            del value
+        missing = {n for n, p in parameters.items() if p.requires_grad and p.grad is None}
+    return EagerTwin(
+        peak_bytes=watch.peak_bytes, without_gradient=frozenset(missing), calls=count.calls
+    )
+
+
+def _refuse_others(value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
+    """What is trained besides the model's parameters: a loss with weights of its own, say.
+
+    A leaf made within the step, a fake one, is none of them; tracing names the line that makes it.
+    """
+    ours = {id(p) for p in parameters.values()}
+    seen: set[Any] = set()
+    pending = [value.grad_fn]
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        leaf = getattr(function, "variable", None)
+        outside = isinstance(leaf, torch.Tensor) and not isinstance(leaf, _torch.FakeTensor)
+        if outside and id(leaf) not in ours:
+            raise CaptureRefused(
+                f"the loss trains a tensor of shape {list(leaf.shape)} that is no parameter of the "
+                "model",
+                expected="a loss without trainable tensors of its own: only the model is trained",
+                remedy="make it a parameter of the model, or detach it",
+            )
+        pending += [f for f, _ in function.next_functions]
+
+
+def _watch(model: nn.Module, parameters: dict[str, nn.Parameter], batch: Any) -> StorageWatch:
+    leaves = [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    return StorageWatch([*parameters.values(), *model.buffers(), *leaves])
+
+
+def forward_calls(model: nn.Module, loss: Loss, batch: Any) -> Counter[Call]:
+    """Every operator call of the forward pass with what it is given and who made that, counted."""
+    with _on_fakes(model, batch) as (mode, _, fake_batch):
+        count = _CallCount()
+        with mode, count, _torch.quiet_logs():
+            loss(model, fake_batch)
+    return count.calls
+
+
+@contextlib.contextmanager
+def _on_fakes(model: nn.Module, batch: Any) -> Iterator[tuple[Any, dict[str, nn.Parameter], Any]]:
+    """The mode, the fake parameters by name, and the batch to call the loss with."""
+    check_trains(model)
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    fake_batch = _torch.tree_map(
+        lambda leaf: like(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf, batch
+    )
+    with (
+        reading_errors(model),
+        torch.enable_grad(),
+        without_fakes_left(model, mode, apart_from=fake_batch),
+        faked(model, mode) as parameters,
+    ):
+        yield mode, parameters, fake_batch
+
+
+class _CallCount(_torch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch 2.13
+        self.calls: Counter[Call] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = (*map(_described, args), *map(_described, kwargs.values()))
+        result = func(*args, **kwargs)
+        self.calls[func, given] += 1
+        for made in (result,) if isinstance(result, torch.Tensor) else _torch.tree_leaves(result):
+            if isinstance(made, torch.Tensor):
+                made.__dict__[_MAKER] = func, tuple(made.shape)
+        return result
+
+
+def _described(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        maker = value.__dict__.get(_MAKER)
+        return value.dtype, tuple(value.shape), value.stride(), maker
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return str(value)  # 0, False and 0.0 are equal, and not the same argument
+
+
+_MAKER = "_steelyard_made_by"

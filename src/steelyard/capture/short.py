@@ -1,0 +1,53 @@
+"""A deep model cut short, where a few of its blocks say all of the whole; and its eager twin.
+
+Not for cutting (deep.py), nor for what the blocks compute: see trace.py.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from steelyard.capture.deep import Cut, cut, with_one_more
+from steelyard.capture.eager import EagerTwin, eager_twin, forward_calls
+from steelyard.capture.trace import Loss
+from steelyard.core.errors import CaptureRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Short:
+    """``twin`` is the whole model's, extrapolated; None where that is not to be had."""
+
+    cut: Cut
+    twin: EagerTwin | None
+
+
+def shortened(model: nn.Module, loss: Loss, batch: Any) -> Short | None:
+    """None where the whole does not make the calls of three blocks and, for each block more, those
+    that a fourth one adds: a model may count its blocks, and treat one of them apart.
+    """
+    short = cut(model)
+    if short is None:
+        return None
+    whole = forward_calls(model, loss, batch)
+    try:
+        three = eager_twin(short.model, loss, batch)
+        fours = {
+            prefix: eager_twin(with_one_more(model, short.stretches, prefix), loss, batch)
+            for prefix in short.stretches
+        }
+    except CaptureRefused:
+        return None  # with fewer blocks it does not even run
+    expected, peak_bytes = Counter(three.calls), three.peak_bytes
+    for prefix, four in fours.items():
+        more = short.stretches[prefix].count - 3
+        added = Counter(four.calls)
+        added.subtract(three.calls)
+        expected.update({call: times * more for call, times in added.items()})
+        peak_bytes += more * (four.peak_bytes - three.peak_bytes)
+    if expected != whole:
+        return None
+    # Of two runs it is not plain which of them is at its height at the peak.
+    twin = replace(three, peak_bytes=peak_bytes) if len(fours) == 1 else None
+    return Short(cut=short, twin=twin)

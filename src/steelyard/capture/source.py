@@ -1,0 +1,198 @@
+"""One user's step, captured when and as often as somebody asks: at this batch, at a part of it.
+
+What api.py hands to search (as core.trade.Source) and to run. Not for tracing: see trace.py.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.batching import Reduction, Splitting, batch_size, entries, part, splitting
+from steelyard.capture.blocks import equal_runs
+from steelyard.capture.decompositions import table
+from steelyard.capture.deep import multiplied
+from steelyard.capture.eager import EagerTwin, eager_twin
+from steelyard.capture.fakes import on_cpu, put_back_on_failure
+from steelyard.capture.hooks import refuse_hooks
+from steelyard.capture.optimizer import OptimizerFactory, capture_update
+from steelyard.capture.plain import to_graph
+from steelyard.capture.short import Short, shortened
+from steelyard.capture.trace import Loss, trace
+from steelyard.core.errors import CaptureRefused
+from steelyard.core.graph import Graph
+from steelyard.core.plan import BatchEntry
+from steelyard.core.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A step at one batch shape: the graph, and the live tensors it names as constants.
+
+    ``is_grown``: planned from three blocks of a deep model; to run it, trace it whole.
+    """
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    is_grown: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class StepSource:
+    """Captures lazily and keeps what it captured.
+
+    ``for_planning`` allows a deep model to be captured from three of its blocks; what is to be
+    run is traced whole.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    decomposition: str = "python-1"
+    for_planning: bool = False
+    _captured: dict[int, Captured] = field(default_factory=dict, init=False)
+    _splitting: Splitting | None = field(default=None, init=False)
+    _twin: EagerTwin | None = field(default=None, init=False)
+
+    def captured(self, *, micro_batches: int = 1) -> Captured:
+        known = self._captured.get(micro_batches)
+        if known is None:
+            known = self._captured[micro_batches] = self._capture(micro_batches)
+        return known
+
+    def graph(self, *, micro_batches: int) -> Graph:
+        return self.captured(micro_batches=micro_batches).graph
+
+    def divisors(self) -> tuple[int, ...]:
+        size = batch_size(self.batch) or 1
+        return tuple(k for k in range(1, size + 1) if size % k == 0)
+
+    def why_not_split(self) -> str | None:
+        return self.splitting().reason or None
+
+    def reduction(self) -> Reduction:
+        return self.splitting().reduction
+
+    def splitting(self) -> Splitting:
+        if self._splitting is None:
+            graph = self.graph(micro_batches=1)
+            self._splitting = splitting(self.model, self.loss, self.batch, graph)
+        return self._splitting
+
+    def twin(self) -> EagerTwin:
+        """What eager PyTorch would do with the whole batch; of a deep model, extrapolated."""
+        if self._twin is None:
+            short = self._short
+            self._twin = (short.twin if short else None) or self._twin_of(self.model)
+        return self._twin
+
+    def _twin_of(self, model: nn.Module) -> EagerTwin:
+        return eager_twin(model, self.loss, self.batch)
+
+    def update(self, make: OptimizerFactory) -> Program:
+        graph = self.graph(micro_batches=1)
+        return capture_update(self.model, make, without_gradient=frozenset(graph.unused))
+
+    def entries(self) -> tuple[BatchEntry, ...]:
+        return entries(self.batch)
+
+    @property
+    def is_imagined(self) -> bool:
+        """Whether some tensor has a shape but no values (meta device): it can only be planned."""
+        tensors = [*self.model.parameters(), *_tensors(self.batch)]
+        return any(t.device.type == "meta" for t in tensors)
+
+    def at(self, batch: Any) -> "StepSource":
+        """The same step on another batch."""
+        return self._like(batch=batch)
+
+    def on(self, model: nn.Module) -> "StepSource":
+        """The same step on another model object."""
+        return self._like(model=model)
+
+    def whole(self) -> "StepSource":
+        """As it can be run: nothing of the model left out of the trace."""
+        return self._like(for_planning=False) if self.captured().is_grown else self
+
+    def _like(self, **changed: Any) -> "StepSource":
+        """``dataclasses.replace`` would carry over what was captured."""
+        kept = ("model", "loss", "batch", "decomposition", "for_planning")
+        return StepSource(**{**{name: getattr(self, name) for name in kept}, **changed})
+
+    def _capture(self, micro_batches: int) -> Captured:
+        refuse_hooks(self.model)
+        _refuse_opaque(self.batch)
+        _refuse_gradient_inputs(self.batch)
+        with put_back_on_failure(self.model):
+            return self._captured_anew(micro_batches)
+
+    def _captured_anew(self, micro_batches: int) -> Captured:
+        self.twin()  # first, so that the model has done what it does only once
+        batch = self.batch
+        if micro_batches > 1:
+            size = batch_size(batch)
+            assert size is not None
+            assert size % micro_batches == 0
+            batch = part(batch, start=0, size=size // micro_batches)
+        short = self._short
+        if short is not None:
+            captured = self._traced(short.cut.model, batch)
+            grown = multiplied(captured.graph, short.cut.stretches)
+            if grown is not None:
+                return replace(captured, graph=grown, is_grown=True)
+        return self._traced(self.model, batch)
+
+    @cached_property
+    def _short(self) -> Short | None:
+        return shortened(self.model, self.loss, self.batch) if self.for_planning else None
+
+    def _traced(self, model: nn.Module, batch: Any) -> Captured:
+        with on_cpu(model, batch) as batch:
+            traced = trace(model, self.loss, batch, decompositions=table(self.decomposition))
+            graph = to_graph(traced, decomposition=self.decomposition)
+        if graph.unused:
+            self._check_unused(model, graph)
+        graph = replace(graph, runs=equal_runs(model, graph))
+        return Captured(graph=graph, constants=traced.constants)
+
+    def _check_unused(self, model: nn.Module, graph: Graph) -> None:
+        """A gradient that eager PyTorch has and the graph has not would never be trained."""
+        lost = set(graph.unused) - self._twin_of(model).without_gradient
+        if lost:
+            raise CaptureRefused(
+                f"the captured step lost the gradient of {', '.join(sorted(lost)[:3])}"
+                + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""),
+                expected="a gradient for every parameter that eager PyTorch trains",
+                remedy="report this model; training it here would leave parameters behind",
+            )
+
+
+def _refuse_opaque(batch: Any) -> None:
+    """Leaves that are neither tensors nor plain values could change from batch to batch unseen."""
+    for path, leaf in _torch.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, _LEAVES):
+            raise CaptureRefused(
+                f"batch{_torch.keystr(path)} is a {type(leaf).__name__}",
+                expected="tensors, numbers and strings in dicts, lists, tuples or dataclasses",
+                remedy="turn it into tensors (torch.as_tensor; of a mapping: dict(batch))",
+            )
+
+
+_LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def _refuse_gradient_inputs(batch: Any) -> None:
+    for entry, leaf in zip(entries(batch), _tensors(batch), strict=True):
+        if leaf.requires_grad:
+            raise CaptureRefused(
+                f"batch{entry.name} requires a gradient",
+                expected="a batch of plain data; only parameters are trained",
+                remedy="detach it, or make it a parameter of the model",
+            )
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
