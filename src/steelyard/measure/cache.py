@@ -1,0 +1,205 @@
+"""What was measured on this machine before, in one SQLite file in the user's cache folder.
+
+A file that cannot be used costs time, never the plan: every trouble with it ends as a note. Not
+for deciding what is worth measuring: see operators.py.
+"""
+
+import contextlib
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from steelyard.core.costs import OperatorCost
+from steelyard.core.quad import Estimate
+
+# Raised when what the columns mean changes; other versions' files are left alone.
+_VERSION = 1
+_BUSY_SECONDS = 5.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS operator (
+    context TEXT NOT NULL, signature TEXT NOT NULL,
+    seconds REAL NOT NULL, low REAL NOT NULL, high REAL NOT NULL,
+    workspace_bytes INTEGER NOT NULL, measured_at REAL NOT NULL,
+    PRIMARY KEY (context, signature)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rate (
+    context TEXT NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, measured_at REAL NOT NULL,
+    PRIMARY KEY (context, name)
+) WITHOUT ROWID;
+"""
+
+_T = TypeVar("_T")
+
+
+def default_path() -> Path:
+    """``$STEELYARD_CACHE``, or ``steelyard/costs.sqlite`` in the user's cache folder."""
+    chosen = os.environ.get("STEELYARD_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "steelyard" / "costs.sqlite"
+
+
+class CostCache:
+    """Costs by (context, signature). Several processes may read and write one file at once."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or default_path()
+        self._notes: list[str] = []
+        self._is_usable = True
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What went wrong so far, for the user."""
+        return tuple(self._notes)
+
+    def read(self, context: str, signatures: Sequence[str]) -> dict[str, OperatorCost]:
+        wanted = set(signatures)
+
+        def select(database: sqlite3.Connection) -> list[tuple[object, ...]]:
+            return database.execute(
+                "SELECT signature, seconds, low, high, workspace_bytes FROM operator"
+                " WHERE context = ?",
+                (context,),
+            ).fetchall()
+
+        found: dict[str, OperatorCost] = {}
+        rows: list[tuple[object, ...]] = []
+        for signature, *figures in self._using(select, rows):
+            if signature in wanted:
+                cost = _checked(figures)
+                if cost is None:
+                    self._note(f"{self.path} holds an impossible cost; it is measured again")
+                else:
+                    found[str(signature)] = cost
+        return found
+
+    def write(self, context: str, costs: Mapping[str, OperatorCost]) -> None:
+        rows = [
+            (context, signature, s.value, s.low, s.high, cost.workspace_bytes, time.time())
+            for signature, cost in costs.items()
+            for s in (cost.seconds,)
+            if cost.is_measured
+        ]
+
+        def insert(database: sqlite3.Connection) -> None:
+            database.executemany("INSERT OR REPLACE INTO operator VALUES (?,?,?,?,?,?,?)", rows)
+
+        self._using(insert, None)
+
+    def read_rates(self, context: str) -> dict[str, float]:
+        def select(database: sqlite3.Connection) -> list[tuple[object, ...]]:
+            statement = "SELECT name, value FROM rate WHERE context = ?"
+            return database.execute(statement, (context,)).fetchall()
+
+        rows: list[tuple[object, ...]] = []
+        found = self._using(select, rows)
+        return {str(n): v for n, v in found if isinstance(v, float) and 0 < v < math.inf}
+
+    def write_rates(self, context: str, rates: Mapping[str, float]) -> None:
+        rows = [(context, name, value, time.time()) for name, value in rates.items()]
+
+        def insert(database: sqlite3.Connection) -> None:
+            database.executemany("INSERT OR REPLACE INTO rate VALUES (?,?,?,?)", rows)
+
+        self._using(insert, None)
+
+    def forget(self) -> None:
+        """Drop all costs, so that everything is measured again."""
+
+        def delete(database: sqlite3.Connection) -> None:
+            database.execute("DELETE FROM operator")
+            database.execute("DELETE FROM rate")
+
+        self._using(delete, None)
+
+    def _using(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T) -> _T:
+        """``work`` on the open file; a damaged file is moved aside, once, and begun anew."""
+        for attempt in range(2):
+            if not self._is_usable:
+                break
+            try:
+                with _opened(self.path) as database:
+                    if not _is_ours(database):
+                        self._give_up("was written by another version of steelyard")
+                        break
+                    return work(database)
+            except sqlite3.OperationalError as error:
+                self._give_up(f"cannot be used ({error})")
+            except sqlite3.DatabaseError as error:
+                if attempt:
+                    self._give_up(f"cannot be used ({error})")
+                else:
+                    self._move_aside(error)
+            except OSError as error:
+                self._give_up(f"cannot be used ({error.strerror or error})")
+        return otherwise
+
+    def _move_aside(self, error: sqlite3.DatabaseError) -> None:
+        if not _is_damaged(self.path):
+            return  # another process was faster, and this file is already its new one
+        aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
+        try:
+            self.path.rename(aside)
+            for suffix in ("-wal", "-shm"):  # these belong to the damaged file alone
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        except OSError as trouble:
+            self._give_up(f"is damaged ({error}) and cannot be moved ({trouble.strerror})")
+            return
+        self._note(f"{self.path} was damaged ({error}); moved to {aside.name} and begun anew")
+
+    def _give_up(self, why: str) -> None:
+        self._is_usable = False
+        self._note(f"the cost cache {self.path} {why}; costs are measured again each time")
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """One transaction on the file, closed at its end so that no process holds it for long."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(path, timeout=_BUSY_SECONDS)
+    try:
+        with database:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            yield database
+    finally:
+        database.close()
+
+
+def _is_damaged(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        with _opened(path) as database:
+            return bool(database.execute("PRAGMA quick_check").fetchone() != ("ok",))
+    except sqlite3.DatabaseError:
+        return True
+
+
+def _is_ours(database: sqlite3.Connection) -> bool:
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        database.executescript(_SCHEMA)
+        database.execute(f"PRAGMA user_version = {_VERSION}")
+        return True
+    return bool(version == _VERSION)
+
+
+def _checked(figures: Sequence[object]) -> OperatorCost | None:
+    """None for what no measurement can have written."""
+    match figures:
+        case [float(seconds), float(low), float(high), int(workspace)] if (
+            0 <= low <= seconds <= high < math.inf and workspace >= 0
+        ):
+            estimate = Estimate(value=seconds, low=low, high=high)
+            return OperatorCost(seconds=estimate, workspace_bytes=workspace)
+    return None

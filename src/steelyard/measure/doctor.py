@@ -1,0 +1,211 @@
+"""Look this machine over: what Steelyard needs, what it would like, what will mislead it.
+
+Not for printing what was found: see report/.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from steelyard.core import machine
+from steelyard.core.amounts import format_bytes
+from steelyard.core.doctor import Row, Verdict
+from steelyard.measure import cache
+
+_PYTHON = (3, 11)
+_TORCH = "2.13"
+_LEAST_SHARED_BYTES = 256 << 20
+_LEAST_CACHE_BYTES = 64 << 20
+# Of a product timed over and over: beyond this a measured second says little about the next one.
+_MOST_NOISE = 0.15
+
+
+def diagnose() -> tuple[Row, ...]:
+    """Every row, in a second or two plus the import of torch; never fails for what it finds."""
+    return tuple(_rows())
+
+
+def _rows() -> Iterator[Row]:
+    yield _python()
+    yield from _torch()
+    yield _cores()
+    yield _memory()
+    yield from _limits()
+    yield _shared_memory()
+    yield _compiler()
+    yield _cache()
+
+
+def _python() -> Row:
+    version = platform.python_version()
+    if sys.version_info[:2] < _PYTHON:
+        wanted = ".".join(map(str, _PYTHON))
+        return Row(
+            name="python",
+            value=version,
+            verdict=Verdict.BAD,
+            remedy=f"use Python {wanted} or newer",
+        )
+    return Row(name="python", value=version)
+
+
+def _torch() -> Iterator[Row]:
+    remedy = f'pip install "torch=={_TORCH}.*"'
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Row(
+            name="torch",
+            value=f"cannot be imported: {str(error)[:80]}",
+            verdict=Verdict.BAD,
+            remedy=remedy,
+        )
+        return
+    version = torch.__version__
+    fits = version.split("+")[0].rpartition(".")[0] == _TORCH
+    yield (
+        Row(name="torch", value=version)
+        if fits
+        else Row(name="torch", value=version, verdict=Verdict.BAD, remedy=remedy)
+    )
+    yield Row(name="device", value=_devices())
+    yield _threads(torch.get_num_threads())
+    yield _gloo()
+    yield from _speed()
+
+
+def _devices() -> str:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(i) for i in range(count)]
+    return ", ".join([f"cpu {machine.processor()}", *(f"cuda {name}" for name in gpus)])
+
+
+def _threads(threads: int) -> Row:
+    cores = machine.num_cores()
+    if threads > cores:
+        return Row(
+            name="threads",
+            value=f"{threads} on {cores} cores",
+            verdict=Verdict.NOTE,
+            remedy=f"set OMP_NUM_THREADS={cores}: more threads than cores wait for one another",
+        )
+    return Row(name="threads", value=str(threads))
+
+
+def _gloo() -> Row:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_gloo_available():
+        return Row(name="gloo", value="available")
+    return Row(
+        name="gloo",
+        value="missing",
+        verdict=Verdict.NOTE,
+        remedy="install a torch built with gloo to run several ranks on CPUs",
+    )
+
+
+def _speed() -> Iterator[Row]:
+    import torch
+
+    from steelyard.measure.rates import matmul_seconds, with_measured_rates
+
+    device = with_measured_rates(machine.this_device())
+    yield Row(
+        name="speed",
+        value=f"{device.flops_per_second / 1e9:.0f} GFLOP/s, "
+        f"{format_bytes(device.bytes_per_second)}/s",
+    )
+    times = sorted(matmul_seconds(torch.device("cpu"), rounds=30))
+    noise = (times[26] - times[3]) / times[15]
+    value = f"{noise:.0%} between the fastest and the slowest tenth of one product's times"
+    if noise <= _MOST_NOISE:
+        yield Row(name="noise", value=value)
+    else:
+        yield Row(
+            name="noise",
+            value=value,
+            verdict=Verdict.NOTE,
+            remedy="stop what else runs here, or expect wide intervals on predicted times",
+        )
+
+
+def _cores() -> Row:
+    return Row(name="cores", value=str(machine.num_cores()))
+
+
+def _memory() -> Row:
+    total, free = machine.memory_bytes(), machine.available_bytes()
+    limit = machine.cgroup_limit_bytes()
+    value = f"{format_bytes(free)} free of {format_bytes(total)}"
+    if limit is not None:
+        value += f" (control group limit {format_bytes(limit)})"
+    if free < total // 10:
+        return Row(
+            name="memory",
+            value=value,
+            verdict=Verdict.NOTE,
+            remedy="stop what else holds memory: large operators will not be measured",
+        )
+    return Row(name="memory", value=value)
+
+
+def _limits() -> Iterator[Row]:
+    limits = machine.process_limits_bytes()
+    if not limits:
+        yield Row(name="process limits", value="none")
+    for name, limit in limits.items():
+        yield Row(
+            name="process limits",
+            value=f"{name} = {format_bytes(limit)}",
+            verdict=Verdict.NOTE,
+            remedy="give it as --memory too, or raise it with ulimit: beyond it allocations fail",
+        )
+
+
+def _shared_memory() -> Row:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Row(name="shared memory", value="none on this system")
+    free = shutil.disk_usage(path).free
+    value = f"{format_bytes(free)} free in {path}"
+    if free < _LEAST_SHARED_BYTES:
+        return Row(
+            name="shared memory",
+            value=value,
+            verdict=Verdict.NOTE,
+            remedy="enlarge it (docker: --shm-size=1g), or use no DataLoader workers",
+        )
+    return Row(name="shared memory", value=value)
+
+
+def _compiler() -> Row:
+    chosen = os.environ.get("CXX", "g++")
+    found = shutil.which(chosen) or shutil.which("clang++")
+    if found:
+        return Row(name="C++ compiler", value=found)
+    return Row(
+        name="C++ compiler",
+        value=f"{chosen} not found",
+        verdict=Verdict.NOTE,
+        remedy="install g++ for the Inductor runner; generated Python needs none",
+    )
+
+
+def _cache() -> Row:
+    path = cache.default_path()
+    file = cache.CostCache(path)
+    file.read_rates("")
+    if file.notes:
+        return Row(
+            name="cost cache",
+            value=file.notes[-1],
+            verdict=Verdict.NOTE,
+            remedy="point STEELYARD_CACHE at a file that can be written",
+        )
+    return Row(name="cost cache", value=f"{path}, {format_bytes(path.stat().st_size)}")

@@ -1,0 +1,212 @@
+"""Real arguments for one operator of a plain-data graph: tensors laid out as the node says.
+
+Not for calling it: see operators.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steelyard.core.graph import Argument, Graph, Node, Ref, Symbol, Tensor
+from steelyard.operators import operator_named
+
+# Values are drawn once and copied from here: drawing costs more than most operators.
+_POOL = 1 << 20
+_RUN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arguments:
+    """What to call an operator with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+class Source:
+    """Makes arguments on one device, from random values that leave torch's generators alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+        # Between 0.1 and 1: a valid probability, variance, logarithm, divisor and step count.
+        self._floats = torch.rand(_POOL, generator=self._generator).mul_(0.9).add_(0.1)
+        self._pools: dict[torch.dtype, torch.Tensor] = {}
+
+    def arguments(self, graph: Graph, node: Node) -> Arguments:
+        bounds = index_bounds(graph, node)
+        tensors = {
+            name: self.tensor(graph.by_name[name].outputs[0], below=bounds.get(name, 1))
+            for name in node.inputs
+        }
+        return _filled_in(node, tensors)
+
+    def produced_arguments(self, graph: Graph, node: Node) -> Arguments:
+        """As ``arguments``, but what a tuple was taken apart for is computed, not drawn.
+
+        Under mixed precision a kernel may keep statistics in another dtype than the graph says
+        (torch 2.13: native_layer_norm), and its backward insists on what was really kept.
+        """
+        tensors = dict(self.arguments(graph, node).tensors)
+        for name in node.inputs:
+            taken = graph.by_name[name]
+            if taken.is_getitem:
+                whole = graph.by_name[taken.inputs[0]]
+                given = self.arguments(graph, whole)
+                results = operator_named(whole.op)(*given.args, **given.kwargs)
+                tensors[name] = results[taken.args[1]]
+        return _filled_in(node, tensors)
+
+    def tensor(self, like: Tensor, *, below: int = 1) -> torch.Tensor:
+        """``like`` in shape, strides and dtype, on a storage no larger than those need."""
+        dtype = dtype_named(like.dtype)
+        extent = extent_of(like)
+        flat = torch.empty(extent, dtype=dtype, device=self._device)
+        if below > 1 and not (dtype.is_floating_point or dtype.is_complex):
+            flat.copy_(torch.randint(below, (extent,), generator=self._generator, dtype=dtype))
+        else:
+            _tile(flat, self._pool(dtype))
+        return flat.as_strided(like.shape, like.stride)
+
+    def _pool(self, dtype: torch.dtype) -> torch.Tensor:
+        pool = self._pools.get(dtype)
+        if pool is None:
+            if dtype is torch.bool:
+                # Masks in models are triangles and padding. Of random ones the branches could not
+                # be foretold, and masked_fill takes three times as long.
+                pool = torch.arange(_POOL) // _RUN % 2 == 0
+            elif dtype.is_floating_point or dtype.is_complex:
+                pool = self._floats.to(dtype)
+            else:
+                pool = torch.zeros(_POOL, dtype=dtype)  # the one index that is always valid
+            pool = self._pools[dtype] = pool.to(self._device)
+        return pool
+
+
+def _filled_in(node: Node, tensors: dict[str, torch.Tensor]) -> Arguments:
+    return Arguments(
+        args=tuple(bound(a, tensors) for a in node.args),
+        kwargs={key: bound(a, tensors) for key, a in node.kwargs},
+        tensors=tensors,
+    )
+
+
+def bound(argument: Argument, tensors: dict[str, torch.Tensor]) -> Any:
+    """The argument as torch takes it."""
+    match argument:
+        case Ref(name):
+            return tensors[name]
+        case Symbol(text):
+            return torch_object(text)
+        case tuple():
+            return [bound(a, tensors) for a in argument]
+    return argument
+
+
+def torch_object(text: str) -> Any:
+    """``torch.float32`` or ``torch.device('cpu')``, read rather than evaluated."""
+    name = text.removeprefix("torch.")
+    if name.startswith("device("):
+        return torch.device(name.removeprefix("device(").removesuffix(")").strip("'\""))
+    return getattr(torch, name)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def extent_of(tensor: Tensor) -> int:
+    """Elements from the first to the last that the strides reach."""
+    if 0 in tensor.shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride))
+
+
+def nbytes_of(graph: Graph, node: Node) -> int:
+    """Bytes that this node's arguments and results need outside the step."""
+    tensors = [graph.by_name[name].outputs[0] for name in node.inputs] + list(node.outputs)
+    return sum(extent_of(t) * dtype_named(t.dtype).itemsize for t in tensors)
+
+
+def index_bounds(graph: Graph, node: Node) -> dict[str, int]:
+    """By input name, below what its integers must stay; inputs not named here take zeros."""
+    rule = _BOUNDS.get(node.op.rpartition(".")[0])
+    if rule is None:
+        return {}
+    return {name: below for name, below in rule(_Shapes(graph, node)) if name and below > 0}
+
+
+class _Shapes:
+    """The arguments of one node, by position."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self._graph = graph
+        self._args = node.args
+
+    def name(self, position: int) -> str:
+        argument = self._args[position] if position < len(self._args) else None
+        return argument.name if isinstance(argument, Ref) else ""
+
+    def names(self, position: int) -> list[str]:
+        argument = self._args[position]
+        items: Sequence[Argument] = argument if isinstance(argument, tuple) else ()
+        return [a.name if isinstance(a, Ref) else "" for a in items]
+
+    def size(self, position: int, dim: int) -> int:
+        shape = self._graph.by_name[self.name(position)].outputs[0].shape
+        return shape[dim] if shape else 1
+
+    def number(self, position: int) -> int:
+        argument = self._args[position]
+        return argument if isinstance(argument, int) else 0
+
+    def classes(self, position: int) -> int:
+        """Dim 1 of scores (N, C, ...), or the one dim of (C)."""
+        shape = self._graph.by_name[self.name(position)].outputs[0].shape
+        return shape[min(1, len(shape) - 1)] if shape else 1
+
+
+_Bounds = Callable[[_Shapes], list[tuple[str, int]]]
+
+
+def _along(position: int) -> _Bounds:
+    """op(self, dim, index, ...)"""
+    return lambda s: [(s.name(position + 2), s.size(position, s.number(position + 1)))]
+
+
+def _indices(s: _Shapes) -> list[tuple[str, int]]:
+    """index(self, [index or None per dim], ...)"""
+    return [(name, s.size(0, dim)) for dim, name in enumerate(s.names(1)) if name]
+
+
+# Zeros are always valid, but all of them on one row is neither the memory traffic of a lookup nor
+# the work of its backward pass.
+_BOUNDS: dict[str, _Bounds] = {
+    "aten.embedding": lambda s: [(s.name(1), s.size(0, 0))],
+    "aten.embedding_dense_backward": lambda s: [(s.name(1), s.number(2))],
+    "aten.nll_loss_forward": lambda s: [(s.name(1), s.classes(0))],
+    "aten.nll_loss2d_forward": lambda s: [(s.name(1), s.classes(0))],
+    "aten.nll_loss_backward": lambda s: [(s.name(2), s.classes(1))],
+    "aten.nll_loss2d_backward": lambda s: [(s.name(2), s.classes(1))],
+    "aten.gather": _along(0),
+    "aten.scatter": _along(0),
+    "aten.scatter_add": _along(0),
+    "aten.scatter_reduce": _along(0),
+    "aten.index_select": _along(0),
+    "aten.index_add": _along(0),
+    "aten.index": _indices,
+    "aten._unsafe_index": _indices,
+    "aten.index_put": _indices,
+    "aten._unsafe_index_put": _indices,
+}
+
+
+def _tile(flat: torch.Tensor, pool: torch.Tensor) -> None:
+    for start in range(0, flat.numel(), _POOL):
+        part = flat[start : start + _POOL]
+        part.copy_(pool[: part.numel()])

@@ -1,0 +1,295 @@
+"""Time the operators of a step and meter their workspace on the device at hand, each once.
+
+An operator timed alone, over and over on the same tensors, runs on a warm cache and may take half
+of what it takes in a step. So they are run in turns, in the order of the step, and each input is
+first made as warm as it is there: such times add up to whole steps within a few hundredths. What
+remains is whole_step.py's. Not for remembering costs: see cache.py.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from steelyard import _torch
+from steelyard.core.amounts import format_bytes
+from steelyard.core.cluster import Device
+from steelyard.core.costs import Costs, Missing, OperatorCost, Survey, Unmeasured
+from steelyard.core.graph import Graph, Node
+from steelyard.core.machine import available_bytes
+from steelyard.measure.cache import CostCache
+from steelyard.measure.clock import Clock, spread
+from steelyard.measure.inputs import Arguments, Source, nbytes_of
+from steelyard.measure.meter import meter_once
+from steelyard.measure.neighbours import declared_from
+from steelyard.measure.warmth import distances, preparation
+from steelyard.operators import operator_named
+
+_MOST_ROUNDS = 15
+_FEWEST_ROUNDS = 3
+# To warm up, to meter, and one round to be timed: less than this is no measurement.
+_FEWEST_CALLS = 3
+# The many small operators are cheap to measure; large ones must leave them this share of the time.
+_SHARE_OF_SMALL = 0.2
+_SMALL = 0.01
+# Rounds that took this long together have seen enough of the machine's noise.
+_ROUNDS_SECONDS = 2.0
+# Of the free memory: the arguments of the operators that take turns, and one operator alone.
+_SHARE_TOGETHER = 0.3
+_SHARE_ALONE = 0.6
+# Arguments beyond this do not make a round more like a step; they only take time to fill.
+_MOST_TOGETHER_BYTES = 4 << 30
+# Smaller differences are a kernel's own rounding.
+_PAGE_BYTES = 4096
+_EXCHANGES = ("_c10d_functional.", "steelyard.all_gather")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Subject:
+    """One distinct operator: a node that stands for all of its signature."""
+
+    graph: Graph
+    node: Node
+    position: int
+    count: int = 0
+    nbytes: int = 0
+    ages: tuple[int, ...] = ()
+    call: "_Call | None" = None
+    workspace_bytes: int = 0
+    wall_seconds: float = 0.0
+    samples: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Call:
+    """One operator on its arguments, and what to do before each call."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], None]
+
+
+def measure_operators(
+    graphs: Sequence[Graph],
+    device: Device,
+    *,
+    cache: CostCache | None = None,
+    seconds_budget: float = 20.0,
+    torch_device: torch.device | None = None,
+) -> tuple[Costs, Survey]:
+    """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared."""
+    begin = time.perf_counter()
+    subjects = distinct(graphs)
+    context = context_of(device)
+    known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
+    table = _Table(device, torch_device or torch.device("cpu"), seconds_budget)
+    table.measure([s for s in subjects if s.node.signature not in known])
+    if cache and table.costs:
+        cache.write(context, table.costs)
+    costs = Costs(device=device, operators={**known, **table.costs})
+    nodes = [s.node for s in subjects]
+    operators = {**costs.operators, **declared_from(costs, nodes)}
+    survey = Survey(
+        measured=len(table.costs),
+        known=len(known),
+        unmeasured=tuple(table.unmeasured),
+        seconds=time.perf_counter() - begin,
+        notes=(*(cache.notes if cache else ()), *table.notes, *_notes(table.unmeasured)),
+    )
+    return replace(costs, operators=operators), survey
+
+
+def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
+    """One subject for each signature that computes, in the order of the step."""
+    found: dict[str, _Subject] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.is_free:
+                continue
+            subject = found.get(node.signature)
+            if subject is None:
+                subject = _Subject(graph=graph, node=node, position=len(found))
+                subject.nbytes = nbytes_of(graph, node)
+                found[node.signature] = subject
+            subject.count += 1
+    ages = distances(graphs)
+    for signature, subject in found.items():
+        subject.ages = ages[signature]
+    return list(found.values())
+
+
+def context_of(device: Device) -> str:
+    """What besides its signature decides what an operator costs."""
+    return "|".join(
+        (
+            f"torch {torch.__version__}",
+            device.kind,
+            f"threads {torch.get_num_threads()}",
+            f"matmul {torch.get_float32_matmul_precision()}",
+            f"mkldnn {torch.backends.mkldnn.enabled}",
+            f"deterministic {torch.are_deterministic_algorithms_enabled()}",
+        )
+    )
+
+
+class _Table:
+    """Measures subjects until the deadline, those first in which most time is thought to go."""
+
+    def __init__(self, device: Device, torch_device: torch.device, seconds_budget: float) -> None:
+        self._plain = Costs(device=device)
+        self._device = torch_device
+        self._budget = seconds_budget
+        self._deadline = time.perf_counter() + seconds_budget
+        self._slowness = 1.0
+        self._source = Source(torch_device)
+        self._clock = Clock(torch_device)
+        self.costs: dict[str, OperatorCost] = {}
+        self.unmeasured: list[Unmeasured] = []
+        self.notes: list[str] = []
+
+    def measure(self, subjects: list[_Subject]) -> None:
+        free = _free_bytes(self._device)
+        together = min(int(free * _SHARE_TOGETHER), _MOST_TOGETHER_BYTES)
+        able = [s for s in subjects if self._is_able(s, int(free * _SHARE_ALONE))]
+        able.sort(key=lambda s: -s.count * self._plain.declared_seconds(s.node).value)
+        with _undisturbed(self._device):
+            for group in _groups(able, together):
+                ready = [s for s in group if self._prepare(s, group)]
+                self._take_turns(sorted(ready, key=lambda s: s.position))
+                for subject in ready:
+                    subject.call = None
+
+    def _is_able(self, subject: _Subject, most_bytes: int) -> bool:
+        if subject.node.op.startswith(_EXCHANGES):
+            self._give_up(subject, Missing.EXCHANGES)
+        elif subject.nbytes > most_bytes:
+            detail = f"needs {format_bytes(subject.nbytes)}, may use {format_bytes(most_bytes)}"
+            self._give_up(subject, Missing.TOO_LARGE, detail)
+        else:
+            return True
+        return False
+
+    def _prepare(self, subject: _Subject, group: list[_Subject]) -> bool:
+        """Fill the arguments, call once to warm up, call once to meter; False: given up."""
+        if not self._has_time_for(subject, group):
+            self._give_up(subject, Missing.NO_TIME)
+            return False
+        try:
+            # The first call also builds what kernels keep for ever: neither timed nor metered.
+            subject.call = self._called(subject)
+            begin = time.perf_counter()
+            metered = meter_once(subject.call.run, device=self._device)
+            subject.wall_seconds = time.perf_counter() - begin
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            subject.call = None
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self._give_up(subject, Missing.FAILED, f"{type(error).__name__}: {reason}"[:200])
+            return False
+        more = metered.left_bytes - _result_bytes(subject)
+        # What the graph does not know of a result is at least there while the call lasts.
+        unknown = more if more > _PAGE_BYTES else 0
+        subject.workspace_bytes = max(0, metered.peak_bytes - metered.left_bytes + unknown)
+        if unknown:
+            self.notes.append(
+                f"results of {subject.node.op} hold {format_bytes(more)} more than the graph says;"
+                " a predicted peak may be as much too low"
+            )
+        return True
+
+    def _has_time_for(self, subject: _Subject, group: list[_Subject]) -> bool:
+        """Whether it, and a round of those that are ready, would end before the deadline."""
+        declared = self._plain.declared_seconds(subject.node).value
+        ready = [s for s in group if s.wall_seconds]
+        owed = sum(s.wall_seconds for s in ready)
+        if ready:
+            said = sum(self._plain.declared_seconds(s.node).value for s in ready)
+            self._slowness = max(1.0, owed / said)
+        needed = _FEWEST_CALLS * declared * self._slowness
+        kept = _SHARE_OF_SMALL if needed > _SMALL * self._budget else 0.0
+        return time.perf_counter() + owed + needed < self._deadline - kept * self._budget
+
+    def _called(self, subject: _Subject) -> _Call:
+        graph, node = subject.graph, subject.node
+        try:
+            call = _call_of(subject, self._source.arguments(graph, node))
+            call.run()
+        except RuntimeError:
+            # What fails here for good is reported by the caller.
+            call = _call_of(subject, self._source.produced_arguments(graph, node))
+            call.run()
+        return call
+
+    def _take_turns(self, subjects: list[_Subject]) -> None:
+        begin = time.perf_counter()
+        for done in range(_MOST_ROUNDS):
+            now = time.perf_counter()
+            if done >= _FEWEST_ROUNDS and now - begin > _ROUNDS_SECONDS:
+                break
+            if done and now > self._deadline:
+                break
+            for subject in subjects:
+                assert subject.call is not None
+                subject.call.prepare()
+                subject.samples.append(self._clock.seconds(subject.call.run))
+        for subject in subjects:
+            self.costs[subject.node.signature] = OperatorCost(
+                seconds=spread(subject.samples), workspace_bytes=subject.workspace_bytes
+            )
+
+    def _give_up(self, subject: _Subject, why: Missing, detail: str = "") -> None:
+        self.unmeasured.append(Unmeasured(signature=subject.node.signature, why=why, detail=detail))
+
+
+def _call_of(subject: _Subject, given: Arguments) -> _Call:
+    operator = operator_named(subject.node.op)
+    inputs = [given.tensors[name] for name in subject.node.inputs]
+    return _Call(
+        run=lambda: operator(*given.args, **given.kwargs),
+        prepare=preparation(list(zip(inputs, subject.ages, strict=True))),
+    )
+
+
+def _result_bytes(subject: _Subject) -> int:
+    """What the graph says the call leaves behind: its results, less those that lie on inputs."""
+    graph, node = subject.graph, subject.node
+    given = {s for name in node.inputs for s in graph.storages_of(name)}
+    return sum(graph.storages[s].nbytes for s in graph.storages_of(node.name) if s not in given)
+
+
+def _groups(subjects: list[_Subject], most_bytes: int) -> Iterator[list[_Subject]]:
+    """Subjects in their order, as many together as their arguments fit into ``most_bytes``."""
+    group: list[_Subject] = []
+    nbytes = 0
+    for subject in subjects:
+        if group and nbytes + subject.nbytes > most_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(subject)
+        nbytes += subject.nbytes
+    if group:
+        yield group
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Call operators as a step does, and leave the user's random stream where it was."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
+        yield
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes()
+
+
+def _notes(unmeasured: list[Unmeasured]) -> list[str]:
+    notes = []
+    for why in Missing:
+        found = [u for u in unmeasured if u.why is why]
+        if found:
+            which = found[0].signature[:60] + (f": {found[0].detail}" if found[0].detail else "")
+            notes.append(f"{len(found)} operators not measured ({why}), first {which}")
+    return notes

@@ -1,0 +1,41 @@
+"""This process as the operating system sees it: resident bytes, their high-water mark, CPU time.
+
+What stands beside the allocator's figures, libraries and the C heap included. Not for bounding
+memory: the heap keeps pages it has no use for, see meter.py.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+
+def rss_bytes() -> int:
+    return _status_bytes("VmRSS") or rss_peak_bytes()
+
+
+def rss_peak_bytes() -> int:
+    """The most that was ever resident in this process."""
+    peak = _status_bytes("VmHWM")
+    if peak is None:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = used if sys.platform == "darwin" else used * 1024
+    return peak
+
+
+def cpu_seconds() -> float:
+    """What all threads of this process have computed, in user and in system mode."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _status_bytes(field: str) -> int | None:
+    """None where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == field:
+            return int(rest.split()[0]) * 1024
+    return None

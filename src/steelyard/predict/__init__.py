@@ -1,0 +1,9 @@
+"""THE predictor: a Program and the Costs of its operators -> what a step costs, and why.
+
+Not for measuring or deciding; search scores with it and the receipt is held against it.
+"""
+
+from steelyard.predict.predict import least_possible_bytes, peak_bytes, predict, step_seconds
+from steelyard.predict.slowdown import slowdown
+
+__all__ = ["least_possible_bytes", "peak_bytes", "predict", "slowdown", "step_seconds"]

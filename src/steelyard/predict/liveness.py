@@ -1,0 +1,152 @@
+"""Which bytes are alive at each line of a program, and what they are at its peak.
+
+The counterpart of run/: a value dies after the last line that reads it, a storage with the last
+value that lies on it, a kernel's workspace within its own line, what a backend holds of an exchange
+with the line that waits for it. Not for seconds: see timeline.py.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Graph, Node, OutputKind, Role
+from steelyard.core.peak import Holding
+from steelyard.core.program import Instruction, Program, Underway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """Bytes above the resident ones: at each line while it runs, and after the last."""
+
+    bytes_at: tuple[int, ...]
+    left_bytes: int
+    peak_index: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.bytes_at[self.peak_index] if self.bytes_at else 0
+
+
+def liveness(program: Program, costs: Costs, *, accumulating: bool = False) -> Liveness:
+    """``accumulating``: gradients exist already and are added into, so that none is kept."""
+    births, deaths = _lifetimes(program, accumulating=accumulating)
+    for exchange, nbytes in _held(program):
+        births[exchange.issue] += nbytes
+        if exchange.wait is not None:
+            deaths[exchange.wait] += nbytes
+    nodes = program.graph.by_name
+    alive = 0
+    bytes_at: list[int] = []
+    for index, instruction in enumerate(program.instructions):
+        alive += births[index]
+        workspace = 0 if instruction.sink else costs.workspace_bytes(nodes[instruction.node])
+        bytes_at.append(alive + workspace)
+        alive -= deaths[index]
+    peak = max(range(len(bytes_at)), key=bytes_at.__getitem__, default=0)
+    return Liveness(bytes_at=tuple(bytes_at), left_bytes=alive, peak_index=peak)
+
+
+def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tuple[Holding, ...]:
+    """What lies above the resident bytes while line ``index`` runs, largest first."""
+    graph = program.graph
+    owners, last = _owners_and_last_reads(program, accumulating=accumulating)
+    found = []
+    for key, (born, instruction) in owners.items():
+        if born <= index <= last[key]:
+            node = graph.by_name[instruction.node]
+            found.append(
+                Holding(
+                    nbytes=graph.storages[key[0]].nbytes,
+                    what=node.op + (" (again)" if instruction.is_again else ""),
+                    path=node.path,
+                    line=node.line,
+                    phase=node.phase,
+                    role=Role.ACTIVATION,
+                )
+            )
+    found += [
+        _underway(program.graph.by_name[program.instructions[exchange.issue].node], nbytes)
+        for exchange, nbytes in _held(program)
+        if exchange.issue <= index and (exchange.wait is None or index <= exchange.wait)
+    ]
+    return tuple(sorted(found, key=lambda h: -h.nbytes))
+
+
+def _held(program: Program) -> list[tuple[Underway, int]]:
+    """What the backend keeps for itself of each exchange that is on its way."""
+    nodes = program.graph.by_name
+    found = []
+    for exchange in program.exchanges:
+        collective = nodes[program.instructions[exchange.issue].node].collective
+        if collective is not None and collective.held_bytes:
+            found.append((exchange, collective.held_bytes))
+    return found
+
+
+def _underway(node: Node, nbytes: int) -> Holding:
+    what = f"{node.op} (on its way)"
+    return Holding(
+        nbytes=nbytes, what=what, path=node.path, line=node.line, phase=node.phase,
+        role=Role.ACTIVATION,
+    )  # fmt: skip
+
+
+# A storage of the graph may exist several times in a program, once for each time it is computed:
+# the key is the storage and the number of the copy.
+_Key = tuple[int, int]
+
+
+def _lifetimes(program: Program, *, accumulating: bool) -> tuple[list[int], list[int]]:
+    """Bytes born and bytes dying at each line."""
+    births = [0] * len(program.instructions)
+    deaths = [0] * len(program.instructions)
+    owners, last = _owners_and_last_reads(program, accumulating=accumulating)
+    storages = program.graph.storages
+    for key, (born, _) in owners.items():
+        nbytes = storages[key[0]].nbytes
+        births[born] += nbytes
+        if last[key] < len(deaths):
+            deaths[last[key]] += nbytes
+    return births, deaths
+
+
+def _owners_and_last_reads(
+    program: Program, *, accumulating: bool
+) -> tuple[dict[_Key, tuple[int, Instruction]], dict[_Key, int]]:
+    """Who made each storage copy, and the last line at which a value on it is read."""
+    graph = program.graph
+    resident = _resident(graph)
+    on: dict[str, tuple[_Key, ...]] = {}
+    owners: dict[_Key, tuple[int, Instruction]] = {}
+    last: dict[_Key, int] = {}
+    copies: dict[int, int] = {}
+    end = len(program.instructions)
+    for index, instruction in enumerate(program.instructions):
+        for name in instruction.inputs:
+            for key in on.get(name, ()):
+                last[key] = max(last[key], index)
+        if instruction.sink is not None:
+            keeps = instruction.sink.kind is OutputKind.GRADIENT and not accumulating
+            for key in on.get(instruction.inputs[0], ()):
+                last[key] = end if keeps else last[key]
+            continue
+        inherited = {key[0]: key for name in instruction.inputs for key in on.get(name, ())}
+        keys: list[_Key] = []
+        for storage in graph.storages_of(instruction.node):
+            if storage in resident:
+                continue
+            if storage in inherited:
+                keys.append(inherited[storage])
+                continue
+            copies[storage] = copies.get(storage, 0) + 1
+            key = (storage, copies[storage])
+            owners[key] = (index, instruction)
+            last[key] = index
+            keys.append(key)
+        on[instruction.value] = tuple(keys)
+    for key in on.get(program.loss, ()):
+        last[key] = end
+    return owners, last
+
+
+def _resident(graph: Graph) -> set[int]:
+    return {t.storage for node in graph.inputs() for t in node.outputs}

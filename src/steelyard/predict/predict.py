@@ -1,0 +1,184 @@
+"""Price a program whole: resident bytes and liveness, seconds and bytes sent, the peak explained.
+
+Peak = resident + the larger of the forward/backward pass and the optimizer's step.
+Not for what is alive where (liveness.py), nor when each line begins (timeline.py).
+"""
+
+from dataclasses import dataclass, replace
+
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Phase, Role
+from steelyard.core.peak import Holding, Peak, Timeline
+from steelyard.core.plan import Prediction
+from steelyard.core.program import Program
+from steelyard.core.quad import Estimate, Quad
+from steelyard.predict.liveness import Liveness, alive_at, liveness
+from steelyard.predict.timeline import Durations, durations, play
+
+# What a predicted peak may miss by; the memory benchmark holds it there on generated Python.
+PEAK_SHARE = 0.01
+
+
+def predict(program: Program, costs: Costs) -> Prediction:
+    passes = _passes(program, costs)
+    worst = max(passes, key=lambda p: p.nbytes)
+    takes = _durations(program, costs)
+    quad = Quad(
+        memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
+        communication_bytes=Estimate.exactly(program.sent_bytes),
+        communication_seconds=takes.communication,
+        exposed_communication_seconds=takes.exposed,
+        computation_seconds=takes.computation,
+        step_seconds=takes.step,
+    )
+    return Prediction(
+        quad=quad,
+        peak=_explained(worst, program),
+        flops=program.flops,
+        timeline=_timeline(costs, passes),
+    )
+
+
+def peak_bytes(program: Program, costs: Costs) -> int:
+    """Only the second of the four amounts; what a search asks for thousands of times."""
+    return max(p.nbytes for p in _passes(program, costs))
+
+
+def step_seconds(program: Program, costs: Costs) -> Estimate:
+    return _durations(program, costs).step
+
+
+def least_possible_bytes(program: Program, costs: Costs) -> int:
+    """What no recomputation can go below: resident bytes, and the one line that needs most."""
+    graph, resident = program.graph, _resident_bytes(program)
+    inputs = {t.storage for node in graph.inputs() for t in node.outputs}
+    alone = 0
+    for instruction in program.instructions:
+        node = graph.by_name[instruction.node]
+        if instruction.sink is not None or node.is_free:
+            continue
+        names = (node.name, *node.inputs)
+        needed = {s for name in names for s in graph.storages_of(name)} - inputs
+        nbytes = sum(graph.storages[s].nbytes for s in needed)
+        alone = max(alone, nbytes + costs.workspace_bytes(node))
+    update = _update_pass(program, costs, resident)
+    return max(resident + alone, update.nbytes if update else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """One stretch of the step: the first micro-batch, a later one, the optimizer's update."""
+
+    program: Program
+    liveness: Liveness
+    base_bytes: int
+    base: tuple[Holding, ...]
+    accumulating: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.base_bytes + self.liveness.peak_bytes
+
+
+def _passes(program: Program, costs: Costs) -> list[_Pass]:
+    resident = _resident_bytes(program)
+    first = liveness(program, costs)
+    passes = [_Pass(program=program, liveness=first, base_bytes=resident, base=())]
+    gradients = first.left_bytes
+    if program.repeats > 1:
+        passes.append(
+            _Pass(
+                program=program,
+                liveness=liveness(program, costs, accumulating=True),
+                base_bytes=resident + gradients,
+                base=(_held(gradients, "gradients so far", Role.GRADIENT),),
+                accumulating=True,
+            )
+        )
+    update = _update_pass(program, costs, resident + gradients)
+    if update is not None:
+        held = _held(gradients, "gradients", Role.GRADIENT)
+        passes.append(replace(update, base=(held,)))
+    return passes
+
+
+def _update_pass(program: Program, costs: Costs, base_bytes: int) -> _Pass | None:
+    if program.update is None:
+        return None
+    alive = liveness(program.update, costs)
+    return _Pass(program=program.update, liveness=alive, base_bytes=base_bytes, base=())
+
+
+def _resident_bytes(program: Program) -> int:
+    graph = program.graph
+    held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
+    # The global batch stays whole while its parts are worked on.
+    held += program.repeats * graph.resident_bytes(Role.BATCH)
+    if program.update is not None:
+        held += program.update.graph.resident_bytes(Role.STATE)
+    return held
+
+
+def _durations(program: Program, costs: Costs) -> Durations:
+    """The whole step; each micro-batch has waited for its exchanges before the next begins."""
+    takes = durations(program, costs).scaled(program.repeats)
+    return takes if program.update is None else takes + durations(program.update, costs)
+
+
+def _explained(worst: _Pass, program: Program) -> Peak:
+    alive = worst.liveness
+    resident = _resident_bytes(program)
+    if not worst.program.instructions:
+        return Peak(
+            nbytes=worst.nbytes, resident_bytes=resident, workspace_bytes=0, at="", path="",
+            line="", phase=Phase.UPDATE, alive=(*_residents(program), *worst.base),
+        )  # fmt: skip
+    instruction = worst.program.instructions[alive.peak_index]
+    node = worst.program.graph.by_name[instruction.node]
+    holdings = alive_at(worst.program, alive.peak_index, accumulating=worst.accumulating)
+    workspace = alive.peak_bytes - sum(h.nbytes for h in holdings)
+    everything = [*_residents(program), *worst.base, *holdings]
+    return Peak(
+        nbytes=worst.nbytes,
+        resident_bytes=resident,
+        workspace_bytes=workspace,
+        at=node.op,
+        path=node.path,
+        line=node.line,
+        phase=instruction.phase,
+        alive=tuple(sorted((h for h in everything if h.nbytes), key=lambda h: -h.nbytes)),
+    )
+
+
+def _residents(program: Program) -> list[Holding]:
+    graph = program.graph
+    held = [
+        _held(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
+        _held(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
+        _held(program.repeats * graph.resident_bytes(Role.BATCH), "the batch", Role.BATCH),
+        _held(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
+        _held(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
+    ]
+    if program.update is not None:
+        state = program.update.graph.resident_bytes(Role.STATE)
+        held.append(_held(state, "optimizer state", Role.STATE))
+    return held
+
+
+def _held(nbytes: int, what: str, role: Role) -> Holding:
+    return Holding(nbytes=nbytes, what=what, path="", line="", phase=Phase.FORWARD, role=role)
+
+
+def _timeline(costs: Costs, passes: list[_Pass]) -> Timeline:
+    """The first micro-batch, one later one (all those look alike) and the update, drawn out."""
+    clock = 0.0
+    begins: list[float] = []
+    held: list[int] = []
+    phases: list[Phase] = []
+    for stretch in passes:
+        played = play(stretch.program, costs)
+        begins += [clock + begin for begin in played.begins]
+        held += [stretch.base_bytes + above for above in stretch.liveness.bytes_at]
+        phases += [instruction.phase for instruction in stretch.program.instructions]
+        clock += played.seconds
+    return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))

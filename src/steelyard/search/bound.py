@@ -1,0 +1,94 @@
+"""How fast no plan of recomputations can be: the Lagrangian dual of the cut, a true lower bound.
+
+Counted are only bytes that every plan holds at a line whatever else it chooses; the copies' own
+transients are left out, so the bound is loose where memory is tight. Not for finding plans.
+"""
+
+import numpy as np
+
+from steelyard.search.cut import Cut
+from steelyard.search.tally import NEVER, Floats, Tally
+
+_ROUNDS = 150
+_FEWEST_IMPROVEMENTS = 12
+
+
+def least_seconds(tally: Tally, cut: Cut, *, limit_bytes: int, within_seconds: float) -> float:
+    """A step that computes each value at most twice, in this order, within ``limit_bytes``, takes
+    at least this long. ``within_seconds`` is what some plan reaches; it only sets the steps taken.
+    """
+    certain = _CertainGaps(tally, cut)
+    room = limit_bytes - tally.resident_bytes - certain.always
+    prices = np.zeros(tally.num_lines)
+    best, slack, stale = 0.0, 2.0, 0
+    target = within_seconds - tally.plain_seconds
+    for _ in range(_ROUNDS):
+        choice = cut.solve(certain.weights(prices))
+        # Capacities are rounded to ticks; what that may add is taken off again.
+        value = choice.seconds - cut.rounding_seconds - float(prices @ room)
+        if value > best:
+            best, stale = value, 0
+        else:
+            stale += 1
+            if stale >= _FEWEST_IMPROVEMENTS:
+                slack, stale = slack / 2, 0
+        slope = certain.held(choice.kept) - room
+        slope[(slope < 0) & (prices == 0)] = 0.0
+        size = float(slope @ slope)
+        if size == 0.0 or target <= value:
+            break
+        prices = np.maximum(0.0, prices + slack * (target - value) / size * slope)
+    return tally.plain_seconds + max(0.0, best)
+
+
+class _CertainGaps:
+    """Where a kept value surely waits, and what is surely held at each line besides."""
+
+    def __init__(self, tally: Tally, cut: Cut) -> None:
+        lines = tally.num_lines
+        self._lines = lines
+        kept = self._kept = cut.kept
+        self._nbytes = np.array([tally.nbytes[s] for s in kept], dtype=np.float64)
+        self._starts = np.array([min(tally.forward_last[s] + 1, lines) for s in kept])
+        # A value that only copies read is surely held to the end of the forward pass, no longer.
+        ends = [tally.late_first[s] if tally.late_first[s] != NEVER else tally.first_late
+                for s in kept]  # fmt: skip
+        self._ends = np.maximum(self._starts, np.array([min(e, lines) for e in ends]))
+        self.always = self._always(tally, tally.staying)
+        if tally.program.repeats > 1:
+            # A later micro-batch: the gradients are there already, and new ones are added to them.
+            later = self._always(tally, tally.staying - tally.gradients) + tally.left_bytes
+            self.always = np.maximum(self.always, later)
+
+    def _always(self, tally: Tally, staying: frozenset[int]) -> Floats:
+        change = np.zeros(self._lines + 1)
+        for storage in tally.storages:
+            born, late = tally.born[storage], tally.late_last[storage]
+            spans = []
+            if born < tally.first_late:
+                spans.append((born, tally.forward_last[storage]))
+                if late >= 0:
+                    spans.append((tally.late_first[storage], late))
+            else:
+                spans.append((born, late))
+            if storage in staying:
+                spans = [(born, self._lines - 1)]
+            for start, end in spans:
+                change[start] += tally.nbytes[storage]
+                change[end + 1] -= tally.nbytes[storage]
+        held: Floats = np.cumsum(change)[:-1] + tally.workspace
+        return held
+
+    def weights(self, prices: Floats) -> Floats:
+        so_far = np.concatenate(([0.0], np.cumsum(prices)))
+        weights: Floats = self._nbytes * (so_far[self._ends] - so_far[self._starts])
+        return weights
+
+    def held(self, kept: frozenset[int]) -> Floats:
+        """Bytes that wait at each line when these are kept."""
+        keeps = np.array([s in kept for s in self._kept], dtype=np.float64)
+        change = np.zeros(self._lines + 1)
+        np.add.at(change, self._starts, self._nbytes * keeps)
+        np.add.at(change, self._ends, -self._nbytes * keeps)
+        held: Floats = np.cumsum(change)[:-1]
+        return held

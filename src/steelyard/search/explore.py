@@ -1,0 +1,188 @@
+"""Find the plans between the unplanned step and the least memory it can run in.
+
+One exploration answers every budget, so that a larger budget is never answered by a slower plan.
+Not for choosing among what was found: see search.py.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from steelyard.core.costs import Costs
+from steelyard.core.graph import BlockRun, Graph
+from steelyard.core.program import Program
+from steelyard.core.rules import Spot, spot_of, spots, starred
+from steelyard.search.archive import Archive, Point
+from steelyard.search.cut import Cut
+from steelyard.search.moves import Moves
+from steelyard.search.seeds import simple_plans
+from steelyard.search.sweep import Gaps, packed_sweep, priced_sweep, uniform_sweep
+from steelyard.search.tally import Tally
+from steelyard.search.trials import Trials
+
+_LIMITS = 24
+_ROUNDS = 20
+# Trials times lines of the program: small programs are searched harder, none for long.
+_KICKING_WORK = 20_000_000
+_KICKS_PER_LIMIT = 4
+_WORTH_KICKING = 0.995
+# Plans that treat the blocks of a run alike make short files; this much time is given for that.
+_WORTH_A_SHORT_PLAN = 1.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Explored:
+    """``chain``: a plan for each amount of memory, by rising peak and strictly falling seconds."""
+
+    tally: Tally
+    chain: tuple[Point, ...]
+    groups: tuple[frozenset[int], ...]
+    trials: int
+
+    def within(self, peak_bytes: int | None) -> Point | None:
+        fitting = [p for p in self.chain if peak_bytes is None or p.peak_bytes <= peak_bytes]
+        return fitting[-1] if fitting else None
+
+    @property
+    def least(self) -> Point:
+        return self.chain[0]
+
+    @property
+    def plain(self) -> Point:
+        return self.chain[-1]
+
+    def values(self, point: Point) -> frozenset[str]:
+        """What to recompute; where it changes nothing, in all blocks of a run alike."""
+        again = point.again
+        for group in self.groups:
+            if group & again and not group <= again:
+                more = self.tally.count(again | group)
+                if more.peak_bytes <= point.peak_bytes and more.seconds <= point.seconds:
+                    again |= group
+        return frozenset(self.tally.value_on[s] for s in again)
+
+
+def explore(
+    program: Program,
+    costs: Costs,
+    values: Iterable[str],
+    *,
+    known: "Explored | None" = None,
+    thorough: bool = True,
+) -> Explored:
+    """``values`` may be recomputed; plans for ``known``, this step cut otherwise, are a start."""
+    tally = Tally(program, costs, values)
+    trials = Trials(tally)
+    groups = _groups(tally)
+    if tally.unit_of:
+        if known is not None:
+            _start_from(trials, known)
+        _sweep(trials)
+        if len(groups) < len(tally.unit_of):
+            _improve(trials, Moves(trials, groups, are_whole=True), efforts=(250,))
+        moves = Moves(trials, (frozenset({s}) for s in tally.unit_of), are_whole=False)
+        _improve(trials, moves, efforts=(500, 1000) if thorough else (250,))
+        if thorough:
+            _kick(trials, moves)
+    chain = chained(trials.archive, trials.whole)
+    return Explored(tally=tally, chain=chain, groups=tuple(groups), trials=trials.made)
+
+
+def carried(values: Iterable[str], graph: Graph, to: Tally) -> frozenset[str]:
+    """The same values in another trace of the step, as far as that has them."""
+    there = spots(to.program.graph)
+    possible = set(to.value_on.values())
+    found = (there.get(spot) for v in values if (spot := spot_of(graph, graph.by_name[v])))
+    return frozenset(name for name in found if name in possible and name is not None)
+
+
+def _start_from(trials: Trials, known: Explored) -> None:
+    graph = known.tally.program.graph
+    for point in known.chain:
+        values = (known.tally.value_on[s] for s in point.again)
+        trials.point(trials.tally.storages_of(carried(values, graph, trials.tally)))
+
+
+def _sweep(trials: Trials) -> None:
+    cut = Cut(trials.tally)
+    gaps = Gaps(trials.tally, cut.kept)
+    uniform_sweep(trials, cut, gaps)
+    packed_sweep(trials, cut, gaps)
+    for plan in simple_plans(trials.tally):
+        trials.point(plan)
+    peak = trials.plain.peak_bytes
+    limits = [round(peak * (1 - i / (_LIMITS + 3))) for i in range(1, _LIMITS + 1)]
+    priced_sweep(trials, cut, gaps, limits=limits, rounds=_ROUNDS)
+
+
+def _improve(trials: Trials, moves: Moves, *, efforts: tuple[int, ...]) -> None:
+    known = trials.whole if moves.are_whole else trials.archive
+    moves.seed(trials.archive.hull())
+    for effort in efforts:
+        moves.relink(known.hull())
+        moves.descend(trials=effort)
+        moves.relink(known.hull())
+        for limit in _limits(known):
+            moves.settle(limit)
+    for limit in _limits(known):
+        moves.exchange(limit, trials=40)
+    moves.relink(known.hull())
+
+
+def _kick(trials: Trials, moves: Moves) -> None:
+    """Until it hardly helps any more, or enough was done for a program of this size."""
+    enough = _KICKING_WORK // (200 + trials.tally.num_lines)
+    limits = _limits(trials.archive)
+    stale = number = 0
+    before = _overhead(trials, limits)
+    while stale < 2 and trials.made < enough:
+        for limit in limits:
+            moves.kick(limit, times=_KICKS_PER_LIMIT, seed=number)
+        moves.relink(trials.archive.hull())
+        after = _overhead(trials, limits)
+        stale = stale + 1 if after >= before * _WORTH_KICKING else 0
+        before = after
+        number += 1
+
+
+def _overhead(trials: Trials, limits: Iterable[int]) -> float:
+    """Seconds paid for memory, over all limits."""
+    points = (trials.archive.within(limit) for limit in limits)
+    return sum(p.seconds - trials.plain.seconds for p in points if p is not None)
+
+
+def _limits(known: Archive) -> list[int]:
+    low, high = known.least.peak_bytes, known.fastest.peak_bytes
+    return [round(low + (high - low) * i / _LIMITS) for i in range(_LIMITS + 1)]
+
+
+def _groups(tally: Tally) -> list[frozenset[int]]:
+    """The same value in all blocks of a run, as one atom."""
+    graph = tally.program.graph
+    runs = sorted(graph.runs, key=lambda r: -len(r.prefix))
+    members: dict[Spot, set[int]] = {}
+    for storage, value in tally.value_on.items():
+        spot = spot_of(graph, graph.by_name[value])
+        assert spot is not None
+        members.setdefault(_pattern(spot, runs), set()).add(storage)
+    return [frozenset(m) for m in members.values()]
+
+
+def _pattern(spot: Spot, runs: list[BlockRun]) -> Spot:
+    for run in runs:
+        module = starred(spot.module, run)
+        if module is not None:
+            # Two runs of one list must not be taken for one.
+            return Spot(f"{run.first}:{module}", spot.op, spot.nth)
+    return spot
+
+
+def chained(archive: Archive, whole: Archive) -> tuple[Point, ...]:
+    """The archive, with a whole plan in a point's place where it is about as good."""
+    chain: list[Point] = []
+    for point in archive:
+        short = whole.within(point.peak_bytes)
+        if short is not None and short.seconds <= point.seconds * _WORTH_A_SHORT_PLAN:
+            point = short
+        if not chain or point.seconds < chain[-1].seconds:
+            chain.append(point)
+    return tuple(chain)

@@ -1,0 +1,65 @@
+"""What a search answers: a program, what was taken and refused for it, the curve it lies on.
+
+Not for finding it: see search.py.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.core.amounts import format_share
+from steelyard.core.peak import Peak
+from steelyard.core.plan import FrontierPoint, NextCent, Prediction, Taken
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.trade import Refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """How far from the fastest this can be: a proven bound, for these costs and no others.
+
+    It holds for plans that only recompute, each value at most once more and in the captured order,
+    on the same number of micro-batches.
+    """
+
+    step_seconds: float
+    least_seconds: float
+
+    @property
+    def share(self) -> float:
+        return self.step_seconds / self.least_seconds - 1 if self.least_seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"within {format_share(self.share).lstrip('+')} of the fastest possible by recomputing "
+            "each value at most once"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """``least`` is the peak of the smallest plan known: the least memory this step can run in.
+
+    It was looked for in at most ``least_within`` micro-batches; 0 where finer ones were tried too.
+    """
+
+    program: Program
+    rules: tuple[Rule, ...]
+    prediction: Prediction
+    micro_batches: int
+    taken: tuple[Taken, ...]
+    refused: tuple[Refusal, ...]
+    num_offers: int
+    frontier: tuple[FrontierPoint, ...]
+    least: Peak
+    least_within: int
+    next_cent: NextCent | None
+    gap: Gap | None
+
+    def why_not(self, trade: str) -> tuple[Refusal, ...]:
+        """Why this trade, or the offer with this label, was not struck (or not all of it)."""
+        return tuple(r for r in self.refused if trade in (r.trade, r.label) or _names(r, trade))
+
+
+def _names(refusal: Refusal, wanted: str) -> bool:
+    """``blocks.*.mlp`` names the offer ``blocks.*.mlp (12)``."""
+    return refusal.label.rpartition(" (")[0] == wanted

@@ -1,0 +1,78 @@
+"""What to say where no plan fits: the least that is possible, what sets it, what would lower it.
+
+Not for finding the least: see explore.py.
+"""
+
+from collections.abc import Sequence
+
+from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.budget import Budget
+from steelyard.core.errors import Infeasible
+from steelyard.core.graph import Phase
+from steelyard.core.peak import Peak
+from steelyard.core.plan import Prediction
+from steelyard.core.trade import Refusal
+
+
+def beyond_budget(
+    peak: Peak, budget: Budget, *, parts: int, refusals: Sequence[Refusal]
+) -> Infeasible:
+    """``peak`` is that of the least plan, found with ``parts`` micro-batches."""
+    assert budget.memory_bytes is not None
+    cut = f" with {parts} micro-batches" if parts > 1 else ""
+    return Infeasible(
+        f"no plan fits memory <= {format_bytes(budget.memory_bytes)}: the least this step can run "
+        f"in is ~{format_bytes(peak.nbytes)}{cut}",
+        expected=f"at least ~{format_bytes(peak.nbytes)}, set by {_place(peak)}",
+        remedy=_remedy(peak, budget.memory_bytes, parts=parts, refusals=refusals),
+        least_bytes=peak.nbytes,
+    )
+
+
+def _place(peak: Peak) -> str:
+    if not peak.at:
+        return "what stays for the whole step"
+    where = f"{peak.at} in {peak.path or 'the loss'}"
+    where += f" ({peak.line})" if peak.line else ""
+    return f"{where}, {peak.phase.value} pass, of which ~{format_bytes(peak.resident_bytes)} stay"
+
+
+def _remedy(peak: Peak, limit_bytes: int, *, parts: int, refusals: Sequence[Refusal]) -> str:
+    """The first of these that could help: the optimizer, the model, the batch."""
+    if peak.resident_bytes >= limit_bytes:
+        return (
+            "parameters, buffers, batch and optimizer state alone hold "
+            f"~{format_bytes(peak.resident_bytes)}: use a smaller model, or an optimizer with less "
+            "state"
+        )
+    if peak.phase is Phase.UPDATE:
+        return (
+            "the optimizer's step sets the peak: use foreach=False, fused=True, or an optimizer "
+            "with fewer temporaries"
+        )
+    refusal = next((r for r in refusals if r.trade == "accumulate"), None)
+    if refusal is not None:
+        return f"use a smaller batch (it cannot be cut into micro-batches: {refusal.reason})"
+    if parts > 1:
+        return "use a smaller model or shorter sequences; cutting the batch further does not help"
+    return "use a smaller batch, a smaller model or more memory"
+
+
+def too_slow(prediction: Prediction, budget: Budget) -> Infeasible | None:
+    """The fastest plan that fits the memory takes more time than another bound allows."""
+    quad = prediction.quad
+    for name, bound, seconds in (
+        ("step time", budget.step_seconds, quad.step_seconds.value),
+        ("computation", budget.computation_seconds, quad.computation_seconds.value),
+        ("communication", budget.communication_seconds, quad.communication_seconds.value),
+    ):
+        if bound is not None and seconds > bound:
+            return Infeasible(
+                f"no plan within the memory fits {name} <= {format_seconds(bound)}: the fastest "
+                f"takes ~{format_seconds(seconds)}",
+                expected=f"at least ~{format_seconds(seconds)}",
+                remedy="allow more memory or time, or use a smaller batch"
+                if budget.memory_bytes is not None
+                else "allow more time, or use a smaller batch or model",
+            )
+    return None

@@ -1,0 +1,319 @@
+"""Count peak bytes and seconds of a set of recomputations without writing the program out.
+
+The search's surrogate: it mirrors what the recompute trade writes and what predict/ counts there,
+about thirty times as fast, and tests hold the two equal. Not for what is reported: a plan that
+is returned has been written out and predicted whole.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from steelyard.core.costs import Costs
+from steelyard.core.graph import OutputKind, Phase
+from steelyard.core.program import Program
+from steelyard.predict import peak_bytes, step_seconds
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+# Later than any line.
+NEVER = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """``active`` are the operators that really run again; a chosen value nobody reads is free.
+
+    ``held`` are the bytes at each line, copies included; ``shift`` how far copies have moved each
+    line of the plain program; ``first`` the line at which each storage is first wanted late.
+    """
+
+    peak_bytes: int
+    seconds: float
+    active: tuple[int, ...]
+    held: Floats
+    shift: Ints
+    first: list[int]
+
+    def excess(self, peak_bytes: int) -> float:
+        """Bytes above the limit, added over the lines."""
+        return float(np.maximum(self.held - peak_bytes, 0.0).sum())
+
+    def folded(self) -> Floats:
+        """Peak bytes at each line of the plain program, the copies before it counted with it."""
+        starts = np.arange(len(self.shift)) + np.concatenate(([0], self.shift[:-1]))
+        folded: Floats = np.maximum.reduceat(self.held, starts)
+        return folded
+
+    def peak_line(self) -> int:
+        """The line of the plain program at, or just before, which most is held."""
+        return int(self.folded().argmax())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One operator that can be called again: what it makes and reads, as storages."""
+
+    node: str
+    makes: tuple[int, ...]
+    reads: tuple[int, ...]
+    touches: tuple[int, ...]
+    seconds: float
+    flops: int
+    workspace_bytes: int
+
+
+class Tally:
+    """A program without copies, laid out for counting; choices are sets of storages.
+
+    A forward value is the storage it lies on. Lines are the computed instructions of the plain
+    program, numbered; a copy stands just before the line of the backward pass that first needs it.
+    """
+
+    def __init__(self, program: Program, costs: Costs, values: Iterable[str]) -> None:
+        assert not program.again
+        self.program = program
+        self._lines = [i for i in program.instructions if i.sink is None]
+        late = (i for i, ins in enumerate(self._lines) if ins.phase is Phase.BACKWARD)
+        self.first_late = next(late, len(self._lines))
+        self._read_lifetimes()
+        self._read_units(values, costs)
+        self._lay_out(costs)
+        self._set_scale(costs)
+        self.wanted = self._first_wanted()
+
+    @property
+    def num_lines(self) -> int:
+        return len(self._lines)
+
+    def _read_lifetimes(self) -> None:
+        """When each storage is born, last read in the forward pass, first and last afterwards."""
+        graph = self.program.graph
+        resident = {t.storage for node in graph.inputs() for t in node.outputs}
+        count = len(graph.storages)
+        self.nbytes = [s.nbytes for s in graph.storages]
+        self.born = [NEVER] * count
+        self.forward_last = [-1] * count
+        self.late_first = [NEVER] * count
+        self.late_last = [-1] * count
+        on = {n.name: [s for s in graph.storages_of(n.name) if s not in resident]
+              for n in graph.nodes}  # fmt: skip
+        self._on = on
+        self._touching = self._updates_touched()
+        for line, instruction in enumerate(self._lines):
+            for storage in on[instruction.node]:
+                if self.born[storage] == NEVER:
+                    self.born[storage] = line
+                    last = self.forward_last if line < self.first_late else self.late_last
+                    last[storage] = line
+            for name in instruction.inputs:
+                for storage in (*on[name], *self._touching.get(name, ())):
+                    self._note_read(storage, line)
+        self.storages = [s for s in range(count) if self.born[s] < NEVER]
+
+    def _note_read(self, storage: int, line: int) -> None:
+        if line < self.first_late:
+            self.forward_last[storage] = max(self.forward_last[storage], line)
+        else:
+            self.late_first[storage] = min(self.late_first[storage], line)
+            self.late_last[storage] = max(self.late_last[storage], line)
+
+    def _updates_touched(self) -> dict[str, tuple[int, ...]]:
+        """A new value of a buffer waits for the last reader of the old one, and lives as long."""
+        graph = self.program.graph
+        inputs = {node.name: node for node in graph.inputs()}
+        touching: dict[str, tuple[int, ...]] = {}
+        for output in graph.outputs:
+            if output.kind is not OutputKind.UPDATE:
+                continue
+            old = {t.storage for t in inputs[output.target].outputs}
+            new = tuple(self._on[output.node])
+            for node in graph.nodes:
+                if any(t.storage in old for t in node.outputs):
+                    touching[node.name] = (*touching.get(node.name, ()), *new)
+        return touching
+
+    def _read_units(self, values: Iterable[str], costs: Costs) -> None:
+        graph = self.program.graph
+        chosen: dict[str, list[int]] = {}
+        for value in values:
+            node = graph.by_name[value]
+            maker = node.inputs[0] if node.is_getitem else value
+            chosen.setdefault(maker, []).append(self._on[value][0])
+        self.units: list[Unit] = []
+        self.unit_of: dict[int, int] = {}
+        self.value_on: dict[int, str] = {self._on[value][0]: value for value in values}
+        for instruction in self._lines[: self.first_late]:
+            if instruction.node not in chosen:
+                continue
+            node = graph.by_name[instruction.node]
+            for storage in chosen[node.name]:
+                self.unit_of[storage] = len(self.units)
+            self.units.append(
+                Unit(
+                    node=node.name,
+                    makes=tuple(self._on[node.name]),
+                    reads=tuple(dict.fromkeys(s for i in node.inputs for s in self._on[i])),
+                    touches=tuple(s for i in node.inputs for s in self._touching.get(i, ())),
+                    seconds=costs.seconds(node).value,
+                    flops=node.flops,
+                    workspace_bytes=costs.workspace_bytes(node),
+                )
+            )
+
+    def _lay_out(self, costs: Costs) -> None:
+        """The same as arrays, over the storages that the program itself makes."""
+        graph, made = self.program.graph, self.storages
+        self._bytes = np.array([self.nbytes[s] for s in made], dtype=np.float64)
+        self._born = np.array([self.born[s] for s in made], dtype=np.int64)
+        self._forward_last = np.array([self.forward_last[s] for s in made], dtype=np.int64)
+        self._late_last = np.array([self.late_last[s] for s in made], dtype=np.int64)
+        self._row = {s: row for row, s in enumerate(made)}
+        self.workspace = np.array(
+            [costs.workspace_bytes(graph.by_name[i.node]) for i in self._lines], dtype=np.float64
+        )
+        self.gradients = frozenset(
+            s for o in graph.outputs if o.kind is OutputKind.GRADIENT for s in self._on[o.node]
+        )
+        loss = frozenset(self._on[self.program.loss] if self.program.loss else ())
+        self.staying = self.gradients | loss
+        self._gradients = np.array(
+            [s in self.gradients and s not in loss for s in made], dtype=bool
+        )
+        self._stays = np.array([s in self.staying for s in made], dtype=bool)
+
+    def _set_scale(self, costs: Costs) -> None:
+        """Resident bytes, the optimizer's step and fixed seconds, as predict/ has them."""
+        program = self.program
+        bare = replace(program, instructions=())
+        resting = bare
+        if program.update is not None:
+            resting = replace(bare, update=replace(program.update, instructions=()))
+        self.resident_bytes = peak_bytes(resting, costs)
+        self.left_bytes = int(self._bytes[self._stays].sum())
+        self._update_bytes = peak_bytes(bare, costs) + self.left_bytes
+        self.plain_seconds = step_seconds(program, costs).value
+        self._factor = program.repeats * costs.whole_step.value
+
+    def storages_of(self, values: Iterable[str]) -> frozenset[int]:
+        """The choice that recomputes these values."""
+        return frozenset(self._on[value][0] for value in values)
+
+    def flops_of(self, again: frozenset[int]) -> int:
+        """All the program's, with those of what runs again."""
+        more = sum(self.units[u].flops for u in self._place(again).units)
+        return self.program.flops + self.program.repeats * more
+
+    def _first_wanted(self) -> list[int]:
+        """The late line that ends the wait of a kept value; a guess where only copies read it."""
+        wanted = self.late_first.copy()
+        for unit in reversed(self.units):
+            line = min(wanted[s] for s in unit.makes)
+            for storage in unit.reads:
+                if self.late_first[storage] == NEVER:
+                    wanted[storage] = min(wanted[storage], line)
+        return wanted
+
+    def count(self, again: frozenset[int]) -> Counted:
+        """What the program costs when the backward pass reads copies of these."""
+        copies = self._place(again)
+        held = self._held(again, copies, accumulating=False)
+        if self.program.repeats > 1:
+            later = self._held(again, copies, accumulating=True)
+            held = np.maximum(held, later + self.left_bytes)
+        held = held + self.resident_bytes
+        return Counted(
+            peak_bytes=max(self._update_bytes, int(held.max())),
+            seconds=self.plain_seconds + self.seconds_of(copies.units),
+            active=copies.units,
+            held=held,
+            shift=copies.shift,
+            first=copies.first,
+        )
+
+    def seconds_of(self, units: Iterable[int]) -> float:
+        return self._factor * sum(self.units[u].seconds for u in units)
+
+    def _place(self, again: frozenset[int]) -> "_Copies":
+        """Which operators run again, and before which line: the first that needs them."""
+        first = self.late_first.copy()
+        units, unit_of = self.units, self.unit_of
+        placed: list[tuple[int, int]] = []
+        for number in sorted({unit_of[s] for s in again}, reverse=True):
+            unit = units[number]
+            line = min(first[s] for s in unit.makes if s in again)
+            if line == NEVER:
+                continue
+            placed.append((line, number))
+            for storage in unit.reads:
+                if line < first[storage]:
+                    first[storage] = line
+        placed.sort()
+        last_read: dict[int, int] = {}
+        for position, (line, number) in enumerate(placed):
+            unit = units[number]
+            for storage in (*unit.reads, *unit.touches):
+                last_read[storage] = line + position
+        before = np.bincount(
+            np.array([line for line, _ in placed], dtype=np.int64), minlength=self.num_lines
+        )
+        return _Copies(
+            units=tuple(number for _, number in placed),
+            lines=tuple(line + position for position, (line, _) in enumerate(placed)),
+            shift=np.cumsum(before),
+            first=first,
+            last_read=last_read,
+        )
+
+    def _held(self, again: frozenset[int], copies: "_Copies", *, accumulating: bool) -> Floats:
+        """Bytes above the resident ones at each line, copies among them."""
+        shift, row = copies.shift, self._row
+        length = self.num_lines + len(copies.units)
+        born = self._born + shift[self._born]
+        late = np.where(self._late_last >= 0, self._late_last + shift[self._late_last], -1)
+        dies = np.maximum(self._forward_last, late)
+        copy_born: list[int] = []
+        copy_dies: list[int] = []
+        copy_rows: list[int] = []
+        for number, line in zip(copies.units, copies.lines):
+            for storage in self.units[number].makes:
+                at = row[storage]
+                copy_rows.append(at)
+                copy_born.append(line)
+                if storage in again:
+                    dies[at] = self._forward_last[at]
+                    copy_dies.append(max(line, int(late[at]), copies.last_read.get(storage, -1)))
+                else:
+                    copy_dies.append(line)
+        for storage, line in copies.last_read.items():
+            at = row[storage]
+            if storage not in again and line > dies[at]:
+                dies[at] = line
+        stays = self._stays & ~self._gradients if accumulating else self._stays
+        dies[stays] = length
+        births = np.bincount(born, weights=self._bytes, minlength=length + 1)
+        deaths = np.bincount(dies + 1, weights=self._bytes, minlength=length + 2)
+        held = births[: length + 1] - deaths[: length + 1]
+        if copy_rows:
+            sizes = self._bytes[copy_rows]
+            held += np.bincount(copy_born, weights=sizes, minlength=length + 1)
+            held -= np.bincount(np.array(copy_dies) + 1, weights=sizes, minlength=length + 1)
+        held = np.cumsum(held)[:length]
+        workspace = np.zeros(length)
+        workspace[np.arange(self.num_lines) + shift] = self.workspace
+        workspace[list(copies.lines)] = [self.units[u].workspace_bytes for u in copies.units]
+        total: Floats = held + workspace
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """Operators that run again and their lines in the longer program; how far others moved."""
+
+    units: tuple[int, ...]
+    lines: tuple[int, ...]
+    shift: Ints
+    first: list[int]
+    last_read: dict[int, int]

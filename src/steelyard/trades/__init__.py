@@ -1,0 +1,11 @@
+"""What can be given for what: one file a trade, each with its offers, rewrite and enactment.
+Not for prices, and not for what two trades share: that is exchange."""
+
+from steelyard.core.trade import Trade
+from steelyard.trades.accumulate import Accumulate
+from steelyard.trades.recompute import Recompute
+
+__all__ = ["TRADES"]
+
+# In the order they are struck: what changes the graph comes before what only reorders it.
+TRADES: tuple[Trade, ...] = (Accumulate(), Recompute())

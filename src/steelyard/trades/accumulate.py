@@ -1,0 +1,74 @@
+"""Accumulate: run the batch in equal parts, one after another, and add their gradients up.
+
+Struck first, for it changes the graph; rules of other trades name modules and survive that. The
+mean over equal parts is the mean over the whole, but summed in another order: what is bitwise the
+same is eager PyTorch accumulating over the same parts. Not for where a batch may be cut: the
+source of the step knows that.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from steelyard.core.errors import Mismatch
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.trade import Offer, Refusal, Source
+
+
+class Accumulate:
+    """Pays computation (smaller operators, more calls), buys memory."""
+
+    name: ClassVar[str] = "accumulate"
+    pays: ClassVar[tuple[str, ...]] = ("computation",)
+    buys: ClassVar[tuple[str, ...]] = ("memory",)
+    is_exact: ClassVar[bool] = True
+
+    def offers(
+        self,
+        program: Program,  # noqa: ARG002 - the batch decides, not the program
+        source: Source,
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        parts = [k for k in source.divisors() if k > 1]
+        reason = source.why_not_split() if parts else "the batch has only one example"
+        if reason is not None:
+            label = "the batch in equal parts"
+            return (), (Refusal(trade=self.name, label=label, reason=reason),)
+        offers = (
+            Offer(
+                trade=self.name,
+                label=f"{k} micro-batches",
+                rules=(Rule(trade=self.name, degree=k),),
+            )
+            for k in parts
+        )
+        return tuple(offers), ()
+
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+        if not rules:
+            return program
+        assert not program.again, "accumulate changes the graph, so it is struck first"
+        parts = self._parts(rules, source)
+        if parts == program.repeats:
+            return program
+        graph = source.graph(micro_batches=parts)
+        return Program.plain(graph, update=program.update).repeated(parts)
+
+    def _parts(self, rules: Sequence[Rule], source: Source) -> int:
+        degrees = sorted({rule.degree for rule in rules})
+        possible = source.divisors()
+        if len(degrees) > 1 or degrees[0] not in possible:
+            wanted = " and ".join(str(d) for d in degrees)
+            raise Mismatch(
+                f"the plan runs the batch in {wanted} parts",
+                expected=f"one of {', '.join(str(k) for k in possible)} equal parts",
+                remedy="set degree of the accumulate rule to one of these, or plan again",
+            )
+        reason = source.why_not_split() if degrees[0] > 1 else None
+        if reason is not None:
+            raise Mismatch(
+                f"the plan runs the batch in {degrees[0]} parts, which would change what is "
+                f"trained: {reason}",
+                expected="a model and loss whose batch can be cut",
+                remedy="take the accumulate rule out of the plan, or plan again",
+            )
+        return degrees[0]
