@@ -1,0 +1,167 @@
+"""Average gradients over ranks that each worked on a share of the batch: buckets of all-reduces.
+
+As DistributedDataParallel does (Li et al., VLDB 2020), but as nodes of the graph. Not for when the
+results are waited for: see windows.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from steelyard.core.collective import Exchange, Transport
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Tensor
+from steelyard.exchange.rewriting import Rewriting, call, issue, wait
+
+
+def with_shared_tangent(graph: Graph, *, num_ranks: int) -> Graph:
+    """Each rank works on one of ``num_ranks`` equal shares of a loss that is a mean.
+
+    Scaling the one number that the backward pass starts from spares a pass over every gradient.
+    """
+    change = Rewriting(graph)
+    tangent = next(
+        n
+        for n in graph.inputs()
+        for t in n.outputs
+        if graph.storages[t.storage].role is Role.TANGENT
+    )
+    first = graph.users[tangent.name][0]
+    given = tangent.outputs[0]
+    share = call(
+        "aten.div.Scalar", graph.by_name[first], name=f"{tangent.name}_share",
+        args=(Ref(tangent.name), num_ranks), inputs=(tangent,),
+        output=change.tensor(given.shape, given.dtype), moved_bytes=2 * given.nbytes,
+    )  # fmt: skip
+    change.put_before(first, share)
+    change.reroute(tangent, share)
+    return change.result(graph.outputs)
+
+
+def bucketed_all_reduce(
+    graph: Graph, *, bucket_bytes: int, num_ranks: int, transport: Transport, axis: str = "data"
+) -> Graph:
+    """Every gradient summed over the ranks, in the order in which the backward pass makes them.
+
+    A bucket is sent right behind its last gradient and waited for at once; gradients that come
+    out of an exchange already are left alone.
+    """
+    change = Rewriting(graph)
+    outputs = list(graph.outputs)
+    for number, bucket in enumerate(_buckets(graph, bucket_bytes)):
+        gradients = [graph.by_name[outputs[place].node] for place in bucket]
+        whole = _reduced(change, gradients, number, num_ranks, transport, axis)
+        behind = gradients[-1].name
+        start = 0
+        for place, gradient in zip(bucket, gradients, strict=True):
+            laid_out = gradient.outputs[0]
+            if len(bucket) > 1 or not _is_flat(laid_out):
+                part = replace(laid_out, storage=whole.outputs[0].storage, offset=start)
+                view = _view(whole, part, name=f"{gradient.name}_reduced")
+                outputs[place] = replace(outputs[place], node=view.name)
+                change.put_behind(behind, view)
+            else:
+                outputs[place] = replace(outputs[place], node=whole.name)
+            start += laid_out.numel
+    return change.result(outputs)
+
+
+def _buckets(graph: Graph, bucket_bytes: int) -> list[list[int]]:
+    """Places in ``graph.outputs``; one gradient may be larger than a bucket."""
+    places = [
+        place
+        for place, output in enumerate(graph.outputs)
+        if output.kind is OutputKind.GRADIENT and not graph.by_name[output.node].waits_for
+    ]
+    places.sort(key=lambda place: graph.position[graph.outputs[place].node])
+    buckets: list[list[int]] = []
+    filled, dtype = 0, ""
+    for place in places:
+        tensor = _dense(graph, graph.outputs[place])
+        if not buckets or filled + tensor.nbytes > bucket_bytes or tensor.dtype != dtype:
+            buckets.append([])
+            filled, dtype = 0, tensor.dtype
+        buckets[-1].append(place)
+        filled += tensor.nbytes
+    return buckets
+
+
+def _reduced(
+    change: Rewriting,
+    gradients: Sequence[Node],
+    number: int,
+    num_ranks: int,
+    transport: Transport,
+    axis: str,
+) -> Node:
+    """Issue and wait for one bucket behind its last gradient; the value that is waited for."""
+    behind = gradients[-1].name
+    given = gradients[-1]
+    if len(gradients) > 1 or not _is_flat(given.outputs[0]):
+        flat = [
+            change.put_behind(behind, _view(g, _flattened(g.outputs[0]), name=f"{g.name}_flat"))
+            for g in gradients
+        ]
+        given = flat[0]
+        if len(flat) > 1:
+            given = change.put_behind(behind, _joined(change, flat, number))
+    tensor = given.outputs[0]
+    collective = transport.collective(
+        Exchange.ALL_REDUCE, axis=axis, num_ranks=num_ranks, nbytes=tensor.nbytes
+    )
+    issued = issue(
+        collective, given, name=f"bucket_{number}_reduced",
+        output=change.tensor(tensor.shape, tensor.dtype), moved_bytes=2 * tensor.nbytes,
+    )  # fmt: skip
+    change.put_behind(behind, issued)
+    return change.put_behind(behind, wait(issued, transport))
+
+
+def _joined(change: Rewriting, flat: Sequence[Node], number: int) -> Node:
+    tensors = [node.outputs[0] for node in flat]
+    output = change.tensor((sum(t.numel for t in tensors),), tensors[0].dtype)
+    return call(
+        "aten.cat.default", flat[-1], name=f"bucket_{number}",
+        args=(tuple(Ref(node.name) for node in flat),), inputs=flat, output=output,
+        moved_bytes=2 * output.nbytes,
+    )  # fmt: skip
+
+
+def _view(source: Node, tensor: Tensor, *, name: str) -> Node:
+    return call(
+        "aten.as_strided.default", source, name=name,
+        args=(Ref(source.name), tensor.shape, tensor.stride, tensor.offset), inputs=(source,),
+        output=tensor,
+    )  # fmt: skip
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    return replace(tensor, shape=(tensor.numel,), stride=(1,))
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Contiguous: an exchange gives it back as it lies."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _dense(graph: Graph, output: Output) -> Tensor:
+    """The gradient's tensor, which fills its stretch of memory in whatever order."""
+    tensor = graph.by_name[output.node].outputs[0]
+    by_stride = sorted(zip(tensor.stride, tensor.shape, strict=True))
+    ordered = replace(
+        tensor,
+        shape=tuple(size for _, size in reversed(by_stride)),
+        stride=tuple(stride for stride, _ in reversed(by_stride)),
+    )
+    if not _is_flat(ordered):
+        raise BadInput(
+            f"{output.target.replace(':', ' ', 1)} has gaps between its elements: shape "
+            f"{list(tensor.shape)}, strides {list(tensor.stride)}",
+            expected="parameters that fill the memory they lie on, so that ranks can exchange it",
+            remedy="make it a parameter of its own with .clone()",
+        )
+    return tensor

@@ -1,0 +1,92 @@
+"""The tree as JSON for programs; the keys and their meaning are kept within a schema version.
+
+    schema        "steelyard.plan/1" or "steelyard.receipt/1"
+    plan, title   the plan's name and what it is for
+    budget        text; budget_bytes: the bound on memory or null
+    fits          whether the peak (measured, else predicted) is within the budget
+    amounts       in order: accuracy_loss, memory_bytes, communication_seconds,
+                  computation_seconds, step_seconds; each has before, unplanned, plan, measured
+                  (null where there is none) and miss (measured / predicted - 1, or null).
+                  A figure is {value, unit, low, high}; low and high are null in a measurement.
+                  Accuracy is a word: "exact".
+    rules         the decisions: trade, module, op, nth, count, degree
+    taken         trade, label, pays, buys, rules
+    refused       trade, label, reason
+    frontier      memory, step, more_flops, micro_batches, is_this_plan
+    peak          nbytes, at, where, line, phase, resident_bytes, workspace_bytes, rest, and
+                  alive: nbytes, share, count, where, line, what, role; largest first
+    next_cent, least_bytes, least_within, largest, ran, notes, runner, num_offers
+
+Not for reading plans back: that is core/explanation.py, from the file beside the plan file.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from steelyard.core.plan import Decisions
+from steelyard.report.tree import Cell, Figure, Tree
+
+
+def to_json(tree: Tree) -> dict[str, Any]:
+    peak = asdict(tree.peak)
+    return {
+        "schema": f"steelyard.{'receipt' if tree.is_receipt else 'plan'}/1",
+        "plan": tree.name,
+        "title": tree.title,
+        "runner": tree.runner,
+        "budget": tree.budget,
+        "budget_bytes": tree.budget_bytes,
+        "fits": tree.fits,
+        "amounts": {
+            row.key: {
+                "before": _cell(row.before),
+                "unplanned": _cell(row.unplanned),
+                "plan": _cell(row.plan),
+                "measured": None if row.measured == "-" else _cell(row.measured),
+                "miss": row.miss,
+            }
+            for row in tree.rows
+        },
+        "rules": [asdict(rule) for rule in tree.rules],
+        "num_offers": tree.num_offers,
+        "taken": [asdict(offer) for offer in tree.taken],
+        "refused": [asdict(refusal) for refusal in tree.refused],
+        "next_cent": tree.next_cent,
+        "least_bytes": int(tree.least.value),
+        "least_within": tree.least_within,
+        "largest": tree.largest,
+        "ran": list(tree.ran),
+        "notes": list(tree.notes),
+        "frontier": [
+            {
+                "memory": _cell(p.memory),
+                "step": _cell(p.step),
+                "more_flops": p.more_flops,
+                "micro_batches": p.micro_batches,
+                "is_this_plan": p.is_this_plan,
+            }
+            for p in tree.curve
+        ],
+        "peak": {
+            **{k: v for k, v in peak.items() if k not in ("groups", "num_rest", "rest_bytes")},
+            "alive": peak["groups"],
+            "rest": {"num_lines": tree.peak.num_rest, "nbytes": tree.peak.rest_bytes},
+        },
+    }
+
+
+def decisions_to_json(decisions: Decisions) -> dict[str, Any]:
+    """What a plan file alone says, where its predictions are missing or no longer its own."""
+    return {"plan": decisions.name, "budget": str(decisions.budget), **asdict(decisions)}
+
+
+def dumps(document: dict[str, Any]) -> str:
+    """One document, one line of ASCII: no terminal and no encoding can spoil it."""
+    return json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _cell(cell: Cell) -> object:
+    if not isinstance(cell, Figure):
+        return cell
+    return {"value": cell.value, "unit": cell.unit.value, "low": cell.low, "high": cell.high}

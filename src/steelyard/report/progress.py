@@ -1,0 +1,162 @@
+"""Where a run stands: a bar for whoever watches, a line now and then for a log.
+
+Not for training: what happens here can never stop a step.
+"""
+
+import contextlib
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.printable import printable
+from steelyard.report.terminal import console, encodable, is_terminal, quieten
+
+# A log of a run is read later, if at all; twenty lines tell how it went.
+_MOST_LINES = 20
+
+
+class Step(Protocol):
+    """One step that was taken. A metered one has ``peak_bytes``, and no honest ``seconds``."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def seconds(self) -> float | None: ...
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def predicted_bytes(self) -> int: ...
+
+
+class Progress:
+    """Shows each step it is told of; says nothing where it is ``quiet``."""
+
+    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
+        self._stream = stream
+        self._quiet = quiet
+        self._bar: _Bar | None = None
+        self._first: int | None = None
+        self._metered: int | None = None
+        self.last: Step | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, step: Step) -> None:
+        self.last = step
+        self._metered = self._metered if step.peak_bytes is None else step.peak_bytes
+        if self._quiet:
+            return
+        try:
+            self._show(step)
+        except OSError:  # the reader left; the training goes on
+            self._quiet = True
+            self._bar = None
+            quieten(self._stream)
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own while the run goes on."""
+        if self._quiet:
+            return
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.note(text)
+            else:
+                self._stream.write(encodable(f"note: {printable(text)}\n", self._stream))
+                self._stream.flush()
+
+    def _show(self, step: Step) -> None:
+        if is_terminal(self._stream):
+            self._bar = self._bar or _Bar(self._stream, step.steps)
+            self._bar.show(step.step, line_of(step, self._metered))
+            return
+        self._first = step.step if self._first is None else self._first
+        every = max(1, -(-step.steps // _MOST_LINES))
+        if step.step in (self._first, step.steps) or step.step % every == 0:
+            text = f"step {step.step}/{step.steps}  {line_of(step, self._metered)}\n"
+            self._stream.write(encodable(text, self._stream))
+            self._stream.flush()
+
+
+def line_of(step: Step, metered_bytes: int | None) -> str:
+    peak = f"~{format_bytes(step.predicted_bytes)}"
+    if metered_bytes is not None:
+        peak = f"{format_bytes(metered_bytes)} ({peak})"
+    took = "metered" if step.seconds is None else format_seconds(step.seconds)
+    return f"loss {step.loss:.4f}  {took}  peak {peak}"
+
+
+class Status:
+    """What is being done while there is nothing to show yet; only for whoever watches."""
+
+    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
+        self._shown = (
+            console(stream).status("", spinner="line")
+            if not quiet and is_terminal(stream)
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        if self._shown is not None:
+            self._shown.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._shown is not None:
+            self._shown.stop()
+
+    def __call__(self, doing: str) -> None:
+        if self._shown is not None:
+            self._shown.update(printable(doing))
+
+
+class _Bar:
+    """rich's bar; imported when the first step is shown, and never for a log."""
+
+    def __init__(self, stream: TextIO, steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        out = console(stream)
+        columns = [
+            TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
+            TextColumn(
+                "{task.fields[said]}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+        ]
+        if out.width >= 60:
+            columns.insert(1, BarColumn(bar_width=max(8, min(40, out.width - 62))))  # type: ignore[arg-type]
+        if out.width >= 76:
+            columns.append(TimeRemainingColumn(compact=True))  # type: ignore[arg-type]
+        self._progress = Progress(*columns, console=out, expand=out.width < 60)
+        self._task = self._progress.add_task("", total=steps, said="")
+        self._progress.start()
+
+    def show(self, step: int, said: str) -> None:
+        self._progress.update(self._task, completed=step, said=said)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(f"note: {printable(text)}")
+
+    def stop(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,91 @@
+"""Lines on their way out: colour only where somebody looks, and never a character too many.
+
+The last place that decides anything about looks. Not for what is said: see text.py.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from steelyard.report.lines import Line, Tone, plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_STYLES = {
+    Tone.PLAIN: "",
+    Tone.STRONG: "bold",
+    Tone.FAINT: "dim",
+    Tone.GOOD: "green",
+    Tone.BAD: "bold red",
+}
+_WIDTH = 100
+_WIDEST = 120
+
+
+def write(lines: Iterable[Line], stream: TextIO) -> None:
+    if not wants_colour(stream, os.environ):
+        stream.write(encodable(plain(lines), stream))
+        stream.flush()
+        return
+    from rich.text import Text
+
+    out = console(stream)
+    for line in lines:
+        spans = [(encodable(text, stream), _STYLES[tone]) for text, tone in line]
+        out.print(Text.assemble(*spans), soft_wrap=True)
+
+
+def console(stream: TextIO) -> "Console":
+    """A rich console that changes nothing of what it is given."""
+    from rich.console import Console
+
+    return Console(
+        file=stream,
+        width=width_of(stream),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+
+
+def is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """NO_COLOR as no-color.org has it: present and not empty."""
+    return (
+        is_terminal(stream)
+        and not environ.get("NO_COLOR")
+        and environ.get("TERM", "dumb") != "dumb"
+    )
+
+
+def width_of(stream: TextIO) -> int:
+    if not is_terminal(stream):
+        return _WIDTH
+    return min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """``text`` with what the stream cannot say written as escapes."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def quieten(stream: TextIO) -> None:
+    """Nobody reads this stream any more; let what is still buffered go nowhere."""
+    try:
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, stream.fileno())
+        os.close(sink)
+    except (OSError, ValueError):  # no file under it, or closed
+        if stream is sys.stdout:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process

@@ -1,0 +1,327 @@
+"""The tree as plain lines of a given width; tones are marked, colour is decided by terminal.py.
+
+Not for what is said: see tree.py.
+"""
+
+from collections.abc import Sequence
+
+from steelyard.core.amounts import format_bytes, format_share
+from steelyard.core.plan import Plan
+from steelyard.core.printable import printable
+from steelyard.core.receipt import Receipt
+from steelyard.report.lines import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
+from steelyard.report.tree import (
+    CurvePoint,
+    Figure,
+    Group,
+    Row,
+    TakenOffer,
+    Tree,
+    rule_in_words,
+    tree_of,
+)
+
+_MOST_REFUSED = 4
+_HEAD = 12  # the column in which the words left of each line end
+
+
+def text_of(subject: Plan | Receipt, *, width: int = 100) -> str:
+    """What ``print(plan)`` shows."""
+    return plain(render(tree_of(subject), width=width)).rstrip("\n")
+
+
+def render(tree: Tree, *, width: int = 100, zoom: Zoom = Zoom.RECEIPT) -> tuple[Line, ...]:
+    width = max(20, width)
+    body = {
+        Zoom.RECEIPT: _receipt,
+        Zoom.OFFERS: _offers,
+        Zoom.PEAK: _peak,
+        Zoom.FRONTIER: _frontier,
+    }[zoom]
+    return shown([*_header(tree, width), *body(tree, width)])
+
+
+# --- the parts of every zoom ----------------------------------------------------------------------
+
+
+def _header(tree: Tree, width: int) -> list[Line]:
+    name, budget = f"plan {tree.name}", f"budget: {tree.budget}"
+    title = printable(tree.title)
+    used = len(name) + 2 + len(title)
+    if used + 3 + len(budget) <= width:
+        gap = " " * (width - used - len(budget))
+        return [
+            ((name, Tone.STRONG), ("  ", Tone.PLAIN), (title, Tone.PLAIN), (gap, Tone.PLAIN),
+             (budget, Tone.PLAIN)),
+        ]  # fmt: skip
+    first = headed(name + "  ", title, width, Tone.PLAIN, head_tone=Tone.STRONG)
+    return [*first, *headed("", budget, width)]
+
+
+def _column(head: str, text: str, width: int, tone: Tone = Tone.PLAIN) -> list[Line]:
+    """``head`` in a column of its own, ``text`` wrapped beside it."""
+    return headed(f"{head:<{_HEAD}}", text, width, tone, head_tone=Tone.STRONG)
+
+
+# --- the receipt ----------------------------------------------------------------------------------
+
+
+def _receipt(tree: Tree, width: int) -> list[Line]:
+    lines = [*_table(tree, width), *_verdict(tree, width)]
+    lines += _column("baselines", tree.baselines, width)
+    if tree.largest:
+        lines += _column("largest", tree.largest, width)
+    if tree.ran:
+        lines += _column("ran", ", ".join(tree.ran), width)
+    lines += _taken(tree, width)
+    lines += _refused(tree, width, most=_MOST_REFUSED)
+    return lines + _last(tree, width)
+
+
+def _last(tree: Tree, width: int) -> list[Line]:
+    lines: list[Line] = []
+    if tree.least.value:
+        lines += _column("least", f"{tree.least} {tree.least_is}", width)
+    for note in tree.notes:
+        lines += _column("note", note, width)
+    if tree.next_cent:
+        lines += _column("next cent", tree.next_cent, width)
+    return lines
+
+
+def _verdict(tree: Tree, width: int) -> list[Line]:
+    return _column("memory", tree.verdict, width, Tone.GOOD if tree.fits else Tone.BAD)
+
+
+def _table(tree: Tree, width: int) -> list[Line]:
+    titles = ["before", "plan"] + (["measured", "miss"] if tree.is_receipt else [])
+    rows = [(row, _cells(row, tree.is_receipt)) for row in tree.rows]
+    columns = [max(len(t), *(len(cells[i]) for _, cells in rows)) for i, t in enumerate(titles)]
+    label = max(len(row.label) for row in tree.rows)
+    mark = len("  <- largest miss") if tree.is_receipt else 0
+    if label + sum(c + 2 for c in columns) + mark > width:
+        return _stacked(rows, titles, width)
+    head = " " * label + "".join(f"  {t:>{c}}" for t, c in zip(titles, columns))
+    lines: list[Line] = [((head, Tone.FAINT),)]
+    for row, cells in rows:
+        text = f"{row.label:<{label}}" + "".join(f"  {t:>{c}}" for t, c in zip(cells, columns))
+        tone = Tone.BAD if row.is_outside else Tone.PLAIN
+        lines.append(((text, tone), ("  <- largest miss" if row.is_largest else "", tone)))
+    return lines
+
+
+def _cells(row: Row, is_receipt: bool) -> list[str]:
+    cells = [str(row.before), str(row.plan)]
+    if is_receipt:
+        cells += [str(row.measured), "" if row.miss is None else format_share(row.miss)]
+    return cells
+
+
+def _stacked(rows: list[tuple[Row, list[str]]], titles: list[str], width: int) -> list[Line]:
+    """Where the table is too wide: each amount on lines of its own."""
+    lines: list[Line] = []
+    for row, cells in rows:
+        lines.append(((row.label, Tone.STRONG),))
+        for title, cell in zip(titles, cells):
+            if cell:
+                mark = " <- largest" if title == "miss" and row.is_largest else ""
+                lines.append(((f"  {title:<9} {cell:>11}{mark}"[:width], Tone.PLAIN),))
+    return lines
+
+
+def _taken(tree: Tree, width: int) -> list[Line]:
+    if tree.rules and not tree.taken:
+        # Checked or edited by hand: decisions that no search weighed.
+        lines: list[Line] = [((f"decisions ({len(tree.rules)})", Tone.STRONG),)]
+        return lines + [l for r in tree.rules for l in indented(rule_in_words(r), width)]
+    head = f"taken ({len(tree.taken)} of {tree.num_offers} offers)"
+    if not tree.taken:
+        return [((head, Tone.STRONG), (": none is needed", Tone.PLAIN))]
+    return [((head, Tone.STRONG),), *_offers_taken(tree.taken, width)]
+
+
+def _offers_taken(taken: Sequence[TakenOffer], width: int) -> list[Line]:
+    """One line each where all fit, if need be without the words; else two."""
+    columns = [(t.trade, t.label, f"pays {t.pays}", f"buys {t.buys}") for t in taken]
+    short = [
+        (t.trade, t.label, *(" ".join(c.split()[:3]) for c in (f"pays {t.pays}", f"buys {t.buys}")))
+        for t in taken
+    ]
+    for rows in (columns, short):
+        lines = ["  " + l for l in aligned(rows)]
+        if all(len(printable(l, most=1000)) <= width for l in lines):
+            return [((l, Tone.PLAIN),) for l in lines]
+    return [
+        line
+        for trade, label, pays, buys in columns
+        for text in (f"{trade}  {label}", f"  {pays}, {buys}")
+        for line in indented(text, width)
+    ]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows
+    ]
+
+
+def _refused(tree: Tree, width: int, *, most: int | None = None) -> list[Line]:
+    """With ``most``, what was refused for one reason is said together."""
+    if not tree.refused:
+        return []
+    lines: list[Line] = [((f"refused ({len(tree.refused)})", Tone.STRONG),)]
+    if most is None:
+        for r in tree.refused:
+            lines += indented(f"{r.trade}  {r.label}: {r.reason}", width)
+        return lines
+    labels: dict[tuple[str, str], list[str]] = {}
+    for r in tree.refused:
+        labels.setdefault((r.trade, r.reason), []).append(r.label)
+    for (trade, reason), alike in list(labels.items())[:most]:
+        others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        lines += indented(f"{trade}  {alike[0]}{others}: {reason}", width)
+    rest = sum(len(alike) for alike in list(labels.values())[most:])
+    if rest:
+        lines += indented(f"and {rest} more: --zoom offers", width)
+    return lines
+
+
+# --- the offers, with the intervals of what was predicted -----------------------------------------
+
+
+def _offers(tree: Tree, width: int) -> list[Line]:
+    lines = headed("", "predicted, with the interval it should be found in", width, Tone.STRONG)
+    for row in tree.rows:
+        if isinstance(row.plan, Figure) and row.plan.value:
+            lines += indented(f"{row.label}: {row.plan}, {row.plan.interval}", width)
+        else:
+            lines += indented(f"{row.label}: {row.plan}", width)
+    lines += _taken(tree, width)
+    for offer in tree.taken:
+        for rule in offer.rules:
+            lines += indented(f"  {rule_in_words(rule)}", width)
+    return [*lines, *_refused(tree, width), *_last(tree, width)]
+
+
+# --- what is alive at the peak --------------------------------------------------------------------
+
+
+def _peak(tree: Tree, width: int) -> list[Line]:
+    peak = tree.peak
+    place = ", ".join(p for p in (peak.where, peak.line) if p)
+    lines = _column(
+        "peak",
+        f"~{format_bytes(peak.nbytes)} in the {peak.phase} pass, at {peak.at}"
+        + (f" ({place})" if place else ""),
+        width,
+    )
+    activations = peak.nbytes - peak.resident_bytes - peak.workspace_bytes
+    said = (
+        f"~{format_bytes(peak.resident_bytes)} stay for the whole step, "
+        f"~{format_bytes(activations)} live only now"
+    )
+    if peak.workspace_bytes:
+        said += f", ~{format_bytes(peak.workspace_bytes)} are workspace of the kernel"
+    lines += _column("of which", said, width)
+    lines += headed("", "alive at the peak, by module and source line", width, Tone.STRONG)
+    lines += _groups(peak.groups, width)
+    if peak.num_rest:
+        lines += indented(f"the rest, {peak.num_rest} lines: ~{format_bytes(peak.rest_bytes)}",
+                           width)  # fmt: skip
+    return lines
+
+
+def _groups(groups: Sequence[Group], width: int) -> list[Line]:
+    if width < NARROW:
+        return [
+            line
+            for g in groups
+            for line in indented(
+                f"~{format_bytes(g.nbytes)} {g.where} {g.line} {_made_by(g)}", width
+            )
+        ]
+    where = min(max((len(g.where) for g in groups), default=0), width // 3)
+    place = min(max((len(g.line) for g in groups), default=0), width // 4)
+    what = width - where - place - 26
+    return [
+        (
+            (f"  {'~' + format_bytes(g.nbytes):>9}  {g.share * 100:>4.1f} %  ", Tone.PLAIN),
+            (f"{_cut(g.where, where):<{where}}  {_cut(g.line, place):<{place}}  ", Tone.PLAIN),
+            (_cut(_made_by(g), what), Tone.FAINT),
+        )
+        for g in groups
+    ]
+
+
+def _made_by(group: Group) -> str:
+    names = ", ".join(group.what)
+    return f"{names} x{group.count}" if group.count > 1 else names
+
+
+def _cut(text: str, room: int) -> str:
+    """The end of a path says more than its start."""
+    text = printable(text, most=500)
+    return text if len(text) <= room else "..." + text[len(text) - max(1, room - 3) :]
+
+
+# --- the memory-time curve ------------------------------------------------------------------------
+
+
+def _frontier(tree: Tree, width: int) -> list[Line]:
+    if not tree.curve:
+        return [(("no curve was computed for this plan", Tone.PLAIN),)]
+    parts = "micro-batches" if width >= NARROW else "parts"
+    lines: list[Line] = [((f"     memory       step   FLOPs  {parts}", Tone.FAINT),)]
+    for p in tree.curve:
+        text = (
+            f"{'*' if p.is_this_plan else ' '} {p.memory!s:>9}  {p.step!s:>9} "
+            f"{_whole_share(p.more_flops):>7}  {p.micro_batches}"
+        )
+        lines.append(((text, Tone.STRONG if p.is_this_plan else Tone.PLAIN),))
+    lines += _plot(tree.curve, width)
+    if any(p.is_this_plan for p in tree.curve):
+        said = "* this plan; FLOPs beside the graph without trades"
+        lines += headed("", said, width, Tone.FAINT)
+    return [*lines, *_last(tree, width)]
+
+
+def _whole_share(share: float) -> str:
+    return f"{share * 100:+z.0f} %"
+
+
+_PLOT_LINES = 10
+
+
+def _plot(curve: Sequence[CurvePoint], width: int) -> list[Line]:
+    """Step time upwards, memory to the right."""
+    if len(curve) < 2:
+        return []
+    memory = [p.memory.value for p in curve]
+    step = [p.step.value for p in curve]
+    left = max(len(str(max(curve, key=lambda p: p.step.value).step)), len(str(curve[-1].step)), 9)
+    columns = min(60, width - left - 4)
+    if columns < 12:
+        return []
+    cells = [[" "] * columns for _ in range(_PLOT_LINES)]
+    for point in sorted(curve, key=lambda p: p.is_this_plan):
+        x = _scaled(point.memory.value, min(memory), max(memory), columns)
+        y = _scaled(point.step.value, min(step), max(step), _PLOT_LINES)
+        cells[_PLOT_LINES - 1 - y][x] = "*" if point.is_this_plan else "o"
+    top, bottom = (f(curve, key=lambda p: p.step.value).step for f in (max, min))
+    labels = [str(top), *[""] * (_PLOT_LINES - 2), str(bottom)]
+    lines: list[Line] = [
+        ((f"{label:>{left}} |", Tone.FAINT), ("".join(row).rstrip(), Tone.PLAIN))
+        for label, row in zip(labels, cells, strict=True)
+    ]
+    least, most = (f(curve, key=lambda p: p.memory.value).memory for f in (min, max))
+    axis = f"{least}{most!s:>{columns - len(str(least))}}"
+    return [
+        *lines,
+        ((" " * left + " +" + "-" * columns, Tone.FAINT),),
+        ((" " * (left + 2) + axis, Tone.FAINT),),
+    ]
+
+
+def _scaled(value: float, low: float, high: float, cells: int) -> int:
+    return round((value - low) / (high - low) * (cells - 1)) if high > low else 0

@@ -1,0 +1,295 @@
+"""Tie a program's inputs, by name, to live tensors: the model's for good, the batch's each time.
+
+Not for deciding whether the model is still the same: see watch.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import OutputKind, Tensor
+from steelyard.core.program import Program
+from steelyard.run.counting import TargetCounter
+from steelyard.run.emit import Emitted
+
+Shapes = tuple[torch.Size | None, ...]
+Sink = Callable[[torch.Tensor], object]
+
+
+def live_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Every tensor of the model under the name that a graph gives it."""
+    return {
+        **{f"parameter:{name}": p for name, p in model.named_parameters()},
+        **{f"buffer:{name}": b for name, b in model.named_buffers()},
+        **constants,
+    }
+
+
+class BatchLayout:
+    """What a batch must look like: structure, dtypes, devices and plain values; shapes apart."""
+
+    def __init__(self, batch: Any) -> None:
+        self.names = tuple(
+            f"batch:{_torch.keystr(path)}" for path, _ in _torch.tree_flatten_with_path(batch)[0]
+        )
+        leaves, self._spec = _torch.tree_flatten(batch)
+        self._kinds = [(x.dtype, x.device) if _is_tensor(x) else None for x in leaves]
+        self._plain = [None if _is_tensor(x) else x for x in leaves]
+
+    def leaves(self, batch: Any) -> list[Any]:
+        """The batch's leaves in planned order, or a Mismatch."""
+        leaves, spec = _torch.tree_flatten(batch)
+        if spec != self._spec:
+            leaves = self._reordered(batch, spec)
+        for name, leaf, kind, plain in zip(self.names, leaves, self._kinds, self._plain):
+            if kind is None:
+                if leaf is not plain and not _same_value(leaf, plain):
+                    raise _other_batch(name, f"is {leaf!r}"[:80], f"{plain!r}"[:80])
+            elif not isinstance(leaf, torch.Tensor):
+                raise _other_batch(name, f"is {leaf!r}"[:80], f"a tensor of {kind[0]}")
+            elif (leaf.dtype, leaf.device) != kind:
+                now = f"is {leaf.dtype} on {leaf.device}"
+                raise _other_batch(name, now, f"{kind[0]} on {kind[1]}")
+            elif leaf.requires_grad:
+                raise _other_batch(name, "requires a gradient", "a batch without gradients")
+        return leaves
+
+    def _reordered(self, batch: Any, spec: Any) -> list[Any]:
+        """A dict with its keys in another order is the same batch; anything else is not."""
+        found = {_torch.keystr(p): leaf for p, leaf in _torch.tree_flatten_with_path(batch)[0]}
+        wanted = [name.removeprefix("batch:") for name in self.names]
+        if sorted(found) != sorted(wanted) or not _same_but_for_order(self._spec, spec):
+            raise Mismatch(
+                f"the batch has another structure: {_list_of(found)}",
+                expected=_list_of(wanted),
+                remedy="give batches as the one that was planned with, or plan again",
+            )
+        return [found[name] for name in wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """How one leaf of the batch reaches one input; ``rows`` is its share of a micro-batch."""
+
+    leaf: int
+    slot: int
+    rows: int | None
+
+
+class BoundProgram:
+    """A program with its model's tensors in place; the batch and the tangent are filled in."""
+
+    def __init__(
+        self,
+        program: Program,
+        emitted: Emitted,
+        *,
+        live: Mapping[str, Any],
+        names: Sequence[str],
+        shapes: Shapes,
+    ) -> None:
+        self.repeats = program.repeats
+        counted = program.graph.counted if program.repeats > 1 else None
+        self.counter = None if counted is None else TargetCounter(program.graph, counted)
+        self.run = emitted.run
+        self.emitted = emitted
+        nodes = {node.name: node for node in program.graph.inputs()}
+        self._template: list[Any] = [None] * len(emitted.inputs)
+        self._parts: list[_Part] = []
+        self._strides: list[tuple[str, int, Tensor]] = []
+        self._tangent: int | None = None
+        for slot, name in enumerate(emitted.inputs):
+            if name == "tangent":
+                self._tangent = slot
+            elif name in live:
+                self._template[slot] = _fitting(name, live[name], nodes[name].outputs)
+            else:
+                leaf = _leaf_of(name, names)
+                planned = nodes[name].outputs[0] if nodes[name].outputs else None
+                rows = _rows(name, planned, shapes[leaf], program.repeats)
+                self._parts.append(_Part(leaf=leaf, slot=slot, rows=rows))
+                if planned is not None:
+                    self._strides.append((name, leaf, planned))
+        tangent = nodes.get("tangent")
+        self.tangent = tangent.outputs[0] if tangent else None
+        outputs = [i.sink for i in program.instructions if i.sink is not None]
+        slots = {name: slot for slot, name in enumerate(emitted.inputs)}
+        self._targets: list[tuple[OutputKind, Any, int | None]] = [
+            (o.kind, live.get(o.target), slots.get(o.target)) for o in outputs
+        ]
+        self._sinks = [_sink(kind, target) for kind, target, _ in self._targets]
+        self._writes_batch = None in self._sinks
+
+    def check_strides(self, leaves: Sequence[Any]) -> None:
+        for name, leaf, planned in self._strides:
+            stride = leaves[leaf].stride()
+            if stride != planned.stride and not _same_layout(leaves[leaf].shape, stride, planned):
+                raise Mismatch(
+                    f"{name} has strides {stride}",
+                    expected=f"{planned.stride}, as the step was captured",
+                    remedy="lay batches out alike, for example by .contiguous() when collating",
+                )
+
+    def inputs(self, leaves: Sequence[Any], index: int, tangent: torch.Tensor) -> list[Any]:
+        """What the program takes for micro-batch ``index``."""
+        inputs = self._template.copy()
+        for part in self._parts:
+            leaf, rows = leaves[part.leaf], part.rows
+            inputs[part.slot] = leaf if rows is None else leaf.narrow(0, index * rows, rows)
+        if self._tangent is not None:
+            inputs[self._tangent] = tangent
+        return inputs
+
+    def sinks_for(
+        self, inputs: Sequence[Any], late: list[tuple[torch.Tensor, torch.Tensor]] | None
+    ) -> Sequence[Any]:
+        """Where each output goes; gradients of parameters with hooks are put off into ``late``."""
+        if late is None and not self._writes_batch:
+            return self._sinks
+        sinks = list(self._sinks)
+        for index, (kind, target, slot) in enumerate(self._targets):
+            if kind is OutputKind.GRADIENT and late is not None and _torch.any_hooks([target]):
+                sinks[index] = _put_off(target, late)
+            elif target is None:
+                assert slot is not None
+                sinks[index] = inputs[slot].copy_
+        return sinks
+
+
+class _Gradient:
+    """What autograd does at a leaf: the first gradient is taken, later ones are added in place."""
+
+    __slots__ = ("_parameter",)
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+
+    def __call__(self, value: torch.Tensor) -> None:
+        before = self._parameter.grad
+        if before is None:
+            self._parameter.grad = value
+        else:
+            before.add_(value)
+
+
+def _sink(kind: OutputKind, target: torch.Tensor | None) -> Sink | None:
+    """None for a batch that the model writes into: it is another tensor each time."""
+    if target is None:
+        return None
+    return _Gradient(target) if kind is OutputKind.GRADIENT else target.copy_
+
+
+def _put_off(target: torch.Tensor, late: list[tuple[torch.Tensor, torch.Tensor]]) -> Sink:
+    return lambda value: late.append((target, value))
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    return tuple(leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def check_trained(program: Program, model: nn.Module) -> None:
+    """The program gives a gradient to each trainable parameter, or knows that it has none."""
+    graph = program.graph
+    planned = {
+        o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT
+    } | set(graph.unused)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    if planned != trained:
+        raise Mismatch(
+            f"the model trains {_list_of(trained - planned) or 'no further parameter'} and not "
+            f"{_list_of(planned - trained) or 'fewer'} than the plan",
+            expected="the parameters that the step was captured with",
+            remedy="plan again for this model",
+        )
+
+
+def _fitting(name: str, tensor: Any, planned: tuple[Tensor, ...]) -> Any:
+    if planned and isinstance(tensor, torch.Tensor):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (tuple(tensor.shape), dtype) != (planned[0].shape, planned[0].dtype):
+            raise Mismatch(
+                f"{name.replace(':', ' ', 1)} is {dtype}{list(tensor.shape)}",
+                expected=f"{planned[0].dtype}{list(planned[0].shape)}, as the step was captured",
+                remedy="plan again for this model",
+            )
+    return tensor
+
+
+def _leaf_of(name: str, names: Sequence[str]) -> int:
+    if name not in names:
+        raise Mismatch(
+            f"the program needs {name.replace(':', ' ', 1)}, which is not there",
+            expected="the model and a batch like the ones the program was captured with",
+            remedy="plan again for this model and batch",
+        )
+    return names.index(name)
+
+
+def _rows(name: str, planned: Tensor | None, shape: torch.Size | None, repeats: int) -> int | None:
+    """How many rows of this leaf a micro-batch takes; None where it takes the whole."""
+    if planned is None or shape is None or tuple(shape) == planned.shape:
+        return None
+    if planned.shape and tuple(shape) == (repeats * planned.shape[0], *planned.shape[1:]):
+        return planned.shape[0]
+    raise Mismatch(
+        f"{name} has shape {list(shape)}",
+        expected=f"{list(planned.shape)} in each of {repeats} micro-batches",
+        remedy="plan again for this batch",
+    )
+
+
+def _same_layout(shape: torch.Size, stride: tuple[int, ...], planned: Tensor) -> bool:
+    """Strides count only along dimensions that have more than one element."""
+    pairs = zip(shape, planned.shape, stride, planned.stride, strict=True)
+    return 0 in shape or all(s == p for n, m, s, p in pairs if n > 1 and m > 1)
+
+
+def _same_but_for_order(planned: Any, given: Any) -> bool:
+    if planned.type is not given.type or planned.num_children != given.num_children:
+        return False
+    ours, theirs = planned.children(), given.children()
+    if isinstance(planned.type, type) and issubclass(planned.type, dict):
+        ours = sorted(zip(map(repr, _keys(planned)), ours), key=lambda pair: pair[0])
+        theirs = sorted(zip(map(repr, _keys(given)), theirs), key=lambda pair: pair[0])
+        return all(k == j and _same_but_for_order(a, b) for (k, a), (j, b) in zip(ours, theirs))
+    if planned.context != given.context:
+        return False
+    return all(_same_but_for_order(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _keys(spec: Any) -> list[Any]:
+    # A defaultdict's context is its factory and then its keys.
+    context = spec.context
+    return list(context[1] if context and isinstance(context[-1], list) else context)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return bool(a.hex() == b.hex())
+    return isinstance(a, (bool, int, complex, str, bytes, torch.dtype, torch.device)) and bool(
+        a == b
+    )
+
+
+def _other_batch(name: str, now: str, expected: str) -> Mismatch:
+    return Mismatch(
+        f"{name} {now}",
+        expected=f"{expected}, as the step was captured",
+        remedy="give batches as the one that was planned with, or plan again",
+    )
+
+
+def _list_of(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,0 +1,41 @@
+"""How many targets of each micro-batch a loss counts, and what share of the whole that makes it.
+
+A mean over targets that are not ignored is not the mean of the means of its parts, unless all
+parts count alike. Not for finding such losses: see core/graph.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Counted, Graph
+from steelyard.core.program import Program, as_captured
+from steelyard.run.emit import emit
+
+
+class TargetCounter:
+    """Computes the targets of a micro-batch from its inputs, before anything else runs."""
+
+    def __init__(self, graph: Graph, counted: Counted) -> None:
+        made = [as_captured(graph, name) for name in graph.ancestors(counted.targets)]
+        program = Program(graph=graph, instructions=tuple(made), loss=counted.targets)
+        self._run = emit(program).run
+        self._ignored = counted.ignored
+
+    def count(self, inputs: Sequence[Any]) -> int:
+        return int((self._run(inputs, ()) != self._ignored).sum())
+
+
+def shares(counts: Sequence[int], *, are_weighed: bool) -> list[float]:
+    """The weight of each micro-batch's loss in the loss of all; they sum to one."""
+    total = sum(counts)
+    if are_weighed and total:
+        return [n / total for n in counts]
+    if len(set(counts)) > 1:
+        raise Mismatch(
+            f"the micro-batches count {min(counts)} to {max(counts)} targets each, so that the "
+            "mean of their losses is not the loss of the batch",
+            expected="equally many targets that are not ignored in each micro-batch",
+            remedy="take the accumulate rule out of the plan, or pad the batches alike",
+        )
+    return [1 / len(counts)] * len(counts)

@@ -1,0 +1,157 @@
+"""Write a program as Python source: one line per instruction, each value dropped when it dies.
+
+Takes no decisions; the order and the copies are the program's. Not for calling it: see step.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from steelyard.core.errors import RunFailed
+from steelyard.core.graph import Argument, Axis, Node, Ref, Symbol
+from steelyard.core.program import Instruction, Program
+from steelyard.exchange.channel import Channel, check_channels
+from steelyard.operators import copy_laid_out
+from steelyard.run.calls import quickest
+
+_ALONE: Mapping[str, Channel] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """``run(inputs, sinks)`` takes the inputs in the order of ``inputs``, and a callable a sink."""
+
+    source: str
+    inputs: tuple[str, ...]
+    run: Callable[[Sequence[torch.Tensor], Sequence[Callable[[torch.Tensor], None]]], torch.Tensor]
+
+
+def emit(program: Program, *, channels: Mapping[str, Channel] = _ALONE) -> Emitted:
+    """``channels`` are the live process groups of the mesh axes that the program speaks over."""
+    check_channels(program, channels)
+    writer = _Writer(program, channels)
+    source = writer.source()
+    scope: dict[str, Any] = dict(writer.scope)
+    exec(compile(source, "<steelyard program>", "exec"), scope)
+    return Emitted(source=source, inputs=tuple(writer.inputs), run=scope["run"])
+
+
+class _Writer:
+    def __init__(self, program: Program, channels: Mapping[str, Channel]) -> None:
+        self._program = program
+        self._channels = channels
+        self._names: dict[str, str] = {}
+        self._operators: dict[Callable[..., Any], str] = {}
+        self.scope: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
+        self.inputs = [node.name for node in program.graph.inputs()]
+
+    def source(self) -> str:
+        arguments = [self._name(name) for name in self.inputs]
+        lines = ["def run(inputs, sinks):"]
+        if arguments:
+            lines.append(f"    {', '.join(arguments)}, = inputs")
+        deaths = _deaths(self._program)
+        sinks = 0
+        for index, instruction in enumerate(self._program.instructions):
+            if instruction.sink is not None:
+                lines.append(f"    sinks[{sinks}]({self._name(instruction.inputs[0])})")
+                sinks += 1
+            else:
+                lines.append(f"    {self._name(instruction.value)} = {self._call(instruction)}")
+            if deaths[index]:
+                lines.append(f"    del {', '.join(self._name(v) for v in deaths[index])}")
+        lines.append(f"    return {self._name(self._program.loss)}")
+        return "\n".join(lines) + "\n"
+
+    def _call(self, instruction: Instruction) -> str:
+        node = self._program.graph.by_name[instruction.node]
+        values = dict(zip(node.inputs, instruction.inputs, strict=True))
+        if _is_identity(self._program, node):
+            return self._name(values[node.inputs[0]])
+        args = [self._argument(a, values) for a in node.args]
+        if node.op in _BY_STRIDES:
+            args[0] = self._laid_out(args[0], node.inputs[0])
+        if node.is_getitem:
+            return f"{args[0]}[{args[1]}]"
+        args += [f"{key}={self._argument(a, values)}" for key, a in node.kwargs]
+        return f"{self._operator(node)}({', '.join(args)})"
+
+    def _laid_out(self, argument: str, of: str) -> str:
+        """What is read by strides lies as it was captured, whatever its kernel made of it."""
+        (planned,) = self._program.graph.by_name[of].outputs
+        self.scope["as_captured"] = as_captured
+        return f"as_captured({argument}, {planned.stride!r}, {planned.offset})"
+
+    def _argument(self, argument: Argument, values: dict[str, str]) -> str:
+        match argument:
+            case Ref(name):
+                return self._name(values[name])
+            case Symbol(text):
+                return text
+            case Axis(name):
+                return repr(self._channels[name].group)
+            case tuple():
+                return f"[{', '.join(self._argument(a, values) for a in argument)}]"
+        return repr(argument)
+
+    def _operator(self, node: Node) -> str:
+        call = quickest(node)
+        name = self._operators.get(call)
+        if name is None:
+            name = self._operators[call] = f"{node.op.split('.')[1]}_{len(self._operators)}"
+            self.scope[name] = call
+        return name
+
+    def _name(self, value: str) -> str:
+        name = self._names.get(value)
+        if name is None:
+            name = self._names[value] = f"v{len(self._names)}"
+        return name
+
+
+_BY_STRIDES = frozenset({"aten.as_strided.default", "aten.as_strided_copy.default"})
+
+
+def as_captured(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    if x.stride() == stride and x.storage_offset() == offset:
+        return x
+    if offset:
+        raise RunFailed(
+            f"a value lies in memory with strides {x.stride()} at {x.storage_offset()}",
+            expected=f"strides {stride} at {offset}, as torch described it when it was captured",
+            remedy="report this model: an operator in it is described wrongly",
+        )
+    return copy_laid_out(x, list(x.shape), list(stride))
+
+
+# Views that differ from their argument in shape and strides only; a conjugate does not, and counts.
+_RESHAPING = frozenset({
+    "aten.expand.default", "aten.permute.default", "aten.slice.Tensor", "aten.squeeze.dim",
+    "aten.squeeze.dims", "aten.transpose.int", "aten.view.default",
+})  # fmt: skip
+
+
+def _is_identity(program: Program, node: Node) -> bool:
+    """A view that is its argument over again (``expand`` to the same shape) needs no call."""
+    if node.op not in _RESHAPING or not node.is_view:
+        return False
+    return node.outputs == program.graph.by_name[node.inputs[0]].outputs
+
+
+def _deaths(program: Program) -> list[list[str]]:
+    """The values that nothing reads after each line; the loss and the inputs live on."""
+    last: dict[str, int] = {}
+    for index, instruction in enumerate(program.instructions):
+        if instruction.sink is None:
+            last[instruction.value] = index
+        for name in instruction.inputs:
+            last[name] = index
+    kept = {node.name for node in program.graph.inputs()} | {program.loss}
+    deaths: list[list[str]] = [[] for _ in program.instructions]
+    for name, index in last.items():
+        if name not in kept:
+            deaths[index].append(name)
+    return deaths

@@ -1,0 +1,266 @@
+"""The training loop: steps, checkpoints, resuming to the same bits, stopping cleanly.
+
+Schedulers and everything else a user may want around a step are not in here: they write their own
+loop round ``step`` and ``step.backward``.
+"""
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from steelyard.core.errors import CheckpointError, NonFinite
+from steelyard.run import checkpoint
+from steelyard.run.batches import Batches, Feed
+from steelyard.run.checkpoint import Position
+from steelyard.run.folder import CheckpointFolder, verify
+from steelyard.run.randomness import random_state, seed_everything, set_random_state
+from steelyard.run.step import LiveStep
+
+# Runs what it is given, once, and says how many bytes the allocator held at the peak.
+Meter = Callable[[Callable[[], None]], int]
+_CLEAN_EXIT, _INTERRUPTED_EXIT = 0, 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step, after it. The metered step has ``peak_bytes`` and, being slowed, no seconds."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float | None
+    peak_bytes: int | None
+    predicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Where to save, how often, and how many to keep; ``resume`` is a checkpoint, or the latest."""
+
+    folder: Path
+    every: int
+    keep: int = 3
+    plan: str = ""
+    resume: Path | bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """How a run ended; ``stopped_by`` names the signal if one did."""
+
+    step: int
+    loss: float | None
+    stopped_by: str
+    exit_code: int
+    checkpoint: Path | None
+
+
+def train(
+    step: LiveStep,
+    batches: Batches,
+    *,
+    steps: int,
+    seed: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    meter: Meter | None = None,
+    predicted_bytes: int = 0,
+) -> Finished:
+    """Take steps until ``steps`` are done, counting those of the run that is resumed.
+
+    A checkpoint that cannot be saved on the way (a full disk) is noted, and training goes on with
+    the earlier ones untouched; one that cannot be saved at the end is an error. SIGTERM and Ctrl-C
+    let the step end, save and return; a second Ctrl-C does not wait.
+    """
+    if seed is not None:
+        seed_everything(seed)
+    run = _Run(step, Feed(batches), checkpoints, on_note)
+    with run.holding_folder(), _Signals() as signals:
+        run.begin()
+        first = run.step
+        while run.step < steps and not signals.received:
+            metered = meter if run.step == first + 1 else None
+            report = _one_step(run, metered, steps, predicted_bytes)
+            run.save_if_due()
+            if on_step is not None:
+                on_step(report)
+        run.save_last()
+    return Finished(
+        step=run.step,
+        loss=run.loss,
+        stopped_by=signals.received,
+        exit_code=_INTERRUPTED_EXIT if signals.received == "SIGINT" else _CLEAN_EXIT,
+        checkpoint=run.saved,
+    )
+
+
+def _one_step(run: "_Run", meter: Meter | None, steps: int, predicted_bytes: int) -> StepReport:
+    batch = run.feed.next()
+    losses: list[torch.Tensor] = []
+    peak_bytes = seconds = None
+    if meter is not None:
+        # From a clean level: what an earlier step left behind would be counted into this one.
+        run.live.zero_grad()
+        peak_bytes = meter(lambda: losses.append(run.live(batch)))
+        loss = float(losses.pop())
+    else:
+        start = time.perf_counter()
+        loss = float(run.live(batch))
+        seconds = time.perf_counter() - start
+    run.took(loss)
+    return StepReport(
+        step=run.step,
+        steps=steps,
+        loss=loss,
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+        predicted_bytes=predicted_bytes,
+    )
+
+
+class _Run:
+    """What changes while a run goes on, and its way to and from the disk."""
+
+    def __init__(
+        self,
+        live: LiveStep,
+        feed: Feed,
+        settings: Checkpoints | None,
+        note: Callable[[str], None] | None,
+    ) -> None:
+        self.live = live
+        self.feed = feed
+        self.step = 0
+        self.loss: float | None = None
+        self.saved: Path | None = None
+        self._note = note
+        self._settings = settings
+        self._folder = CheckpointFolder(settings.folder, keep=settings.keep) if settings else None
+
+    def holding_folder(self) -> contextlib.AbstractContextManager[None]:
+        return self._folder.locked() if self._folder else contextlib.nullcontext()
+
+    def begin(self) -> None:
+        settings, folder = self._settings, self._folder
+        if settings is None or folder is None:
+            return
+        checkpoint.check_savable(self.live.model)
+        if settings.resume is not False:
+            chosen = folder.latest() if settings.resume is True else settings.resume
+            self._resume(chosen, folder)
+        elif folder.checkpoints():
+            raise CheckpointError(
+                f"{folder.path} holds checkpoints of an earlier run",
+                expected="an empty folder for a new run",
+                remedy="resume it with --resume, or give another folder",
+            )
+
+    def took(self, loss: float) -> None:
+        self.step += 1
+        self.loss = loss
+        if not math.isfinite(loss):
+            resume = f"resume from {self.saved}" if self.saved else "start again"
+            raise NonFinite(
+                f"the loss is {loss} at step {self.step}",
+                expected="a finite loss; nothing was saved after it",
+                remedy=f"lower the learning rate or clip gradients, then {resume}",
+            )
+
+    def save_if_due(self) -> None:
+        if self._settings is None or self.step % self._settings.every:
+            return
+        try:
+            self._save()
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            self._tell(f"{error.happened}; training goes on, {error.remedy}")
+
+    def save_last(self) -> None:
+        if self._folder is None or self.step == 0:
+            return
+        if self.saved is None or self.saved.name != f"step-{self.step:06d}":
+            self._save()
+
+    def _save(self) -> None:
+        assert self._folder is not None
+        assert self._settings is not None
+        position = Position(
+            step=self.step,
+            epoch=self.feed.epoch,
+            taken=self.feed.taken,
+            now=random_state(self.feed.generators),
+            began=self.feed.began,
+        )
+        write = partial(
+            checkpoint.save,
+            model=self.live.model,
+            optimizer=self.live.optimizer,
+            position=position,
+            plan=self._settings.plan,
+        )
+        self.saved = self._folder.add(self.step, write)
+
+    def _tell(self, text: str) -> None:
+        if self._note is not None:
+            self._note(text)
+
+    def _resume(self, chosen: Path, folder: CheckpointFolder) -> None:
+        try:
+            verify(chosen)
+        except CheckpointError as error:
+            before = folder.before(chosen)
+            if before is not None:
+                error = CheckpointError(
+                    error.happened,
+                    expected=error.expected,
+                    remedy=f"resume from the one before it: --resume {before}",
+                )
+            raise error from None
+        position = checkpoint.load(chosen, model=self.live.model, optimizer=self.live.optimizer)
+        self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
+        set_random_state(position.now, self.feed.generators)
+        self.step = position.step
+        self.saved = chosen
+        for path in folder.go_on_from(chosen):
+            self._tell(f"set aside {path.name}: it is later than {chosen.name}")
+
+
+class _Signals:
+    """Lets SIGTERM and Ctrl-C wait for the end of a step; the second Ctrl-C does not wait.
+
+    Only the main thread may install handlers; elsewhere signals do what they did before.
+    """
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+
+__all__ = ["Checkpoints", "Finished", "Meter", "StepReport", "train"]

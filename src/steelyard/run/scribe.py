@@ -1,0 +1,343 @@
+"""Writes down calls on fake tensors as the plain data of a program: nodes, storages, sinks.
+
+A value is known by the storage it lies on; a buffer comes into being with the first call that
+writes it. Not for where the calls come from: see lowered.py.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from steelyard import _torch
+from steelyard.core.graph import (
+    Argument,
+    Node,
+    Output,
+    OutputKind,
+    Phase,
+    Ref,
+    Role,
+    Storage,
+    Symbol,
+    Tensor,
+)
+from steelyard.core.program import Instruction, Program
+
+_MOST_NAMED = 4
+
+
+class Scribe:
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._node_of = {i.value: i.node for i in program.instructions if i.sink is None}
+        self._line_of = {i.value: k for k, i in enumerate(program.instructions)}
+        self._sinks = [i.sink for i in program.instructions if i.sink is not None]
+        self._storages: list[Storage] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # a freed storage would lend its key to another
+        self._bases: dict[int, tuple[str, Tensor]] = {}
+        self._views: dict[tuple[str, Tensor], str] = {}
+        self._fresh: dict[int, tuple[str, torch.Tensor]] = {}
+        self._inputs: list[Node] = []
+        self._nodes: list[Node] = []
+        self._instructions: list[Instruction] = []
+        self._outputs: list[Output] = []
+        self._count = itertools.count()
+
+    # --- what the lines begin with
+
+    def input(self, name: str) -> torch.Tensor:
+        """A fake tensor for one input of the program."""
+        node = self._program.graph.by_name[name]
+        planned = node.outputs[0]
+        fake = torch.empty_strided(
+            planned.shape, planned.stride, dtype=getattr(torch, planned.dtype)
+        )
+        old = self._program.graph.storages[planned.storage]
+        self._take(fake, name, nbytes=old.nbytes, role=old.role)
+        return fake
+
+    def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor for a constant that the compiler folded; it is held like a buffer."""
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        self._take(fake, name, nbytes=value.untyped_storage().nbytes(), role=Role.CONSTANT)
+        return fake
+
+    def _take(self, fake: torch.Tensor, name: str, *, nbytes: int, role: Role) -> None:
+        tensor = self._tensor(fake, nbytes=nbytes, role=role)
+        self._bases[tensor.storage] = (name, tensor)
+        self._inputs.append(Node(name=name, op="input", outputs=(tensor,)))
+
+    def allocate(self, fake: torch.Tensor, *, name: str) -> None:
+        """Memory for a buffer that a later call will write."""
+        self._alive.append(fake)
+        self._fresh[_torch.storage_key(fake)] = (name, fake)
+
+    # --- the lines
+
+    def kernel(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        text: str,
+        origins: Sequence[str],
+        phase: Phase,
+    ) -> None:
+        """A generated kernel: it reads or writes each of these."""
+        made = self._made(tensors)
+        self._add(
+            Node(
+                name=self._unique("kernel", phase),
+                op=f"inductor.fused.{self._described(origins)}",
+                inputs=self._read(tensors, made),
+                phase=phase,
+                moved_bytes=sum(map(_nbytes, tensors)),
+                signature=f"kernel {sha256(text.encode()).hexdigest()[:16]}",
+            ),
+            made,
+            origins,
+        )
+
+    def call(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        *,
+        name: str,
+        origins: Sequence[str],
+        phase: Phase,
+    ) -> None:
+        """A call of a library's operator, which may allocate what it returns."""
+        results = _tensors(result)
+        given = _tensors((args, kwargs))
+        made = self._made(given)
+        written = {_torch.storage_key(fake) for _, fake in made}
+        for place, tensor in enumerate(results):
+            if not self._is_known(tensor) and _torch.storage_key(tensor) not in written:
+                label = name or self._unique("call", phase)
+                made.append((f"{label}.{place}" if len(results) > 1 else label, tensor))
+                self._alive.append(tensor)
+        if not made and not func._schema.is_mutable:
+            return  # a view, which is written down where it is read
+        func, kwargs = _functional(func, kwargs, [tensor for _, tensor in made])
+        inputs = self._read(given, made)
+        self._add(
+            Node(
+                name=self._unique(func.overloadpacket.__name__, phase),
+                op=str(func),
+                args=tuple(self._argument(a) for a in args),
+                kwargs=tuple((key, self._argument(a)) for key, a in kwargs.items()),
+                inputs=inputs,
+                phase=phase,
+                flops=_flops(func, args, kwargs, result),
+                moved_bytes=sum(map(_nbytes, (*given, *results))),
+                is_random=_torch.draws(func, args, kwargs),
+                signature=_signature(func, args, kwargs),
+            ),
+            made,
+            origins,
+        )
+
+    def serve(self, leaving: Iterable[tuple[int, torch.Tensor]], *, phase: Phase) -> None:
+        """Values that leave the program, each for the sink of that number."""
+        for number, tensor in leaving:
+            output = self._sinks[number]
+            assert output is not None
+            name = self._name(tensor)
+            output = replace(output, node=name)
+            self._outputs.append(output)
+            self._instructions.append(
+                Instruction(node=name, value="", inputs=(name,), phase=phase, sink=output)
+            )
+
+    def program(self, *, loss: torch.Tensor) -> Program:
+        name = self._name(loss)
+        old = self._program
+        graph = replace(
+            old.graph,
+            nodes=(*self._inputs, *self._nodes),
+            storages=tuple(self._storages),
+            outputs=(Output(kind=OutputKind.LOSS, node=name), *self._outputs),
+            decomposition=f"{old.graph.decomposition} lowered",
+            runs=(),
+        )
+        return Program(
+            graph=graph,
+            instructions=tuple(self._instructions),
+            loss=name,
+            repeats=old.repeats,
+            update=old.update,
+        )
+
+    # --- values and storages
+
+    def _add(
+        self,
+        node: Node,
+        made: Sequence[tuple[str, torch.Tensor]],
+        origins: Sequence[str],
+    ) -> None:
+        tensors = [self._tensor(fake, role=Role.ACTIVATION) for _, fake in made]
+        origin = self._origin(origins)
+        path, line = (origin.path, origin.line) if origin else ("", "")
+        several = len(made) > 1
+        if not several and made:
+            node = replace(node, name=made[0][0])
+        node = replace(node, outputs=tuple(tensors), path=path, line=line)
+        self._append(node)
+        for place, ((name, _), tensor) in enumerate(zip(made, tensors, strict=True)):
+            if several:
+                self._append(
+                    Node(
+                        name=name,
+                        op="getitem",
+                        args=(Ref(node.name), place),
+                        inputs=(node.name,),
+                        outputs=(tensor,),
+                        phase=node.phase,
+                        is_view=True,
+                        path=path,
+                        line=line,
+                    )
+                )
+            self._bases[tensor.storage] = (name, tensor)
+
+    def _append(self, node: Node) -> None:
+        self._nodes.append(node)
+        self._instructions.append(
+            Instruction(node=node.name, value=node.name, inputs=node.inputs, phase=node.phase)
+        )
+
+    def _made(self, tensors: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Those allocations that this call is the first to touch, so that it writes them."""
+        keys = dict.fromkeys(map(_torch.storage_key, tensors))
+        return [self._fresh.pop(key) for key in keys if key in self._fresh]
+
+    def _read(
+        self, tensors: Iterable[torch.Tensor], made: Sequence[tuple[str, torch.Tensor]]
+    ) -> tuple[str, ...]:
+        new = {_torch.storage_key(fake) for _, fake in made}
+        old = (t for t in tensors if _torch.storage_key(t) not in new)
+        return tuple(dict.fromkeys(self._name(t) for t in old))
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        key = _torch.storage_key(tensor)
+        return key in self._numbers or key in self._fresh
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        """The value that this tensor is: what lies on its storage, or a view of that."""
+        described = self._tensor(tensor, role=Role.ACTIVATION)
+        name, base = self._bases[described.storage]
+        if described == base:
+            return name
+        view = self._views.get((name, described))
+        if view is None:
+            view = self._views[name, described] = self._unique("view", Phase.FORWARD)
+            self._append(
+                Node(
+                    name=view,
+                    op="aten.as_strided.default",
+                    args=(Ref(name), described.shape, described.stride, described.offset),
+                    inputs=(name,),
+                    outputs=(described,),
+                    is_view=True,
+                )
+            )
+        return view
+
+    def _tensor(self, fake: torch.Tensor, *, role: Role, nbytes: int | None = None) -> Tensor:
+        key = _torch.storage_key(fake)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._storages)
+            self._alive.append(fake)
+            held = int(fake.untyped_storage().nbytes()) if nbytes is None else nbytes
+            self._storages.append(Storage(nbytes=held, role=role))
+        return Tensor(
+            shape=tuple(int(s) for s in fake.shape),
+            stride=tuple(int(s) for s in fake.stride()),
+            dtype=str(fake.dtype).removeprefix("torch."),
+            storage=number,
+            offset=int(fake.storage_offset()),
+        )
+
+    def _argument(self, value: Any) -> Argument:
+        match value:
+            case torch.Tensor():
+                return Ref(self._name(value)) if self._is_known(value) else None
+            case list() | tuple():
+                return tuple(self._argument(v) for v in value)
+            case None | bool() | int() | float() | complex() | str():
+                return value
+            case torch.device():
+                return Symbol(f"torch.device({str(value)!r})")
+        return Symbol(str(value))
+
+    # --- where a line comes from
+
+    def _origin(self, origins: Sequence[str]) -> Node | None:
+        """Of what a kernel computes, the value that comes last in the program."""
+        last = max(origins, key=lambda v: self._line_of.get(v, -1), default=None)
+        return self._program.graph.by_name[self._node_of[last]] if last in self._node_of else None
+
+    def _described(self, origins: Sequence[str]) -> str:
+        known = [v for v in origins if v in self._node_of]
+        known.sort(key=self._line_of.__getitem__)
+        nodes = [self._program.graph.by_name[self._node_of[v]] for v in known]
+        names = list(dict.fromkeys(n.op.split(".")[1] for n in nodes if not n.is_free))
+        more = ["more"] if len(names) > _MOST_NAMED else []
+        return "_".join([*names[:_MOST_NAMED], *more]) or "copy"
+
+    def _unique(self, name: str, phase: Phase) -> str:
+        return f"{phase}.{name}.{next(self._count)}"
+
+
+def _functional(
+    func: Any, kwargs: Mapping[str, Any], made: Sequence[torch.Tensor]
+) -> tuple[Any, Mapping[str, Any]]:
+    """``mm.out`` into a buffer that is only now made is ``mm``, and costs what that costs."""
+    out = kwargs.get("out")
+    plain = getattr(func.overloadpacket, "default", None)
+    if out is None or plain is None or not any(out is fake for fake in made):
+        return func, kwargs
+    names = [a.name for a in func._schema.arguments if a.name != "out"]
+    if [a.name for a in plain._schema.arguments] != names:
+        return func, kwargs
+    return plain, {key: value for key, value in kwargs.items() if key != "out"}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func.overloadpacket)
+    plain = {key: value for key, value in kwargs.items() if key != "out"}
+    return int(formula(*args, **plain, out_val=result)) if formula else 0
+
+
+def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """As capture writes it, so that what was measured for one runner serves the other."""
+    parts = [_describe(a) for a in args]
+    parts += [f"{key}={_describe(a)}" for key, a in kwargs.items()]
+    return f"{func}({';'.join(parts)})"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        note = "" if value.is_contiguous() else f"~{list(value.stride())}"
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{note}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(_describe(v) for v in value)}]"
+    return str(value)

@@ -1,0 +1,243 @@
+"""A program on a live model: the training step that a user calls in place of forward and backward.
+
+Computes what eager PyTorch would, or refuses before anything runs. Not for planning, nor for the
+loop around it: see loop.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.program import Program
+from steelyard.run.bind import (
+    BatchLayout,
+    BoundProgram,
+    Shapes,
+    check_trained,
+    live_tensors,
+    shapes_of,
+)
+from steelyard.run.counting import shares
+from steelyard.run.emit import Emitted, emit
+from steelyard.run.frozen import LossWatch
+from steelyard.run.watch import ModelWatch, OptimizerWatch
+
+Constants = Mapping[str, torch.Tensor]
+OtherShape = Callable[[Any], tuple[Program, Constants]]
+Reduction = Literal["mean", "sum", "counted"]
+
+
+class LiveStep:
+    """``step(batch)`` is zero_grad, forward, backward and optimizer step; it returns the loss.
+
+    ``batch`` is one like those to come; of it only shapes and kinds are kept. ``reduction`` says
+    what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
+    batch of another shape, or raises; without it such a batch is a Mismatch. ``loss`` is watched
+    for values that the graph has fixed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        *,
+        constants: Constants,
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        reduction: Reduction = "mean",
+        other_shape: OtherShape | None = None,
+        runner: Callable[[Program], Emitted] = emit,
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise BadInput(
+                "LBFGS evaluates the loss several times a step",
+                expected="an optimizer whose step() takes no closure",
+                remedy="use another optimizer, or your own loop with step.backward",
+            )
+        check_trained(program, model)
+        self.model = model
+        self.optimizer = optimizer
+        self.program = program
+        self.other: dict[Shapes, Program] = {}
+        self._reduction = reduction
+        self._other_shape = other_shape
+        self._runner = runner
+        self._watch = ModelWatch(model, constants)
+        self._loss_watch = LossWatch(loss) if loss is not None else None
+        self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._layout = BatchLayout(batch)
+        self._planned = shapes_of(self._layout.leaves(batch))
+        self._bound = {self._planned: self._bind(program, constants, self._planned)}
+        self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
+        self._tangents: dict[tuple[int, float, float], torch.Tensor] = {}
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """One whole step; the loss as it was before it, detached."""
+        bound, leaves = self._ready(batch)
+        self.zero_grad()
+        loss = self._accumulate(bound, leaves, 1.0)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss
+
+    def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Add the gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would.
+
+        Returns the loss, not scaled.
+        """
+        if not (isinstance(scale, int | float) or getattr(scale, "numel", int)() == 1):
+            raise Mismatch(
+                f"the scale of the loss is {str(scale)[:40]!r}",
+                expected="a number, or a tensor of one element",
+                remedy="step.backward(batch, 0.5), for example",
+            )
+        bound, leaves = self._ready(batch)
+        return self._accumulate(bound, leaves, scale)
+
+    def zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _ready(self, batch: Any) -> tuple[BoundProgram, list[Any]]:
+        """All that can be refused, before anything is touched."""
+        self._refuse_modes()
+        self._watch.check()
+        if self._loss_watch is not None:
+            self._loss_watch.check()
+        if self._optimizer_watch is not None:
+            self._optimizer_watch.check()
+        leaves = self._layout.leaves(batch)
+        shapes = shapes_of(leaves)
+        bound = self._bound.get(shapes)
+        if bound is None:
+            bound = self._bound[shapes] = self._bind_other(batch, shapes)
+        bound.check_strides(leaves)
+        return bound, leaves
+
+    def _refuse_modes(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise _mode("torch.inference_mode()", "call the step outside of it")
+        if any(map(torch.is_autocast_enabled, self._devices)):
+            raise _mode("torch.autocast", "put autocast inside of the loss function and plan again")
+        if torch.compiler.is_compiling():
+            raise _mode("torch.compile", "leave the step out of what is compiled")
+
+    def _bind_other(self, batch: Any, shapes: Shapes) -> BoundProgram:
+        if self._other_shape is None:
+            name, now, planned = next(
+                (n, s, p)
+                for n, s, p in zip(self._layout.names, shapes, self._planned, strict=True)
+                if s != p
+            )
+            raise Mismatch(
+                f"{name} has shape {list(now or ())}",
+                expected=f"{list(planned or ())}, as the step was captured",
+                remedy="drop the last partial batch (drop_last=True), or plan for this shape",
+            )
+        program, constants = self._other_shape(batch)
+        check_trained(program, self.model)
+        bound = self._bind(program, constants, shapes)
+        self.other[shapes] = program
+        return bound
+
+    def _bind(self, program: Program, constants: Constants, shapes: Shapes) -> BoundProgram:
+        return BoundProgram(
+            program,
+            self._runner(program),
+            live=live_tensors(self.model, constants),
+            names=self._layout.names,
+            shapes=shapes,
+        )
+
+    def _accumulate(
+        self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        """Forward and backward over the micro-batches; the loss over all of them."""
+        shares = self._shares(bound, leaves)
+        hooked = _torch.any_hooks(self._parameters)
+        total: torch.Tensor | None = None
+        with torch.no_grad():
+            for index, share in enumerate(shares):
+                if share == 0.0:  # nothing counted: no loss, no gradient, and 0 / 0 in its mean
+                    continue
+                inputs = bound.inputs(leaves, index, self._tangent(bound, share, scale))
+                late: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if hooked else None
+                sinks = bound.sinks_for(inputs, late)
+                with _torch.below_autograd():
+                    loss = bound.run(inputs, sinks)
+                if late:
+                    _through_hooks(late)
+                loss = loss.detach()
+                loss = _times(loss, share)
+                total = loss if total is None else total + loss
+        assert total is not None
+        return total
+
+    def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
+        """What each micro-batch's loss weighs in the loss of the batch."""
+        if bound.repeats == 1 or self._reduction == "sum":
+            return [1.0] * bound.repeats
+        if bound.counter is None:
+            return [1 / bound.repeats] * bound.repeats
+        nothing = torch.zeros(())
+        counts = [
+            bound.counter.count(bound.inputs(leaves, index, nothing))
+            for index in range(bound.repeats)
+        ]
+        return shares(counts, are_weighed=self._reduction == "counted")
+
+    def _tangent(
+        self, bound: BoundProgram, share: float, scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of what ``backward`` is called on with respect to one micro-batch's loss."""
+        planned = bound.tangent
+        assert planned is not None, "a step that trains has a tangent"
+        dtype = getattr(torch, planned.dtype)
+        if isinstance(scale, torch.Tensor):
+            given = scale.detach().to(dtype).reshape(planned.shape)
+            return _times(given, share)
+        key = (id(bound), scale, share)
+        tangent = self._tangents.get(key)
+        if tangent is None:
+            # A scaler's factor changes often; only the last is worth keeping.
+            self._tangents.clear()
+            device = next(iter(self._parameters)).device
+            tangent = torch.full(planned.shape, scale, dtype=dtype, device=device)
+            tangent = self._tangents[key] = _times(tangent, share)
+        return tangent
+
+
+def _times(value: torch.Tensor, share: float) -> torch.Tensor:
+    """Divided where the share is one of so many, as people write it: ``loss / 3``."""
+    if share == 1.0:
+        return value
+    whole = round(1 / share)
+    return value / whole if share == 1 / whole else value * share
+
+
+def _through_hooks(late: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Hand each gradient to autograd's own accumulation, which runs the parameter's hooks."""
+    late.reverse()
+    while late:
+        parameter, gradient = late.pop()
+        torch.autograd.backward((parameter,), (gradient,))
+
+
+def _mode(name: str, remedy: str) -> BadInput:
+    return BadInput(
+        f"the step was called under {name}, which its captured graph knows nothing of",
+        expected="to be called as the step was captured",
+        remedy=remedy,
+    )
+
+
+__all__ = ["Constants", "LiveStep", "OtherShape", "Reduction"]

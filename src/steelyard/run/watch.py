@@ -1,0 +1,290 @@
+"""Is this still the model that was captured? Asked before every step, in microseconds.
+
+What the graph has fixed for good: which tensors there are, train or eval, plain attributes, hooks
+of modules. Not for values: those may change freely. Not for the batch: see bind.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, call, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard.core.errors import Mismatch
+
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+_REGISTERS = {
+    "_parameters": "parameter",
+    "_buffers": "buffer",
+    "_modules": "module",
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_AGAIN = "plan again after changing the model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the step was captured with; ids are compared, and the objects kept so that they hold."""
+
+    objects: list[Any]
+    ids: list[int]
+
+    @classmethod
+    def at(cls, objects: Iterable[Any]) -> "_Look":
+        kept = list(objects)
+        return cls(kept, list(map(id, kept)))
+
+
+class ModelWatch:
+    """Remembers a model as it is now; ``check`` refuses it once it is another.
+
+    Every check is one pass in C over ids, so that a hundred modules cost about a tenth of a
+    millisecond; Python looks for the reason only where something differs.
+    """
+
+    def __init__(self, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
+        modules = dict(model.named_modules())
+        registers = [
+            (path, kind, getattr(module, register))
+            for path, module in modules.items()
+            for register, kind in _REGISTERS.items()
+        ]
+        self._filled = [r for r in registers if r[2]]
+        self._filled_dicts = [d for _, _, d in self._filled]
+        self._empty = [r for r in registers if not r[2]]
+        self._empty_dicts = [d for _, _, d in self._empty]
+        self._kept = [dict(d) for d in self._filled_dicts]
+        self._registered = _Look.at(chain.from_iterable(map(dict.values, self._filled_dicts)))
+
+        self._modules = modules
+        self._vars = [vars(module) for module in modules.values()]
+        self._num_vars = list(map(len, self._vars))
+        self._watched = [tuple(k for k in d if k not in _BOOKKEEPING) for d in self._vars]
+        # Two keys at least: with one, itemgetter gives the bare value and no tuple.
+        self._getters = [itemgetter("training", *keys) for keys in self._watched]
+        self._attributes = _Look.at(chain.from_iterable(map(call, self._getters, self._vars)))
+        self._elements = _elements(modules, constants)
+
+        self._parameters = dict(model.named_parameters())
+        self._parameter_list = list(self._parameters.values())
+        self._trains = [p.requires_grad for p in self._parameter_list]
+        self._tensors = _tensors(model, constants)
+        self._tensor_list = list(self._tensors.values())
+        self._forms = [_form(t) for t in self._tensor_list]
+        self._addresses = [t.data_ptr() for t in self._tensor_list]
+
+    def check(self) -> None:
+        if (
+            list(map(id, chain.from_iterable(map(dict.values, self._filled_dicts))))
+            != self._registered.ids
+        ) or any(self._empty_dicts):
+            self._refuse_registered()
+        self._check_attributes()
+        if list(map(_REQUIRES_GRAD, self._parameter_list)) != self._trains:
+            self._refuse_requires_grad()
+        if list(map(torch.Tensor.data_ptr, self._tensor_list)) != self._addresses:
+            self._check_forms()
+
+    def _check_attributes(self) -> None:
+        if list(map(len, self._vars)) != self._num_vars:
+            self._check_new_attributes()
+        found = list(map(id, chain.from_iterable(map(call, self._getters, self._vars))))
+        if found != self._attributes.ids:
+            self._check_changed_attributes()
+        for where, container, key, tensor in self._elements:
+            if container[key] is not tensor:
+                raise Mismatch(
+                    f"the tensor {where} was replaced after planning",
+                    expected="the tensor that the step was captured with",
+                    remedy=f"write into it in place, or {_AGAIN}",
+                )
+
+    def _refuse_registered(self) -> None:
+        for path, kind, now in self._empty:
+            if now:
+                name = _joined(path, str(next(iter(now))))
+                raise _changed(kind, name, "appeared after planning", path)
+        for (path, kind, now), before in zip(self._filled, self._kept, strict=True):
+            for key in before.keys() | now.keys():
+                if now.get(key) is before.get(key) and (key in now) == (key in before):
+                    continue
+                how = "was replaced" if key in now and key in before else "appeared"
+                how = how if key in now else "is gone"
+                raise _changed(kind, _joined(path, str(key)), f"{how} after planning", path)
+        raise Mismatch(
+            "parameters or modules were registered in another order after planning",
+            expected="the model as it was captured",
+            remedy=_AGAIN,
+        )
+
+    def _check_new_attributes(self) -> None:
+        """An attribute that is new is no concern of the graph's, unless it hides something."""
+        for (path, module), keys in zip(self._modules.items(), self._watched, strict=True):
+            gone = [k for k in keys if k not in vars(module)]
+            added = [k for k in vars(module) if k not in keys and k not in _BOOKKEEPING]
+            hiding = [k for k in added if hasattr(type(module), k)]
+            for key in gone + hiding:
+                raise Mismatch(
+                    f"attribute {_joined(path, key)} was {'removed' if gone else 'overridden'} "
+                    "after planning",
+                    expected="the model as it was captured",
+                    remedy=_AGAIN,
+                )
+        self._num_vars = list(map(len, self._vars))
+
+    def _check_changed_attributes(self) -> None:
+        position = 0
+        for (path, module), keys in zip(self._modules.items(), self._watched, strict=True):
+            for key in ("training", *keys):
+                before, now = self._attributes.objects[position], vars(module)[key]
+                position += 1
+                if now is before or (
+                    _is_plain(now) and type(now) is type(before) and now == before
+                ):
+                    continue
+                if key == "training":
+                    raise _changed_mode(path, before)
+                raise Mismatch(
+                    f"attribute {_joined(path, key)} changed after planning"
+                    + (f": {before!r} is now {now!r}" if _is_plain(before) else ""),
+                    expected="the value that the step was captured with, which it will go on using",
+                    remedy=f"{_AGAIN}, or keep what changes outside of the model",
+                )
+        self._attributes = _Look.at(chain.from_iterable(map(call, self._getters, self._vars)))
+
+    def _refuse_requires_grad(self) -> None:
+        for (name, parameter), before in zip(self._parameters.items(), self._trains, strict=True):
+            if parameter.requires_grad != before:
+                raise Mismatch(
+                    f"requires_grad of parameter {name} is now {parameter.requires_grad}",
+                    expected=f"{before}, as the step was captured",
+                    remedy="freeze or unfreeze first, then plan again",
+                )
+
+    def _check_forms(self) -> None:
+        """Other memory is fine (``.data`` was set, a model loaded), another kind of tensor not."""
+        for (name, tensor), form in zip(self._tensors.items(), self._forms, strict=True):
+            if _form(tensor) != form:
+                raise Mismatch(
+                    f"{name} is now {_form_text(_form(tensor))}",
+                    expected=f"{_form_text(form)}, as the step was captured",
+                    remedy="move or cast the model first, then plan again",
+                )
+        self._addresses = [t.data_ptr() for t in self._tensor_list]
+
+
+class OptimizerWatch:
+    """Remembers which parameters an optimizer steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._ids: list[int] = []
+        self.check()
+
+    def check(self) -> None:
+        ids = list(map(id, chain.from_iterable(map(_PARAMS, self._optimizer.param_groups))))
+        if ids == self._ids:
+            return
+        foreign = sum(i not in self._names for i in ids)
+        missing = sorted(self._trained - {self._names[i] for i in ids if i in self._names})
+        if foreign or missing:
+            raise _other_optimizer(foreign, missing)
+        self._ids = ids
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_PARAMS = itemgetter("params")
+_Form = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
+
+
+def _tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    named = {
+        **{f"parameter {name}": p for name, p in model.named_parameters()},
+        **{f"buffer {name}": b for name, b in model.named_buffers()},
+        **{name.replace(":", " ", 1): t for name, t in constants.items()},
+    }
+    return {name: t for name, t in named.items() if t.layout is torch.strided}
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    # Strides too: kernels, and so bits, may differ by them. A dimension of one has no real stride.
+    stride = tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    return tensor.shape, tensor.dtype, tensor.device, stride
+
+
+def _form_text(form: _Form) -> str:
+    shape, dtype, device, stride = form
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}, strides {list(stride)}"
+
+
+def _elements(
+    modules: Mapping[str, nn.Module], constants: Mapping[str, torch.Tensor]
+) -> list[tuple[str, Any, Any, torch.Tensor]]:
+    """Captured tensors that lie in a list or dict attribute, whose own id says nothing of them."""
+    known = {id(t) for t in constants.values()}
+    found = []
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            if name in _BOOKKEEPING or not isinstance(value, (list, dict)):
+                continue
+            pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+            found += [
+                (f"{_joined(path, name)}[{key!r}]", value, key, element)
+                for key, element in pairs
+                if id(element) in known
+            ]
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _other_optimizer(foreign: int, missing: list[str]) -> Mismatch:
+    said = [f"steps {foreign} parameters that the model does not have"] if foreign else []
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        said.append(f"lacks {missing[0]}{more}")
+    return Mismatch(
+        f"the optimizer {' and '.join(said)}",
+        expected="every trainable parameter of the model, and none of another",
+        remedy="make the optimizer from model.parameters(), after the model is final",
+    )
+
+
+def _changed(kind: str, name: str, how: str, path: str) -> Mismatch:
+    if "hook" in kind:
+        return Mismatch(
+            f"a {kind} of {path or 'the model'} {how}, and would never run",
+            expected="the hooks that the step was captured with",
+            remedy="register it before planning; hooks of parameters may come and go",
+        )
+    return Mismatch(
+        f"{kind} {name} {how}",
+        expected="the same object that the step was captured with",
+        remedy="copy new values into it (load_state_dict, copy_), or plan again",
+    )
+
+
+def _changed_mode(path: str, before: bool) -> Mismatch:
+    was, now = ("train", "eval") if before else ("eval", "train")
+    return Mismatch(
+        f"{path or 'the model'} is in {now}() mode",
+        expected=f"{was}() mode, as the step was captured",
+        remedy=f"call {was}() on it before the step, or plan again",
+    )
