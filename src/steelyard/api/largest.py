@@ -1,0 +1,111 @@
+"""The inverse question: the largest batch, or the longest sequence, that fits the budget.
+
+Asks about steps that do not exist yet, so their batches are imagined: shapes without values.
+Not for the search inside one shape: see search/.
+"""
+
+from dataclasses import replace
+
+from steelyard.api.look import Request
+from steelyard.api.planning import Planned, planned
+from steelyard.capture.scaling import impossible, sizes_of
+from steelyard.core.budget import Maximize
+from steelyard.core.errors import BudgetError, CaptureRefused, Infeasible
+from steelyard.trades import TRADES
+
+# No size is asked about that is larger than this many times the one given.
+_MOST_TIMES = 1 << 12
+# Cutting the batch is left out: in parts small enough any batch fits, which answers nothing.
+_IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate")
+
+
+def largest(request: Request, maximize: Maximize) -> Planned:
+    """The answer was planned and the next size was not feasible; nothing is extrapolated."""
+    if request.budget.memory_bytes is None:
+        raise BudgetError(
+            f"--maximize {maximize} needs a budget to stay within",
+            expected="a bound on memory",
+            remedy="add --memory, for example --memory 2GiB",
+        )
+    attempts = _Attempts(request, maximize)
+    low, high = attempts.bracket()
+    while high - low > 1:
+        middle = attempts.guess(low, high)
+        low, high = (middle, high) if attempts.fits(middle) else (low, middle)
+    if low == 0:
+        raise Infeasible(
+            f"not even a {maximize} of 1 fits {request.budget}",
+            expected="a budget that holds the model, its optimizer state and one sample",
+            remedy="raise --memory, or take an optimizer with less state",
+        )
+    answer = attempts.planned[low]
+    said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
+    if attempts.why:
+        said += f"; {high} is not possible: {attempts.why}"
+    answer.plan = replace(answer.plan, largest=said)
+    return answer
+
+
+class _Attempts:
+    """Sizes that were tried: the plan of each that fits, the least memory of each that does not."""
+
+    def __init__(self, request: Request, maximize: Maximize) -> None:
+        self._request = replace(request, trades=_IN_ONE_PIECE)
+        self._sizes = sizes_of(request.batch, maximize)
+        self._maximize = maximize
+        self._least: dict[int, int] = {}
+        self.now = self._sizes.now
+        self.planned: dict[int, Planned] = {}
+        self.why = ""
+
+    def bracket(self) -> tuple[int, int]:
+        """A size that fits (0: none known) and a larger one that does not."""
+        if not self.fits(self.now):
+            return 0, self.now
+        low, high = self.now, 2 * self.now
+        while high <= self.now * _MOST_TIMES and self.fits(high):
+            low, high = high, max(self.guess(high, high * 8), high * 2)
+        return low, high
+
+    def guess(self, low: int, high: int) -> int:
+        """Where the least memory crosses the budget, were it a straight line; between the two."""
+        limit = self._request.budget.memory_bytes
+        assert limit is not None
+        known = sorted(self._least.items())
+        if len(known) > 1:
+            (a, at_a), (b, at_b) = known[-2:] if low >= known[-1][0] else _around(known, low)
+            if at_b > at_a:
+                crossing = a + int((limit - at_a) * (b - a) / (at_b - at_a))
+                return min(max(crossing, low + 1), high - 1)
+        return (low + high) // 2
+
+    def fits(self, size: int) -> bool:
+        limit = self._request.budget.memory_bytes
+        assert limit is not None
+        self._request.on_progress(f"trying {self._maximize} {size}")
+        batch = self._request.batch if size == self.now else self._sizes.at(size)
+        quiet = replace(self._request, batch=batch, on_progress=lambda _: None)
+        try:
+            look = quiet.looked_at()
+        except CaptureRefused as refused:
+            if size == self.now:
+                raise
+            self.why = refused.happened
+            return False
+        reason = impossible(look.base.graph)
+        if reason:
+            self.why = reason
+            return False
+        self.why = ""
+        least = look.search.explored().least.peak_bytes
+        self._least[size] = least
+        if least > limit:
+            return False
+        self.planned[size] = planned(look, self._request.budget)
+        return True
+
+
+def _around(known: list[tuple[int, int]], low: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The neighbours between which ``low`` and what is above it lie."""
+    above = next(i for i, (size, _) in enumerate(known) if size > low)
+    return (known[above - 1], known[above]) if above else (known[0], known[1])

@@ -1,0 +1,193 @@
+"""A plan at work on a live model: the step a user calls, and its receipt.
+
+Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``: see training.py.
+"""
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.api.pricing import Prices
+from steelyard.capture.optimizer import OptimizerFactory
+from steelyard.capture.source import StepSource
+from steelyard.core.amounts import format_bytes
+from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.graph import Role
+from steelyard.core.plan import Plan
+from steelyard.core.program import Program
+from steelyard.core.receipt import Measured, Receipt
+from steelyard.core.trade import strike
+from steelyard.measure.meter import meter_once
+from steelyard.measure.process import rss_peak_bytes
+from steelyard.predict import peak_bytes
+from steelyard.report.lines import plain
+from steelyard.report.text import render
+from steelyard.report.tree import tree_of
+from steelyard.run.emit import emit
+from steelyard.run.inductor import compile_program
+from steelyard.run.step import Constants, LiveStep
+from steelyard.trades import TRADES
+
+_RUNNERS = {"python": emit, "inductor": compile_program}
+# The second call: after what only a first call allocates, before a training loop is under way.
+_METERED_CALL = 2
+
+
+class Step:
+    """``step(batch)``: forward, backward, optimizer; the loss, a tensor.
+
+    ``step.backward(batch)`` leaves clipping, scaling and the optimizer's step to the user.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        source: StepSource,
+        prices: Prices,
+        optimizer: OptimizerFactory | None,
+        update: Program | None,
+    ) -> None:
+        _refuse_meta(source.model)
+        self.plan = plan
+        self._source = source
+        self._prices = prices
+        self._update = update
+        program, constants = self._program_at(source)
+        self.live = LiveStep(
+            source.model,
+            program,
+            constants=constants,
+            batch=source.batch,
+            optimizer=None if optimizer is None else optimizer(source.model.parameters()),
+            reduction=source.reduction().value if program.repeats > 1 else "mean",
+            other_shape=self._other_shape,
+            runner=_RUNNERS[plan.decisions.made_for.runner],
+            loss=source.loss,
+        )
+        self._batch_bytes = program.repeats * program.graph.resident_bytes(Role.BATCH)
+        self._seconds: list[float] = []
+        self._losses: list[torch.Tensor] = []
+        self._metered: int | None = None
+        self.notes: list[str] = []
+        self._calls = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.live.optimizer
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        self._calls += 1
+        if self._calls == _METERED_CALL:
+            return self._metered_call(batch)
+        begin = time.perf_counter()
+        loss = self.live(batch)
+        self._seconds.append(time.perf_counter() - begin)
+        self._note_loss(loss)
+        return loss
+
+    def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Add gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would."""
+        return self.live.backward(batch, scale)
+
+    def receipt(self) -> "ShownReceipt":
+        """What the steps so far cost, beside what they were predicted to cost."""
+        seconds = median(self._seconds[1:] or self._seconds) if self._seconds else None
+        losses = [float(x) for x in self._losses]
+        return ShownReceipt(
+            Receipt(
+                plan=self.plan,
+                measured=Measured(
+                    steps=self._calls,
+                    memory_bytes=self._metered,
+                    rss_bytes=rss_peak_bytes(),
+                    communication_seconds=0.0,
+                    computation_seconds=seconds,
+                    step_seconds=seconds,
+                    first_loss=losses[0] if losses else None,
+                    last_loss=losses[-1] if losses else None,
+                    notes=tuple(self.notes),
+                ),
+            )
+        )
+
+    def meter(self, call: Any) -> int:
+        """The allocator's bytes at the peak of ``call``: what is resident and what it adds."""
+        resident = resident_bytes(self.live, self._batch_bytes)
+        metered = meter_once(call)
+        if not metered.is_clean:
+            self.notes.append(
+                f"the metered step freed {format_bytes(metered.freed_bytes)} from before it; "
+                "its measured memory may be that much too high"
+            )
+        return resident + metered.peak_bytes
+
+    def _metered_call(self, batch: Any) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        self.live.zero_grad()
+        self._metered = self.meter(lambda: losses.append(self.live(batch)))
+        self._note_loss(losses[0])
+        return losses[0]
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        del self._losses[1:]
+        self._losses.append(loss)
+
+    def _program_at(self, source: StepSource) -> tuple[Program, Constants]:
+        """The plan's rules struck on the whole trace of this step."""
+        rules = self.plan.decisions.rules
+        captured = source.captured()
+        base = Program.plain(captured.graph, update=self._update)
+        program = strike(base, rules, trades=TRADES, source=source)
+        return program, source.captured(micro_batches=program.repeats).constants
+
+    def _other_shape(self, batch: Any) -> tuple[Program, Constants]:
+        """The same rules at another batch shape: predicted, and run if they fit."""
+        program, constants = self._program_at(self._source.at(batch))
+        self._prices.know(program.graph)
+        nbytes = peak_bytes(program, self._prices.costs)
+        limit = self.plan.decisions.budget.memory_bytes
+        if limit is not None and nbytes > limit:
+            raise Mismatch(
+                f"a batch of another shape would need {format_bytes(nbytes)} under this plan",
+                expected=f"at most {format_bytes(limit)}, the plan's budget",
+                remedy="drop or pad that batch, raise the budget, or plan for this shape",
+            )
+        shapes = ", ".join(str(list(e.shape)) for e in self._source.at(batch).entries()[:2])
+        self.notes.append(f"also ran batches of {shapes} (predicted {format_bytes(nbytes)})")
+        return program, constants
+
+
+class ShownReceipt:
+    """A receipt that prints as the explain tree with measured beside predicted."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self.receipt = receipt
+        self.plan, self.measured = receipt.plan, receipt.measured
+
+    def __str__(self) -> str:
+        return plain(render(tree_of(self.receipt)))
+
+
+def resident_bytes(live: LiveStep, batch_bytes: int) -> int:
+    """Bytes of the storages that outlive a step: weights, buffers, batch, optimizer state."""
+    tensors: list[torch.Tensor] = [*live.model.parameters(), *live.model.buffers()]
+    if live.optimizer is not None:
+        for state in live.optimizer.state.values():
+            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+    sizes = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values()) + batch_bytes
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise BadInput(
+                f"parameter {name} is on the meta device and has no values",
+                expected="a model with weights to train",
+                remedy="build the model on a real device; on meta it can only be planned",
+            )

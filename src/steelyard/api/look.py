@@ -1,0 +1,141 @@
+"""A user's step as captured and priced: what planning asks, and what it knows.
+
+Not for deciding: see search/. Not for the public calls: see planning.py.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from steelyard.api.lowering import find_lowered
+from steelyard.api.pricing import PricedSource, Prices, Progress
+from steelyard.capture.optimizer import OptimizerFactory
+from steelyard.capture.source import StepSource
+from steelyard.capture.trace import Loss
+from steelyard.core.budget import Budget
+from steelyard.core.cluster import Cluster
+from steelyard.core.plan import MadeFor, Prediction
+from steelyard.core.program import Program
+from steelyard.core.quad import Estimate
+from steelyard.core.trade import Trade
+from steelyard.predict import predict
+from steelyard.run.lowered import lower
+from steelyard.search import Found, Search
+from steelyard.trades import TRADES
+
+Runner = Literal["python", "inductor"]
+DECOMPOSITIONS = {"python": "python-1", "inductor": "inductor-1"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """What the user asked for."""
+
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    optimizer: OptimizerFactory | None
+    cluster: Cluster
+    budget: Budget
+    runner: Runner
+    title: str
+    on_progress: Progress
+    trades: tuple[Trade, ...] = TRADES
+
+    def looked_at(self) -> "Look":
+        """Capture the step and price its operators."""
+        self.on_progress("capturing the step")
+        source = StepSource(
+            model=self.model,
+            loss=self.loss,
+            batch=self.batch,
+            decomposition=DECOMPOSITIONS[self.runner],
+        )
+        if source.is_imagined:
+            # What can be run is traced whole, once for planning and for running.
+            source = replace(source, for_planning=True)
+        graph = source.graph(micro_batches=1)
+        update = None if self.optimizer is None else source.update(self.optimizer)
+        base = Program.plain(graph, update=update)
+        prices = Prices(self.cluster, on_progress=self.on_progress)
+        prices.know(graph)
+        if update is not None:
+            assert self.optimizer is not None
+            prices.know_update(self.optimizer, update)
+        prices.check(source, base)
+        return Look(request=self, source=source, base=base, prices=prices)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Look:
+    """The step as captured and priced: all that planning needs to know."""
+
+    request: Request
+    source: StepSource
+    base: Program
+    prices: Prices
+
+    @cached_property
+    def search(self) -> Search:
+        """Explored once, asked for any budget; its memory is that of generated Python."""
+        return Search(
+            self.base,
+            trades=self.request.trades,
+            source=PricedSource(self.source, self.prices),
+            costs=self.prices.costs,
+        )
+
+    def made_for(self) -> MadeFor:
+        return MadeFor(
+            model=self.base.graph.model_fingerprint,
+            graph=self.base.graph.fingerprint,
+            decomposition=self.base.graph.decomposition,
+            runner=self.request.runner,
+            cluster=self.request.cluster.fingerprint,
+            torch=torch.__version__.partition("+")[0],
+            batch=self.source.entries(),
+        )
+
+    @cached_property
+    def unplanned(self) -> Prediction:
+        """The captured graph with no trade struck, under the runner that was asked for."""
+        return self.priced(self.base)
+
+    def priced(self, program: Program) -> Prediction:
+        """What the runner makes of a program is what is priced: Inductor makes another one."""
+        if self.request.runner == "inductor":
+            self.request.on_progress("lowering the step")
+            program = lower(program)
+        return predict(program, self.prices.costs)
+
+    def find(self, budget: Budget) -> tuple[Found, Prediction]:
+        """The fastest plan whose program, as its runner runs it, stays within the budget."""
+        if self.request.runner == "inductor" and budget.memory_bytes is not None:
+            return find_lowered(self, budget)
+        found = self.search.find(budget)
+        return found, found.prediction if self.request.runner == "python" else self.unplanned
+
+    def before(self) -> Prediction:
+        """Eager PyTorch: the same operators, what its own autograd keeps alive."""
+        unplanned = predict(self.base, self.prices.costs)
+        quad, peak = unplanned.quad, unplanned.peak
+        nbytes = max(peak.resident_bytes + self.source.twin().peak_bytes, self._update_peak())
+        return replace(
+            unplanned,
+            quad=replace(quad, memory_bytes=Estimate.within(nbytes, share=0.05)),
+            peak=replace(peak, nbytes=nbytes, alive=(), at="", path="", line=""),
+            timeline=None,
+        )
+
+    def _update_peak(self) -> int:
+        timeline = predict(self.base, self.prices.costs).timeline
+        assert timeline is not None
+        return max(
+            (n for n, p in zip(timeline.nbytes, timeline.phases) if p == "update"), default=0
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self.prices.notes)

@@ -1,0 +1,311 @@
+"""From a user's step to a plan, and from a plan file back to one.
+
+Only wires: capture -> measure -> search -> plan. Not for running it: see live.py and training.py.
+"""
+
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from steelyard.api.live import Step
+from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
+from steelyard.api.pricing import PricedSource, Progress
+from steelyard.api.workload import Workload
+from steelyard.capture.optimizer import OptimizerFactory
+from steelyard.capture.trace import Loss
+from steelyard.core.amounts import format_bytes
+from steelyard.core.budget import Budget, Maximize
+from steelyard.core.cluster import Cluster
+from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.explanation import write_plan
+from steelyard.core.plan import Decisions, FrontierPoint, Plan
+from steelyard.core.planfile import read_decisions
+from steelyard.core.printable import printable
+from steelyard.core.trade import strike
+from steelyard.predict import slowdown
+from steelyard.report.html import to_html
+from steelyard.report.lines import plain
+from steelyard.report.text import render
+from steelyard.report.tree import tree_of
+from steelyard.trades import TRADES
+
+
+def plan(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    cluster: Cluster | None = None,
+    budget: Budget | None = None,
+    metric: Callable[[nn.Module], float] | None = None,
+    runner: Runner = "python",
+    maximize: Maximize | str | None = None,
+    title: str = "",
+    on_progress: Progress = lambda _: None,
+) -> "Planned":
+    """The cheapest step that stays inside ``budget``, with its reasons."""
+    del metric  # no lossy trade is offered yet, so there is nothing to score
+    _check_arguments(model, budget, runner, maximize)
+    request = Request(
+        model=model,
+        loss=loss,
+        batch=batch,
+        optimizer=optimizer,
+        cluster=cluster or Cluster.here(),
+        budget=budget or Budget(),
+        runner=runner,
+        title=title or type(model).__name__,
+        on_progress=on_progress,
+    )
+    if maximize is not None:
+        from steelyard.api.largest import largest
+
+        return largest(request, Maximize(maximize))
+    return planned(request.looked_at(), request.budget)
+
+
+def _check_arguments(model: Any, budget: Any, runner: Any, maximize: Any) -> None:
+    for name, given, fine, expected in (
+        ("model", model, isinstance(model, nn.Module), "an nn.Module"),
+        ("budget", budget, budget is None or isinstance(budget, Budget), 'Budget(memory="2 GiB")'),
+        ("runner", runner, runner in DECOMPOSITIONS, " or ".join(DECOMPOSITIONS)),
+        ("maximize", maximize, maximize is None or maximize in [*Maximize], " or ".join(Maximize)),
+    ):
+        if not fine:
+            raise BadInput(
+                f"{name} is {printable(repr(given)[:60])}",
+                expected=expected,
+                remedy="see docs/python-api.md for what plan() takes",
+            )
+
+
+def plan_workload(
+    workload: Workload,
+    *,
+    budget: Budget,
+    runner: Runner = "python",
+    maximize: Maximize | None = None,
+    title: str = "",
+    on_progress: Progress = lambda _: None,
+) -> "Planned":
+    return plan(
+        workload.model,
+        workload.loss,
+        workload.first_batch(),
+        optimizer=workload.optimizer,
+        budget=budget,
+        runner=runner,
+        maximize=maximize,
+        title=title,
+        on_progress=on_progress,
+    )
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    title: str = "",
+    on_progress: Progress = lambda _: None,
+) -> "Planned":
+    """The plan in this file, checked against this step and predicted anew."""
+    decisions = read_decisions(Path(path))
+    made_for = decisions.made_for
+    if made_for.runner not in DECOMPOSITIONS:
+        raise BadInput(
+            f"{path} is for an unknown runner, {made_for.runner[:40]!r}",
+            expected=" or ".join(DECOMPOSITIONS),
+            remedy="correct made_for.runner, or plan again",
+        )
+    request = Request(
+        model=model,
+        loss=loss,
+        batch=batch,
+        optimizer=optimizer,
+        cluster=Cluster.here(),
+        budget=decisions.budget,
+        runner="inductor" if made_for.runner == "inductor" else "python",
+        title=title or type(model).__name__,
+        on_progress=on_progress,
+    )
+    look = request.looked_at()
+    _check_made_for(decisions, look)
+    return _replanned(look, decisions)
+
+
+def load_planned(
+    path: str | Path, workload: Workload, *, on_progress: Progress = lambda _: None
+) -> "Planned":
+    return load(
+        path,
+        workload.model,
+        workload.loss,
+        workload.first_batch(),
+        optimizer=workload.optimizer,
+        title=Path(path).name.split(".")[0],
+        on_progress=on_progress,
+    )
+
+
+class Planned:
+    """A plan that can be applied: prints as the explain tree."""
+
+    def __init__(self, look: Look, plan: Plan) -> None:
+        self._look = look
+        self.plan = plan
+
+    def __str__(self) -> str:
+        return plain(render(tree_of(self.plan)))
+
+    def _repr_html_(self) -> str:
+        return to_html(tree_of(self.plan))
+
+    @property
+    def baseline(self) -> Any:
+        """What eager PyTorch costs, as a Quad."""
+        return self.plan.before.quad
+
+    @property
+    def predicted(self) -> Any:
+        return self.plan.predicted.quad
+
+    @property
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        """The whole memory-time curve; each number of micro-batches is one more capture."""
+        return self.charted().plan.frontier
+
+    def charted(self) -> "Planned":
+        """The same plan on the whole curve: one that was planned knows only what it had to ask."""
+        if self._look.request.runner != "python" or not self.plan.least_within:
+            return self
+        self._look.request.on_progress("exploring the whole curve")
+        self._look.search.explore_all()
+        return planned(self._look, self.plan.decisions.budget)
+
+    def save(self, path: str | Path) -> None:
+        """Decisions as TOML to ``path``, predictions as JSON beside it."""
+        write_plan(Path(path), self.plan)
+
+    def why_not(self, trade: str) -> str:
+        known = {t.name for t in TRADES}
+        if trade not in known:
+            raise BadInput(
+                f"there is no trade {trade[:40]!r}",
+                expected=f"one of {', '.join(sorted(known))}",
+                remedy="see docs/trades for what each pays and buys",
+            )
+        taken = [t.label for t in self.plan.taken if t.trade == trade]
+        if taken:
+            return f"{trade} was struck: {', '.join(taken[:5])}"
+        reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
+        return "\n".join(reasons) or f"{trade} has no offer on this step"
+
+    def what_if(self, **budget: Any) -> "Planned":
+        """The same step under another budget: ``plan.what_if(memory="4 GiB")``."""
+        unknown = sorted(set(budget) - set(signature(Budget).parameters))
+        if unknown:
+            raise BadInput(
+                f"a budget has no {unknown[0]}",
+                expected=f"some of {', '.join(signature(Budget).parameters)}",
+                remedy='what_if(memory="4 GiB"), for example',
+            )
+        return planned(self._look, Budget(**budget))
+
+    def apply(self, model: nn.Module | None = None) -> Step:
+        """The plan on the live model: a step to call in place of forward and backward."""
+        look = self._look
+        source = look.source.whole()
+        if model is not None and model is not source.model:
+            # Another object of the same kind, say one that was loaded meanwhile.
+            source = source.on(model)
+        if source.graph(micro_batches=1).fingerprint != look.base.graph.fingerprint:
+            raise Mismatch(
+                "the model traces to another graph than the one that was planned",
+                expected="the same modules, modes and parameters as when planning",
+                remedy="plan again with the model as it is now",
+            )
+        return Step(
+            plan=self.plan,
+            source=source,
+            prices=look.prices,
+            optimizer=look.request.optimizer,
+            update=look.base.update,
+        )
+
+
+def planned(look: Look, budget: Budget) -> Planned:
+    look.request.on_progress("searching")
+    found, predicted = look.find(budget)
+    plan = Plan(
+        title=_title(look),
+        decisions=Decisions(made_for=look.made_for(), budget=budget, rules=found.rules),
+        before=look.before(),
+        unplanned=look.unplanned,
+        predicted=predicted,
+        taken=found.taken,
+        refused=found.refused,
+        num_offers=found.num_offers,
+        frontier=found.frontier if look.request.runner == "python" else (),
+        next_cent=found.next_cent if look.request.runner == "python" else None,
+        least_bytes=found.least.nbytes if look.request.runner == "python" else 0,
+        least_within=found.least_within,
+        slowdown=slowdown(found.program, look.base, look.prices.costs),
+        notes=(*look.notes(), *((str(found.gap),) if found.gap else ())),
+    )
+    return Planned(look, plan)
+
+
+def _replanned(look: Look, decisions: Decisions) -> Planned:
+    """Decisions from a file on this step: nothing is searched, everything is predicted."""
+    source = PricedSource(look.source, look.prices)
+    program = strike(look.base, decisions.rules, trades=TRADES, source=source)
+    predicted = look.priced(program)
+    made_for = look.made_for()
+    notes = list(look.notes())
+    if made_for.batch != decisions.made_for.batch:
+        notes.append("planned for another batch shape; the same rules were predicted anew")
+    limit = decisions.budget.memory_bytes
+    if limit is not None and predicted.peak.nbytes > limit:
+        notes.append(
+            f"does not fit: predicted {format_bytes(predicted.peak.nbytes)}, budget "
+            f"{format_bytes(limit)}"
+        )
+    plan = Plan(
+        title=_title(look),
+        decisions=decisions,
+        before=look.before(),
+        unplanned=look.unplanned,
+        predicted=predicted,
+        slowdown=slowdown(program, look.base, look.prices.costs),
+        notes=tuple(notes),
+    )
+    return Planned(look, plan)
+
+
+def _check_made_for(decisions: Decisions, look: Look) -> None:
+    ours, theirs = look.made_for(), decisions.made_for
+    if ours.model != theirs.model:
+        raise Mismatch(
+            "the plan was made for another model, loss or optimizer-trained set of parameters "
+            f"(fingerprint {theirs.model[:16]}, this one is {ours.model})",
+            expected="the model and loss that were planned",
+            remedy="plan again for this model",
+        )
+    if ours.torch != theirs.torch:
+        raise Mismatch(
+            f"the plan was made under torch {theirs.torch[:20]}, this is {ours.torch}",
+            expected="the same version: operators and their memory differ between versions",
+            remedy="plan again under this torch",
+        )
+
+
+def _title(look: Look) -> str:
+    shapes = ", ".join("x".join(map(str, e.shape)) for e in look.source.entries()[:1])
+    return f"{look.request.title}, batch {shapes}"

@@ -1,0 +1,99 @@
+"""What ``steelyard run`` does: a plan, a workload, a number of steps, a receipt.
+
+Not for one's own loop: that is a Step, see live.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from steelyard.api.live import Step
+from steelyard.api.planning import Planned
+from steelyard.api.workload import Workload
+from steelyard.core.receipt import Measured, Receipt
+from steelyard.measure.process import rss_peak_bytes
+from steelyard.run.loop import Checkpoints, StepReport, train
+
+OnStep = Callable[[StepReport], None]
+
+
+def run_workload(
+    planned: Planned,
+    workload: Workload,
+    *,
+    steps: int,
+    seed: int | None = 0,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 100,
+    resume: Path | bool | None = None,
+    on_step: OnStep = lambda _: None,
+    on_note: Callable[[str], None] = lambda _: None,
+) -> Receipt:
+    step: Step = planned.apply(workload.model)
+    log = _Log()
+
+    def seen(report: StepReport) -> None:
+        log.add(report)
+        on_step(report)
+
+    def noted(note: str) -> None:
+        log.notes.append(note)
+        on_note(note)
+
+    checkpoints = None
+    if checkpoint is not None:
+        checkpoints = Checkpoints(
+            folder=checkpoint,
+            every=checkpoint_every,
+            plan=planned.plan.decisions.name,
+            resume=resume or False,
+        )
+    finished = train(
+        step.live,
+        workload.batches,
+        steps=steps,
+        seed=seed,
+        checkpoints=checkpoints,
+        on_step=seen,
+        on_note=noted,
+        meter=step.meter,
+        predicted_bytes=planned.plan.predicted.peak.nbytes,
+    )
+    if finished.stopped_by == "SIGINT":
+        raise KeyboardInterrupt
+    log.notes += step.notes
+    return Receipt(plan=planned.plan, measured=log.measured(finished.step))
+
+
+class _Log:
+    """What the steps reported, for the receipt."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._seconds: list[float] = []
+        self._peak_bytes: int | None = None
+        self._first: float | None = None
+        self._last: float | None = None
+
+    def add(self, report: StepReport) -> None:
+        if report.seconds is not None:
+            self._seconds.append(report.seconds)
+        if report.peak_bytes is not None:
+            self._peak_bytes = report.peak_bytes
+        self._first = report.loss if self._first is None else self._first
+        self._last = report.loss
+
+    def measured(self, steps: int) -> Measured:
+        # The first step pays for what is made once: state, caches, first touches of memory.
+        seconds = median(self._seconds[1:] or self._seconds) if self._seconds else None
+        return Measured(
+            steps=steps,
+            memory_bytes=self._peak_bytes,
+            rss_bytes=rss_peak_bytes(),
+            communication_seconds=0.0,
+            computation_seconds=seconds,
+            step_seconds=seconds,
+            first_loss=self._first,
+            last_loss=self._last,
+            notes=tuple(self.notes),
+        )

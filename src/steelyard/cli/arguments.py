@@ -1,0 +1,80 @@
+"""What was typed, as what is meant: where plan files lie, what a question asks.
+
+Not for acting on it: see verbs.py.
+"""
+
+import difflib
+from pathlib import Path
+
+from steelyard.core.errors import BadInput
+from steelyard.report.progress import Progress
+
+
+def _script(train: str) -> Path:
+    """``train.py:name`` -> ``train.py``."""
+    path, _, name = train.rpartition(":")
+    return Path(path if path.endswith(".py") and name.isidentifier() else train)
+
+
+def plan_path(train: str) -> Path:
+    """Beside the script; each workload of a script has its own."""
+    script = _script(train)
+    name = train[len(str(script)) + 1 :]
+    return script.with_name(f"{script.stem}{f'.{name}' if name else ''}.plan.toml")
+
+
+def title(train: str) -> str:
+    return plan_path(train).name.removesuffix(".plan.toml")
+
+
+def wish(what_if: str | None) -> dict[str, str]:
+    if what_if is None:
+        return {}
+    name, equals, value = (part.strip() for part in what_if.partition("="))
+    if name != "memory" or not equals or not value:
+        near = difflib.get_close_matches(name, ["memory"])
+        raise BadInput(
+            f"--what-if {what_if!r} is no question that can be asked"
+            + (f"; did you mean {near[0]}?" if near and name != "memory" else ""),
+            expected="another memory budget",
+            remedy="write it as --what-if memory=4GiB",
+        )
+    return {name: value}
+
+
+def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | bool, Path | None]:
+    """The checkpoint to go on from (True: the newest), and the folder that new ones go to."""
+    if resume is None:
+        return False, folder
+    if not resume:
+        if folder is None:
+            raise BadInput(
+                "--resume does not say from where",
+                expected="a folder with checkpoints",
+                remedy="write --resume DIR, or give --checkpoint DIR as well",
+            )
+        return True, folder
+    given = resume[0]
+    if given.name.startswith("step-"):
+        return given, folder or given.parent
+    if folder not in (None, given):
+        raise BadInput(
+            f"--resume {given} and --checkpoint {folder} are two folders",
+            expected="one folder, or one checkpoint of another",
+            remedy=f"name the checkpoint itself: --resume {given}/step-...",
+        )
+    return True, given
+
+
+def at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise BadInput(
+            f"{name} {value} is not possible", expected="1 or more", remedy=f"write {name} 100"
+        )
+
+
+def stopped_at(progress: Progress, checkpoint: Path | None) -> str:
+    last = progress.last
+    where = f" after step {last.step} of {last.steps}" if last else " before the first step"
+    again = f"; go on with --resume {checkpoint}" if checkpoint and checkpoint.exists() else ""
+    return where + again

@@ -1,0 +1,82 @@
+"""How a command ends: its exit code, and at most twelve lines about what went wrong.
+
+Not for the words of an error: see core/errors.py and report/failure.py.
+"""
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+
+from cyclopts import CycloptsError
+
+from steelyard.cli.interrupt import heed
+from steelyard.core.errors import SteelyardError
+from steelyard.report.failure import Failure, failure_lines
+from steelyard.report.terminal import quieten, width_of, write
+
+OK, BAD_INPUT, INFEASIBLE, RUN_FAILED, MISSED = 0, 2, 3, 4, 5
+VERBS = ("plan", "run", "frontier", "explain", "doctor", "demo")
+
+
+class Unforeseen(Exception):
+    """Something that is no error of ours was raised while doing this."""
+
+    def __init__(self, doing: str, exit_code: int) -> None:
+        super().__init__(doing)
+        self.doing = doing
+        self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def foreseen(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
+    """Run what may run a user's code: its errors are named as such, its prints kept out of JSON."""
+    out = contextlib.redirect_stdout(sys.stderr) if in_json else contextlib.nullcontext()
+    try:
+        with out:
+            yield
+            heed()
+    except (SteelyardError, KeyboardInterrupt, BrokenPipeError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise Unforeseen(doing, exit_code) from error
+
+
+def ended(error: BaseException, given: Sequence[str]) -> int:
+    """Say what happened, and return the exit code that says it too."""
+    if isinstance(error, BrokenPipeError):
+        # Whoever read the output has seen enough.
+        quieten(sys.stdout)
+        return OK
+    failure = _failure_of(error, given)
+    try:
+        if "--debug" in given:
+            traceback.print_exception(error.__cause__ or error, file=sys.stderr)
+        write(failure_lines(failure, width=width_of(sys.stderr)), sys.stderr)
+        if "--json" in given:
+            from steelyard.report.show import show_json
+
+            show_json(failure.to_json())
+    except BrokenPipeError:
+        quieten(sys.stdout)
+        quieten(sys.stderr)
+    return failure.exit_code
+
+
+def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
+    match error:
+        case SteelyardError():
+            return Failure.of(error)
+        case CycloptsError():
+            verb = given[0] if given and given[0] in VERBS else ""
+            return Failure(
+                kind="Usage",
+                happened=str(error),
+                remedy=f"steelyard {verb} --help".replace("  ", " "),
+                exit_code=BAD_INPUT,
+            )
+        case Unforeseen():
+            cause = error.__cause__ or error
+            return Failure.unexpected(cause, doing=error.doing, exit_code=error.exit_code)
+        case _:
+            return Failure.unexpected(error, doing="steelyard", exit_code=RUN_FAILED)

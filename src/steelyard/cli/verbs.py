@@ -1,0 +1,304 @@
+"""The six verbs: each reads its arguments, calls the api and shows what came of it.
+
+Not for deciding or wiring anything. What only reads a plan never imports torch.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from steelyard import __version__
+from steelyard.cli.arguments import (
+    at_least_one,
+    plan_path,
+    resume_from,
+    stopped_at,
+    title,
+    wish,
+)
+from steelyard.cli.endings import BAD_INPUT, INFEASIBLE, MISSED, OK, RUN_FAILED, foreseen
+from steelyard.cli.interrupt import heed
+from steelyard.core.budget import Budget, Maximize
+from steelyard.core.errors import BadInput
+from steelyard.report.lines import Tone, Zoom
+from steelyard.report.progress import Progress, Status
+from steelyard.report.terminal import write
+
+_EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
+5 a measurement outside its predicted interval (run --strict), 130 interrupted."""
+
+app = App(
+    name="steelyard",
+    help="Makes a PyTorch training step fit a budget, says the price beforehand, and shows "
+    "afterwards whether it was right.",
+    help_epilogue=_EXIT_CODES,
+    help_format="plaintext",
+    version=__version__,
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+app.register_install_completion_command()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """How much is shown, and in which form."""
+
+    json: Annotated[bool, Parameter(negative="", help="One JSON document, errors too.")] = False
+    quiet: Annotated[bool, Parameter(negative="", help="No progress and no hints.")] = False
+    debug: Annotated[bool, Parameter(negative="", help="Show tracebacks.")] = False
+
+
+_PLAINLY = Shown()
+_Train = Annotated[
+    str, Parameter(help="Script with a workload() function; of several, train.py:name.")
+]
+_Runner = Annotated[
+    Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
+]
+_Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
+_Amount = Annotated[str | None, Parameter(help="The most a step may take, such as 120ms.")]
+
+
+@app.command
+def plan(
+    train: _Train,
+    /,
+    *,
+    memory: Annotated[str | None, Parameter(help="The most bytes held, such as 300MiB.")] = None,
+    step_time: _Amount = None,
+    communication: _Amount = None,
+    computation: _Amount = None,
+    accuracy_loss: Annotated[str, Parameter(help="The most that may be lost, as 0.5%.")] = "0",
+    maximize: Annotated[
+        Maximize | None, Parameter(help="Ask for the largest that fits instead.")
+    ] = None,
+    runner: _Runner = "python",
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
+    ] = None,
+    check: Annotated[
+        Path | None, Parameter(help="Check this plan file, edited or not, and predict it anew.")
+    ] = None,
+    what_if: Annotated[
+        str | None, Parameter(help="Show another budget beside it, such as memory=4GiB.")
+    ] = None,
+    why_not: Annotated[str | None, Parameter(help="Say why this trade was not struck.")] = None,
+    zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Make the step fit; say what that costs and why; write a plan file."""
+    from steelyard.core.explanation import (
+        refuse_to_lose,
+        with_reasons,
+        write_explanation,
+        write_plan,
+    )
+    from steelyard.report.show import show
+    from steelyard.report.tree import tree_of
+
+    path = check or output or plan_path(train)
+    budget = Budget(memory, step_time, communication, computation, accuracy_loss)
+    question = wish(what_if)
+    if check is None:
+        refuse_to_lose(path)
+    elif budget != Budget() or maximize or output:
+        raise BadInput(
+            "--check takes its budget from the plan file",
+            expected="no budget, --maximize or -o beside it",
+            remedy=f"change [budget] in {check}, or leave out --check",
+        )
+    with (
+        foreseen("planning", BAD_INPUT, in_json=shown.json),
+        Status(sys.stderr, quiet=shown.quiet) as tell,
+    ):
+        tell("importing torch")
+        from steelyard import api
+
+        heed()
+        tell(f"loading {train}")
+        workload = api.load_workload(train)
+        if check is None:
+            planned = api.plan_workload(
+                workload, budget=budget, runner=runner, maximize=maximize, title=title(train),
+                on_progress=tell,
+            )  # fmt: skip
+        else:
+            planned = api.load_planned(check, workload, on_progress=tell)
+        other = tree_of(planned.what_if(**question).plan) if question else None
+        reason = planned.why_not(why_not) if why_not else ""
+    plan = planned.plan if check is None else with_reasons(planned.plan, path)
+    tree = tree_of(plan)
+    show(tree, zoom=zoom, in_json=shown.json, html=html, what_if=other, why_not=reason)
+    if check is None:
+        write_plan(path, plan)
+    else:
+        write_explanation(path, plan)
+    beside = path.with_suffix(".json").name
+    _hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
+    _hint(f"next: steelyard run {train} --plan {path} --steps 100", shown)
+    return OK if tree.fits else INFEASIBLE
+
+
+@app.command
+def run(
+    train: _Train,
+    /,
+    *,
+    plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
+    steps: Annotated[int, Parameter(help="Steps in all, earlier ones included.")] = 100,
+    checkpoint: Annotated[Path | None, Parameter(help="Folder to save the state in.")] = None,
+    checkpoint_every: Annotated[int, Parameter(help="Steps between two saves.")] = 100,
+    resume: Annotated[
+        list[Path] | None,
+        Parameter(
+            consume_multiple=(0, 1),
+            negative="",
+            help="Go on from the newest checkpoint in this folder, or in that of --checkpoint.",
+        ),
+    ] = None,
+    seed: Annotated[int, Parameter(help="Of all random generators.")] = 0,
+    strict: Annotated[
+        bool, Parameter(negative="", help="Exit with 5 if a prediction missed its interval.")
+    ] = False,
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Train by a plan, and set what was measured beside what was predicted."""
+    from steelyard.core.explanation import with_reasons, write_explanation
+    from steelyard.core.receipt import Receipt
+    from steelyard.report.show import show
+    from steelyard.report.tree import tree_of
+
+    path = plan or plan_path(train)
+    start, folder = resume_from(resume, checkpoint)
+    at_least_one("--steps", steps)
+    at_least_one("--checkpoint-every", checkpoint_every)
+    with (
+        foreseen("planning", BAD_INPUT, in_json=shown.json),
+        Status(sys.stderr, quiet=shown.quiet) as tell,
+    ):
+        tell("importing torch")
+        from steelyard import api
+
+        heed()
+        tell(f"loading {train}")
+        workload = api.load_workload(train)
+        planned = api.load_planned(path, workload, on_progress=tell)
+    with (
+        foreseen("training", RUN_FAILED, in_json=shown.json),
+        Progress(sys.stderr, quiet=shown.quiet) as progress,
+    ):
+        try:
+            receipt = api.run_workload(
+                planned, workload, steps=steps, seed=seed, checkpoint=folder,
+                checkpoint_every=checkpoint_every, resume=start, on_step=progress,
+                on_note=progress.note,
+            )  # fmt: skip
+        except KeyboardInterrupt as stop:
+            stop.args = (stopped_at(progress, folder),)
+            raise
+    receipt = Receipt(plan=with_reasons(receipt.plan, path), measured=receipt.measured)
+    tree = tree_of(receipt)
+    show(tree, in_json=shown.json, html=html)
+    write_explanation(path, receipt.plan, receipt.measured)
+    _hint(f"written: {path.with_suffix('.json')}, for steelyard explain {path}", shown)
+    return MISSED if strict and any(row.is_outside for row in tree.rows) else OK
+
+
+@app.command
+def frontier(
+    train: _Train, /, *, runner: _Runner = "python", html: _Page = None, shown: Shown = _PLAINLY
+) -> int:
+    """Show the whole memory-time curve, not one point of it."""
+    from steelyard.report.show import show
+    from steelyard.report.tree import tree_of
+
+    with (
+        foreseen("planning", BAD_INPUT, in_json=shown.json),
+        Status(sys.stderr, quiet=shown.quiet) as tell,
+    ):
+        tell("importing torch")
+        from steelyard import api
+
+        heed()
+        tell(f"loading {train}")
+        planned = api.plan_workload(
+            api.load_workload(train), budget=Budget(), runner=runner, maximize=None,
+            title=title(train), on_progress=tell,
+        ).charted()  # fmt: skip
+    show(tree_of(planned.plan), zoom=Zoom.FRONTIER, in_json=shown.json, html=html)
+    _hint(f"next: steelyard plan {train} --memory (one of these)", shown)
+    return OK
+
+
+@app.command
+def explain(
+    file: Annotated[Path, Parameter(help="The plan file, such as train.plan.toml.")],
+    /,
+    *,
+    zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Show a plan with its predictions and, once it ran, what was measured; needs no torch."""
+    from steelyard.core.explanation import read_plan
+    from steelyard.core.receipt import Receipt
+    from steelyard.report.show import show, show_decisions
+    from steelyard.report.tree import tree_of
+
+    found = read_plan(file)
+    if found.plan is None:
+        show_decisions(found, file, in_json=shown.json)
+        return OK
+    subject = Receipt(plan=found.plan, measured=found.measured) if found.measured else found.plan
+    show(tree_of(subject), zoom=zoom, in_json=shown.json, html=html)
+    return OK
+
+
+@app.command
+def doctor(*, shown: Shown = _PLAINLY) -> int:
+    """Say what this machine is and can do; exit code 2 if something is in the way."""
+    from steelyard.core.doctor import Verdict
+    from steelyard.report.show import show_diagnosis
+
+    with foreseen("the examination", RUN_FAILED, in_json=shown.json):
+        from steelyard import api
+
+        heed()
+        rows = api.doctor()
+    show_diagnosis(rows, in_json=shown.json)
+    return BAD_INPUT if any(row.verdict is Verdict.BAD for row in rows) else OK
+
+
+@app.command
+def demo(*, shown: Shown = _PLAINLY) -> int:
+    """Plain PyTorch dies under a memory limit; a plan finishes under the same one."""
+    from steelyard.report.show import show, show_text
+    from steelyard.report.tree import tree_of
+
+    out = sys.stderr if shown.json else sys.stdout
+    with foreseen("the demonstration", RUN_FAILED, in_json=shown.json):
+        from steelyard import api
+
+        heed()
+        ok, receipt = api.demo(lambda line: None if shown.quiet else show_text(line, stream=out))
+    show(tree_of(receipt), in_json=shown.json)
+    _hint(
+        "next: give your own script a workload(), then steelyard plan train.py --memory 2GiB", shown
+    )
+    return OK if ok else RUN_FAILED
+
+
+def _status(shown: Shown) -> Status:
+    return Status(sys.stderr, quiet=shown.quiet)
+
+
+def _hint(text: str, shown: Shown) -> None:
+    if not (shown.quiet or shown.json):
+        write([((text, Tone.FAINT),)], sys.stdout)

@@ -1,0 +1,2 @@
+"""Triton sources, and nothing else.
+Not for choosing or calling them."""
