@@ -1,0 +1,42 @@
+"""Planned for Inductor: priced as the program that Inductor makes, run, and within the budget."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import steelyard as sy
+from steelyard import _torch
+from steelyard.core.errors import Infeasible
+from tests import zoo
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(_torch.cpp_compiler() is None, reason="needs a C++ compiler"),
+]
+
+
+@pytest.mark.parametrize("name", ["convnet_bn"])
+def test_the_measured_peak_is_within_the_budget(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    model, loss, batch = zoo.case(name).make()
+    make = partial(torch.optim.SGD, lr=1e-2)
+    look = sy.plan(model, loss, batch, optimizer=make, runner="inductor")
+    unplanned = look.plan.unplanned.peak
+    with pytest.raises(Infeasible) as refused:
+        look.what_if(memory=unplanned.resident_bytes)
+    least = refused.value.least_bytes
+    assert least is not None
+    budget = max(least, (least + unplanned.nbytes) // 2)
+    step = look.what_if(memory=budget).apply()
+    losses = [float(step(batch)) for _ in range(3)]
+    measured = step.receipt().measured.memory_bytes
+    assert measured is not None
+    assert measured <= budget
+    assert measured == pytest.approx(step.plan.predicted.peak.nbytes, rel=0.05)
+    assert losses[-1] < losses[0]

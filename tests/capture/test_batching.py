@@ -1,0 +1,119 @@
+"""The batch is cut only where the parts train what the whole would have trained."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelyard.capture.batching import Reduction, Splitting
+from steelyard.capture.source import StepSource
+from tests import zoo
+from tests.zoo.case import Sample
+
+
+def verdict(sample: Sample) -> Splitting:
+    model, loss, batch = sample
+    return StepSource(model=model, loss=loss, batch=batch).splitting()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def data(count: int = 6) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 8), "y": torch.randint(3, (count,))}
+
+
+def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def sum_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().sum()
+
+
+def squared_mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A term that sees all samples at once, a thousandth of the loss or less."""
+    return class_loss(model, batch) + 1e-3 * model(batch["x"]).mean(0).square().sum()
+
+
+def spread_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Samples are compared with one another."""
+    out = model(batch["x"])
+    return torch.cdist(out, out).mean() + out.square().mean()
+
+
+def weighed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(
+        model(batch["x"]), batch["y"], weight=torch.tensor([1.0, 7.0, 0.1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"), [(class_loss, Reduction.COUNTED), (sum_loss, Reduction.SUM)]
+)
+def test_samples_apart_from_one_another_may_be_cut(loss: Any, reduction: Reduction) -> None:
+    torch.manual_seed(0)
+    found = verdict((net(), loss, data()))
+    assert not found.reason
+    assert found.reduction is reduction
+
+
+@pytest.mark.parametrize("loss", [squared_mean_loss, spread_loss, weighed_loss])
+def test_samples_that_see_each_other_may_not(loss: Any) -> None:
+    torch.manual_seed(0)
+    assert verdict((net(), loss, data())).reason
+
+
+@pytest.mark.parametrize("name", ["moe", "hf_mixtral"])
+def test_a_balance_loss_over_the_batch_is_noticed(name: str) -> None:
+    """It is a hundredth of the loss and hardly differs from the mean of the samples'."""
+    assert "samples see each other" in verdict(zoo.case(name).make()).reason
+
+
+@pytest.mark.parametrize("name", ["gpt", "lstm", "hf_gpt2", "hf_t5"])
+def test_rounding_is_not_taken_for_more(name: str) -> None:
+    assert not verdict(zoo.case(name).make()).reason
+
+
+def test_looking_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model[1].eval()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    parameters = {name: id(p) for name, p in model.named_parameters()}
+    batch = data()
+    drawn = torch.get_rng_state()
+
+    assert not verdict((model, class_loss, batch)).reason
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert {name: id(p) for name, p in model.named_parameters()} == parameters
+    assert all(p.grad is None for p in model.parameters())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+# --- losses whose samples are weighed by what is in the batch -------------------------------------
+
+
+def masked_mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    each = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("mask", [[1.0] * 6, [1.0, 1.0, 1.0, 1.0, 0.2, 0.2]])
+def test_a_mean_over_a_mask_may_not_be_cut_whatever_the_first_mask_is(mask: list[float]) -> None:
+    batch = {**data(), "mask": torch.tensor(mask)}
+    assert verdict((net(), masked_mean, batch)).reason
+
+
+def test_class_weights_may_not_be_cut_although_the_first_batch_has_equal_ones() -> None:
+    batch = {**data(), "y": torch.zeros(6, dtype=torch.long)}
+    assert "classes are weighed" in verdict((net(), weighed_loss, batch)).reason
+
+
+def test_hooks_of_parameters_would_run_once_for_each_part() -> None:
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    assert "has a hook" in verdict((model, class_loss, data())).reason

@@ -1,0 +1,162 @@
+"""The optimizer's step as planned beside the live one: bytes of state and of temporaries."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import (
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from steelyard.capture.optimizer import capture_update
+from steelyard.core.costs import Costs
+from steelyard.core.errors import CaptureRefused
+from steelyard.core.graph import Phase, Role
+from steelyard.core.program import Program
+from steelyard.measure import operators
+from steelyard.measure.meter import meter_once
+from steelyard.predict.liveness import liveness
+from tests.capture.stepping import DEVICE
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(AdamW, lr=1e-3, foreach=False),
+    "adamw foreach": partial(AdamW, lr=1e-3, foreach=True),
+    "adamw fused": partial(AdamW, lr=1e-3, fused=True),
+    "adamw amsgrad": partial(AdamW, lr=1e-3, amsgrad=True),
+    "adamw with a tensor for lr": lambda ps: AdamW(ps, lr=torch.tensor(1e-3)),
+    "adam maximizing": partial(Adam, lr=1e-3, maximize=True, weight_decay=0.1),
+    "sgd": partial(SGD, lr=1e-2),
+    "sgd with momentum": partial(SGD, lr=1e-2, momentum=0.9),
+    "sgd nesterov foreach": partial(SGD, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+    "sgd fused": partial(SGD, lr=1e-2, momentum=0.9, fused=True),
+    "adagrad": partial(Adagrad, lr=1e-2),
+    "rmsprop": partial(RMSprop, lr=1e-2, momentum=0.9, centered=True),
+    "nadam": partial(NAdam, lr=1e-3),
+    "radam": partial(RAdam, lr=1e-3),
+    "adamax": partial(Adamax, lr=1e-3),
+    "adadelta": partial(Adadelta, lr=1e-1),
+    "rprop": partial(Rprop, lr=1e-2),
+}
+
+
+def small(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 32))
+
+
+def updated(make: Callable[..., Any]) -> tuple[Program, Costs]:
+    program = capture_update(small(), make)
+    costs, survey = operators.measure_operators([program.graph], DEVICE, seconds_budget=60.0)
+    assert not survey.unmeasured, survey.unmeasured[0]
+    return program, costs
+
+
+def stepped(make: Callable[..., Any]) -> tuple[int, int]:
+    """Bytes of the live state, and those that its third step adds at most."""
+    model = small()
+    optimizer = make(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.step()
+    tensors = [
+        x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)
+    ]
+    gc.collect()
+    metered = meter_once(optimizer.step)
+    return sum(x.untyped_storage().nbytes() for x in tensors), metered.peak_bytes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_and_temporaries_are_predicted_as_metered(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(operators, "_ROUNDS_SECONDS", 0.0)
+    program, costs = updated(OPTIMIZERS[name])
+    state_bytes, peak_bytes = stepped(OPTIMIZERS[name])
+    assert program.graph.resident_bytes(Role.STATE) == state_bytes
+    predicted = liveness(program, costs).peak_bytes
+    assert abs(predicted - peak_bytes) <= max(512, 0.01 * peak_bytes), (predicted, peak_bytes)
+
+
+def test_the_update_reads_gradients_and_belongs_to_the_optimizer() -> None:
+    program = capture_update(small(), OPTIMIZERS["adamw"])
+    assert program.problems() == []
+    nodes = [n for n in program.graph.nodes if not n.is_input]
+    assert {n.phase for n in nodes} == {Phase.UPDATE}
+    assert {n.path for n in nodes} == {"optimizer"}
+    names = {n.name for n in program.graph.inputs()}
+    assert {f"gradient:{n}" for n, _ in small().named_parameters()} <= names
+
+
+def test_frozen_and_unused_parameters_cost_no_state() -> None:
+    model = small()
+    model[0].requires_grad_(False)
+    make = OPTIMIZERS["adamw"]
+    program = capture_update(model, make, without_gradient=frozenset({"3.bias"}))
+    trained = sum(
+        p.numel() for n, p in model.named_parameters() if p.requires_grad and n != "3.bias"
+    )
+    # Two moments a parameter, and a step counter of four bytes for each tensor.
+    assert program.graph.resident_bytes(Role.STATE) == 2 * 4 * trained + 4 * 3
+
+
+def test_parameter_groups_may_be_made_from_the_parameters_given() -> None:
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        decayed = [p for p in parameters if p.dim() > 1]
+        others = [p for p in parameters if p.dim() < 2]
+        return AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-3,
+        )
+
+    grouped_program, costs = updated(grouped)
+    state_bytes, peak_bytes = stepped(grouped)
+    assert grouped_program.graph.resident_bytes(Role.STATE) == state_bytes
+    assert liveness(grouped_program, costs).peak_bytes == pytest.approx(peak_bytes, abs=512)
+
+
+def test_capturing_an_update_touches_no_parameter() -> None:
+    model = small()
+    before = [p.detach().clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+    capture_update(model, OPTIMIZERS["adamw"])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (partial(Adafactor, lr=1e-2), r"Adafactor\.step\(\) cannot be traced"),
+        (LBFGS, r"LBFGS\.step\(\) cannot be traced"),
+        (lambda ps: AdamW(ps, lr=-1.0), "cannot be made from the parameters: ValueError"),
+        (lambda ps: None, "made a NoneType"),
+        (AdamW(small().parameters(), lr=1e-3), "cannot be made from the parameters: TypeError"),
+    ],
+    ids=["adafactor", "lbfgs", "a wrong rate", "nothing", "an optimizer that exists"],
+)
+def test_what_cannot_be_traced_is_refused_by_name(make: Any, says: str) -> None:
+    with pytest.raises(CaptureRefused, match=says) as caught:
+        capture_update(small(), make)
+    assert len(str(caught.value).splitlines()) == 3

@@ -1,0 +1,265 @@
+"""What each rank does in the tests of this folder, and what it reports of it.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steelyard import _torch
+from steelyard.capture.source import StepSource
+from steelyard.core.cluster import Device, Link
+from steelyard.core.collective import GLOO
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Graph
+from steelyard.core.program import Program
+from steelyard.exchange.channel import Channel
+from steelyard.exchange.gradients import bucketed_all_reduce, with_shared_tangent
+from steelyard.exchange.parameters import gathered
+from steelyard.exchange.windows import issued_ahead, waits_within
+from steelyard.measure.meter import meter_once
+from steelyard.operators import operator_named
+from steelyard.predict import predict
+from steelyard.run.emit import emit
+from steelyard.run.step import LiveStep
+from steelyard.trades.recompute import with_copies
+from tests.dist.ranks import NUM_RANKS
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+_COSTS = Costs(
+    device=Device(
+        kind="declared", flops_per_second=1e10, bytes_per_second=1e10, memory_bytes=1 << 40
+    ),
+    links={"data": Link(kind="declared", latency_seconds=5e-5, bytes_per_second=1e8)},
+)
+# Gloo lets go of an exchange in a thread of its own, a moment after the wait, where the meter does
+# not see what is freed. So it is given that moment, and the least of a few is taken.
+_METERED, _MOMENT_SECONDS = 3, 0.002
+
+
+class Ranks:
+    """A small GPT on this rank's share of the batch, and the gradients of the whole batch."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.model = GPT(layers=2, width=32, heads=2, vocabulary=64, length=16, dropout=0.0)
+        whole = tokens(2 * NUM_RANKS, 16, 64)
+        self.batch = {key: x.chunk(NUM_RANKS)[rank].clone() for key, x in whole.items()}
+        alone = copy.deepcopy(self.model)
+        next_token_loss(alone, whole).backward()
+        self.expected = _gradients(alone)
+        self._captured = StepSource(
+            model=self.model, loss=next_token_loss, batch=self.batch
+        ).captured()
+        assert dist.group.WORLD is not None
+        self._channels = {"data": Channel.of(dist.group.WORLD)}
+
+    def graph(self, *, sharded: tuple[str, ...] = ()) -> Graph:
+        graph = with_shared_tangent(self._captured.graph, num_ranks=NUM_RANKS)
+        for parameter in sharded:
+            graph = gathered(graph, parameter, num_ranks=NUM_RANKS, transport=GLOO)
+        return graph
+
+    def program(self, bucket_bytes: int, *, sharded: tuple[str, ...] = ()) -> Program:
+        return Program.plain(
+            bucketed_all_reduce(
+                self.graph(sharded=sharded),
+                bucket_bytes=bucket_bytes,
+                num_ranks=NUM_RANKS,
+                transport=GLOO,
+            )
+        )
+
+    def report(self, program: Program, *, sharded: tuple[str, ...] = ()) -> dict[str, Any]:
+        assert program.problems() == []
+        model, step = self._live(program, sharded)
+        step.backward(self.batch)  # the first call allocates what stays
+        model.zero_grad()
+        with _Recorder() as recorder:
+            step.backward(self.batch)
+        gradients = _gradients(model)
+        peaks = []
+        for _ in range(_METERED):
+            model.zero_grad()
+            dist.barrier()
+            with _Patience():
+                peaks.append(meter_once(lambda: step.backward(self.batch)).peak_bytes)
+        predicted = predict(program, _COSTS)
+        above = int(predicted.quad.memory_bytes.value) - predicted.peak.resident_bytes
+        return {
+            "error": max(self._error(name, g, sharded) for name, g in gradients.items()),
+            "digests": {name: _digest(g) for name, g in gradients.items()},
+            "peak_bytes": min(peaks),
+            "predicted_peak_bytes": above,
+            "handed_bytes": recorder.handed_bytes,
+            "predicted_bytes": predicted.quad.communication_bytes.value,
+            "executed": recorder.executed,
+            "planned": _planned(program),
+        }
+
+    def digests(self, *, sharded: tuple[str, ...]) -> dict[str, str]:
+        """Of each gradient, or this rank's share of it, as all-reduces leave them."""
+        model, step = self._live(self.program(8192), ())
+        step.backward(self.batch)
+        return {name: _digest(self._own(name, g, sharded)) for name, g in _gradients(model).items()}
+
+    def _live(self, program: Program, sharded: tuple[str, ...]) -> tuple[nn.Module, LiveStep]:
+        model = copy.deepcopy(self.model)
+        for parameter in sharded:
+            _cut(model, parameter.removeprefix("parameter:"), self.rank)
+        step = LiveStep(
+            model,
+            program,
+            constants=self._captured.constants,
+            batch=self.batch,
+            runner=partial(emit, channels=self._channels),
+        )
+        return model, step
+
+    def _error(self, name: str, gradient: Tensor, sharded: tuple[str, ...]) -> float:
+        expected = self._own(name, self.expected[name], sharded)
+        return float((gradient - expected).abs().max() / expected.abs().max())
+
+    def _own(self, name: str, whole: Tensor, sharded: tuple[str, ...]) -> Tensor:
+        """This rank's part of a gradient: all of it, but for parameters that lie in shares."""
+        return whole.chunk(NUM_RANKS)[self.rank] if f"parameter:{name}" in sharded else whole
+
+
+def reductions(rank: int) -> dict[str, Any]:
+    """Buckets of three sizes, each with three windows, and what listens meanwhile."""
+    ranks = Ranks(rank)
+    found = {
+        f"{name}, window {window}": ranks.report(waits_within(ranks.program(nbytes), window))
+        for name, nbytes in (("one each", 1), ("8 KiB", 8192), ("one bucket", 1 << 30))
+        for window in (0, 2, None)
+    }
+    return {"programs": found, "listening": _listening()}
+
+
+def parameters(rank: int) -> dict[str, Any]:
+    """One parameter in shares, then every matrix: kept once gathered, or gathered again."""
+    ranks = Ranks(rank)
+    matrices = tuple(
+        node.name
+        for node in ranks.graph().inputs()
+        if node.name.startswith("parameter:") and len(node.outputs[0].shape) > 1
+    )
+    found = {}
+    for label, sharded in (("one", ("parameter:blocks.0.mlp.up.weight",)), ("all", matrices)):
+        keep = ranks.program(8192, sharded=sharded)
+        again = {f"{name}_gathered{end}" for name in sharded for end in ("", "_waited")}
+        for kind, program in (("keep", keep), ("re-gather", with_copies(keep, again))):
+            for window in (0, 2, None):
+                found[f"{label}, {kind}, window {window}"] = ranks.report(
+                    waits_within(program, window), sharded=sharded
+                )
+    ahead = issued_ahead(waits_within(with_copies(keep, again), 2), 5)
+    found["all, re-gather, ahead"] = ranks.report(ahead, sharded=matrices)
+    return {"programs": found, "expected_digests": ranks.digests(sharded=matrices)}
+
+
+def gathers(rank: int) -> dict[str, Any]:
+    """Twenty thousand small gathers through our operator, six in flight."""
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+    gather = operator_named("steelyard.all_gather")
+    wait = operator_named("_c10d_functional.wait_tensor.default")
+    in_flight, done, wrong = 6, 0, 0
+    shares = [torch.full((128,), float(10 * rank + number)) for number in range(in_flight)]
+    wholes = [
+        torch.cat([torch.full((128,), float(10 * r + number)) for r in range(NUM_RANKS)])
+        for number in range(in_flight)
+    ]
+    while done < 20_000:
+        # A new share each time, so that only the exchange keeps it.
+        issued = [gather(share.clone(), NUM_RANKS, group) for share in shares]
+        for sent, whole in zip(issued, wholes, strict=True):
+            wrong += not torch.equal(wait(sent), whole)
+        done += in_flight
+    return {"done": done, "wrong": wrong}
+
+
+class _Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
+    """Gives gloo's threads time to let go of what has been waited for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            time.sleep(_MOMENT_SECONDS)
+        return result
+
+
+class _Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
+    """Which collectives really ran, in order, and the bytes of what they were handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.executed: list[str] = []
+        self.handed_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            name = func.overloadpacket.__name__
+            self.executed.append(name)
+            if name != "wait_tensor":
+                self.handed_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def _planned(program: Program) -> list[str]:
+    nodes = program.graph.by_name
+    names = []
+    for instruction in program.instructions:
+        node = nodes[instruction.node]
+        if instruction.sink is None and (node.collective is not None or node.waits_for):
+            names.append(node.op.split(".")[1])
+    # Ours goes by way of the one that survives on gloo.
+    return ["all_gather_into_tensor_out" if name == "all_gather" else name for name in names]
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
+
+
+def _digest(gradient: Tensor) -> str:
+    return hashlib.sha256(gradient.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def _cut(model: nn.Module, name: str, rank: int) -> None:
+    """Keep this rank's share of a parameter, in every place that holds it."""
+    whole = model.get_parameter(name)
+    share = nn.Parameter(whole.detach().chunk(NUM_RANKS)[rank].clone())
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter is whole:
+                setattr(module, key, share)
+
+
+def _listening() -> list[str]:
+    """Addresses on which this process listens, as the kernel writes them (IPv4 and IPv6)."""
+    mine = {
+        link.readlink().as_posix() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
+    }
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in mine:
+                found.append(local.partition(":")[0])
+    return found

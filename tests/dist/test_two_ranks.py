@@ -1,0 +1,69 @@
+"""A step on two ranks of gloo: what it computes, holds and sends, against what was said of it.
+
+One test for each start of the ranks, which takes most of the time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import on_two_ranks
+
+pytestmark = pytest.mark.dist
+
+# 127.0.0.1 as the kernel writes it.
+_LOOPBACK = "0100007F"
+
+
+def test_buckets_of_all_reduces() -> None:
+    ranks = on_two_ranks("tests.dist.scenarios:reductions")
+    for rank in ranks:
+        assert set(rank["listening"]) == {_LOOPBACK}
+        assert len(rank["programs"]) == 9
+        for name, program in rank["programs"].items():
+            _as_on_one_device(name, program)
+            _sent_as_predicted(name, program)
+            assert program["predicted_peak_bytes"] == program["peak_bytes"], name
+            # The same bits on both ranks, in whatever buckets, whenever waited for.
+            assert program["digests"] == ranks[0]["programs"]["one each, window 0"]["digests"], name
+
+
+def test_parameters_in_shares() -> None:
+    for rank in on_two_ranks("tests.dist.scenarios:parameters"):
+        programs = rank["programs"]
+        assert len(programs) == 13
+        for name, program in programs.items():
+            _as_on_one_device(name, program)
+            _sent_as_predicted(name, program)
+            if "ahead" not in name:
+                assert program["predicted_peak_bytes"] == program["peak_bytes"], name
+            if name.startswith("all"):
+                assert program["digests"] == rank["expected_digests"], name
+        # A gather's copy is with gloo's thread for a part only of the time that it is in flight,
+        # in which here something is computed: what is predicted is the most it can come to.
+        ahead = programs["all, re-gather, ahead"]
+        assert 0.8 * ahead["predicted_peak_bytes"] <= ahead["peak_bytes"]
+        assert ahead["peak_bytes"] <= ahead["predicted_peak_bytes"]
+        keep, again = (programs[f"all, {kind}, window 0"] for kind in ("keep", "re-gather"))
+        assert again["peak_bytes"] < 0.8 * keep["peak_bytes"]
+        assert again["handed_bytes"] > keep["handed_bytes"]
+        assert again["peak_bytes"] < programs["all, re-gather, window None"]["peak_bytes"]
+
+
+def test_twenty_thousand_gathers_six_in_flight() -> None:
+    for rank in on_two_ranks("tests.dist.scenarios:gathers"):
+        assert rank["done"] >= 20_000
+        assert rank["wrong"] == 0
+
+
+def _as_on_one_device(name: str, program: dict[str, Any]) -> None:
+    # Not at all different would mean that the two halves were never added up apart.
+    assert 0 < program["error"] < 1e-6, name
+
+
+def _sent_as_predicted(name: str, program: dict[str, Any]) -> None:
+    assert program["executed"] == program["planned"], name
+    # On two ranks a ring sends exactly what it is handed: half of it twice, or a share once.
+    assert program["predicted_bytes"] == program["handed_bytes"] > 0, name

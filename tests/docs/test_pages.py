@@ -1,0 +1,103 @@
+"""Every code block of the README and of docs/ does what the page says, and every link leads
+somewhere."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs import pages
+
+ROOT = pages.ROOT
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+)
+WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_what_the_page_shows_is_what_happens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    pages.set_the_table()
+    pages.Session().read((ROOT / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, heading = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), f"{name} leads to {target}"
+        if heading:
+            assert heading in _anchors(file.read_text(encoding="utf-8")), f"{name}: {target}"
+
+
+def _anchors(text: str) -> set[str]:
+    """Headings as GitHub names them."""
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+# --- the checker itself can fail ------------------------------------------------------------------
+
+
+def test_blocks_are_found_with_their_lines() -> None:
+    (block,) = pages.blocks("a\n```python\nx = 1\ny = 2\n```\nb\n")
+    assert (block.language, block.text, block.first, block.last) == (
+        "python",
+        "x = 1\ny = 2\n",
+        2,
+        4,
+    )
+
+
+def read(page: str) -> pages.Session:
+    session = pages.Session()
+    session.read(page)
+    return session
+
+
+def test_names_are_shared_by_the_blocks_of_a_page() -> None:
+    read("```python\nx = 1\n```\n```python\nprint('x  is', x)\n```\n```text\nx  is 2\n```\n")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\nraise KeyError\n```\n",
+        "```python\nprint('memory (peak/rank) 2 MiB')\n```\n```text\nmemory (peak/rank) 3 MiB\n```",
+        "```python\nprint('taken')\n```\n```text\nrefused\n```\n",
+        "```text\nnothing was printed\n```\n",
+        "```python\nprint('{\"a\": 1}')\n```\n```json\n{\"b\": 1}\n```\n",
+        "```sh\nrm -rf /\n```\n",
+        "```sh\nscripts/absent\n```\n",
+        "```sh\nsteelyard explain absent.plan.toml\n```\n",
+        "```c\nint x;\n```\n",
+    ],
+)  # fmt: skip
+def test_what_is_not_so_is_noticed(page: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        read(page)
+
+
+def test_an_exit_code_that_is_promised_is_no_failure() -> None:
+    session = read("```sh\nsteelyard explain absent.plan.toml   # exit code 2\n```\n")
+    assert "absent.plan.toml" in session.said()
+
+
+def test_the_form_leaves_figures_out() -> None:
+    shown = "plan 7f3c  train\ncomputation  ~1.2 s\nnote  x\ntaken (3 of 4)\n  recompute  a\n"
+    real = "plan 0000  train\ncomputation  ~300 ms\ntaken (1 of 9)\n"
+    assert pages.form(shown) == pages.form(real) == ("plan #", "computation", "taken")
+    assert pages.matches(("plan #", "..."), pages.form(real))
+    assert not pages.matches(("plan #",), pages.form(real))

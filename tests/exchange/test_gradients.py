@@ -1,0 +1,131 @@
+"""Buckets of all-reduces put into a graph: each gradient once, in order, nothing else changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Axis, Graph, OutputKind, Ref
+from steelyard.core.program import Program
+from steelyard.exchange.gradients import bucketed_all_reduce, with_shared_tangent
+from tests.exchange.made_up import chain
+from tests.search.graphs import random_step
+
+
+def reduced(graph: Graph, *, bucket_bytes: int, num_ranks: int = 2) -> Graph:
+    return bucketed_all_reduce(
+        graph, bucket_bytes=bucket_bytes, num_ranks=num_ranks, transport=GLOO
+    )
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "buckets"),
+    [
+        (1, [["work0"], ["work1"], ["work2"], ["work3"], ["work4"]]),
+        (2048, [["work0", "work1"], ["work2", "work3"], ["work4"]]),
+        (4000, [["work0", "work1", "work2"], ["work3", "work4"]]),
+        (1 << 20, [["work0", "work1", "work2", "work3", "work4"]]),
+    ],
+)
+def test_buckets_are_filled_in_the_order_of_the_backward_pass(
+    bucket_bytes: int, buckets: list[list[str]]
+) -> None:
+    graph = reduced(chain(gradients=5), bucket_bytes=bucket_bytes)
+    names = [node.name for node in graph.nodes]
+    assert len(graph.collectives) == len(buckets)
+    for issued, bucket in zip(graph.collectives, buckets, strict=True):
+        collective = graph.by_name[issued].collective
+        assert collective is not None
+        assert collective.kind is Exchange.ALL_REDUCE
+        assert collective.sent_bytes == 1024 * len(bucket)
+        assert Axis("data") in graph.by_name[issued].args
+        # Issued behind the bucket's last gradient, before anything else is computed.
+        last = names.index(bucket[-1])
+        between = graph.nodes[last + 1 : names.index(issued)]
+        assert all(n.is_free or n.op == "aten.cat.default" for n in between)
+
+
+def test_each_gradient_leaves_as_it_lay() -> None:
+    before = chain(gradients=3)
+    after = reduced(before, bucket_bytes=1 << 20)
+    for old, new in zip(before.outputs, after.outputs, strict=True):
+        assert (old.kind, old.target) == (new.kind, new.target)
+        laid_out, now = (g.by_name[o.node].outputs[0] for g, o in ((before, old), (after, new)))
+        assert (laid_out.shape, laid_out.stride, laid_out.dtype) == (
+            now.shape,
+            now.stride,
+            now.dtype,
+        )
+    offsets = [after.by_name[o.node].outputs[0].offset for o in after.outputs[1:]]
+    assert offsets == [0, 256, 512]
+
+
+def test_a_gradient_of_another_dtype_has_its_own_bucket() -> None:
+    graph = chain(gradients=3)
+    changed = graph.by_name["work1"]
+    half = replace(changed, outputs=(replace(changed.outputs[0], dtype="bfloat16"),))
+    graph = replace(graph, nodes=tuple(half if n is changed else n for n in graph.nodes))
+    after = reduced(graph, bucket_bytes=1 << 20)
+    sent = [after.by_name[name].collective for name in after.collectives]
+    assert [c.sent_bytes for c in sent if c is not None] == [1024, 512, 1024]
+
+
+def test_a_gradient_with_gaps_is_refused() -> None:
+    graph = chain(gradients=1)
+    changed = graph.by_name["work0"]
+    gaps = replace(changed, outputs=(replace(changed.outputs[0], stride=(2,)),))
+    graph = replace(graph, nodes=tuple(gaps if n is changed else n for n in graph.nodes))
+    with pytest.raises(BadInput, match="parameter p0 has gaps"):
+        reduced(graph, bucket_bytes=1)
+
+
+def test_the_share_of_the_loss_goes_into_the_tangent() -> None:
+    graph = with_shared_tangent(chain(), num_ranks=4)
+    (reader,) = graph.users["tangent"]
+    assert graph.by_name[reader].op == "aten.div.Scalar"
+    assert graph.by_name[reader].args == (Ref("tangent"), 4)
+    assert graph.users[reader] == ("work0",)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), bucket_bytes=st.integers(1, 16_384), ranks=st.integers(2, 9))
+def test_every_gradient_is_sent_once(seed: int, bucket_bytes: int, ranks: int) -> None:
+    before = random_step(seed)
+    after = reduced(
+        with_shared_tangent(before, num_ranks=ranks), bucket_bytes=bucket_bytes, num_ranks=ranks
+    )
+    program = Program.plain(after)
+    assert after.problems() == program.problems() == []
+    gradients = [o for o in before.outputs if o.kind is OutputKind.GRADIENT]
+    nbytes = sum(before.by_name[o.node].outputs[0].nbytes for o in gradients)
+    reduced_bytes = sum(
+        after.by_name[i].outputs[0].nbytes
+        for name in after.collectives
+        for i in after.by_name[name].inputs
+    )
+    assert reduced_bytes == nbytes
+    # A ring of n sends 2 (n - 1) / n of it, in equal shares that may have to be filled up.
+    hops = 2 * (ranks - 1)
+    assert hops * nbytes / ranks <= program.sent_bytes <= hops * (nbytes / ranks + len(gradients))
+    for exchange in program.exchanges:
+        assert exchange.wait is not None
+    # What was computed before is computed still, from the same values but for the tangent.
+    for node in before.nodes:
+        assert after.by_name[node.name].op == node.op
+
+
+def test_planning_exchanges_needs_no_torch() -> None:
+    probe = (
+        "import sys, steelyard.exchange.gradients, steelyard.exchange.parameters\n"
+        "import steelyard.exchange.windows, steelyard.exchange.hazards\n"
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"

@@ -1,0 +1,83 @@
+"""A parameter in shares: gathered before its first reader, again where that is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Node, OutputKind, Role
+from steelyard.core.program import Program
+from steelyard.exchange.parameters import gathered
+from steelyard.trades.recompute import Recompute, recomputable, with_copies
+from tests.exchange.made_up import chain
+
+NAME = "parameter:p0"
+
+
+def test_the_step_lies_on_one_share_and_gathers_the_whole() -> None:
+    before = chain()
+    graph = gathered(before, NAME, num_ranks=4, transport=GLOO)
+    assert graph.by_name[NAME].outputs[0].shape == (64,)
+    whole = before.resident_bytes(Role.PARAMETER)
+    assert graph.resident_bytes(Role.PARAMETER) == whole - 1024 + 256
+    waited = graph.by_name[f"{NAME}_gathered_waited"]
+    assert waited.outputs[0].shape == (256,)
+    assert graph.users[waited.name] == ("loss", "work0")
+    # Gloo needs the share until the gather is over.
+    assert waited.inputs == (f"{NAME}_gathered", NAME)
+
+
+def test_its_gradient_is_reduced_and_scattered() -> None:
+    graph = gathered(chain(), NAME, num_ranks=4, transport=GLOO)
+    output = next(o for o in graph.outputs if o.target == NAME)
+    assert graph.by_name[output.node].outputs[0].shape == (64,)
+    kinds = [graph.by_name[name].collective for name in graph.collectives]
+    assert [c.kind for c in kinds if c] == [Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER]
+    # A ring of four: three hops of a quarter to gather; gloo scatters by way of an all-reduce.
+    assert [c.sent_bytes for c in kinds if c] == [3 * 256, 6 * 256]
+
+
+def test_gathering_again_is_recomputing_the_gather() -> None:
+    plain = Program.plain(gathered(chain(), NAME, num_ranks=2, transport=GLOO))
+    again = with_copies(plain, {f"{NAME}_gathered", f"{NAME}_gathered_waited"})
+    assert again.problems() == []
+    assert len(again.exchanges) == len(plain.exchanges) + 1
+    assert again.sent_bytes == plain.sent_bytes + 512
+    # No one computes it again unasked: every rank would have to.
+    assert not recomputable(plain.graph) & {i.node for i in again.again}
+
+
+def test_what_reads_a_gathered_parameter_can_still_be_recomputed() -> None:
+    graph = chain()
+    reads = Node(
+        name="act", op="aten.add.Tensor", inputs=(NAME,), signature="work",
+        outputs=(replace(graph.by_name["work0"].outputs[0], storage=len(graph.storages)),),
+    )  # fmt: skip
+    late = replace(graph.by_name["work1"], inputs=(*graph.by_name["work1"].inputs, "act"))
+    nodes = tuple(late if n.name == "work1" else n for n in graph.nodes)
+    place = next(i for i, n in enumerate(nodes) if n.name == "loss")
+    graph = replace(
+        graph,
+        nodes=(*nodes[:place], reads, *nodes[place:]),
+        storages=(*graph.storages, graph.storages[graph.by_name["work0"].outputs[0].storage]),
+    )
+    assert "act" in recomputable(graph)
+    assert "act" in recomputable(gathered(graph, NAME, num_ranks=2, transport=GLOO))
+    assert Recompute.is_exact
+
+
+@pytest.mark.parametrize("num_ranks", [3, 512])
+def test_a_parameter_that_cannot_be_cut_evenly_is_refused(num_ranks: int) -> None:
+    with pytest.raises(BadInput, match="cannot be cut into"):
+        gathered(chain(), NAME, num_ranks=num_ranks, transport=GLOO)
+
+
+def test_a_frozen_parameter_is_only_gathered() -> None:
+    graph = chain()
+    outputs = tuple(o for o in graph.outputs if o.target != NAME)
+    graph = gathered(replace(graph, outputs=outputs), NAME, num_ranks=2, transport=GLOO)
+    assert len(graph.collectives) == 1
+    assert all(o.target != NAME for o in graph.outputs if o.kind is OutputKind.GRADIENT)

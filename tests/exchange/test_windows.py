@@ -1,0 +1,95 @@
+"""Lines moved within a program: still valid, the same lines, and waits no later than allowed."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.collective import GLOO
+from steelyard.core.graph import Role
+from steelyard.core.program import Program
+from steelyard.exchange.gradients import bucketed_all_reduce
+from steelyard.exchange.parameters import gathered
+from steelyard.exchange.windows import issued_ahead, waits_within
+from steelyard.predict.liveness import liveness
+from steelyard.trades.recompute import with_copies
+from tests.exchange.made_up import chain, costs
+from tests.search.graphs import random_step
+
+_COSTS = costs(exchange_seconds=1.0)
+_WINDOWS = st.none() | st.integers(0, 8)
+
+
+def exchanging(seed: int, *, again: bool) -> Program:
+    """A random step whose parameters all lie in shares, and whose other gradients are reduced."""
+    graph = random_step(seed, num_values=12)
+    weights = [
+        n.name for n in graph.inputs()
+        if graph.storages[n.outputs[0].storage].role is Role.PARAMETER
+    ]  # fmt: skip
+    for name in weights[::2]:
+        graph = gathered(graph, name, num_ranks=2, transport=GLOO)
+    program = Program.plain(
+        bucketed_all_reduce(graph, bucket_bytes=4096, num_ranks=2, transport=GLOO)
+    )
+    if again:
+        copies = {f"{name}_gathered{end}" for name in weights[::2] for end in ("", "_waited")}
+        program = with_copies(program, copies)
+    return program
+
+
+def lines(program: Program) -> list[str]:
+    return [i.value for i in program.instructions if i.sink is None]
+
+
+@settings(deadline=None, max_examples=80)
+@given(seed=st.integers(0, 10_000), again=st.booleans(), window=_WINDOWS, ahead=st.integers(0, 9))
+def test_moving_lines_keeps_the_program(
+    seed: int, again: bool, window: int | None, ahead: int
+) -> None:
+    before = exchanging(seed, again=again)
+    assert before.problems() == []
+    after = issued_ahead(waits_within(before, window), ahead)
+    assert after.problems() == []
+    assert sorted(lines(after)) == sorted(lines(before))
+    assert after.sent_bytes == before.sent_bytes
+    assert [i.sink for i in before.instructions if i.sink] == [
+        i.sink for i in sorted(after.instructions, key=lambda i: _place(before, i)) if i.sink
+    ]
+
+
+def _place(program: Program, instruction: object) -> int:
+    sinks = [i.sink for i in program.instructions]
+    return sinks.index(instruction.sink)  # type: ignore[attr-defined] # an Instruction
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), again=st.booleans(), window=st.integers(0, 6))
+def test_waiting_later_never_holds_less(seed: int, again: bool, window: int) -> None:
+    program = exchanging(seed, again=again)
+    sooner, later = (
+        liveness(waits_within(program, w), _COSTS).peak_bytes for w in (window, window + 1)
+    )
+    assert sooner <= later
+
+
+def test_a_window_counts_exchanges_issued_behind() -> None:
+    program = Program.plain(
+        bucketed_all_reduce(chain(gradients=4), bucket_bytes=1, num_ranks=2, transport=GLOO)
+    )
+    issued = [f"bucket_{n}_reduced" for n in range(4)]
+    waited = [f"{name}_waited" for name in issued]
+    for window in (0, 1, 2, 3):
+        order = [v for v in lines(waits_within(program, window)) if v.startswith("bucket")]
+        for number in range(4 - window):
+            assert order.index(waited[number]) == order.index(issued[number + window]) + 1
+    assert lines(waits_within(program, None))[-4:] == waited
+
+
+def test_no_wait_behind_what_reads_the_result() -> None:
+    program = Program.plain(gathered(chain(), "parameter:p1", num_ranks=2, transport=GLOO))
+    late = lines(waits_within(program, None))
+    assert late.index("parameter:p1_gathered_waited") == late.index("work1") - 1
+    # Nothing is computed between the two; ahead of it, the gather has company.
+    early = lines(issued_ahead(program, 1))
+    assert early.index("parameter:p1_gathered") == early.index("work0") - 1

@@ -1,0 +1,126 @@
+"""api.py without torch: the same calls, answered at once. Not tests.
+
+``ASKED`` remembers what was asked; set ``OUTCOME`` to raise or to wait instead of answering.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import steelyard
+from steelyard.core.budget import Budget
+from steelyard.core.doctor import Row, Verdict
+from steelyard.core.plan import Plan
+from steelyard.core.receipt import Receipt
+from tests.report.sample import MEASURED, MIB, PLAN
+
+ASKED: list[tuple[str, dict[str, Any]]] = []
+
+
+@dataclass
+class Step:
+    step: int
+    steps: int
+    loss: float
+    seconds: float | None
+    peak_bytes: int | None
+    predicted_bytes: int
+
+
+@dataclass
+class Planned:
+    plan: Plan
+
+    def why_not(self, trade: str) -> str:
+        return f"{trade} is not needed: the budget is met without it"
+
+    def charted(self) -> "Planned":
+        ASKED.append(("charted", {}))
+        return self
+
+    def what_if(self, memory: str) -> "Planned":
+        decisions = replace(self.plan.decisions, budget=Budget(memory))
+        return Planned(replace(self.plan, decisions=decisions))
+
+
+class Fake(ModuleType):
+    outcome: Callable[[], None] | None = None
+    measured = MEASURED
+
+    def _asked(self, name: str, **asked: Any) -> None:
+        ASKED.append((name, asked))
+        if self.outcome is not None:
+            self.outcome()
+
+    def load_workload(self, train: str) -> object:
+        self._asked("load_workload", train=train)
+        print("printed by the user's script")
+        return SimpleNamespace()
+
+    def plan_workload(self, workload: object, *, budget: Budget, **asked: Any) -> Planned:
+        self._asked("plan_workload", budget=budget, **asked)
+        asked["on_progress"]("searching")
+        decisions = replace(PLAN.decisions, budget=budget)
+        return Planned(replace(PLAN, title=asked["title"], decisions=decisions))
+
+    def load_planned(self, path: Path, workload: object, *, on_progress: object) -> Planned:
+        from steelyard.core.explanation import read_plan
+
+        self._asked("load_planned", path=path)
+        # Decisions that are predicted anew come without the reasons of the search.
+        bare = replace(PLAN, taken=(), refused=(), num_offers=0, frontier=(), next_cent=None)
+        return Planned(replace(bare, decisions=read_plan(path).decisions))
+
+    def run_workload(self, planned: Planned, workload: object, **asked: Any) -> Receipt:
+        for step in range(1, asked["steps"] + 1):
+            asked["on_step"](
+                Step(
+                    step=step,
+                    steps=asked["steps"],
+                    loss=9.0 - step / 100,
+                    seconds=None if step == 2 else 1.31,
+                    peak_bytes=297 * MIB if step == 2 else None,
+                    predicted_bytes=296 * MIB,
+                )
+            )
+            time.sleep(asked["seed"] / 1000)
+        self._asked("run_workload", **asked)
+        return Receipt(plan=planned.plan, measured=self.measured)
+
+    def doctor(self) -> tuple[Row, ...]:
+        self._asked("doctor")
+        remedy = "install g++ to use --runner inductor"
+        return (
+            Row(name="torch", value="2.13.0+cpu"),
+            Row(name="compiler", value="none", verdict=Verdict.NOTE, remedy=remedy),
+        )
+
+    def demo(self, on_line: Callable[[str], None]) -> tuple[bool, Receipt]:
+        self._asked("demo")
+        on_line("plain PyTorch: killed at 300 MiB")
+        return True, Receipt(plan=PLAN, measured=MEASURED)
+
+
+def wait_for_ever() -> None:
+    print("waiting", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+
+def install(outcome: Callable[[], None] | None = None) -> Fake:
+    fake = Fake("steelyard.api")
+    fake.outcome = outcome
+    sys.modules["steelyard.api"] = fake
+    steelyard.api = fake  # type: ignore[attr-defined]
+    return fake
+
+
+if __name__ == "__main__":
+    # ``python -m tests.fake_api wait|answer plan train.py ...``
+    from steelyard.cli import main
+
+    install(wait_for_ever if sys.argv[1] == "wait" else None)
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,198 @@
+"""Takes a real model through a plan: captured once, then run and metered under any rules.
+
+What tests and benchmarks share to hold programs against plain PyTorch. Not for making models: see
+zoo/.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from steelyard.capture.source import StepSource
+from steelyard.core.budget import Budget
+from steelyard.core.cluster import Device
+from steelyard.core.costs import Costs, OperatorCost
+from steelyard.core.graph import Graph
+from steelyard.core.plan import Prediction
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.trade import Trade, strike
+from steelyard.measure.meter import meter_once
+from steelyard.measure.operators import measure_operators
+from steelyard.predict import predict
+from steelyard.run.step import LiveStep
+from steelyard.search import Search
+from steelyard.trades import TRADES
+from tests.zoo import reference
+
+# Declared, so that the same plans are made on every machine.
+DEVICE = Device(
+    kind="declared for tests", flops_per_second=80e9, bytes_per_second=16e9, memory_bytes=1 << 40
+)
+_SEED = 11
+
+
+def costs_of(*graphs: Graph, device: Device = DEVICE) -> Costs:
+    """Declared seconds, but the workspace that the kernels really take."""
+    declared = Costs(device=device)
+    metered, survey = measure_operators(graphs, DEVICE, seconds_budget=60.0)
+    assert not survey.unmeasured, survey.unmeasured
+    by_signature = {n.signature: n for graph in graphs for n in graph.nodes if not n.is_free}
+    return Costs(
+        device=device,
+        operators={
+            signature: OperatorCost(
+                seconds=declared.declared_seconds(node),
+                workspace_bytes=metered.workspace_bytes(node),
+            )
+            for signature, node in by_signature.items()
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one step computed, and the most bytes it held above what was there before."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    peak_bytes: int
+
+    def difference(self, other: Outcome) -> str | None:
+        """None where loss, every gradient and every buffer are equal to the bit."""
+        if not torch.equal(self.loss, other.loss):
+            return f"the loss is {self.loss.item()!r}, not {other.loss.item()!r}"
+        return reference.difference(other.gradients, self.gradients) or reference.difference(
+            other.buffers, self.buffers
+        )
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+# torch's counter (2.13) takes attention on the CPU for free, so that recomputing it looks free too.
+UNCOUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+class Trial:
+    """A model, its loss and its batch; what is tried on it starts from the same state each time."""
+
+    def __init__(self, model: nn.Module, loss: Any, batch: Any) -> None:
+        self.model = model
+        self.loss = loss
+        self.batch = batch
+        self.source = StepSource(model=model, loss=loss, batch=batch)
+        self._start = copy.deepcopy(model.state_dict())
+
+    @property
+    def plain(self) -> Program:
+        return Program.plain(self.source.graph(micro_batches=1))
+
+    def costs(self, *, micro_batches: Sequence[int] = (1,)) -> Costs:
+        return costs_of(*(self.source.graph(micro_batches=k) for k in micro_batches))
+
+    def searching(self, costs: Costs, *, trades: Sequence[Trade] = TRADES) -> Search:
+        return Search(self.plain, trades=trades, source=self.source, costs=costs)
+
+    def struck(self, rules: Sequence[Rule]) -> Program:
+        return strike(self.plain, rules, trades=TRADES, source=self.source)
+
+    def run(self, program: Program) -> Outcome:
+        """One step of the program on the live model, metered from a clean level."""
+        step = self._live(program)
+        return self._metered(lambda: step.backward(self.batch))
+
+    def flops(self, program: Program) -> int:
+        """What torch counts while the program runs."""
+        step = self._live(program)
+        with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+            step.backward(self.batch)
+        return int(counter.get_total_flops())
+
+    def _live(self, program: Program) -> LiveStep:
+        constants = self.source.captured(micro_batches=program.repeats).constants
+        return LiveStep(
+            self.model,
+            program,
+            constants=constants,
+            batch=self.batch,
+            reduction=self.source.reduction().value if program.repeats > 1 else "mean",
+        )
+
+    def eager(self, *, micro_batches: int = 1) -> Outcome:
+        """Plain PyTorch, on the whole batch or accumulating over equal parts of it."""
+
+        def backward() -> Tensor:
+            total = None
+            for index in range(micro_batches):
+                value = self.loss(self.model, _part(self.batch, index, micro_batches))
+                if micro_batches > 1 and self.source.reduction().value != "sum":
+                    value = value / micro_batches
+                value.backward()
+                total = value.detach() if total is None else total + value.detach()
+            assert total is not None
+            return total
+
+        return self._metered(backward)
+
+    def _metered(self, backward: Any) -> Outcome:
+        self._reset()
+        backward()
+        self._reset()
+        values: list[Tensor] = []
+        metered = meter_once(lambda: values.append(backward()))
+        return Outcome(
+            loss=values[0].detach().clone(),
+            gradients=reference.gradients(self.model),
+            buffers=reference.buffers(self.model),
+            peak_bytes=metered.peak_bytes,
+        )
+
+    def _reset(self) -> None:
+        self.model.load_state_dict(self._start)
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(_SEED)
+
+
+def predicted_above(program: Program, costs: Costs) -> int:
+    """Bytes of the predicted peak above what is there before the step begins."""
+    prediction: Prediction = predict(program, costs)
+    return int(prediction.quad.memory_bytes.value) - prediction.peak.resident_bytes
+
+
+def budgets(searching: Search, count: int) -> list[Budget]:
+    """Evenly from the least memory the step can run in to what it needs unplanned."""
+    explored = searching.explored()
+    low, high = explored.least.peak_bytes, explored.plain.peak_bytes
+    return [
+        Budget(memory_bytes=low + (high - low) * step // max(1, count - 1)) for step in range(count)
+    ]
+
+
+def _part(batch: Any, index: int, parts: int) -> Any:
+    from steelyard.capture.batching import batch_size, part
+
+    size = batch_size(batch)
+    if parts == 1 or size is None:
+        return batch
+    return part(batch, start=index * (size // parts), size=size // parts)

@@ -1,0 +1,215 @@
+"""The house rules that neither ruff, mypy nor import-linter can hold alone."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- deciding and explaining need no torch --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "steelyard",
+        "steelyard.core",
+        "steelyard.predict",
+        "steelyard.search",
+        "steelyard.report",
+        "steelyard.trades",
+    ],
+)
+def test_importing_does_not_import_torch(module: str) -> None:
+    probe = (
+        f"import sys, pkgutil, importlib, {module} as room\n"
+        # Each module of a room, not only what its __init__ happens to pull in.
+        f"if {module!r} != 'steelyard':\n"
+        "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "        importlib.import_module(found.name)\n"
+        "print(*sorted({'torch', 'triton'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
+
+
+# --- what torch keeps private enters through _torch.py --------------------------------------------
+
+REFUSED = (
+    "import torch._dynamo",
+    "import torch._dynamo as dynamo",
+    "from torch import _dynamo",
+    "from torch._functorch.aot_autograd import aot_export_joint_with_descriptors",
+    "from torch._inductor import config",
+    "import torch; torch._C._get_tracing_state()",
+    "from torch._subclasses.fake_tensor import FakeTensorMode",
+    "from torch._ops import OpOverload",
+    "import torch._guards",
+    "from torch._higher_order_ops.effects import with_effects",
+    "import torch._logging",
+    "from torch.fx.experimental import _config",
+    "from torch.fx.experimental._backward_state import BackwardState",
+    "from torch.utils import _pytree as pytree",
+    "import torch.utils._pytree as pytree",
+    "from torch.utils._python_dispatch import TorchDispatchMode",
+    "import torch; torch.utils._pytree.tree_map(len, [])",
+    "import torch.distributed._functional_collectives as collectives",
+    "from torch.distributed import _symmetric_memory",
+    "from torch.distributed.tensor._dtensor_spec import DTensorSpec",
+    "from torch.distributed._composable.fsdp import fully_shard",
+    "from torch.testing._internal.distributed.fake_pg import FakeStore",
+)
+ALLOWED = (
+    "import torch; torch.__version__",
+    "import torch; torch.ops._c10d_functional.all_reduce",
+    "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
+    "from torch.distributed.tensor import Shard",
+    "from steelyard._torch import FakeTensorMode",
+)
+
+
+def ruff(rule: str, name: str, snippet: str) -> bool:
+    """Whether ruff, as this project sets it up, would let the snippet pass in that file."""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            f"--select={rule}",
+            f"--stdin-filename={name}",
+            "-",
+        ],
+        cwd=ROOT,
+        input=snippet + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode in (0, 1), run.stderr
+    assert (run.returncode == 1) == (rule in run.stdout), run.stdout + run.stderr
+    return run.returncode == 0
+
+
+def test_ruff_refuses_private_torch_everywhere_but_in_its_one_file() -> None:
+    for name in ("src/steelyard/run/step.py", "tests/run/test_step.py", "benchmarks/step.py"):
+        passed = {line: ruff("TID251", name, line) for line in REFUSED[:2]}
+        assert not any(passed.values()), passed
+    passed = {line: ruff("TID251", "src/steelyard/run/step.py", line) for line in REFUSED + ALLOWED}
+    assert [line for line in REFUSED if passed[line]] == []
+    assert [line for line in ALLOWED if not passed[line]] == []
+    assert ruff("TID251", "src/steelyard/_torch.py", "\n".join(REFUSED))
+
+
+def test_ruff_keeps_torch_inside_what_enacts_a_trade() -> None:
+    lazily = "def enact():\n    import torch\n    return torch"
+    assert not ruff("TID253", "src/steelyard/trades/recompute.py", "import torch")
+    assert not ruff("TID253", "src/steelyard/trades/recompute.py", "from torch import nn")
+    assert ruff("TID253", "src/steelyard/trades/recompute.py", lazily)
+    assert ruff("TID253", "src/steelyard/run/step.py", "import torch")
+
+
+def private_torch_names(source: str) -> Iterator[str]:
+    """Every dotted name below torch with a private part, by import or by attribute.
+
+    Operators are no Python names: what is below `torch.ops` belongs to graphs and is left alone.
+    """
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}
+    used: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                used.append(name.name)
+                bound[name.asname or name.name.split(".")[0]] = (
+                    name.name if name.asname else name.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for name in node.names:
+                used.append(f"{node.module}.{name.name}")
+                bound[name.asname or name.name] = used[-1]
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id in bound:
+            used.append(".".join([bound[node.id], *reversed(parts)]))
+    for name in used:
+        first, *rest = name.split(".")
+        private = [part for part in rest if re.match(r"_(?!_)", part)]
+        if first == "torch" and private and rest[0] != "ops":
+            yield name
+
+
+def test_no_private_name_of_torch_outside_its_one_file() -> None:
+    # ruff holds the modules it is told of; this holds the rest, such as torch._foreach_add.
+    assert [line for line in REFUSED if not list(private_torch_names(line))] == []
+    assert [line for line in ALLOWED if list(private_torch_names(line))] == []
+    assert list(private_torch_names("import torch as t\nt._foreach_add([], 1)"))
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("src", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        # The canaries have to touch what they watch.
+        if path not in (ROOT / "src/steelyard/_torch.py", ROOT / "tests/test_torch.py")
+        for name in private_torch_names(path.read_text(encoding="utf-8"))
+    }
+    assert sorted(found) == []
+
+
+# --- what is in the repository works on every machine ---------------------------------------------
+
+OF_ONE_MACHINE = re.compile(
+    r"(?<![\w.~})*])/(?:work|opt|root|home|Users)/\w"
+    r"|\bpypi\.(?:org|python)|files\.pythonhosted|download\.pytorch|registry\.npmjs|deb\.debian"
+    r"|conda\.anaconda|--(?:extra-)?index[-]url|--find[-]links|--trusted[-]host|\bPIP_[A-Z]*(?:URL|HOST)"
+)
+
+
+def files_of_the_repository() -> list[Path]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout, which knows what is ours")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [path for name in listed.stdout.split("\0") if (path := ROOT / name).is_file()]
+
+
+def test_no_path_of_one_machine_and_no_registry_host() -> None:
+    assert OF_ONE_MACHINE.search("see " + "/wo" + "rk/thing")
+    assert OF_ONE_MACHINE.search("file://" + "/op" + "t/wheels")
+    assert not OF_ONE_MACHINE.search("docs/work/thing, https://example.org/opt/thing")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in files_of_the_repository()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if OF_ONE_MACHINE.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["setup", "demo", "check", "test", "bench"])
+def test_the_scripts_are_there(name: str) -> None:
+    assert (ROOT / "scripts" / name).is_file()
+
+
+def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
+    scripts = [*ROOT.glob("scripts/*"), *ROOT.glob(".githooks/*"), ROOT / ".ci/run"]
+    for script in scripts:
+        assert os.access(script, os.X_OK), f"{script.name} is not executable"
+        text = script.read_text(encoding="utf-8")
+        assert text.startswith("#!/usr/bin/env bash\n"), f"{script.name} names another shell"
+        assert "\nset -euo pipefail\n" in text, f"{script.name} would go on after an error"

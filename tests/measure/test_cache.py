@@ -1,0 +1,165 @@
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.costs import OperatorCost
+from steelyard.core.quad import Estimate
+from steelyard.measure.cache import CostCache, default_path
+
+COST = OperatorCost(seconds=Estimate(value=2e-3, low=1e-3, high=4e-3), workspace_bytes=4096)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "costs.sqlite"
+
+
+def test_what_was_written_is_read_by_another_process_to_be(path: Path) -> None:
+    CostCache(path).write("here", {"relu": COST})
+    cache = CostCache(path)
+    assert cache.read("here", ["relu", "mm"]) == {"relu": COST}
+    assert cache.read("elsewhere", ["relu"]) == {}
+    assert cache.notes == ()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.dictionaries(st.text(max_size=30), st.integers(0, 1 << 40), max_size=5))
+def test_any_signature_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, workspaces: dict[str, int]
+) -> None:
+    cache = CostCache(tmp_path_factory.mktemp("cache") / "costs.sqlite")
+    costs = {
+        signature: OperatorCost(seconds=COST.seconds, workspace_bytes=nbytes)
+        for signature, nbytes in workspaces.items()
+    }
+    cache.write("here", costs)
+    assert cache.read("here", list(costs)) == costs
+    assert cache.notes == ()
+
+
+def test_the_last_measurement_counts(path: Path) -> None:
+    newer = OperatorCost(seconds=Estimate.exactly(1.0), workspace_bytes=0)
+    cache = CostCache(path)
+    cache.write("here", {"relu": COST})
+    cache.write("here", {"relu": newer})
+    assert cache.read("here", ["relu"]) == {"relu": newer}
+    cache.forget()
+    assert cache.read("here", ["relu"]) == {}
+
+
+def test_only_measurements_are_kept(path: Path) -> None:
+    declared = OperatorCost(seconds=COST.seconds, workspace_bytes=0, is_measured=False)
+    cache = CostCache(path)
+    cache.write("here", {"relu": declared})
+    assert cache.read("here", ["relu"]) == {}
+
+
+def test_rates_come_back(path: Path) -> None:
+    CostCache(path).write_rates("here", {"flops_per_second": 4e10})
+    assert CostCache(path).read_rates("here") == {"flops_per_second": 4e10}
+    assert CostCache(path).read_rates("elsewhere") == {}
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut short", "overwritten inside"])
+def test_a_damaged_file_is_moved_aside_and_begun_anew(path: Path, damage: str) -> None:
+    costs = {f"operator {i}": COST for i in range(2000)}
+    CostCache(path).write("here", costs)
+    content = path.read_bytes()
+    match damage:
+        case "no database":
+            path.write_bytes(b"not a database at all, but longer than a header of one is" * 20)
+        case "cut short":
+            path.write_bytes(content[: len(content) // 2])
+        case "overwritten inside":
+            path.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+    cache = CostCache(path)
+    assert cache.read("here", list(costs)) == {}
+    (note,) = cache.notes
+    assert "damaged" in note
+    assert len(list(path.parent.glob("costs.sqlite.damaged-*"))) == 1
+    cache.write("here", costs)
+    assert CostCache(path).read("here", list(costs)) == costs
+    assert len(cache.notes) == 1
+
+
+@pytest.mark.parametrize("trouble", ["a folder", "below a file"])
+def test_a_place_that_cannot_be_written_costs_a_note(tmp_path: Path, trouble: str) -> None:
+    path = tmp_path / "costs.sqlite"
+    if trouble == "a folder":
+        path.mkdir()
+    else:
+        path.write_text("a file")
+        path = path / "costs.sqlite"
+    cache = CostCache(path)
+    cache.write("here", {"relu": COST})
+    assert cache.read("here", ["relu"]) == {}
+    (note,) = cache.notes
+    assert "cannot be used" in note
+
+
+def test_a_file_of_another_version_is_left_alone(path: Path) -> None:
+    CostCache(path).write("here", {"relu": COST})
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    cache = CostCache(path)
+    cache.write("here", {"mm": COST})
+    assert cache.read("here", ["relu"]) == {}
+    assert "another version" in cache.notes[0]
+    with sqlite3.connect(path) as database:
+        assert database.execute("SELECT count(*) FROM operator").fetchone() == (1,)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["seconds = -1.0", "seconds = 9e999", "low = 1.0", "seconds = 'fast'", "workspace_bytes = -1"],
+)
+def test_an_impossible_cost_is_measured_again(path: Path, change: str) -> None:
+    CostCache(path).write("here", {"relu": COST, "mm": COST})
+    with sqlite3.connect(path) as database:
+        database.execute(f"UPDATE operator SET {change} WHERE signature = 'relu'")
+    database.close()
+    cache = CostCache(path)
+    assert cache.read("here", ["relu", "mm"]) == {"mm": COST}
+    assert "impossible" in cache.notes[0]
+
+
+def test_several_processes_write_at_once(path: Path) -> None:
+    writer = (
+        "import sys; from pathlib import Path\n"
+        "from steelyard.measure.cache import CostCache\n"
+        "from steelyard.core.costs import OperatorCost\n"
+        "from steelyard.core.quad import Estimate\n"
+        "cost = OperatorCost(seconds=Estimate.exactly(1.0), workspace_bytes=0)\n"
+        "cache = CostCache(Path(sys.argv[1]))\n"
+        "for i in range(25): cache.write('here', {f'{sys.argv[2]}-{i}': cost})\n"
+        "print(*cache.notes)"
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", writer, str(path), str(number)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in running] == [""] * 4
+    wanted = [f"{number}-{i}" for number in range(4) for i in range(25)]
+    assert sorted(CostCache(path).read("here", wanted)) == sorted(wanted)
+
+
+def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("STEELYARD_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "steelyard" / "costs.sqlite"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_path() == Path("~/.cache/steelyard/costs.sqlite").expanduser()
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "mine"))
+    assert default_path() == tmp_path / "mine"

@@ -1,0 +1,52 @@
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from steelyard.core import machine
+from steelyard.core.doctor import Row, Verdict
+from steelyard.measure.doctor import diagnose
+
+ROWS = {
+    "python", "torch", "device", "threads", "gloo", "speed", "noise", "cores", "memory",
+    "process limits", "shared memory", "C++ compiler", "cost cache",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "costs.sqlite"
+    monkeypatch.setenv("STEELYARD_CACHE", str(path))
+    return path
+
+
+def by_name(rows: tuple[Row, ...]) -> dict[str, Row]:
+    return {row.name: row for row in rows}
+
+
+def test_every_row_that_is_not_ok_says_what_to_do() -> None:
+    rows = diagnose()
+    assert {row.name for row in rows} == ROWS
+    for row in rows:
+        assert row.value
+        assert (row.verdict is Verdict.OK) == (row.remedy == ""), row
+
+
+def test_what_is_wrong_is_said(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
+    cache.mkdir()
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(machine, "process_limits_bytes", lambda: {"RLIMIT_DATA": 1 << 30})
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 20)
+    rows = by_name(diagnose())
+    assert rows["torch"].verdict is Verdict.BAD
+    assert "2.13" in rows["torch"].remedy
+    assert "OMP_NUM_THREADS" in rows["threads"].remedy
+    assert "g++" in rows["C++ compiler"].remedy
+    assert rows["process limits"].value == "RLIMIT_DATA = 1.00 GiB"
+    assert rows["memory"].verdict is Verdict.NOTE
+    assert "STEELYARD_CACHE" in rows["cost cache"].remedy

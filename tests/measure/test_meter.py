@@ -1,0 +1,105 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.measure.meter import Metered, meter, meter_once, replay
+
+MIB = 1 << 20
+
+
+def floats(mib: int) -> torch.Tensor:
+    return torch.zeros(mib * MIB // 4)
+
+
+def test_a_temporary_counts_in_the_peak_and_not_in_what_is_left() -> None:
+    def call() -> torch.Tensor:
+        temporary = floats(2)
+        return torch.cat([temporary, temporary])
+
+    assert meter(call) == Metered(peak_bytes=6 * MIB, left_bytes=4 * MIB)
+
+
+def test_what_only_the_first_call_allocates_is_not_metered() -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def call() -> torch.Tensor:
+        if not kept:
+            kept["packed"] = floats(8)
+        return floats(1)
+
+    assert meter(call).peak_bytes == MIB
+    kept.clear()
+    assert meter(call, warmups=0).peak_bytes == 9 * MIB
+
+
+def test_an_unclean_level_is_reported() -> None:
+    kept = []
+
+    def call() -> None:
+        kept.clear()
+        kept.append(floats(3))
+
+    metered = meter(call)
+    assert not metered.is_clean
+    assert metered.freed_bytes == 3 * MIB
+    assert metered.peak_bytes == metered.left_bytes == 3 * MIB
+    kept.clear()
+    assert meter(call, warmups=0).is_clean
+
+
+def test_what_happens_inside_is_not_swallowed() -> None:
+    def call() -> None:
+        raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        meter(call)
+    assert meter_once(lambda: floats(1)).peak_bytes == MIB
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 1000)), max_size=40))
+def test_replay_keeps_the_books(steps: list[tuple[int, int]]) -> None:
+    """Address by address: allocate where nothing is, else free; half of them began before."""
+    alive = dict.fromkeys((0, 1, 2), 64)
+    before, events, levels = dict(alive), [], [0]
+    freed = 0
+    for address, nbytes in steps:
+        if address in alive:
+            size = alive.pop(address)
+            events.append((address, -size))
+            if before.pop(address, None):
+                freed += size
+        else:
+            alive[address] = nbytes
+            events.append((address, nbytes))
+        levels.append(sum(n for a, n in alive.items() if a not in before))
+    expected = Metered(peak_bytes=max(levels), left_bytes=levels[-1], freed_bytes=freed)
+    assert replay(events) == expected
+
+
+@pytest.mark.slow
+def test_metering_prints_nothing() -> None:
+    probe = (
+        "import torch\n"
+        "from steelyard.measure.meter import meter\n"
+        "print(meter(lambda: torch.zeros(1024)).peak_bytes)"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("4096\n", "")
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_allocator_is_asked() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    device = torch.device("cuda")
+
+    def call() -> torch.Tensor:
+        temporary = torch.zeros(2 * MIB // 4, device=device)
+        return torch.cat([temporary, temporary])
+
+    assert meter(call, device=device) == Metered(peak_bytes=6 * MIB, left_bytes=4 * MIB)

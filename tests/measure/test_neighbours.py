@@ -1,0 +1,65 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.cluster import Device
+from steelyard.core.costs import Costs, OperatorCost
+from steelyard.core.graph import Node
+from steelyard.core.quad import Estimate
+from steelyard.measure.neighbours import declared_from
+
+DEVICE = Device(kind="d", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1 << 30)
+PLAIN = Costs(device=DEVICE)
+
+
+def node(op: str, *, nbytes: int, flops: int = 0) -> Node:
+    return Node(
+        name=f"{op}{nbytes}", op=op, signature=f"{op}{nbytes}", moved_bytes=nbytes, flops=flops
+    )
+
+
+def measured(node: Node, times: float, workspace: int = 0) -> OperatorCost:
+    seconds = Estimate.exactly(times * PLAIN.declared_seconds(node).value)
+    return OperatorCost(seconds=seconds, workspace_bytes=workspace)
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 100), st.integers(1, 1 << 40))
+def test_the_same_operator_is_off_by_the_same_factor(times: float, nbytes: int) -> None:
+    known, other = node("mul", nbytes=1000), node("mul", nbytes=nbytes + 1000)
+    misleading = node("mm", nbytes=1000, flops=10)
+    costs = Costs(
+        device=DEVICE,
+        operators={
+            known.signature: measured(known, times, workspace=500),
+            misleading.signature: measured(misleading, 7 * times),
+        },
+    )
+    (found,) = declared_from(costs, [known, other, misleading]).values()
+    declared = PLAIN.declared_seconds(other).value
+    assert found.seconds.value == pytest.approx(times * declared)
+    assert found.seconds.low < found.seconds.value < found.seconds.high
+    assert not found.is_measured
+    assert found.workspace_bytes == round((nbytes + 1000) / 2)
+
+
+def test_next_best_is_an_operator_of_the_same_kind() -> None:
+    mover, product = node("mul", nbytes=1000), node("mm", nbytes=1000, flops=10)
+    wanted = node("add", nbytes=4000)
+    costs = Costs(
+        device=DEVICE,
+        operators={
+            mover.signature: measured(mover, 2.0),
+            product.signature: measured(product, 9.0),
+        },
+    )
+    found = declared_from(costs, [mover, product, wanted])[wanted.signature]
+    assert found.seconds.value == pytest.approx(2.0 * PLAIN.declared_seconds(wanted).value)
+
+
+def test_with_no_neighbour_the_roofline_stands() -> None:
+    product, wanted = node("mm", nbytes=1000, flops=10), node("add", nbytes=4000)
+    costs = Costs(device=DEVICE, operators={product.signature: measured(product, 9.0)})
+    found = declared_from(costs, [product, wanted])[wanted.signature]
+    assert found.seconds == PLAIN.declared_seconds(wanted)
+    assert found.workspace_bytes == 0

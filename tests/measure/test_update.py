@@ -1,0 +1,26 @@
+"""The optimizer's own Python: never negative, and more where there is more of it."""
+
+from functools import partial
+
+import torch
+
+from steelyard.core.cluster import Device
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Node, Phase
+from steelyard.core.quad import Estimate
+from steelyard.measure.update import update_call_seconds
+
+
+def test_python_between_the_calls_is_found_and_bounded() -> None:
+    found = update_call_seconds(partial(torch.optim.AdamW, lr=0.1), dims=[1, 2] * 10, calls=200)
+    assert 0 <= found.low <= found.value <= found.high < 0.1
+
+
+def test_only_operators_of_the_update_pay_for_it() -> None:
+    device = Device(kind="t", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1)
+    plain = Costs(device=device)
+    costs = Costs(device=device, update_call_seconds=Estimate.exactly(1.0))
+    step = Node(name="a", op="aten.add_.Tensor", phase=Phase.UPDATE)
+    other = Node(name="b", op="aten.add.Tensor", phase=Phase.BACKWARD)
+    assert costs.seconds(step).value == plain.seconds(step).value + 1.0
+    assert costs.seconds(other) == plain.seconds(other)

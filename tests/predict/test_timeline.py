@@ -1,0 +1,117 @@
+"""Steps whose seconds can be counted on fingers: a second a line, and one link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.collective import GLOO
+from steelyard.core.errors import BadInput
+from steelyard.core.program import Program
+from steelyard.exchange.gradients import bucketed_all_reduce
+from steelyard.exchange.windows import waits_within
+from steelyard.predict import predict, step_seconds
+from tests.exchange.made_up import chain, costs
+
+
+def reduced(*, window: int | None, gradients: int = 3, after: int = 0) -> Program:
+    graph = bucketed_all_reduce(
+        chain(gradients=gradients, after=after), bucket_bytes=1, num_ranks=2, transport=GLOO
+    )
+    return waits_within(Program.plain(graph), window)
+
+
+# The loss takes one second too. Exchanges of gradients 0, 1, 2 are issued at 2, 3, 4 seconds, or
+# when the device gets there; the link carries one at a time.
+@pytest.mark.parametrize(
+    ("exchange_seconds", "window", "after", "step", "exposed"),
+    [
+        pytest.param(0.5, 0, 0, 5.5, 1.5, id="waited for at once, every exchange is exposed"),
+        pytest.param(0.5, None, 0, 4.5, 0.5, id="at the end, only the last is"),
+        pytest.param(0.5, None, 1, 5.0, 0.0, id="unless something else goes on"),
+        pytest.param(0.5, 1, 0, 4.5, 0.5, id="a window of one is as good here"),
+        pytest.param(3.0, None, 0, 11.0, 7.0, id="a slow link works from its first to its end"),
+        pytest.param(3.0, None, 1, 11.0, 6.0, id="and hides what the device does meanwhile"),
+        pytest.param(3.0, 1, 0, 11.0, 7.0, id="a window keeps a slow link as busy"),
+        pytest.param(3.0, 0, 0, 13.0, 9.0, id="no window does not"),
+    ],
+)
+def test_a_wait_blocks_the_device_until_the_link_is_done(
+    exchange_seconds: float, window: int | None, after: int, step: float, exposed: float
+) -> None:
+    program = reduced(window=window, after=after)
+    quad = predict(program, costs(exchange_seconds=exchange_seconds)).quad
+    assert quad.step_seconds.value == pytest.approx(step)
+    assert quad.exposed_communication_seconds.value == pytest.approx(exposed)
+    assert quad.communication_seconds.value == pytest.approx(3 * exchange_seconds)
+    assert quad.computation_seconds.value == pytest.approx(4 + after)
+
+
+def test_each_message_costs_its_latency() -> None:
+    price = costs(exchange_seconds=1.0)
+    slow = replace(price.links["data"], latency_seconds=0.25)
+    quad = predict(reduced(window=0), replace(price, links={"data": slow})).quad
+    # Around a ring of two, an all-reduce is two messages.
+    assert quad.communication_seconds.value == pytest.approx(3 * (1.0 + 2 * 0.25))
+
+
+def test_micro_batches_exchange_each_their_own() -> None:
+    once = reduced(window=None)
+    price = costs(exchange_seconds=0.5)
+    one, three = predict(once, price).quad, predict(once.repeated(3), price).quad
+    assert three.communication_bytes.value == 3 * one.communication_bytes.value == 3 * 3 * 1024
+    assert three.step_seconds.value == pytest.approx(3 * one.step_seconds.value)
+
+
+def test_the_drawn_timeline_stands_still_while_it_waits() -> None:
+    drawn = predict(reduced(window=0), costs(exchange_seconds=0.5)).timeline
+    assert drawn is not None
+    assert max(drawn.seconds) == pytest.approx(5.5)
+    assert list(drawn.seconds) == sorted(drawn.seconds)
+
+
+def test_an_unknown_link_is_an_error() -> None:
+    price = replace(
+        costs(exchange_seconds=1.0), links={"tensor": costs(exchange_seconds=1).links["data"]}
+    )
+    with pytest.raises(BadInput, match="axis 'data', whose link is unknown"):
+        predict(reduced(window=0), price)
+
+
+def test_a_step_without_exchanges_costs_its_lines() -> None:
+    quad = predict(Program.plain(chain()), costs(exchange_seconds=1.0)).quad
+    assert quad.step_seconds == quad.computation_seconds
+    assert quad.communication_bytes.value == quad.communication_seconds.value == 0
+
+
+@settings(deadline=None)
+@given(
+    gradients=st.integers(1, 6),
+    window=st.integers(0, 6),
+    after=st.integers(0, 2),
+    exchange_seconds=st.floats(0.01, 5.0),
+    spread=st.floats(0.0, 0.5),
+)
+def test_waiting_later_never_takes_longer(
+    gradients: int, window: int, after: int, exchange_seconds: float, spread: float
+) -> None:
+    price = costs(exchange_seconds=exchange_seconds, spread=spread)
+    sooner, later = (
+        predict(reduced(window=w, gradients=gradients, after=after), price).quad
+        for w in (window, window + 1)
+    )
+    slack = 1 + 1e-9
+    assert later.step_seconds.value <= sooner.step_seconds.value * slack
+    for quad in (sooner, later):
+        exposed, step = quad.exposed_communication_seconds, quad.step_seconds
+        # The interval is built from its two extremes; the sum holds in the middle.
+        assert step.value == pytest.approx(quad.computation_seconds.value + exposed.value)
+        assert step.value * slack >= max(
+            quad.computation_seconds.value, quad.communication_seconds.value
+        )
+        assert exposed.value <= quad.communication_seconds.value * slack
+    program = reduced(window=window, gradients=gradients, after=after)
+    assert step_seconds(program, price) == sooner.step_seconds

@@ -1,0 +1,71 @@
+"""Makes a live step from a model, as the api would, but with the plain program.
+
+Not a test: what the tests of this folder share.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steelyard import _torch
+from steelyard.capture.decompositions import table
+from steelyard.capture.plain import to_graph
+from steelyard.capture.trace import trace
+from steelyard.core.program import Program
+from steelyard.run.step import LiveStep
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def captured(
+    model: nn.Module, loss: Any, batch: Any, *, micro_batches: int = 1
+) -> tuple[Program, Mapping[str, Tensor]]:
+    """The plain program for ``batch`` in equal parts, and the constants it reads."""
+    traced = trace(model, loss, part(batch, 0, micro_batches), decompositions=table("python-1"))
+    graph = to_graph(traced, decomposition="python-1")
+    program = Program.plain(graph).repeated(micro_batches)
+    assert program.problems() == []
+    return program, traced.constants
+
+
+def live(
+    model: nn.Module,
+    loss: Any,
+    batch: Any,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    micro_batches: int = 1,
+    **settings: Any,
+) -> LiveStep:
+    program, constants = captured(model, loss, batch, micro_batches=micro_batches)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return LiveStep(
+        model,
+        program,
+        constants=constants,
+        batch=batch,
+        optimizer=optimizer(trained) if optimizer else None,
+        **settings,
+    )
+
+
+def part(batch: Any, index: int, parts: int) -> Any:
+    """Micro-batch ``index`` of ``parts``, cut along the first dimension."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or parts == 1:
+            return leaf
+        rows = leaf.shape[0] // parts
+        return leaf[index * rows : (index + 1) * rows]
+
+    return _torch.tree_map(cut, batch)
+
+
+def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model and a copy of it, which plain PyTorch trains."""
+    return model, copy.deepcopy(model)

@@ -1,0 +1,92 @@
+"""The search's count agrees with the predictor on the program that the trade writes."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.cluster import Device
+from steelyard.core.costs import Costs, OperatorCost
+from steelyard.core.graph import Graph, Output, OutputKind
+from steelyard.core.program import Program
+from steelyard.core.quad import Estimate
+from steelyard.predict import peak_bytes, step_seconds
+from steelyard.search.tally import Tally
+from steelyard.trades.recompute import recomputable, with_copies
+from tests.search.graphs import random_step
+
+DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
+cases = st.tuples(st.integers(min_value=0, max_value=10**6), st.sampled_from([1, 3]), st.booleans())
+
+
+def costs_with_workspace(graph: Graph, seed: int) -> Costs:
+    rng = random.Random(seed)
+    return Costs(
+        device=DEVICE,
+        operators={
+            node.signature: OperatorCost(
+                seconds=Estimate.exactly(rng.random()), workspace_bytes=rng.choice([0, 0, 5000])
+            )
+            for node in graph.nodes
+            if not node.is_free
+        },
+        whole_step=Estimate(value=1.1, low=1.0, high=1.2),
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases)
+def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> None:
+    seed, repeats, measured = case
+    graph = random_step(seed, num_values=12)
+    costs = costs_with_workspace(graph, seed) if measured else Costs(device=DEVICE)
+    plain = Program.plain(graph).repeated(repeats)
+    values = recomputable(graph)
+    tally = Tally(plain, costs, values)
+    rng = random.Random(seed)
+    for share in (0.0, 0.3, 0.7, 1.0):
+        chosen = [v for v in sorted(values) if rng.random() < share]
+        counted = tally.count(tally.storages_of(chosen))
+        program = with_copies(plain, chosen)
+        assert counted.peak_bytes == peak_bytes(program, costs)
+        assert counted.seconds == pytest.approx(step_seconds(program, costs).value)
+        assert counted.folded().max() == counted.held.max() <= counted.peak_bytes
+        assert tally.flops_of(tally.storages_of(chosen)) == program.flops
+        assert counted.excess(counted.peak_bytes) == 0.0
+        # A view is made again too, but is no operator that runs.
+        assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
+
+
+def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
+    """As with BatchNorm's running statistics, which a copy reads again late in the step."""
+    seen = 0
+    for seed in range(60):
+        graph = random_step(seed, num_values=12)
+        weight = next((n for n in graph.inputs() if n.name.startswith("parameter")), None)
+        value = next((n.name for n in graph.forward() if not n.is_free and len(n.outputs) == 1), "")
+        if weight is None or not value:
+            continue
+        update = Output(kind=OutputKind.UPDATE, node=value, target=weight.name)
+        graph = replace(graph, outputs=(*graph.outputs, update))
+        values = recomputable(graph)
+        plain, costs = Program.plain(graph), Costs(device=DEVICE)
+        tally = Tally(plain, costs, values)
+        program = with_copies(plain, values)
+        assert tally.count(tally.storages_of(values)).peak_bytes == peak_bytes(program, costs)
+        readers = {i.node for i in program.again if weight.name in i.inputs}
+        sink = next(n for n, i in enumerate(program.instructions) if i.sink == update)
+        after = {i.node for i in program.instructions[sink:] if i.is_again}
+        assert not readers & after, "a copy would read the new value of the buffer"
+        seen += bool(readers)
+    assert seen > 5
+
+
+def test_the_optimizers_step_counts() -> None:
+    graph, optimizer = random_step(1), random_step(2, num_values=20)
+    update = replace(Program.plain(optimizer), loss="")
+    plain, costs = Program.plain(graph, update=update), Costs(device=DEVICE)
+    tally = Tally(plain, costs, recomputable(graph))
+    assert tally.count(frozenset()).peak_bytes == peak_bytes(plain, costs)
+    assert tally.count(frozenset()).seconds == pytest.approx(step_seconds(plain, costs).value)

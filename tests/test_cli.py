@@ -1,0 +1,528 @@
+"""The command line: what each verb asks for, what it prints, and how it ends."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import steelyard
+from steelyard.cli import main
+from steelyard.core.budget import Budget, Maximize
+from steelyard.core.errors import CaptureRefused, Infeasible, NonFinite
+from steelyard.core.explanation import read_plan, write_explanation, write_plan
+from tests import fake_api
+from tests.report.sample import MEASURED, PLAN
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fake_api.Fake:
+    fake = fake_api.Fake("steelyard.api")
+    monkeypatch.setitem(sys.modules, "steelyard.api", fake)
+    monkeypatch.setattr(steelyard, "api", fake, raising=False)
+    monkeypatch.setattr(fake_api, "ASKED", [])
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    path = tmp_path / "train.plan.toml"
+    write_plan(path, PLAN)
+    return path
+
+
+def asked(name: str) -> dict[str, Any]:
+    return next(a for n, a in fake_api.ASKED if n == name)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
+    """The few lines of a failure; the same command with --json must say the same."""
+    assert main(arguments) == code
+    said = capsys.readouterr().err
+    lines = said.splitlines()
+    assert 0 < len(lines) <= 12, said
+    assert "Traceback" not in said
+    assert any(line.startswith("next: ") for line in lines[1:]), said
+    assert main((*arguments, "--json")) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit_code"] == code
+    assert document["next"]
+    return said
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan_shows_writes_and_says_what_next(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "train.py", "--memory", "300MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "memory (peak/rank)  ~487 MiB  ~296 MiB" in out
+    assert "next: steelyard run train.py --plan train.plan.toml --steps 100" in out
+    assert asked("load_workload") == {"train": "train.py"}
+    assert asked("plan_workload")["budget"] == Budget("300MiB")
+    found = read_plan(Path("train.plan.toml"))
+    assert found.plan is not None
+    assert found.plan.predicted == PLAN.predicted
+
+
+def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> None:
+    arguments = (
+        "plan train.py:small --memory 2GiB --step-time 120ms --communication 1s --computation 2s "
+        "--accuracy-loss 0.5% --maximize batch --runner inductor -o other.toml"
+    )
+    assert main(arguments.split()) == 0
+    found = asked("plan_workload")
+    assert found["budget"] == Budget("2GiB", "120ms", "1s", "2s", "0.5%")
+    assert (found["maximize"], found["runner"]) == (Maximize.BATCH, "inductor")
+    assert found["title"] == "train.small"
+    assert Path("other.toml").exists()
+    assert Path("other.json").exists()
+
+
+def test_each_workload_of_a_script_has_a_plan_of_its_own(api: fake_api.Fake) -> None:
+    assert main(["plan", "train.py:small"]) == 0
+    assert Path("train.small.plan.toml").exists()
+
+
+def test_plan_as_json_is_one_document_whatever_the_script_prints(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "plan train.py --memory 300MiB --json --what-if memory=4GiB --why-not accumulate"
+    assert main(arguments.split()) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["schema"] == "steelyard.plan/1"
+    assert document["what_if"]["budget_bytes"] == 2**32
+    assert document["why_not"] == "accumulate is not needed: the budget is met without it"
+    assert "printed by the user's script" in captured.err
+
+
+def test_questions_are_answered_below_the_plan(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "train.py", "--what-if", "memory=4GiB", "--why-not", "accumulate", "--quiet"])
+    out = capsys.readouterr().out
+    assert "what if\nplan " in out
+    assert "budget: memory <= 4.00 GiB" in out
+    assert "why not: accumulate is not needed" in out
+    assert "next: steelyard run" not in out
+
+
+def test_an_edit_is_checked_and_becomes_current(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = planned.read_text().replace("micro_batches = 2", "micro_batches = 4") + "# mine\n"
+    planned.write_text(edited)
+    assert main(["explain", str(planned)]) == 0
+    out = capsys.readouterr().out
+    assert "was edited" in out
+    assert "296" not in out
+    assert main(["plan", "train.py", "--check", str(planned)]) == 0
+    assert planned.read_text() == edited
+    assert main(["explain", str(planned)]) == 0
+    assert "~296 MiB" in capsys.readouterr().out
+
+
+def test_a_plan_that_no_longer_fits_says_so_in_its_exit_code(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned.write_text(planned.read_text().replace("300 MiB", "200 MiB"))
+    assert main(["plan", "train.py", "--check", str(planned)]) == 3
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_what_a_person_wrote_is_not_overwritten(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned.write_text(planned.read_text().replace("nth = 0", "nth = 1"))
+    before = planned.read_bytes()
+    assert "would be overwritten" in fails(capsys, "plan", "train.py", code=2)
+    assert planned.read_bytes() == before
+    assert main(["plan", "train.py", "-o", "other.plan.toml"]) == 0
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def test_run_prints_the_receipt_and_keeps_it_beside_the_plan(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "run train.py --steps 200 --checkpoint c --checkpoint-every 50 --seed 0"
+    assert main(arguments.split()) == 0
+    captured = capsys.readouterr()
+    assert "1.45 s  +16.9 %  <- largest miss" in captured.out
+    assert asked("load_planned") == {"path": Path("train.plan.toml")}
+    found = asked("run_workload")
+    assert (found["checkpoint"], found["checkpoint_every"]) == (Path("c"), 50)
+    assert (found["steps"], found["seed"], found["resume"]) == (200, 0, False)
+    assert read_plan(planned).measured == MEASURED
+    main(["explain", str(planned)])
+    assert "1.45 s" in capsys.readouterr().out
+
+
+def test_a_log_has_a_line_now_and_then(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["run", "train.py", "--steps", "200"])
+    lines = [l for l in capsys.readouterr().err.splitlines() if l.startswith("step ")]
+    assert lines[0] == "step 1/200  loss 8.9900  1.31 s  peak ~296 MiB"
+    assert lines[-1] == "step 200/200  loss 7.0000  1.31 s  peak 297 MiB (~296 MiB)"
+    assert len(lines) <= 21
+    main(["run", "train.py", "--steps", "200", "--quiet"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start", "folder"),
+    [
+        ("", False, None),
+        ("--checkpoint c", False, "c"),
+        ("--checkpoint c --resume", True, "c"),
+        ("--resume c", True, "c"),
+        ("--checkpoint c --resume c", True, "c"),
+        ("--resume c/step-000003", "c/step-000003", "c"),
+        ("--checkpoint d --resume c/step-000003", "c/step-000003", "d"),
+    ],
+)
+def test_where_a_run_goes_on_from(
+    api: fake_api.Fake, planned: Path, arguments: str, start: str | bool, folder: str | None
+) -> None:
+    main(f"run train.py --steps 2 {arguments}".split())
+    assert asked("run_workload")["resume"] == (Path(start) if isinstance(start, str) else start)
+    assert asked("run_workload")["checkpoint"] == (Path(folder) if folder else None)
+
+
+def test_the_reasons_of_the_search_outlive_a_run(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["run", "train.py", "--steps", "2"])
+    assert "taken (2 of 41 offers)" in capsys.readouterr().out
+    found = read_plan(planned).plan
+    assert found is not None
+    assert (found.taken, found.frontier) == (PLAN.taken, PLAN.frontier)
+
+
+def test_decisions_that_nobody_weighed_are_listed_as_they_are(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned.write_text(planned.read_text().replace("micro_batches = 2", "micro_batches = 4"))
+    main(["plan", "train.py", "--check", str(planned)])
+    out = capsys.readouterr().out
+    assert "decisions (3)\n  accumulate: degree 4\n" in out
+    assert "recompute: aten.gelu.default #0 in blocks.*.mlp (4)" in out
+
+
+def test_a_missed_interval_fails_a_strict_run_only(api: fake_api.Fake, planned: Path) -> None:
+    assert main(["run", "train.py", "--steps", "2"]) == 0
+    assert main(["run", "train.py", "--steps", "2", "--strict"]) == 5
+    api.measured = replace(MEASURED, step_seconds=1.24)
+    assert main(["run", "train.py", "--steps", "2", "--strict"]) == 0
+
+
+# --- the other verbs ------------------------------------------------------------------------------
+
+
+def test_frontier_shows_the_curve_without_a_budget(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["frontier", "train.py"]) == 0
+    assert asked("plan_workload")["budget"] == Budget()
+    assert asked("charted") == {}
+    assert "*  ~296 MiB    ~1.24 s" in capsys.readouterr().out
+    assert not Path("train.plan.toml").exists()
+
+
+def test_doctor_says_what_is_in_the_way(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 0
+    assert "note  compiler: none\n      install g++" in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][1]["verdict"] == "note"
+
+
+def test_demo_ends_in_a_receipt(api: fake_api.Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plain PyTorch: killed at 300 MiB\nplan ")
+    assert main(["demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "steelyard.receipt/1"
+
+
+@pytest.mark.parametrize("zoom", ["receipt", "offers", "peak", "frontier"])
+def test_explain_at_every_zoom(
+    planned: Path, zoom: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert main(["explain", str(planned), "--zoom", zoom, "--html", str(page)]) == 0
+    assert capsys.readouterr().out.startswith("plan af9d")
+    assert "<svg" in page.read_text()
+
+
+def test_explain_without_predictions_says_how_to_get_them(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned.with_suffix(".json").unlink()
+    assert main(["explain", str(planned)]) == 0
+    out = capsys.readouterr().out
+    assert "there are no predictions beside it" in out
+    assert "blocks.*.mlp" in out
+    assert main(["explain", str(planned), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "not predicted"
+
+
+# --- how it fails ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan", "requires an argument"),
+        ("pln train.py", "Did you mean"),
+        ("plan train.py --memry 3GiB", "Did you mean"),
+        ("plan train.py --memory 2gigs", "unknown unit 'gigs'"),
+        ("plan train.py --memory 0", "not a possible amount"),
+        ("plan train.py --memory -1", "not"),
+        ("plan train.py --step-time fast", "not an amount"),
+        ("plan train.py --maximize width", "batch"),
+        ("plan train.py --runner triton", "python"),
+        ("plan train.py -o plan.json", "ends in .toml"),
+        ("plan train.py --what-if memry=4GiB", "did you mean memory?"),
+        ("plan train.py --what-if 4GiB", "--what-if memory=4GiB"),
+        ("plan train.py --check x.toml --memory 3GiB", "takes its budget from the plan file"),
+        ("run train.py --plan none.toml", "does not exist"),
+        ("run train.py --steps 0", "--steps 0 is not possible"),
+        ("run train.py --steps two", "two"),
+        ("run train.py --resume", "does not say from where"),
+        ("run train.py --resume c --checkpoint d", "are two folders"),
+        ("explain none.toml", "does not exist"),
+        ("explain none.toml --html", "html"),
+    ],
+)
+def test_bad_arguments_are_named(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    assert said in fails(capsys, *arguments.split(), code=2)
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def outcome() -> None:
+        raise error
+
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CaptureRefused("a branch on data", expected="none", remedy="use torch.where"), 2),
+        (Infeasible("nothing fits 3 MiB", expected="171 MiB", remedy="--memory 171MiB"), 3),
+        (NonFinite("the loss is nan at step 3", expected="a number", remedy="lower lr"), 4),
+    ],
+)
+def test_errors_of_ours_carry_their_exit_code(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    api.outcome = raising(error)
+    assert error.args[0] in fails(capsys, "plan", "train.py", code=code)
+
+
+USERS = """
+def workload():
+    prepare()
+
+def prepare():
+    {0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(7)", "SystemExit: 7"),
+        ("raise RuntimeError('x' * 5000 + '\\n' * 50)", "RuntimeError: xxx"),
+        ("raise ValueError('\\x1b[2J\\x07')", "ValueError: \\x1b[2J\\x07"),
+        ("raise KeyError", "KeyError"),
+    ],
+)
+def test_an_error_in_the_users_script_names_their_line(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str], body: str, said: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(USERS.format(body))
+    scope: dict[str, Any] = {}
+    exec(compile(script.read_text(), str(script), "exec"), scope)  # as api.load_workload does
+    api.outcome = scope["workload"]
+    lines = fails(capsys, "plan", "train.py", code=2)
+    assert "planning failed at train.py:6 in prepare" in lines
+    assert said in lines
+    assert "--debug" in lines
+
+
+def test_debug_shows_the_traceback(api: fake_api.Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    api.outcome = raising(RuntimeError("deep inside"))
+    assert main(["plan", "train.py", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("next: ")
+
+
+def test_memory_that_ran_out_is_called_by_its_name(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def outcome() -> None:
+        if fake_api.ASKED[-1][0] == "run_workload":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    api.outcome = outcome
+    assert "smaller --memory" in fails(capsys, "run", "train.py", "--steps", "2", code=4)
+
+
+def test_a_page_that_cannot_be_written_is_bad_input(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = fails(capsys, "explain", str(planned), "--html", "/no/such/folder/x.html", code=2)
+    assert "cannot be written" in said
+
+
+# --- as a process ---------------------------------------------------------------------------------
+
+
+def steelyard_process(*arguments: str, fake: str = "", **kwargs: Any) -> "subprocess.Popen[str]":
+    command = "import sys; from steelyard.cli import main; sys.exit(main())"
+    how = ["-m", "tests.fake_api", fake] if fake else ["-c", command]
+    return subprocess.Popen(
+        [sys.executable, *how, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONPATH": str(ROOT), **kwargs.pop("env", {})},
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["plan train.py", "run train.py --plan train.plan.toml", "frontier train.py", "doctor", "demo"],
+)
+def test_ctrl_c_is_one_line_and_130(verb: str, planned: Path) -> None:
+    process = steelyard_process(
+        *verb.split(), fake="wait", cwd=planned.parent, start_new_session=True
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.startswith("steelyard: interrupted")
+    assert err.count("\n") == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_ctrl_c_that_an_import_swallowed_still_stops(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def swallow() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    api.outcome = swallow
+    assert main(["plan", "train.py"]) == 130
+    assert capsys.readouterr().err == "steelyard: interrupted\n"
+    assert not Path("train.plan.toml").exists()
+
+    def swallow_and_fail() -> None:
+        swallow()
+        raise AttributeError("partially initialized module")
+
+    api.outcome = swallow_and_fail
+    assert main(["plan", "train.py", "--json"]) == 130
+    captured = capsys.readouterr()
+    assert captured.err.endswith("steelyard: interrupted\n")
+    assert json.loads(captured.out)["kind"] == "Interrupted"
+    api.outcome = None
+    assert main(["plan", "train.py"]) == 0
+
+
+def test_ctrl_c_in_a_run_says_how_far_it_came(planned: Path) -> None:
+    process = steelyard_process(
+        *["run", "train.py", "--steps", "100000", "--seed", "50"], fake="answer", cwd=planned.parent
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("step 1/100000")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("steelyard: interrupted after step ")
+
+
+def test_a_reader_who_leaves_is_no_error(planned: Path) -> None:
+    with steelyard_process("explain", str(planned)) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_log_that_is_closed_does_not_stop_training(planned: Path) -> None:
+    run = "run train.py --steps 40"
+    with steelyard_process(*run.split(), fake="answer", cwd=planned.parent) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.stdout is not None
+        assert "<- largest miss" in process.stdout.read()
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding_is_plain_and_never_crashes(planned: Path, encoding: str) -> None:
+    write_explanation(planned, replace(PLAN, title="größe ☃ \udcff"))
+    process = steelyard_process(
+        "explain", str(planned), env={"PYTHONIOENCODING": encoding, "TERM": "xterm-256color"}
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "plan --help", "explain train.plan.toml", "explain none.toml", "bogus"]
+)
+def test_what_only_reads_a_plan_never_imports_torch(planned: Path, arguments: str) -> None:
+    probe = (
+        "import sys; from steelyard.cli import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'numpy', 'ortools'} & set(sys.modules)), file=sys.stderr)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", probe, *arguments.split()],
+        cwd=planned.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stderr.splitlines()[-1] == "[]"
+
+
+def test_help_tells_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for verb in ("plan", "run", "frontier", "explain", "doctor", "demo", "--install-completion"):
+        assert f" {verb} " in out
+    for code in ("0 ok", "2 bad input", "3 no plan", "4 the run", "5 a measurement", "130"):
+        assert code in out

@@ -1,0 +1,415 @@
+"""A canary for each private torch name: fails the day the name moves or comes to mean another.
+
+Not for what Steelyard does with them: that is tested where it is done.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelyard import _torch
+
+aten = torch.ops.aten
+_SOURCE = Path(__file__).resolve().parents[1] / "src" / "steelyard"
+
+
+class Step(nn.Module):
+    """A linear layer, BatchNorm for its buffers, a frozen scale, and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, batch: Any) -> Tensor:
+        result: Tensor = (self.inner(batch["x"]) * self.scale).square().mean()
+        return result
+
+
+@pytest.fixture(scope="module")
+def dynamo_graph() -> Any:
+    with _torch.capture_settings(set()):
+        return _torch.dynamo_graph_capture_for_export(Step())({"x": torch.randn(2, 4)})
+
+
+@pytest.fixture(scope="module")
+def joint(dynamo_graph: Any) -> torch.fx.GraphModule:
+    with _torch.capture_settings(set()), contextlib.ExitStack() as stack:
+        exported = _torch.aot_export_joint_with_descriptors(
+            stack, dynamo_graph, ({"x": torch.randn(2, 4)},), decompositions={}
+        )
+    graph: torch.fx.GraphModule = exported.graph_module
+    return graph
+
+
+def test_every_name_has_a_canary_here_and_a_user_in_the_package() -> None:
+    here = Path(__file__).read_text()
+    used = "\n".join(p.read_text() for p in _SOURCE.rglob("*.py") if p.name != "_torch.py")
+    for name in _torch.__all__:
+        assert re.search(rf"_torch\.{name}\b", here), f"{name} has no canary"
+        assert re.search(rf"_torch\.{name}\b", used), f"{name} is used nowhere: take it out"
+
+
+def test_everything_that_is_imported_or_defined_is_listed() -> None:
+    tree = ast.parse((_SOURCE / "_torch.py").read_text())
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            found.add(node.name)
+    assert found == set(_torch.__all__)
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+
+def test_dynamo_graph_capture_for_export_knows_modules_and_source_lines(dynamo_graph: Any) -> None:
+    stacks = [
+        (str(list(node.meta["nn_module_stack"].values())[-1][0]), node.meta["stack_trace"])
+        for node in dynamo_graph.graph.nodes
+        if node.op == "call_function" and "nn_module_stack" in node.meta
+    ]
+    assert any("inner" in path and "test_torch.py" in trace for path, trace in stacks)
+    names = dict(dynamo_graph.named_parameters(remove_duplicate=False))
+    assert sum(p.requires_grad for p in names.values()) == 4
+
+
+def test_aot_export_joint_with_descriptors_traces_forward_and_backward(joint: Any) -> None:
+    tags = {
+        node.meta.get("partitioner_tag") for node in joint.graph.nodes if node.op == "call_function"
+    }
+    assert tags == {"is_forward", "is_backward"}
+    behind = [n for n in joint.graph.nodes if n.meta.get("partitioner_tag") == "is_backward"]
+    assert any("inner" in str(n.meta.get("fwd_nn_module_stack")) for n in behind)
+
+
+def test_leaving_the_random_state_tracker_takes_back_what_tracing_left_there() -> None:
+    tracker, left = _torch.PhiloxStateTracker, torch.zeros(())
+    with tracker():
+        tracker.fwd_state.set_state(left, left)
+        tracker.bwd_state.set_state(left, left)
+        tracker.mark_beginning_of_backward()
+    for state in (tracker.running_state, tracker.fwd_state, tracker.bwd_state):
+        assert not any(value is left for value in vars(state).values())
+
+
+def test_descriptors_of_inputs_name_parameters_buffers_batch_and_tangent(joint: Any) -> None:
+    found = [node.meta["desc"] for node in joint.graph.find_nodes(op="placeholder")]
+
+    def targets(kind: Any) -> list[str]:
+        return sorted(d.target for d in found if isinstance(d, kind))
+
+    assert len(targets(_torch.ParamAOTInput)) == 5
+    assert len(targets(_torch.BufferAOTInput)) == 3
+    assert any("weight" in target for target in targets(_torch.ParamAOTInput))
+    assert [d.idx for d in found if isinstance(d, _torch.PlainAOTInput)] == [0]
+    assert sum(isinstance(d, _torch.TangentAOTInput) for d in found) == 1
+    assert len(found) == 5 + 3 + 1 + 1
+
+
+def test_descriptors_of_outputs_name_the_input_they_belong_to(joint: Any) -> None:
+    output = joint.graph.output_node()
+    values = [d for v, d in zip(output.args[0], output.meta["desc"], strict=True) if v is not None]
+    by_descriptor = {str(n.meta["desc"]) for n in joint.graph.find_nodes(op="placeholder")}
+    gradients = [d for d in values if isinstance(d, _torch.GradAOTOutput)]
+    updates = [d for d in values if isinstance(d, _torch.InputMutationAOTOutput)]
+    assert sum(isinstance(d, _torch.PlainAOTOutput) for d in values) == 1
+    assert len(gradients) == 4
+    assert len(updates) == 3
+    assert {str(d.grad_of) for d in gradients} <= by_descriptor
+    assert {str(d.mutated_input) for d in updates} <= by_descriptor
+
+
+def test_op_overload_names_itself_as_namespace_operator_overload(joint: Any) -> None:
+    targets = [n.target for n in joint.graph.nodes if n.op == "call_function"]
+    overloads = {str(t) for t in targets if isinstance(t, _torch.OpOverload)}
+    assert "aten.addmm.default" in overloads
+    assert isinstance(aten.add.Tensor, _torch.OpOverload)
+    assert not isinstance(aten.add, _torch.OpOverload)
+
+
+# --- settings while tracing -----------------------------------------------------------------------
+
+
+def test_capture_settings_are_dynamos_own_and_are_put_back() -> None:
+    import torch._dynamo.config as config  # noqa: TID251 - that it has moved is what is tested
+
+    names = (
+        "ignore_logging_functions",
+        "allow_rnn",
+        "assume_static_by_default",
+        "automatic_dynamic_shapes",
+        "specialize_float",
+    )
+    before = [getattr(config, name) for name in names]
+    with _torch.capture_settings({print}):
+        assert [getattr(config, n) for n in names] == [{print}, True, True, False, True]
+    assert [getattr(config, name) for name in names] == before
+
+
+def test_capture_settings_leave_mkldnn_off_only_inside() -> None:
+    before = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    with _torch.capture_settings(set()):
+        assert not torch.backends.mkldnn.enabled
+    assert torch.backends.mkldnn.enabled == before
+
+
+def test_capture_settings_still_find_the_hidden_decompositions() -> None:
+    """Should torch keep them elsewhere or drop them, taking them away is no longer right."""
+    key = torch._C.DispatchKey  # noqa: TID251 - that it has moved is what is tested
+    keys = (key.CompositeImplicitAutograd, key.Autograd)
+    operators = (aten.lstm.input, aten.gru.input, aten.upsample_bilinear2d.vec)
+
+    def hidden() -> list[bool]:
+        return [any(k in operator.py_kernels for k in keys) for operator in operators]
+
+    assert hidden() == [True, True, True]
+    with _torch.capture_settings(set()):
+        assert hidden() == [False, False, False]
+    assert hidden() == [True, True, True]
+
+
+def test_quiet_logs_is_about_the_logger_that_torch_writes_shape_failures_to(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        with _torch.FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.empty(2, 3) @ torch.empty(2, 3)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    with _torch.quiet_logs():
+        assert not logger.isEnabledFor(logging.CRITICAL)
+        fail()
+    assert not caplog.records
+    assert logger.level == level
+    assert "torch._subclasses.fake_tensor" in logging.root.manager.loggerDict
+
+
+# --- fake tensors and dispatch --------------------------------------------------------------------
+
+
+def test_fake_tensor_mode_gives_shapes_strides_and_storages_without_memory() -> None:
+    with _torch.FakeTensorMode(allow_non_fake_inputs=True):
+        large = torch.empty(1 << 20, 1 << 20)
+        view, parameter = large.t(), nn.Parameter(torch.empty_strided((2, 3), (1, 2)))
+    assert isinstance(large, _torch.FakeTensor)
+    assert view.stride() == (1, 1 << 20)
+    assert large.untyped_storage().nbytes() == 4 << 40
+    assert isinstance(parameter, _torch.FakeTensor)
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.stride() == (1, 2)
+
+
+def test_torch_dispatch_mode_sees_each_operator_below_autograd() -> None:
+    seen: list[str] = []
+
+    class Log(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.ones(2, requires_grad=True)
+    with Log():
+        (weight * 2).sum().backward()
+    assert seen[:2] == ["aten.mul.Tensor", "aten.sum.default"]
+    assert "aten.expand.default" in seen
+
+
+def test_storage_key_is_shared_by_aliases_and_by_nothing_else() -> None:
+    x = torch.ones(4)
+    assert _torch.storage_key(x) == _torch.storage_key(x[1:].view(3, 1))
+    assert _torch.storage_key(x) != _torch.storage_key(torch.ones(4))
+    with _torch.FakeTensorMode():
+        fake = torch.ones(4)
+        assert _torch.storage_key(fake) == _torch.storage_key(fake[1:])
+        assert _torch.storage_key(fake) != _torch.storage_key(fake.clone())
+
+
+def test_below_autograd_records_nothing() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with _torch.below_autograd():
+        result = aten.mul.Tensor(weight, 2)
+    assert result.grad_fn is None
+    assert aten.mul.Tensor(weight, 2).grad_fn is not None
+
+
+def test_builtin_of_calls_the_same_operator() -> None:
+    x = torch.randn(3)
+    assert _torch.builtin_of(aten.add.Tensor) is not aten.add.Tensor
+    assert torch.equal(_torch.builtin_of(aten.add.Tensor)(x, 1, alpha=2), x + 2)
+    assert _torch.builtin_of(torch.add) is torch.add
+
+
+def test_mutates_is_what_the_schema_says() -> None:
+    assert _torch.mutates(aten.add_.Tensor)
+    assert _torch.mutates(aten._foreach_add_.Scalar)
+    assert _torch.mutates(aten.mul.out)
+    assert not _torch.mutates(aten.add.Tensor)
+    assert not _torch.mutates(aten.view.default)
+
+
+def test_draws_is_what_the_tag_says_but_for_attention_without_dropout() -> None:
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    x = torch.zeros(1, 1, 2, 2)
+    assert _torch.draws(aten.bernoulli.p, (x, 0.5), {})
+    assert not _torch.draws(aten.mul.Tensor, (x, x), {})
+    assert _torch.draws(flash, (x, x, x, 0.1), {})
+    assert _torch.draws(flash, (x, x, x), {"dropout_p": 0.1})
+    for args in ((x, x, x), (x, x, x, 0.0)):
+        before = torch.get_rng_state()
+        assert not _torch.draws(flash, args, {})
+        flash(*args)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_is_view_is_what_the_schema_says() -> None:
+    for look in (aten.t.default, aten.view.default, aten.expand.default, aten.split.Tensor):
+        assert _torch.is_view(look)
+    for no_look in (aten.add.Tensor, aten.add_.Tensor, aten.clone.default, aten.mul.out):
+        assert not _torch.is_view(no_look)
+
+
+def test_any_hooks_finds_both_kinds() -> None:
+    def parameter() -> nn.Parameter:
+        return nn.Parameter(torch.ones(2))
+
+    early, late, bare = parameter(), parameter(), parameter()
+    handle = early.register_hook(lambda gradient: gradient)
+    late.register_post_accumulate_grad_hook(lambda p: None)
+    assert _torch.any_hooks([bare, early])
+    assert _torch.any_hooks([bare, late])
+    assert not _torch.any_hooks([bare])
+    handle.remove()
+    assert not _torch.any_hooks([bare, early])
+
+
+# --- pytrees --------------------------------------------------------------------------------------
+
+
+def test_pytrees_give_leaves_with_paths_in_one_order() -> None:
+    tree = {"b": [1, (2, None)], "a": 3}
+    leaves, spec = _torch.tree_flatten(tree)
+    paths = [_torch.keystr(path) for path, _ in _torch.tree_flatten_with_path(tree)[0]]
+    assert leaves == _torch.tree_leaves(tree) == [1, 2, None, 3]
+    assert paths == ["['b'][0]", "['b'][1][0]", "['b'][1][1]", "['a']"]
+    assert _torch.tree_unflatten(leaves, spec) == tree
+    assert _torch.tree_map(str, tree) == {"b": ["1", ("2", "None")], "a": "3"}
+
+
+def test_specs_of_pytrees_tell_their_kind_and_children() -> None:
+    """The binding of batches compares them part by part."""
+    spec = _torch.tree_flatten({"b": 1, "a": (2, 3)})[1]
+    assert spec.type is dict
+    assert spec.context == ["b", "a"]
+    assert spec.num_children == 2
+    assert [child.type for child in spec.children()][1] is tuple
+    assert spec == _torch.tree_flatten({"b": 5, "a": (6, 7)})[1]
+
+
+# --- Inductor -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_inductor_decompositions_draw_no_random_numbers_their_own_way() -> None:
+    table = _torch.inductor_decompositions()
+    assert aten.gelu.default in table
+    assert aten.native_dropout.default not in table
+    assert aten.rand_like.default not in table
+
+
+def test_inductor_decompositions_of_pooling_find_the_module_they_read() -> None:
+    code = (
+        "import sys; from steelyard import _torch; _torch.inductor_decompositions();"
+        "sys.exit('torch._inductor.lowering' not in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_cpp_compiler_is_none_where_there_is_none() -> None:
+    import torch._inductor.config as config  # noqa: TID251 - the setting that the search reads
+    from torch._inductor import cpp_builder  # noqa: TID251
+
+    def forget() -> None:
+        # What was found is remembered for the life of the process.
+        cpp_builder.get_cpp_compiler.__globals__["cpp_compiler_search"].cache_clear()
+
+    found = _torch.cpp_compiler()
+    assert found is None or found
+    forget()
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert _torch.cpp_compiler() is None
+    forget()
+    assert _torch.cpp_compiler() == found
+
+
+def test_cpp_errors_are_exceptions() -> None:
+    assert all(issubclass(kind, Exception) for kind in _torch.cpp_errors())
+
+
+def _small(mode: Any) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    with mode:
+        x = torch.empty(8, 4)
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    doubled = graph.call_function(aten.mul.Tensor, (given, 2.0))
+    shifted = graph.call_function(aten.add.Tensor, (doubled, given))
+    given.meta["val"] = x
+    with mode:
+        doubled.meta["val"], shifted.meta["val"] = x * 2.0, x * 2.0 + x
+    graph.output((shifted,))
+    return torch.fx.GraphModule(nn.Module(), graph), [x]
+
+
+@pytest.mark.slow
+def test_inductor_lowered_writes_source_and_inductor_compiled_runs() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with _torch.inductor_settings() as mode:
+            graph, fakes = _small(mode)
+            _, source, lowering = _torch.inductor_lowered(
+                graph, fakes, mode=mode, is_backward=False
+            )
+            assert "def call(" in source or "def call(self" in source
+            assert lowering.name_to_buffer
+            assert dict(lowering.constants) == {}
+            if _torch.cpp_compiler() is None:
+                pytest.skip("no C++ compiler here")
+            graph, fakes = _small(mode)
+            run = _torch.inductor_compiled(graph, fakes, mode=mode, is_backward=False)
+    x = torch.randn(8, 4)
+    given = [x]
+    (result,) = run(given)
+    assert given == []
+    assert torch.allclose(result, 3 * x)
+    assert run.source_code
+    assert len(run.output_strides) == 1
+
+
+# --- what modules keep private, read by the watch on a live model ---------------------------------
+
+
+def test_modules_keep_their_tables_under_the_names_that_are_watched() -> None:
+    tables = (
+        *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    )
+    module = nn.Linear(2, 2)
+    module.register_full_backward_hook(lambda *_: None)
+    assert set(tables) <= set(vars(module))
+    assert module._backward_hooks
+    module.register_full_backward_pre_hook(lambda *_: None)
+    assert module._backward_pre_hooks
