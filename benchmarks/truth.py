@@ -1,0 +1,171 @@
+"""Memory truth and time truth: what plans say of models that we did not write, beside what is.
+
+For each model, three budgets between the least it can run in and what it takes unplanned; each
+plan is applied and run. Memory: predicted peak against the allocator's, metered from a clean
+level. Time: predicted against measured ratio of the plan to the unplanned graph, CPU seconds of
+interleaved pairs. A model a process, so that no model sees another's heap.
+
+    python benchmarks/truth.py [--runner inductor] [--models gpt,hf_t5] [--pairs 12]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MODELS = (
+    *("gpt", "gpt_sdpa", "resnet_bn", "moe", "hf_gpt2", "hf_llama"),
+    *("hf_bert", "hf_t5", "hf_vit", "hf_resnet"),
+)
+PLACES = (0.15, 0.45, 0.75)
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.child:
+        for line in _one_model(arguments.child, arguments.runner, arguments.pairs):
+            print("CASE " + json.dumps(line), flush=True)
+        return 0
+    cases: list[dict[str, Any]] = []
+    for name in arguments.models.split(","):
+        command = [sys.executable, __file__, "--child", name, "--runner", arguments.runner]
+        command += ["--pairs", str(arguments.pairs)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = [json.loads(x[5:]) for x in done.stdout.splitlines() if x.startswith("CASE ")]
+        cases += found
+        for case in found:
+            print(json.dumps(case))
+        if done.returncode != 0:
+            cases.append({"model": name, "error": done.stderr.strip().splitlines()[-1:]})
+            print(f"{name} failed:\n{done.stderr[-1500:]}", file=sys.stderr)
+    figures = _verdicts(cases, arguments.runner)
+    ok = all(figure["ok"] for figure in figures)
+    print(json.dumps({**figures[1], "ok": ok, "figures": figures, "cases": len(cases)}))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--runner", default="python", choices=("python", "inductor"))
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--child", default="")
+    return parser.parse_args()
+
+
+def _one_model(name: str, runner: Any, pairs: int) -> Any:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    warnings.simplefilter("ignore")
+    import torch
+
+    import steelyard as sy
+    from tests.zoo import case
+
+    torch.set_num_threads(1)
+    model, loss, batch = case(name).make(0, "small")
+    make = partial(torch.optim.AdamW, lr=1e-4)
+    look = sy.plan(model, loss, batch, optimizer=make, runner=runner)
+    plain = look.apply()
+    low, high = _least(look), look.plan.unplanned.peak.nbytes
+    for place in PLACES:
+        budget = int(low + place * (high - low))
+        begin = time.perf_counter()
+        try:
+            planned = look.what_if(memory=budget)
+        except sy.SteelyardError as refusal:
+            yield {"model": name, "budget": budget, "refused": str(refusal)}
+            continue
+        seconds = time.perf_counter() - begin
+        step = planned.apply()
+        for _ in range(3):
+            step(batch)
+        measured = step.receipt().measured.memory_bytes
+        assert measured is not None
+        predicted = planned.plan.predicted
+        ratio = planned.plan.slowdown
+        assert ratio is not None
+        found = _paired(plain, step, batch, pairs)
+        yield {
+            "model": name,
+            "budget": budget,
+            "predicted_bytes": predicted.peak.nbytes,
+            "measured_bytes": measured,
+            "memory_miss": predicted.peak.nbytes / measured - 1,
+            "exceeds": measured > budget,
+            "trades": sorted({t.trade for t in planned.plan.taken}),
+            "predicted_ratio": ratio.value,
+            "ratio_interval": [ratio.low, ratio.high],
+            "measured_ratio": found[0],
+            "measured_interval": found[1:],
+            "ratio_miss": ratio.value / found[0] - 1,
+            "plan_seconds": seconds,
+        }
+
+
+def _least(look: Any) -> int:
+    """What the refusal of an impossible budget says."""
+    try:
+        look.what_if(memory=look.plan.unplanned.peak.resident_bytes)
+    except Exception as refusal:  # noqa: BLE001 - Infeasible, whose module needs no import here
+        return int(refusal.least_bytes)  # type: ignore[attr-defined]
+    raise AssertionError("a step cannot run in what stays for the whole step")
+
+
+def _paired(plain: Any, step: Any, batch: Any, pairs: int) -> tuple[float, float, float]:
+    def cpu_seconds(live: Any) -> float:
+        begin = time.process_time()
+        live.backward(batch)
+        live.zero_grad()
+        return time.process_time() - begin
+
+    ratios = []
+    for _ in range(pairs):
+        before = cpu_seconds(plain.live)
+        ratios.append(cpu_seconds(step.live) / before)
+    ratios.sort()
+    return median(ratios), ratios[pairs // 10], ratios[-1 - pairs // 10]
+
+
+def _verdicts(cases: list[dict[str, Any]], runner: str) -> list[dict[str, Any]]:
+    good = [c for c in cases if "measured_bytes" in c]
+    refused = sum("refused" in c for c in cases)
+    misses = sorted(abs(c["memory_miss"]) for c in good)
+    worst_target = 0.03 if runner == "python" else 0.05
+    times = sorted(abs(c["ratio_miss"]) for c in good)
+    inside = [c["ratio_interval"][0] <= c["measured_ratio"] <= c["ratio_interval"][1] for c in good]
+    exceeding = sum(c["exceeds"] for c in good)
+    failed = len(cases) - len(good) - refused
+    figures = [
+        _figure(f"memory miss, median of {len(good)}, {runner}", misses, median(misses), 0.01),
+        _figure(f"memory miss, worst of {len(good)}, {runner}", misses, misses[-1], worst_target),
+        _figure(f"plans over their budget, {runner}", None, exceeding, 0),
+        _figure(f"plans that failed, {runner}", None, failed, 0),
+        _figure(f"budgets refused, {runner}", None, refused / len(cases), 0.1),
+    ]
+    if runner == "python":
+        outside = 1 - sum(inside) / len(inside)
+        figures += [
+            _figure(f"time ratio miss, median of {len(good)}", times, median(times), 0.05),
+            _figure(f"time ratio outside its interval, of {len(good)}", None, outside, 0.1),
+        ]
+    return figures
+
+
+def _figure(name: str, all_of: list[float] | None, value: float, target: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "value": value,
+        "interval": all_of and [all_of[0], all_of[-1]],
+        "target": target,
+        "ok": value <= target,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
