@@ -68,8 +68,8 @@ def _refuse_others(value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> 
             continue
         seen.add(function)
         leaf = getattr(function, "variable", None)
-        outside = isinstance(leaf, torch.Tensor) and not isinstance(leaf, _torch.FakeTensor)
-        if outside and id(leaf) not in ours:
+        within = leaf is None or isinstance(leaf, _torch.FakeTensor)
+        if not within and id(leaf) not in ours:
             raise CaptureRefused(
                 f"the loss trains a tensor of shape {list(leaf.shape)} that is no parameter of the "
                 "model",
