@@ -67,9 +67,8 @@ def _refuse_others(value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> 
         if function is None or function in seen:
             continue
         seen.add(function)
-        leaf = getattr(function, "variable", None)
-        within = leaf is None or isinstance(leaf, _torch.FakeTensor)
-        if not within and id(leaf) not in ours:
+        leaf: torch.Tensor | None = getattr(function, "variable", None)
+        if leaf is not None and not isinstance(leaf, _torch.FakeTensor) and id(leaf) not in ours:
             raise CaptureRefused(
                 f"the loss trains a tensor of shape {list(leaf.shape)} that is no parameter of the "
                 "model",
