@@ -297,6 +297,24 @@ def test_any_hooks_finds_both_kinds() -> None:
     assert not _torch.any_hooks([bare, early])
 
 
+def test_hooks_of_all_modules_are_the_live_registers() -> None:
+    from torch.nn.modules import module as m
+
+    adders = {
+        "forward hook": m.register_module_forward_hook,
+        "forward pre-hook": m.register_module_forward_pre_hook,
+        "backward hook": m.register_module_full_backward_hook,
+        "backward pre-hook": m.register_module_full_backward_pre_hook,
+    }
+    registers = _torch.hooks_of_all_modules()
+    assert set(registers) == set(adders)
+    for kind, add in adders.items():
+        assert not registers[kind]
+        handle = add(lambda *_: None)
+        assert registers[kind]
+        handle.remove()
+
+
 # --- pytrees --------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,7 @@ __all__ = [
     "cpp_errors",
     "draws",
     "dynamo_graph_capture_for_export",
+    "hooks_of_all_modules",
     "inductor_compiled",
     "inductor_decompositions",
     "inductor_lowered",
@@ -199,6 +200,18 @@ _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 def any_hooks(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether some parameter has tensor hooks or post-accumulate-grad hooks."""
     return any(map(_HOOKS, parameters)) or any(map(_LATE_HOOKS, parameters))
+
+
+def hooks_of_all_modules() -> dict[str, dict[int, Any]]:
+    """The live registers of hooks that run for every module there is, by kind of hook."""
+    from torch.nn.modules import module
+
+    return {
+        "forward hook": module._global_forward_hooks,
+        "forward pre-hook": module._global_forward_pre_hooks,
+        "backward hook": module._global_backward_hooks,
+        "backward pre-hook": module._global_backward_pre_hooks,
+    }
 
 
 def draws(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from steelyard import _torch
 from steelyard.capture.source import StepSource
-from steelyard.core.errors import SteelyardError
+from steelyard.core.errors import CaptureRefused, SteelyardError
 from steelyard.core.program import Program
 from steelyard.measure import operators
 from tests import zoo
@@ -143,3 +144,15 @@ def test_what_cannot_be_captured_is_refused_in_three_lines(case: Case) -> None:
     assert len(str(refusal).splitlines()) == 3
     assert refusal.expected
     assert refusal.remedy
+
+
+@pytest.mark.parametrize("kind", _torch.hooks_of_all_modules())
+def test_hooks_of_every_module_are_refused(kind: str) -> None:
+    source = source_of(zoo.case("gpt").make())
+    register = _torch.hooks_of_all_modules()[kind]
+    register[0] = lambda *_: None
+    try:
+        with pytest.raises(CaptureRefused, match=f"every module has a global {kind} "):
+            source.captured()
+    finally:
+        del register[0]

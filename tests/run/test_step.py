@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from steelyard import _torch
 from steelyard.core.errors import BadInput, Mismatch
@@ -397,6 +398,19 @@ CHANGES: dict[str, tuple[Callable[[Watched], object], str]] = {
         r"parameter norm\.bias is now float32\[5\]",
     ),
 }
+
+
+def test_a_hook_of_every_module_is_refused_when_it_comes_after_planning() -> None:
+    model, batch = Watched(), {"x": torch.randn(6, 4)}
+    step = live(model, square, batch)
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(Mismatch, match="a forward hook of every module appeared"):
+            step(batch)
+    finally:
+        handle.remove()
+    step(batch)
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -23,7 +23,7 @@ from steelyard.run.bind import (
 )
 from steelyard.run.counting import shares
 from steelyard.run.emit import Emitted, emit
-from steelyard.run.frozen import LossWatch
+from steelyard.run.frozen import FrozenWatch, read_by_loss, read_by_model
 from steelyard.run.watch import ModelWatch, OptimizerWatch
 
 Constants = Mapping[str, torch.Tensor]
@@ -68,7 +68,9 @@ class LiveStep:
         self._other_shape = other_shape
         self._runner = runner
         self._watch = ModelWatch(model, constants)
-        self._loss_watch = LossWatch(loss) if loss is not None else None
+        self._frozen = [FrozenWatch("model", read_by_model(model))]
+        if loss is not None:
+            self._frozen.append(FrozenWatch("loss", read_by_loss(loss)))
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._layout = BatchLayout(batch)
@@ -111,8 +113,8 @@ class LiveStep:
         """All that can be refused, before anything is touched."""
         self._refuse_modes()
         self._watch.check()
-        if self._loss_watch is not None:
-            self._loss_watch.check()
+        for watch in self._frozen:
+            watch.check()
         if self._optimizer_watch is not None:
             self._optimizer_watch.check()
         leaves = self._layout.leaves(batch)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from steelyard import _torch
 from steelyard.core.errors import Mismatch
 
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
@@ -56,6 +57,7 @@ class ModelWatch:
             for path, module in modules.items()
             for register, kind in _REGISTERS.items()
         ]
+        registers += [("every module", k, d) for k, d in _torch.hooks_of_all_modules().items()]
         self._filled = [r for r in registers if r[2]]
         self._filled_dicts = [d for _, _, d in self._filled]
         self._empty = [r for r in registers if not r[2]]
