@@ -315,6 +315,19 @@ def test_hooks_of_all_modules_are_the_live_registers() -> None:
         handle.remove()
 
 
+def test_a_fake_tensor_can_be_made_up_from_a_layout() -> None:
+    mode = _torch.FakeTensorMode()
+    with mode:
+        found = torch.empty(3, 4, dtype=torch.float64).t()
+        made = _torch.FakeTensor(mode, _torch.on_meta(found), found.fake_device)
+        for fake in (found, made):
+            assert (fake.shape, fake.stride(), fake.dtype) == ((4, 3), (1, 4), torch.float64)
+            assert fake.fake_device == torch.device("cpu")
+        assert (made @ torch.ones(3, 2, dtype=torch.float64)).shape == (4, 2)
+    assert _torch.on_meta(found).device.type == "meta"
+    assert type(_torch.on_meta(found)) is torch.Tensor
+
+
 # --- pytrees --------------------------------------------------------------------------------------
 
 

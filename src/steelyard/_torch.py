@@ -77,6 +77,7 @@ __all__ = [
     "is_view",
     "keystr",
     "mutates",
+    "on_meta",
     "quiet_logs",
     "storage_key",
     "tree_flatten",
@@ -231,6 +232,14 @@ def is_view(operator: OpOverload) -> bool:
     return bool(returned) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returned
     )
+
+
+def on_meta(fake: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same layout, as a FakeTensor is made of, whatever modes are at work."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
 
 
 def storage_key(tensor: torch.Tensor) -> int:

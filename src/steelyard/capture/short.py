@@ -30,15 +30,15 @@ def shortened(model: nn.Module, loss: Loss, batch: Any) -> Short | None:
     short = cut(model)
     if short is None:
         return None
-    whole = forward_calls(model, loss, batch)
     try:
+        whole = forward_calls(model, loss, batch)
         three = eager_twin(short.model, loss, batch)
         fours = {
             prefix: eager_twin(with_one_more(model, short.stretches, prefix), loss, batch)
             for prefix in short.stretches
         }
     except CaptureRefused:
-        return None  # with fewer blocks it does not even run
+        return None  # with fewer blocks, or on what is made up, it does not even run
     expected, peak_bytes = Counter(three.calls), three.peak_bytes
     for prefix, four in fours.items():
         more = short.stretches[prefix].count - 3
