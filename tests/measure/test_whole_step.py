@@ -1,26 +1,44 @@
-from steelyard.measure.whole_step import Runnable, whole_step
+from steelyard.measure.whole_step import Runnable, beside, whole_step
+
+SHORT = 0.01
 
 
-def test_programs_take_turns() -> None:
+def test_a_long_step_is_run_seldom_and_one_beyond_all_bounds_never() -> None:
+    calls: list[str] = []
+    run = lambda: calls.append("x")  # noqa: E731
+    counts = []
+    for seconds in (SHORT, 2.0, 4.0, 9.0):
+        calls.clear()
+        found = whole_step(Runnable(run=run, operator_seconds=seconds), seconds_budget=12.0)
+        assert (found is None) == (not calls)
+        counts.append(len(calls))
+    assert counts == [9, 6, 3, 0]
+
+
+def test_few_rounds_leave_a_doubt() -> None:
+    found = whole_step(Runnable(run=lambda: None, operator_seconds=6.0), seconds_budget=12.0)
+    assert found is not None
+    assert found.low <= found.value * 0.95
+    assert found.high >= found.value * 1.05
+
+
+def test_two_programs_take_turns() -> None:
     calls: list[str] = []
     programs = [
-        Runnable(run=lambda name=name: calls.append(name), operator_seconds=1.0) for name in "ab"
+        Runnable(run=lambda name=name: calls.append(name), operator_seconds=SHORT) for name in "ab"
     ]
-    whole_step(programs, rounds=3)
-    assert calls[-6:] == list("ababab")
-    assert calls.count("a") == calls.count("b") > 3
+    beside(*programs, seconds_budget=1.0)
+    assert calls == list("ab") * 9
 
 
-def test_the_interval_covers_every_program() -> None:
+def test_the_same_work_said_to_be_less_is_so_many_times_its_sum() -> None:
     def run() -> int:
         return sum(range(20000))
 
-    # The same work, said to be a thousand times less in one of them.
-    found = whole_step(
-        [
-            Runnable(run=run, operator_seconds=1.0),
-            Runnable(run=run, operator_seconds=1e-3),
-        ]
-    )
+    def said(seconds: float) -> Runnable:
+        return Runnable(run=run, operator_seconds=seconds)
+
+    found = beside(said(SHORT / 1000), said(SHORT), seconds_budget=1.0)
+    assert found is not None
     assert 0 < found.low <= found.value <= found.high
-    assert found.high / found.low > 30
+    assert 300 < found.value < 3000

@@ -22,16 +22,14 @@ from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
 from steelyard.measure.operators import measure_operators
 from steelyard.measure.update import update_call_seconds
-from steelyard.measure.whole_step import Runnable, whole_step
+from steelyard.measure.whole_step import Runnable, beside, whole_step
 from steelyard.predict import peak_bytes
 from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
 
-# A check against a whole step is worth this long; steps that take longer go unchecked.
-_CHECK_SECONDS = 6.0
-_FEWEST_ROUNDS = 3
-_WARMUPS = 2
+# A check against a whole step is worth this long; steps that take half as long go unchecked.
+_CHECK_SECONDS = 12.0
 _SHARE_OF_FREE_MEMORY = 0.5
 
 
@@ -47,7 +45,12 @@ class Prices:
         self._on_progress = on_progress
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
-        self.costs = Costs(device=cluster.device, operators=self._operators)
+        self._cuts: dict[str, Estimate] = {}
+        self._cut_seconds: dict[int, float] = {}
+        self._base: Program
+        self.costs = Costs(
+            device=cluster.device, operators=self._operators, other_wholes=self._cuts
+        )
         self.notes: list[str] = []
 
     def know(self, *graphs: Graph) -> None:
@@ -72,19 +75,75 @@ class Prices:
         seconds = update_call_seconds(make, dims=dims, calls=calls)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
-    def check(self, source: StepSource, program: Program) -> None:
+    def check(self, source: StepSource, base: Program) -> None:
         """Hold the list against a whole step, where one can be run in reasonable time."""
-        seconds = sum(
-            self.costs.seconds(program.graph.by_name[i.node]).value
-            for i in program.instructions
-            if i.sink is None
-        )
-        rounds = min(7, int(_CHECK_SECONDS / max(seconds, 1e-9)) - _WARMUPS)
-        fits = peak_bytes(program, self.costs) < _SHARE_OF_FREE_MEMORY * available_bytes()
-        if self._is_here and rounds >= _FEWEST_ROUNDS and fits and _can_run(source):
-            self._on_progress("checking them against a whole step")
-            whole = _checked(source, program, seconds, rounds)
+        self._base = base
+        if not self._can_run(source, base):
+            return
+        self._on_progress("checking them against a whole step")
+        with _untouched(source.model):
+            whole = whole_step(self._runnable(source, base), seconds_budget=_CHECK_SECONDS)
+        if whole is not None:
             self.costs = replace(self.costs, whole_step=whole)
+
+    def check_cut(self, source: StepSource, cut: Program) -> None:
+        """The same for the step in micro-batches, beside the whole one, once for each number.
+
+        Of two numbers the finer is never said to be faster: that is noise, or a cache that a larger
+        step will not fit. So more memory never makes a plan slower.
+        """
+        if cut.graph.fingerprint in self._cuts:
+            return
+        relative = None
+        if self._can_run(source, cut):
+            self._on_progress(f"checking them against a step in {cut.repeats} micro-batches")
+            with _untouched(source.model):
+                relative = beside(
+                    self._runnable(source, cut),
+                    self._runnable(source, self._base),
+                    seconds_budget=_CHECK_SECONDS,
+                )
+        whole = self.costs.whole_step.times(relative or Estimate.exactly(1.0))
+        coarser = [self._operator_seconds(self._base) * self.costs.whole_step.value]
+        coarser += [t for parts, t in self._cut_seconds.items() if parts < cut.repeats]
+        seconds = self._operator_seconds(cut)
+        value = max(whole.value, max(coarser) / seconds) if seconds else whole.value
+        high = max(whole.high, value * self.costs.whole_step.high / self.costs.whole_step.value)
+        self._cuts[cut.graph.fingerprint] = replace(whole, value=value, high=high)
+        self._cut_seconds[cut.repeats] = value * seconds
+
+    def _can_run(self, source: StepSource, program: Program) -> bool:
+        """Whether a step on the live model is possible and leaves nothing behind."""
+        return (
+            self._is_here
+            and not source.is_imagined
+            and not source.captured().is_grown
+            and not _torch.any_hooks(list(source.model.parameters()))
+            and self._operator_seconds(program) > 0
+            and peak_bytes(program, self.costs) < _SHARE_OF_FREE_MEMORY * available_bytes()
+        )
+
+    def _runnable(self, source: StepSource, program: Program) -> Runnable:
+        """The step on the user's model, within ``_untouched``."""
+        parts = program.repeats
+        step = LiveStep(
+            source.model,
+            program,
+            constants=source.captured(micro_batches=parts).constants,
+            batch=source.batch,
+            reduction=source.reduction().value if parts > 1 else "mean",
+        )
+
+        def run() -> None:
+            step.backward(source.batch)
+            step.zero_grad()
+
+        return Runnable(run=run, operator_seconds=self._operator_seconds(program))
+
+    def _operator_seconds(self, program: Program) -> float:
+        nodes = program.graph.by_name
+        computed = [nodes[i.node] for i in program.instructions if i.sink is None]
+        return program.repeats * sum(self.costs.seconds(node).value for node in computed)
 
 
 class PricedSource:
@@ -97,6 +156,8 @@ class PricedSource:
     def graph(self, *, micro_batches: int) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches)
         self._prices.know(graph)
+        if micro_batches > 1:
+            self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
         return graph
 
     def divisors(self) -> tuple[int, ...]:
@@ -104,29 +165,6 @@ class PricedSource:
 
     def why_not_split(self) -> str | None:
         return self._source.why_not_split()
-
-
-def _checked(source: StepSource, program: Program, seconds: float, rounds: int) -> Estimate:
-    """Run the unplanned step on the user's model, and leave no trace of it."""
-    captured = source.captured()
-    step = LiveStep(source.model, program, constants=captured.constants, batch=source.batch)
-
-    def run() -> None:
-        step.backward(source.batch)
-        step.zero_grad()
-
-    with _untouched(source.model):
-        return whole_step([Runnable(run=run, operator_seconds=seconds)], rounds=rounds)
-
-
-def _can_run(source: StepSource) -> bool:
-    """Whether a step on the live model is possible and leaves nothing behind."""
-    parameters = list(source.model.parameters())
-    return (
-        not source.captured().is_grown
-        and not _torch.any_hooks(parameters)
-        and not source.is_imagined
-    )
 
 
 @contextlib.contextmanager

@@ -35,6 +35,18 @@ class Estimate:
     def scaled(self, factor: float) -> "Estimate":
         return Estimate(value=self.value * factor, low=self.low * factor, high=self.high * factor)
 
+    def times(self, other: "Estimate") -> "Estimate":
+        """Of what is not negative."""
+        return Estimate(
+            value=self.value * other.value, low=self.low * other.low, high=self.high * other.high
+        )
+
+    def over(self, other: "Estimate") -> "Estimate":
+        """What ``other`` was multiplied by to give this."""
+        return Estimate(
+            value=self.value / other.value, low=self.low / other.low, high=self.high / other.high
+        )
+
     def contains(self, measured: float) -> bool:
         return self.low <= measured <= self.high
 

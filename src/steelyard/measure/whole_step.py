@@ -12,7 +12,11 @@ import torch
 from steelyard.core.quad import Estimate
 from steelyard.measure.clock import Clock, spread
 
-_WARMUPS = 2
+_MOST_ROUNDS = 7
+_LONG_SECONDS = 1.0
+# So few rounds do not show their own noise: steps on shared machines differ by as much.
+_FEW_ROUNDS = 3
+_DOUBT = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,22 +32,49 @@ class Runnable:
 
 
 def whole_step(
-    programs: Sequence[Runnable], *, rounds: int = 7, device: torch.device | None = None
-) -> Estimate:
-    """Whole over sum: the median over programs and rounds, the programs taking turns.
+    program: Runnable, *, seconds_budget: float, device: torch.device | None = None
+) -> Estimate | None:
+    """Whole over sum: the median over rounds; None where not even one is worth its time."""
+    found = _taking_turns((program,), seconds_budget, device)
+    return _spread([seconds for (seconds,) in found])
 
-    The interval is from the least to the most of the tenth to ninetieth percentile of each, so
-    that with several programs it also says how far one factor holds for all.
+
+def beside(
+    other: Runnable, base: Runnable, *, seconds_budget: float, device: torch.device | None = None
+) -> Estimate | None:
+    """Whole over sum of ``other`` over that of ``base``, the two taking turns.
+
+    What the machine does meanwhile it does to both.
     """
+    found = _taking_turns((other, base), seconds_budget, device)
+    return _spread([ours / theirs for ours, theirs in found])
+
+
+def _spread(samples: list[float]) -> Estimate | None:
+    if not samples:
+        return None
+    found = spread(samples)
+    if len(samples) >= _FEW_ROUNDS:
+        return found
+    doubt = Estimate.within(found.value, share=_DOUBT)
+    return Estimate(
+        value=found.value, low=min(found.low, doubt.low), high=max(found.high, doubt.high)
+    )
+
+
+def _taking_turns(
+    programs: Sequence[Runnable], seconds_budget: float, device: torch.device | None
+) -> list[list[float]]:
+    """Whole over sum of each program, round by round."""
+    assert all(program.operator_seconds > 0 for program in programs)
     clock = Clock(device or torch.device("cpu"))
-    for program in programs:
-        assert program.operator_seconds > 0
-        for _ in range(_WARMUPS):
+    once = sum(program.operator_seconds for program in programs)
+    # Of a long step the first touch of memory and caches is a small part.
+    warmups = 2 if once < _LONG_SECONDS else 1
+    rounds = min(_MOST_ROUNDS, int(seconds_budget / once) - warmups)
+    if rounds < 1:
+        return []
+    for _ in range(warmups):
+        for program in programs:
             program.run()
-    ratios: list[list[float]] = [[] for _ in programs]
-    for _ in range(rounds):
-        for program, found in zip(programs, ratios, strict=True):
-            found.append(clock.seconds(program.run) / program.operator_seconds)
-    each = [spread(found) for found in ratios]
-    middle = spread([e.value for e in each]).value
-    return Estimate(value=middle, low=min(e.low for e in each), high=max(e.high for e in each))
+    return [[clock.seconds(p.run) / p.operator_seconds for p in programs] for _ in range(rounds)]

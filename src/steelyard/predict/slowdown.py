@@ -31,7 +31,10 @@ def slowdown(program: Program, base: Program, costs: Costs) -> Estimate:
     ratio = 1 + added / before
     # Doubts of many operators are not all on one side.
     width = _SAME_STEP_SHARE * ratio + doubt / before / 2
-    return Estimate(value=ratio, low=max(0.0, ratio - width), high=ratio + width)
+    by_operators = Estimate(value=ratio, low=max(0.0, ratio - width), high=ratio + width)
+    return by_operators.times(
+        costs.whole_step_of(program.graph).over(costs.whole_step_of(base.graph))
+    )
 
 
 def _calls(program: Program) -> Counter[str]:

@@ -51,7 +51,8 @@ class Durations:
 def durations(program: Program, costs: Costs) -> Durations:
     """One pass over the program, without what repeats it and what follows."""
     nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
-    computation = _product(_total([costs.seconds(n) for n in nodes]), costs.whole_step)
+    whole = costs.whole_step_of(program.graph)
+    computation = _total([costs.seconds(n) for n in nodes]).times(whole)
     if not program.exchanges:
         return Durations(
             computation=computation, communication=NOTHING, exposed=NOTHING, step=computation
@@ -85,10 +86,6 @@ def _total(costs: Sequence[Estimate]) -> Estimate:
     )
 
 
-def _product(a: Estimate, b: Estimate) -> Estimate:
-    return Estimate(value=a.value * b.value, low=a.low * b.low, high=a.high * b.high)
-
-
 _Pick = Callable[[Estimate], float]
 
 
@@ -108,7 +105,7 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     """``device`` and ``link`` pick the end of the interval that is played."""
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
-    whole = device(costs.whole_step)
+    whole = device(costs.whole_step_of(program.graph))
     clock = exposed = 0.0
     begins: list[float] = []
     idle_from: dict[str, float] = {}  # of each axis's link

@@ -195,7 +195,7 @@ class Tally:
         self.left_bytes = int(self._bytes[self._stays].sum())
         self._update_bytes = peak_bytes(bare, costs) + self.left_bytes
         self.plain_seconds = step_seconds(program, costs).value
-        self._factor = program.repeats * costs.whole_step.value
+        self._factor = program.repeats * costs.whole_step_of(program.graph).value
 
     def storages_of(self, values: Iterable[str]) -> frozenset[int]:
         """The choice that recomputes these values."""
