@@ -259,8 +259,10 @@ def test_the_batch_is_cut_only_where_that_helps() -> None:
     source = Split(graph, (1, 2, 4, 8))
     searching = Search(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
     whole = searching.explored()
+    assert searching.find(Budget()).micro_batches == 1
+    assert source.asked == [], "nothing is captured where nothing is asked for"
     assert searching.find(Budget(memory_bytes=whole.plain.peak_bytes)).micro_batches == 1
-    assert source.asked == [], "nothing is captured for a step that fits as it is"
+    assert set(source.asked) == {2}, "nothing finer is captured once cutting is slower"
     answer = searching.find(Budget(memory_bytes=whole.least.peak_bytes - 1))
     assert answer.micro_batches > 1
     assert answer.rules[0].degree == answer.micro_batches

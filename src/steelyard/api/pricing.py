@@ -6,6 +6,7 @@ Not for measuring itself: see measure/.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -46,7 +47,8 @@ class Prices:
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
         self._cuts: dict[str, Estimate] = {}
-        self._cut_seconds: dict[int, float] = {}
+        # Of the step in so many micro-batches, beside the uncut one.
+        self._cut_times: dict[int, float] = {}
         self._base: Program
         self.costs = Costs(
             device=cluster.device, operators=self._operators, other_wholes=self._cuts
@@ -89,8 +91,9 @@ class Prices:
     def check_cut(self, source: StepSource, cut: Program) -> None:
         """The same for the step in micro-batches, beside the whole one, once for each number.
 
-        Of two numbers the finer is never said to be faster: that is noise, or a cache that a larger
-        step will not fit. So more memory never makes a plan slower.
+        A cut may be faster, where its smaller operators stay in the processor's cache; it is said
+        to be only if it was so in nearly all rounds. Once finer cuts have become slower, finer ones
+        still are no faster: the search looks no further there.
         """
         if cut.graph.fingerprint in self._cuts:
             return
@@ -103,14 +106,16 @@ class Prices:
                     self._runnable(source, self._base),
                     seconds_budget=_CHECK_SECONDS,
                 )
-        whole = self.costs.whole_step.times(relative or Estimate.exactly(1.0))
-        coarser = [self._operator_seconds(self._base) * self.costs.whole_step.value]
-        coarser += [t for parts, t in self._cut_seconds.items() if parts < cut.repeats]
-        seconds = self._operator_seconds(cut)
-        value = max(whole.value, max(coarser) / seconds) if seconds else whole.value
-        high = max(whole.high, value * self.costs.whole_step.high / self.costs.whole_step.value)
-        self._cuts[cut.graph.fingerprint] = replace(whole, value=value, high=high)
-        self._cut_seconds[cut.repeats] = value * seconds
+        relative = relative or Estimate.exactly(1.0)
+        alone = self._operator_seconds(cut) / self._operator_seconds(self._base)
+        times = sorted((p, t) for p, t in self._cut_times.items() if p < cut.repeats)
+        coarser = [1.0, *(t for _, t in times)]
+        has_turned = any(b >= a for a, b in pairwise(coarser))
+        if has_turned or alone * relative.high >= coarser[-1]:
+            slower = max(relative.value, coarser[-1] / alone)
+            relative = replace(relative, value=slower, high=max(relative.high, slower))
+        self._cut_times[cut.repeats] = alone * relative.value
+        self._cuts[cut.graph.fingerprint] = self.costs.whole_step.times(relative)
 
     def _can_run(self, source: StepSource, program: Program) -> bool:
         """Whether a step on the live model is possible and leaves nothing behind."""

@@ -42,9 +42,12 @@ class Estimate:
         )
 
     def over(self, other: "Estimate") -> "Estimate":
-        """What ``other`` was multiplied by to give this."""
+        """What ``other`` was multiplied by to give this, up to rounding."""
+        value = self.value / other.value
         return Estimate(
-            value=self.value / other.value, low=self.low / other.low, high=self.high / other.high
+            value=value,
+            low=min(value, self.low / other.low),
+            high=max(value, self.high / other.high),
         )
 
     def contains(self, measured: float) -> bool:

@@ -294,7 +294,8 @@ def _verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
 
 
 def _about(value: float, unit: Unit, of: str) -> str:
-    return f"~{amount(value, unit)} {of}" if value > 0 else "nothing"
+    sign = "-" if value < 0 else ""
+    return f"~{sign}{amount(abs(value), unit)} {of}" if value else "nothing"
 
 
 def _least_is(plan: Plan) -> str:

@@ -122,8 +122,9 @@ class Search:
     def _best(self, budget: Budget) -> tuple[int, Point]:
         """The fastest over all numbers of micro-batches that could be it.
 
-        Cutting the batch costs time even where nothing is recomputed, and the more the finer it
-        is cut: once that alone is no faster than the best, finer cuts are not looked at.
+        Cutting the batch costs time even where nothing is recomputed, and from some number on the
+        more the finer it is cut: once that alone is no faster than the best, finer cuts are not
+        looked at.
         """
         limit = budget.memory_bytes
         best: tuple[int, Point] | None = None
@@ -134,8 +135,8 @@ class Search:
             point = explored.within(limit)
             if point is not None and (best is None or point.seconds < best[1].seconds):
                 best = parts, point
-            if point is explored.plain:
-                break
+            if budget == Budget():
+                break  # nothing is asked for, so nothing is traded
         if best is None:
             parts, least = self._least()
             program = self._strike(self._rules(parts, least))
@@ -201,7 +202,7 @@ def _spread(degrees: Sequence[int]) -> tuple[int, ...]:
 
 
 def _gap(explored: Explored, point: Point, budget: Budget) -> Gap | None:
-    """None where no memory is bounded: the unplanned program is the fastest there is."""
+    """None where no memory is bounded."""
     if budget.memory_bytes is None or not explored.tally.unit_of:
         return None
     tally = explored.tally
