@@ -29,9 +29,11 @@ from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
 
-# A check against a whole step is worth this long; steps that take half as long go unchecked.
-_CHECK_SECONDS = 12.0
+# A check against a whole step is worth this long, and one of each number of micro-batches; steps
+# that take longer go unchecked.
+_CHECK_SECONDS, _CUT_CHECK_SECONDS = 12.0, 8.0
 _SHARE_OF_FREE_MEMORY = 0.5
+_UNCHECKED = Estimate(value=1.0, low=0.8, high=1.25)
 
 
 class Prices:
@@ -104,9 +106,9 @@ class Prices:
                 relative = beside(
                     self._runnable(source, cut),
                     self._runnable(source, self._base),
-                    seconds_budget=_CHECK_SECONDS,
+                    seconds_budget=_CUT_CHECK_SECONDS,
                 )
-        relative = relative or Estimate.exactly(1.0)
+        relative = relative or _UNCHECKED
         alone = self._operator_seconds(cut) / self._operator_seconds(self._base)
         times = sorted((p, t) for p, t in self._cut_times.items() if p < cut.repeats)
         coarser = [1.0, *(t for _, t in times)]

@@ -69,11 +69,12 @@ def _taking_turns(
     assert all(program.operator_seconds > 0 for program in programs)
     clock = Clock(device or torch.device("cpu"))
     once = sum(program.operator_seconds for program in programs)
-    # Of a long step the first touch of memory and caches is a small part.
-    warmups = 2 if once < _LONG_SECONDS else 1
-    rounds = min(_MOST_ROUNDS, int(seconds_budget / once) - warmups)
-    if rounds < 1:
+    possible = int(seconds_budget / once)
+    if not possible:
         return []
+    # Of a long step the first touch of memory and caches is a small part.
+    warmups = min(2 if once < _LONG_SECONDS else 1, possible - 1)
+    rounds = min(_MOST_ROUNDS, possible - warmups)
     for _ in range(warmups):
         for program in programs:
             program.run()

@@ -7,34 +7,48 @@ Not for the times themselves: see predict.py.
 from collections import Counter
 
 from steelyard.core.costs import Costs
-from steelyard.core.graph import Node
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 
-# One program against itself, CPU seconds of interleaved pairs on shared machines: 0.98 to 1.02.
-_SAME_STEP_SHARE = 0.02
+# Measured beside predicted ratios of plans that only recompute (benchmarks/truth.py, one thread):
+# up to this much faster than their operators, since a smaller heap has fewer pages to fetch anew.
+_OTHER_HEAP_SHARE = 0.06
 
 
 def slowdown(program: Program, base: Program, costs: Costs) -> Estimate:
-    """Seconds of ``program`` over those of ``base``: forward and backward pass, no update."""
-    ours, theirs = _calls(program), _calls(base)
-    nodes = {**_nodes(base), **_nodes(program)}
-    before = sum(n * costs.seconds(nodes[s]).value for s, n in theirs.items())
+    """Seconds of ``program`` over those of ``base``: forward and backward pass, no update.
+
+    Step by step: what the program adds to its own graph's plain step, and that step, which has been
+    run in turns with ``base`` if it is in micro-batches, beside ``base``.
+    """
+    plain = Program.plain(program.graph).repeated(program.repeats)
+    before = _seconds(base, costs)
     if not before:
         return Estimate.exactly(1.0)
+    cut = costs.whole_step_of(program.graph).over(costs.whole_step_of(base.graph))
+    return _added(program, plain, costs).times(cut.scaled(_seconds(plain, costs) / before))
+
+
+def _added(program: Program, plain: Program, costs: Costs) -> Estimate:
+    """By the operators: of two programs over one graph."""
+    ours, theirs = _calls(program), _calls(plain)
+    nodes = {n.signature: n for n in plain.graph.nodes if not n.is_free}
     added = doubt = 0.0
     for signature in ours.keys() | theirs.keys():
         more = ours[signature] - theirs[signature]
         cost = costs.seconds(nodes[signature])
         added += more * cost.value
         doubt += abs(more) * max(cost.high - cost.value, cost.value - cost.low)
+    before = _seconds(plain, costs)
     ratio = 1 + added / before
     # Doubts of many operators are not all on one side.
-    width = _SAME_STEP_SHARE * ratio + doubt / before / 2
-    by_operators = Estimate(value=ratio, low=max(0.0, ratio - width), high=ratio + width)
-    return by_operators.times(
-        costs.whole_step_of(program.graph).over(costs.whole_step_of(base.graph))
-    )
+    width = _OTHER_HEAP_SHARE * ratio + doubt / before / 2
+    return Estimate(value=ratio, low=max(0.0, ratio - width), high=ratio + width)
+
+
+def _seconds(program: Program, costs: Costs) -> float:
+    nodes = {n.signature: n for n in program.graph.nodes if not n.is_free}
+    return sum(n * costs.seconds(nodes[s]).value for s, n in _calls(program).items())
 
 
 def _calls(program: Program) -> Counter[str]:
@@ -45,7 +59,3 @@ def _calls(program: Program) -> Counter[str]:
         if instruction.sink is None and not node.is_free:
             calls[node.signature] += program.repeats
     return calls
-
-
-def _nodes(program: Program) -> dict[str, Node]:
-    return {n.signature: n for n in program.graph.nodes if not n.is_free}
