@@ -139,6 +139,18 @@ def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path: Path)
     ]
 
 
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_run_that_is_done_already_says_so_and_changes_nothing(steps: int, tmp_path: Path) -> None:
+    done, again = a_run(), a_run()
+    train(done, listed(), steps=4, seed=0, checkpoints=Checkpoints(folder=tmp_path, every=2))
+    notes: list[str] = []
+    resumed = Checkpoints(folder=tmp_path, every=2, resume=True)
+    finished = train(again, listed(), steps=steps, on_note=notes.append, checkpoints=resumed)
+    assert finished.step == 4
+    assert notes == [f"no step was taken: the checkpoint is at step 4, of {steps} to take"]
+    assert_same_model(done.model, again.model)
+
+
 def test_a_damaged_checkpoint_offers_the_one_before(tmp_path: Path) -> None:
     train(a_run(), listed(), steps=6, seed=0, checkpoints=Checkpoints(folder=tmp_path, every=2))
     for name in ("step-000006", "step-000004"):

@@ -89,6 +89,8 @@ def train(
     with run.holding_folder(), _Signals() as signals:
         run.begin()
         first = run.step
+        if first >= steps:
+            run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
         while run.step < steps and not signals.received:
             metered = meter if run.step == first + 1 else None
             report = _one_step(run, metered, steps, predicted_bytes)
@@ -185,7 +187,7 @@ class _Run:
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
                 raise
-            self._tell(f"{error.happened}; training goes on, {error.remedy}")
+            self.tell(f"{error.happened}; training goes on, {error.remedy}")
 
     def save_last(self) -> None:
         if self._folder is None or self.step == 0:
@@ -212,7 +214,7 @@ class _Run:
         )
         self.saved = self._folder.add(self.step, write)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         if self._note is not None:
             self._note(text)
 
@@ -234,7 +236,7 @@ class _Run:
         self.step = position.step
         self.saved = chosen
         for path in folder.go_on_from(chosen):
-            self._tell(f"set aside {path.name}: it is later than {chosen.name}")
+            self.tell(f"set aside {path.name}: it is later than {chosen.name}")
 
 
 class _Signals:
