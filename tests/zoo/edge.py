@@ -245,6 +245,22 @@ def complex_parameter(scale: Scale) -> Sample:
     return Filter(), class_loss, _rows()
 
 
+@_legal.add("complex layers, whose backward conjugates lazily: kernels copy what they read so")
+def complex_layers(scale: Scale) -> Sample:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(_WIDTH, 64, dtype=torch.complex64)
+            self.second = nn.Linear(64, 64, dtype=torch.complex64)
+            self.head = nn.Linear(64, _WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.second(self.first(x.cfloat()).tanh()).abs())
+            return result
+
+    return Layers(), class_loss, _rows()
+
+
 @_legal.add("the weight is computed from two parameters at every call")
 def weight_norm(scale: Scale) -> Sample:
     return parametrizations.weight_norm(nn.Linear(_WIDTH, _WIDTH)), class_loss, _rows()

@@ -204,6 +204,7 @@ class _Reader:
                     dtype=str(leaf.dtype).removeprefix("torch."),
                     storage=self._storage(leaf, role),
                     offset=int(leaf.storage_offset()),
+                    pending=_pending(leaf),
                 )
             )
         return tuple(found)
@@ -294,7 +295,14 @@ def _layouts(node: torch.fx.Node) -> str:
 
 
 def layout(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{_stride_note(tensor)}"
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{_stride_note(tensor)}"
+        f"{_pending(tensor)}"
+    )
+
+
+def _pending(tensor: torch.Tensor) -> str:
+    return "conj" * tensor.is_conj() + "neg" * tensor.is_neg()
 
 
 def _stride_note(tensor: torch.Tensor) -> str:

@@ -44,13 +44,18 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One tensor of a node: how it lies on which storage."""
+    """One tensor of a node: how it lies on which storage.
+
+    ``pending`` names what torch has put off to whoever reads it (conj, neg): most kernels then make
+    a copy first.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     storage: int
     offset: int = 0
+    pending: str = ""
 
     @property
     def numel(self) -> int:

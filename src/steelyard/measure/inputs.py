@@ -12,6 +12,8 @@ import torch
 from steelyard.core.graph import Argument, Graph, Node, Ref, Symbol, Tensor
 from steelyard.operators import operator_named
 
+_NEGATED = operator_named("aten._neg_view.default")
+
 # Values are drawn once and copied from here: drawing costs more than most operators.
 _POOL = 1 << 20
 _RUN = 64
@@ -69,7 +71,9 @@ class Source:
             flat.copy_(torch.randint(below, (extent,), generator=self._generator, dtype=dtype))
         else:
             _tile(flat, self._pool(dtype))
-        return flat.as_strided(like.shape, like.stride)
+        made = flat.as_strided(like.shape, like.stride)
+        made = made.conj() if "conj" in like.pending else made
+        return _NEGATED(made) if "neg" in like.pending else made
 
     def _pool(self, dtype: torch.dtype) -> torch.Tensor:
         pool = self._pools.get(dtype)
