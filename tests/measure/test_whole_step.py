@@ -15,7 +15,7 @@ def test_a_long_step_is_run_seldom_and_one_beyond_all_bounds_never() -> None:
     assert counts == [9, 6, 3, 1, 0]
 
 
-def test_few_rounds_leave_a_doubt() -> None:
+def test_a_check_leaves_a_doubt() -> None:
     found = whole_step(Runnable(run=lambda: None, operator_seconds=6.0), seconds_budget=12.0)
     assert found is not None
     assert found.low <= found.value * 0.95
