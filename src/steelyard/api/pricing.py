@@ -94,8 +94,8 @@ class Prices:
         """The same for the step in micro-batches, beside the whole one, once for each number.
 
         A cut may be faster, where its smaller operators stay in the processor's cache; it is said
-        to be only if it was so in nearly all rounds. Once finer cuts have become slower, finer ones
-        still are no faster: the search looks no further there.
+        to be only beyond the doubt of the check. Once a cut is slower than a coarser one, finer
+        cuts are not said to be faster again: the search looks no further there.
         """
         if cut.graph.fingerprint in self._cuts:
             return
