@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import steelyard as sy
 from steelyard import _torch
@@ -40,3 +41,20 @@ def test_the_measured_peak_is_within_the_budget(
     assert measured <= budget
     assert measured == pytest.approx(step.plan.predicted.peak.nbytes, rel=0.05)
     assert losses[-1] < losses[0]
+
+
+def test_each_point_of_the_curve_is_what_inductor_makes_of_its_rules() -> None:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Sigmoid())]
+    batch = torch.randn(512, 32)
+    look = sy.plan(
+        nn.Sequential(*layers), lambda m, b: m(b).square().mean(), batch, runner="inductor"
+    )
+    points = look.frontier
+    assert len(points) >= 2
+    assert [p.memory_bytes for p in points] == sorted({p.memory_bytes for p in points})
+    seconds = [p.step_seconds for p in points]
+    assert seconds == sorted(seconds, reverse=True)
+    assert points[-1].memory_bytes == look.plan.unplanned.peak.nbytes
+    assert points[-1].rules == ()
+    within = look.what_if(memory=points[1].memory_bytes).plan
+    assert within.predicted.peak.nbytes <= points[1].memory_bytes

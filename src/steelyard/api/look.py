@@ -3,6 +3,7 @@
 Not for deciding: see search/. Not for the public calls: see planning.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -20,7 +21,8 @@ from steelyard.core.cluster import Cluster
 from steelyard.core.plan import MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
-from steelyard.core.trade import Trade
+from steelyard.core.rules import Rule
+from steelyard.core.trade import Trade, strike
 from steelyard.predict import predict
 from steelyard.run.lowered import lower
 from steelyard.search import Found, Search
@@ -84,9 +86,16 @@ class Look:
         return Search(
             self.base,
             trades=self.request.trades,
-            source=PricedSource(self.source, self.prices),
+            source=self._priced_source,
             costs=self.prices.costs,
         )
+
+    @cached_property
+    def _priced_source(self) -> PricedSource:
+        return PricedSource(self.source, self.prices)
+
+    def struck(self, rules: Sequence[Rule]) -> Program:
+        return strike(self.base, rules, trades=TRADES, source=self._priced_source)
 
     def made_for(self) -> MadeFor:
         return MadeFor(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
 from steelyard.core.errors import Infeasible
-from steelyard.core.plan import Prediction
+from steelyard.core.plan import FrontierPoint, Prediction
 from steelyard.search import Found
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ _TRIES = 5
 _MARGIN = 0.05
 # What a plan may leave unused before another try is made to use it.
 _UNUSED_SHARE = 0.04
+# Of the curve; each is a lowering.
+_POINTS = 6
 
 
 def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
@@ -35,7 +37,9 @@ def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     fits: tuple[Found, Prediction] | None = None
     too_much: int | None = None
     least: Prediction | None = None
-    for _ in range(_TRIES):
+    tries = 0
+    while tries < _TRIES:
+        tries += 1
         found = _at_most(look, budget, asked)
         lowered = look.unplanned if not found.rules else look.priced(found.program)
         nbytes = lowered.peak.nbytes
@@ -49,7 +53,8 @@ def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
             asked += limit - nbytes
         else:
             too_much = asked
-            if fits is not None or found.prediction.peak.nbytes == found.least.nbytes:
+            is_least = not found.least_within and found.prediction.peak.nbytes == found.least.nbytes
+            if fits is not None or is_least:
                 break
             asked = min(asked, found.prediction.peak.nbytes) - (nbytes - limit)
     if fits is None:
@@ -57,7 +62,7 @@ def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
         needed = math.ceil(least.peak.nbytes * (1 + margin))
         raise Infeasible(
             f"no plan for Inductor was found within memory <= {format_bytes(budget.memory_bytes)}: "
-            f"the smallest of {_TRIES} tries takes ~{format_bytes(least.peak.nbytes)}",
+            f"the smallest of {tries} tries takes ~{format_bytes(least.peak.nbytes)}",
             expected=f"at least ~{format_bytes(needed)}, set by "
             f"{least.peak.at} in {least.peak.path or 'the loss'}",
             remedy="raise --memory, use a smaller batch, or take runner='python'",
@@ -66,7 +71,28 @@ def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     return fits
 
 
+def lowered_frontier(look: "Look") -> tuple[FrontierPoint, ...]:
+    """The curve of the captured graph, a few of its points, each as Inductor runs it."""
+    points = [
+        replace(point, memory_bytes=lowered.peak.nbytes, step_seconds=step.value)
+        for point in look.search.frontier(points=_POINTS)
+        for lowered in (look.priced(look.struck(point.rules)),)
+        for step in (lowered.quad.step_seconds,)
+    ]
+    # What fusion does to a point may leave it behind another.
+    points.sort(key=lambda point: (point.memory_bytes, point.step_seconds))
+    best: list[FrontierPoint] = []
+    for point in points:
+        if not best or point.step_seconds < best[-1].step_seconds:
+            best.append(point)
+    return tuple(best)
+
+
 def _at_most(look: "Look", budget: Budget, nbytes: int) -> Found:
     """The search at this memory, or at the least it can do."""
-    least = look.search.explored().least.peak_bytes
-    return look.search.find(replace(budget, memory_bytes=max(nbytes, least)))
+    try:
+        return look.search.find(replace(budget, memory_bytes=max(nbytes, 1)))
+    except Infeasible as refusal:
+        if refusal.least_bytes is None:
+            raise
+        return look.search.find(replace(budget, memory_bytes=refusal.least_bytes))

@@ -4,6 +4,7 @@ Only wires: capture -> measure -> search -> plan. Not for running it: see live.p
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 from steelyard.api.live import Step
 from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
-from steelyard.api.pricing import PricedSource, Progress
+from steelyard.api.lowering import lowered_frontier
+from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.trace import Loss
@@ -24,7 +26,6 @@ from steelyard.core.explanation import write_plan
 from steelyard.core.plan import Decisions, FrontierPoint, Plan
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
-from steelyard.core.trade import strike
 from steelyard.predict import slowdown
 from steelyard.report.html import to_html
 from steelyard.report.lines import plain
@@ -183,11 +184,19 @@ class Planned:
 
     def charted(self) -> "Planned":
         """The same plan on the whole curve: one that was planned knows only what it had to ask."""
-        if self._look.request.runner != "python" or not self.plan.least_within:
+        look = self._look
+        if self.plan.frontier and not self.plan.least_within:
             return self
-        self._look.request.on_progress("exploring the whole curve")
-        self._look.search.explore_all()
-        return planned(self._look, self.plan.decisions.budget)
+        look.request.on_progress("exploring the whole curve")
+        look.search.explore_all()
+        if look.request.runner == "inductor":
+            curve = lowered_frontier(look)
+        elif self.plan.frontier:
+            return planned(look, self.plan.decisions.budget)
+        else:
+            # Read from a file: its decisions stay.
+            curve = look.search.frontier()
+        return Planned(look, replace(self.plan, frontier=curve, least_within=0))
 
     def save(self, path: str | Path) -> None:
         """Decisions as TOML to ``path``, predictions as JSON beside it."""
@@ -264,8 +273,7 @@ def planned(look: Look, budget: Budget) -> Planned:
 
 def _replanned(look: Look, decisions: Decisions) -> Planned:
     """Decisions from a file on this step: nothing is searched, everything is predicted."""
-    source = PricedSource(look.source, look.prices)
-    program = strike(look.base, decisions.rules, trades=TRADES, source=source)
+    program = look.struck(decisions.rules)
     predicted = look.priced(program)
     made_for = look.made_for()
     notes = list(look.notes())
