@@ -41,7 +41,7 @@ class Step(nn.Module):
 @pytest.fixture(scope="module")
 def dynamo_graph() -> Any:
     with _torch.capture_settings(set()):
-        return _torch.dynamo_graph_capture_for_export(Step())({"x": torch.randn(2, 4)})
+        return _torch.captured_and_guarded(Step(), {"x": torch.randn(2, 4)})[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_everything_that_is_imported_or_defined_is_listed() -> None:
 # --- tracing --------------------------------------------------------------------------------------
 
 
-def test_dynamo_graph_capture_for_export_knows_modules_and_source_lines(dynamo_graph: Any) -> None:
+def test_captured_and_guarded_knows_modules_and_source_lines(dynamo_graph: Any) -> None:
     stacks = [
         (str(list(node.meta["nn_module_stack"].values())[-1][0]), node.meta["stack_trace"])
         for node in dynamo_graph.graph.nodes
@@ -85,6 +85,21 @@ def test_dynamo_graph_capture_for_export_knows_modules_and_source_lines(dynamo_g
     assert any("inner" in path and "test_torch.py" in trace for path, trace in stacks)
     names = dict(dynamo_graph.named_parameters(remove_duplicate=False))
     assert sum(p.requires_grad for p in names.values()) == 4
+
+
+def test_captured_and_guarded_says_what_is_no_longer_as_it_was_read() -> None:
+    step, batch = Step(), {"x": torch.randn(2, 4)}
+    with _torch.capture_settings(set()):
+        _, broken, tensors = _torch.captured_and_guarded(step, batch)
+    assert broken() == ""
+    assert any(tensor is step.scale for tensor in tensors.values())
+    batch["x"] = torch.randn(5, 4)  # no concern of the guards that are kept
+    with torch.no_grad():
+        assert broken() == ""
+    step.inner[1].momentum = 0.2
+    assert re.search(r"momentum == 0\.1 .*  # ", broken())
+    step.inner[1].momentum = 0.1
+    assert broken() == ""
 
 
 def test_aot_export_joint_with_descriptors_traces_forward_and_backward(joint: Any) -> None:

@@ -5,12 +5,17 @@ The one file that may import them. Not for logic: names, thin wrappers, nothing 
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.convert_frame
+import torch._dynamo.functional_export
+import torch._dynamo.hooks
+import torch._export.utils
 
 # Tracing leaves fake tensors of the model in this tracker's class attributes; leaving it as a
 # context takes them back.
@@ -18,7 +23,6 @@ from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 
 # Whole-step capture: module paths and source lines exist only in Dynamo's graph, and descriptors
 # of inputs and outputs only in this export (research: matching by position went silently wrong).
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -65,10 +69,10 @@ __all__ = [
     "below_autograd",
     "builtin_of",
     "capture_settings",
+    "captured_and_guarded",
     "cpp_compiler",
     "cpp_errors",
     "draws",
-    "dynamo_graph_capture_for_export",
     "hooks_of_all_modules",
     "inductor_compiled",
     "inductor_decompositions",
@@ -103,6 +107,56 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
         _without_mkldnn(),
     ):
         yield
+
+
+def captured_and_guarded(
+    step: torch.nn.Module, batch: Any
+) -> tuple[Any, Callable[[], str], dict[str, torch.Tensor]]:
+    """Dynamo's graph module for export, what its guards say from now on, and the tensors it read.
+
+    The guards are those by which ``torch.compile`` decides to compile anew: of every value that
+    the traced code read. Called, they answer which no longer holds, or nothing. Left out are those
+    of the batch, of torch's modes and of the form of tensors; those come by the names of guards.
+    Public names give one or the other, graph or guards.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def kept(entries: Sequence[Any]) -> list[bool]:
+        for entry in entries:
+            if entry.guard_type == "TENSOR_MATCH":
+                tensors[entry.name] = entry.value
+        return [
+            entry.name != ""
+            and re.match(r"batch\b|L\['batch'\]", entry.name) is None
+            and entry.guard_type not in _GUARDS_OF_FORM
+            for entry in entries
+        ]
+
+    dynamo = torch._dynamo
+    with (
+        torch._export.utils._compiling_state_context(),
+        dynamo.config.patch(replay_side_effects=False, side_effect_replay_policy="warn"),
+        dynamo.utils.get_metrics_context(),
+        dynamo.utils.dynamo_timed("fullgraph_capture"),
+    ):
+        captured = dynamo.convert_frame.fullgraph_capture(step, (batch,), {})
+        guards = captured.graph_capture_output.build_guards(
+            type(step).forward.__code__, hooks=dynamo.hooks.Hooks(guard_filter_fn=kept)
+        ).guard_manager
+    scope = {"self": step}
+
+    def broken() -> str:
+        if guards.check(scope):
+            return ""
+        return str(next(iter(guards.check_verbose(scope).verbose_code_parts), "a guard"))
+
+    build = dynamo.functional_export.create_fx_graph_from_captured_output
+    graph = build(captured, step, (batch,), {})
+    return graph, broken, tensors
+
+
+# Of whether tensors are the same kind, and whether two are one: bind.py and watch.py see to that.
+_GUARDS_OF_FORM = {"TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV"}
 
 
 @contextlib.contextmanager

@@ -278,6 +278,46 @@ def test_a_model_that_is_another_now_is_refused(tight: sy.Planned, change: Any) 
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
 
 
+def _pass_by(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+def test_a_model_that_changed_between_planning_and_applying_is_refused() -> None:
+    model, ids = made()
+    planned = sy.plan(model, loss, ids, optimizer=ADAM)
+    layer: Any = model.encoder.layers[0]  # type: ignore[union-attr, index]
+    changes: tuple[tuple[str, Any, Any], ...] = (
+        (r"in eval\(\) mode", model.eval, model.train),
+        (r"in eval\(\) mode", layer.eval, layer.train),
+        (
+            r"dropout1\.p, which the step reads",
+            lambda: setattr(layer.dropout1, "p", 0.3),
+            lambda: setattr(layer.dropout1, "p", 0.1),
+        ),
+        (
+            "requires_grad of parameter",
+            lambda: layer.requires_grad_(False),
+            lambda: layer.requires_grad_(True),
+        ),
+        (
+            "a forward hook of encoder",
+            lambda: layer.register_forward_hook(_pass_by),
+            layer._forward_hooks.clear,
+        ),
+        (
+            "a backward hook of encoder",
+            lambda: layer.register_full_backward_hook(_pass_by),
+            layer._backward_hooks.clear,
+        ),
+    )
+    for message, change, back in changes:
+        change()
+        with pytest.raises(sy.SteelyardError, match=message):
+            planned.apply()
+        back()
+    assert torch.isfinite(planned.apply()(ids))
+
+
 def test_planning_leaves_the_model_as_it_was() -> None:
     model, ids = made()
     before = {name: t.clone() for name, t in model.state_dict().items()}

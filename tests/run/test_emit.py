@@ -51,7 +51,7 @@ def test_a_conjugate_is_no_identity() -> None:
 
 def test_views_that_change_nothing_are_not_called() -> None:
     model, loss, batch = case("gpt").make(0)
-    program, _ = captured(model, loss, batch)
+    program, *_ = captured(model, loss, batch)
     assert any(node.op == "aten.expand.default" for node in program.graph.nodes)
     assert any(node.op == "aten.view.default" for node in program.graph.nodes)
     source = emit(program).source

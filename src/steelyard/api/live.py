@@ -13,7 +13,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.api.pricing import Prices
 from steelyard.capture.optimizer import OptimizerFactory
-from steelyard.capture.source import StepSource
+from steelyard.capture.source import Captured, StepSource
 from steelyard.core.amounts import format_bytes
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Role
@@ -29,7 +29,7 @@ from steelyard.report.text import render
 from steelyard.report.tree import tree_of
 from steelyard.run.emit import emit
 from steelyard.run.inductor import compile_program
-from steelyard.run.step import Constants, LiveStep
+from steelyard.run.step import Check, Constants, LiveStep
 from steelyard.trades import TRADES
 
 _RUNNERS = {"python": emit, "inductor": compile_program}
@@ -57,17 +57,18 @@ class Step:
         self._source = source
         self._prices = prices
         self._update = update
-        program, constants = self._program_at(source)
+        program, captured = self._program_at(source)
+        captured.reads.check()
         self.live = LiveStep(
             source.model,
             program,
-            constants=constants,
+            constants=captured.constants,
             batch=source.batch,
             optimizer=None if optimizer is None else optimizer(source.model.parameters()),
             reduction=source.reduction().value if program.repeats > 1 else "mean",
             other_shape=self._other_shape,
             runner=_RUNNERS[plan.decisions.made_for.runner],
-            loss=source.loss,
+            check=captured.reads.check,
         )
         self._batch_bytes = program.repeats * program.graph.resident_bytes(Role.BATCH)
         self._seconds: list[float] = []
@@ -137,17 +138,16 @@ class Step:
         del self._losses[1:]
         self._losses.append(loss)
 
-    def _program_at(self, source: StepSource) -> tuple[Program, Constants]:
+    def _program_at(self, source: StepSource) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step."""
         rules = self.plan.decisions.rules
-        captured = source.captured()
-        base = Program.plain(captured.graph, update=self._update)
+        base = Program.plain(source.captured().graph, update=self._update)
         program = strike(base, rules, trades=TRADES, source=source)
-        return program, source.captured(micro_batches=program.repeats).constants
+        return program, source.captured(micro_batches=program.repeats)
 
-    def _other_shape(self, batch: Any) -> tuple[Program, Constants]:
+    def _other_shape(self, batch: Any) -> tuple[Program, Constants, Check]:
         """The same rules at another batch shape: predicted, and run if they fit."""
-        program, constants = self._program_at(self._source.at(batch))
+        program, captured = self._program_at(self._source.at(batch))
         self._prices.know(program.graph)
         nbytes = peak_bytes(program, self._prices.costs)
         limit = self.plan.decisions.budget.memory_bytes
@@ -159,7 +159,7 @@ class Step:
             )
         shapes = ", ".join(str(list(e.shape)) for e in self._source.at(batch).entries()[:2])
         self.notes.append(f"also ran batches of {shapes} (predicted {format_bytes(nbytes)})")
-        return program, constants
+        return program, captured.constants, captured.reads.check
 
 
 class ShownReceipt:

@@ -25,6 +25,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.trade import Trade, strike
 from steelyard.predict import predict
 from steelyard.run.lowered import lower
+from steelyard.run.watch import ModelWatch
 from steelyard.search import Found, Search
 from steelyard.trades import TRADES
 
@@ -68,17 +69,22 @@ class Request:
             assert self.optimizer is not None
             prices.know_update(self.optimizer, update)
         prices.check(source, base)
-        return Look(request=self, source=source, base=base, prices=prices)
+        watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
+        return Look(request=self, source=source, base=base, prices=prices, watch=watch)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """The step as captured and priced: all that planning needs to know."""
+    """The step as captured and priced: all that planning needs to know.
+
+    ``watch`` remembers the model as it was captured; None where it is only imagined.
+    """
 
     request: Request
     source: StepSource
     base: Program
     prices: Prices
+    watch: ModelWatch | None
 
     @cached_property
     def search(self) -> Search:

@@ -234,6 +234,8 @@ class Planned:
         if model is not None and model is not source.model:
             # Another object of the same kind, say one that was loaded meanwhile.
             source = source.on(model)
+        elif look.watch is not None:
+            look.watch.check()
         if source.graph(micro_batches=1).fingerprint != look.base.graph.fingerprint:
             raise Mismatch(
                 "the model traces to another graph than the one that was planned",

@@ -20,6 +20,7 @@ from steelyard.capture.fakes import on_cpu, put_back_on_failure
 from steelyard.capture.hooks import refuse_hooks
 from steelyard.capture.optimizer import OptimizerFactory, capture_update
 from steelyard.capture.plain import to_graph
+from steelyard.capture.reads import Reads
 from steelyard.capture.short import Short, shortened
 from steelyard.capture.trace import Loss, trace
 from steelyard.core.errors import CaptureRefused
@@ -37,6 +38,7 @@ class Captured:
 
     graph: Graph
     constants: dict[str, torch.Tensor]
+    reads: Reads
     is_grown: bool = False
 
 
@@ -156,7 +158,7 @@ class StepSource:
         if graph.unused:
             self._check_unused(model, graph)
         graph = replace(graph, runs=equal_runs(model, graph))
-        return Captured(graph=graph, constants=traced.constants)
+        return Captured(graph=graph, constants=traced.constants, reads=traced.reads)
 
     def _check_unused(self, model: nn.Module, graph: Graph) -> None:
         """A gradient that eager PyTorch has and the graph has not would never be trained."""

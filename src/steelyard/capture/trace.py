@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.capture.attribution import clean_path
 from steelyard.capture.failures import check_scalar, no_loss, reading_errors
+from steelyard.capture.reads import Reads
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Output, OutputKind, Role
 
@@ -49,6 +51,7 @@ class Trace:
     outputs: tuple[Output, ...]
     constants: dict[str, torch.Tensor]
     missing: tuple[str, ...]
+    reads: Reads
 
 
 class _Step(nn.Module):
@@ -65,6 +68,16 @@ class _Step(nn.Module):
         return self.loss(self.model, batch)
 
 
+def _step(model: nn.Module, loss: Loss) -> _Step:
+    """Dynamo (torch 2.13) leaves what it found among the globals of the function it traces, where
+    its guards look for it and where it lives for good: so each trace has globals of its own.
+    """
+    forward = FunctionType(_Step.forward.__code__, {"__builtins__": __builtins__}, "forward")
+    kind = type("_Step", (_Step,), {"forward": forward})
+    made: _Step = kind(model, loss)
+    return made
+
+
 def trace(model: nn.Module, loss: Loss, batch: Any, *, decompositions: Decompositions) -> Trace:
     leaves, spec = _torch.tree_flatten(batch)
     # Distinct objects: one tensor given under two keys would be traced as one input for ever.
@@ -76,16 +89,15 @@ def trace(model: nn.Module, loss: Loss, batch: Any, *, decompositions: Decomposi
         torch.enable_grad(),
         settings,
         _slots_kept(model),
-        _globals_kept(),
     ):
-        step, buffers_changed = _dynamo(model, loss, batch)
+        step, buffers_changed, reads = _dynamo(model, loss, batch)
         reading.step = step
         with _torch.PhiloxStateTracker(), contextlib.ExitStack() as stack:
             exported = _torch.aot_export_joint_with_descriptors(
                 stack, step, (batch,), decompositions=decompositions
             )
         # Left open, the export's fake mode would swallow unrelated code of the user's.
-    described = _described(exported.graph_module, step, model, batch)
+    described = _described(exported.graph_module, step, model, batch, reads)
     _check_buffers(model, described, buffers_changed)
     return described
 
@@ -95,19 +107,6 @@ def _ignored_loggers() -> set[Callable[..., Any]]:
     names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once")
     found = {getattr(logging.Logger, name, None) for name in names}
     return {warnings.warn, *(f for f in found if f is not None)}
-
-
-@contextlib.contextmanager
-def _globals_kept() -> Iterator[None]:
-    """Dynamo (torch 2.13) leaves what it compiled among the globals of the function it traced: this
-    module's. It would keep the user's model alive for good.
-    """
-    before = set(globals())
-    try:
-        yield
-    finally:
-        for name in set(globals()) - before:
-            del globals()[name]
 
 
 @contextlib.contextmanager
@@ -128,11 +127,13 @@ def _slots_kept(model: nn.Module) -> Iterator[None]:
                 table.update(kept)
 
 
-def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str]]:
-    """Dynamo's graph module, and the modules whose tables of buffers the forward pass changes."""
+def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], Reads]:
+    """Dynamo's graph module, the modules whose tables of buffers the forward pass changes, and
+    what it read."""
+    whole = _step(model, loss)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = _torch.dynamo_graph_capture_for_export(_Step(model, loss))(batch)
+        step, broken, tensors = _torch.captured_and_guarded(whole, batch)
     # What Dynamo follows symbolic shapes by; it would outlive the model, and shapes are static.
     step.meta["fake_mode"].shape_env.tracked_fakes = None
     changed = [s for w in caught for s in side_effects(str(w.message))]
@@ -140,7 +141,8 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str]]:
     others = [s for s in changed if not s.endswith("._buffers")]
     if others:
         raise _changes_state(", ".join(others))
-    return step, buffers
+    scope = {"self": whole, "G": type(whole).forward.__globals__}
+    return step, buffers, Reads(broken, tensors, scope=scope)
 
 
 def _changes_state(what: str) -> CaptureRefused:
@@ -185,7 +187,9 @@ def _check_buffers(model: nn.Module, trace: Trace, changed: list[str]) -> None:
             raise _changes_state(f"buffers of {path} are replaced")
 
 
-def _described(joint: torch.fx.GraphModule, step: Any, model: nn.Module, batch: Any) -> Trace:
+def _described(
+    joint: torch.fx.GraphModule, step: Any, model: nn.Module, batch: Any, reads: Reads
+) -> Trace:
     """Name inputs and outputs by their descriptors, never by their position."""
     names = _NamesOfTensors(step, model)
     batch_names = [
@@ -222,6 +226,7 @@ def _described(joint: torch.fx.GraphModule, step: Any, model: nn.Module, batch: 
         outputs=outputs,
         constants=names.constants,
         missing=tuple(sorted(set(trainable) - with_gradient)),
+        reads=reads,
     )
 
 

@@ -23,11 +23,12 @@ from steelyard.run.bind import (
 )
 from steelyard.run.counting import shares
 from steelyard.run.emit import Emitted, emit
-from steelyard.run.frozen import FrozenWatch, read_by_loss, read_by_model
 from steelyard.run.watch import ModelWatch, OptimizerWatch
 
 Constants = Mapping[str, torch.Tensor]
-OtherShape = Callable[[Any], tuple[Program, Constants]]
+# Raises where something that a captured graph has fixed is no longer so.
+Check = Callable[[], None]
+OtherShape = Callable[[Any], tuple[Program, Constants, Check]]
 Reduction = Literal["mean", "sum", "counted"]
 
 
@@ -36,8 +37,8 @@ class LiveStep:
 
     ``batch`` is one like those to come; of it only shapes and kinds are kept. ``reduction`` says
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
-    batch of another shape, or raises; without it such a batch is a Mismatch. ``loss`` is watched
-    for values that the graph has fixed.
+    batch of another shape, or raises; without it such a batch is a Mismatch. ``check`` is asked
+    before every step.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LiveStep:
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
         runner: Callable[[Program], Emitted] = emit,
-        loss: Callable[..., Any] | None = None,
+        check: Check = lambda: None,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput(
@@ -68,14 +69,12 @@ class LiveStep:
         self._other_shape = other_shape
         self._runner = runner
         self._watch = ModelWatch(model, constants)
-        self._frozen = [FrozenWatch("model", read_by_model(model))]
-        if loss is not None:
-            self._frozen.append(FrozenWatch("loss", read_by_loss(loss)))
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._layout = BatchLayout(batch)
         self._planned = shapes_of(self._layout.leaves(batch))
         self._bound = {self._planned: self._bind(program, constants, self._planned)}
+        self._checks = {self._planned: check}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
         self._tangents: dict[tuple[int, float, float], torch.Tensor] = {}
 
@@ -113,8 +112,6 @@ class LiveStep:
         """All that can be refused, before anything is touched."""
         self._refuse_modes()
         self._watch.check()
-        for watch in self._frozen:
-            watch.check()
         if self._optimizer_watch is not None:
             self._optimizer_watch.check()
         leaves = self._layout.leaves(batch)
@@ -122,6 +119,7 @@ class LiveStep:
         bound = self._bound.get(shapes)
         if bound is None:
             bound = self._bound[shapes] = self._bind_other(batch, shapes)
+        self._checks[shapes]()
         bound.check_strides(leaves)
         return bound, leaves
 
@@ -145,7 +143,7 @@ class LiveStep:
                 expected=f"{list(planned or ())}, as the step was captured",
                 remedy="drop the last partial batch (drop_last=True), or plan for this shape",
             )
-        program, constants = self._other_shape(batch)
+        program, constants, self._checks[shapes] = self._other_shape(batch)
         check_trained(program, self.model)
         bound = self._bind(program, constants, shapes)
         self.other[shapes] = program
@@ -242,4 +240,4 @@ def _mode(name: str, remedy: str) -> BadInput:
     )
 
 
-__all__ = ["Constants", "LiveStep", "OtherShape", "Reduction"]
+__all__ = ["Check", "Constants", "LiveStep", "OtherShape", "Reduction"]

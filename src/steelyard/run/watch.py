@@ -1,13 +1,14 @@
 """Is this still the model that was captured? Asked before every step, in microseconds.
 
-What the graph has fixed for good: which tensors there are, train or eval, plain attributes, hooks
-of modules. Not for values: those may change freely. Not for the batch: see bind.py.
+What the graph has fixed for good: which tensors there are, train or eval, hooks of modules, the
+code of their classes. Not for values of tensors: those may change freely. Not for what that code
+read besides (attributes, globals): see capture/reads.py. Not for the batch: see bind.py.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, call, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from steelyard import _torch
 from steelyard.core.errors import Mismatch
 
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 _REGISTERS = {
     "_parameters": "parameter",
     "_buffers": "buffer",
@@ -26,7 +26,6 @@ _REGISTERS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _AGAIN = "plan again after changing the model"
 
 
@@ -68,11 +67,10 @@ class ModelWatch:
         self._modules = modules
         self._vars = [vars(module) for module in modules.values()]
         self._num_vars = list(map(len, self._vars))
-        self._watched = [tuple(k for k in d if k not in _BOOKKEEPING) for d in self._vars]
-        # Two keys at least: with one, itemgetter gives the bare value and no tuple.
-        self._getters = [itemgetter("training", *keys) for keys in self._watched]
-        self._attributes = _Look.at(chain.from_iterable(map(call, self._getters, self._vars)))
-        self._elements = _elements(modules, constants)
+        self._attributes = [set(found) for found in self._vars]
+        self._training = list(map(_TRAINING, self._vars))
+        self._classes = list({type(module) for module in modules.values()})
+        self._code = [kind.forward for kind in self._classes]
 
         self._parameters = dict(model.named_parameters())
         self._parameter_list = list(self._parameters.values())
@@ -97,16 +95,19 @@ class ModelWatch:
     def _check_attributes(self) -> None:
         if list(map(len, self._vars)) != self._num_vars:
             self._check_new_attributes()
-        found = list(map(id, chain.from_iterable(map(call, self._getters, self._vars))))
-        if found != self._attributes.ids:
-            self._check_changed_attributes()
-        for where, container, key, tensor in self._elements:
-            if container[key] is not tensor:
-                raise Mismatch(
-                    f"the tensor {where} was replaced after planning",
-                    expected="the tensor that the step was captured with",
-                    remedy=f"write into it in place, or {_AGAIN}",
-                )
+        if list(map(_TRAINING, self._vars)) != self._training:
+            self._refuse_mode()
+        if list(map(_FORWARD, self._classes)) != self._code:
+            raise Mismatch(
+                "forward of a module's class was replaced after planning",
+                expected="the code that the step was captured with",
+                remedy=_AGAIN,
+            )
+
+    def _refuse_mode(self) -> None:
+        for (path, module), before in zip(self._modules.items(), self._training, strict=True):
+            if module.training is not before:
+                raise _changed_mode(path, before)
 
     def _refuse_registered(self) -> None:
         for path, kind, now in self._empty:
@@ -128,38 +129,15 @@ class ModelWatch:
 
     def _check_new_attributes(self) -> None:
         """An attribute that is new is no concern of the graph's, unless it hides something."""
-        for (path, module), keys in zip(self._modules.items(), self._watched, strict=True):
-            gone = [k for k in keys if k not in vars(module)]
-            added = [k for k in vars(module) if k not in keys and k not in _BOOKKEEPING]
-            hiding = [k for k in added if hasattr(type(module), k)]
-            for key in gone + hiding:
-                raise Mismatch(
-                    f"attribute {_joined(path, key)} was {'removed' if gone else 'overridden'} "
-                    "after planning",
-                    expected="the model as it was captured",
-                    remedy=_AGAIN,
-                )
+        for (path, module), known in zip(self._modules.items(), self._attributes, strict=True):
+            for key in vars(module).keys() - known:
+                if hasattr(type(module), key):
+                    raise Mismatch(
+                        f"attribute {_joined(path, key)} was overridden after planning",
+                        expected="the model as it was captured",
+                        remedy=_AGAIN,
+                    )
         self._num_vars = list(map(len, self._vars))
-
-    def _check_changed_attributes(self) -> None:
-        position = 0
-        for (path, module), keys in zip(self._modules.items(), self._watched, strict=True):
-            for key in ("training", *keys):
-                before, now = self._attributes.objects[position], vars(module)[key]
-                position += 1
-                if now is before or (
-                    _is_plain(now) and type(now) is type(before) and now == before
-                ):
-                    continue
-                if key == "training":
-                    raise _changed_mode(path, before)
-                raise Mismatch(
-                    f"attribute {_joined(path, key)} changed after planning"
-                    + (f": {before!r} is now {now!r}" if _is_plain(before) else ""),
-                    expected="the value that the step was captured with, which it will go on using",
-                    remedy=f"{_AGAIN}, or keep what changes outside of the model",
-                )
-        self._attributes = _Look.at(chain.from_iterable(map(call, self._getters, self._vars)))
 
     def _refuse_requires_grad(self) -> None:
         for (name, parameter), before in zip(self._parameters.items(), self._trains, strict=True):
@@ -204,6 +182,8 @@ class OptimizerWatch:
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_TRAINING = itemgetter("training")
+_FORWARD = attrgetter("forward")
 _PARAMS = itemgetter("params")
 _Form = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 
@@ -226,31 +206,6 @@ def _form(tensor: torch.Tensor) -> _Form:
 def _form_text(form: _Form) -> str:
     shape, dtype, device, stride = form
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}, strides {list(stride)}"
-
-
-def _elements(
-    modules: Mapping[str, nn.Module], constants: Mapping[str, torch.Tensor]
-) -> list[tuple[str, Any, Any, torch.Tensor]]:
-    """Captured tensors that lie in a list or dict attribute, whose own id says nothing of them."""
-    known = {id(t) for t in constants.values()}
-    found = []
-    for path, module in modules.items():
-        for name, value in vars(module).items():
-            if name in _BOOKKEEPING or not isinstance(value, (list, dict)):
-                continue
-            pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-            found += [
-                (f"{_joined(path, name)}[{key!r}]", value, key, element)
-                for key, element in pairs
-                if id(element) in known
-            ]
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
 
 
 def _joined(path: str, name: str) -> str:

@@ -1,0 +1,206 @@
+"""What the step's code has read from outside is part of it; a change of that is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelyard.capture.reads import Reads
+from steelyard.capture.source import StepSource
+from steelyard.core.errors import Mismatch
+from tests.capture import schedule
+
+RATE = 1.0
+LEVELS = {"a": {"b": {"c": 1.0}}, "unread": 1.0}
+TABLE: dict[str, Any] = {"rate": 1.0, "unread": 1.0, "twice": lambda x: x * 2}
+TERMS = [1.0, 2.0]
+WEIGHTS = [torch.ones(2)]
+SHIFT = torch.zeros(2)
+CRITERION = nn.CrossEntropyLoss(label_smoothing=0.1)
+SEEN = SimpleNamespace(steps=0)
+
+
+class Annealed:
+    """A schedule as people write them: a method, a call, a property."""
+
+    def __init__(self) -> None:
+        self.rate = self.gain = self.bias = 1.0
+
+    def __call__(self) -> float:
+        return self.gain
+
+    def beta(self) -> float:
+        return self.rate * 2
+
+    @property
+    def offset(self) -> float:
+        return self.bias + 1
+
+
+ANNEALED = Annealed()
+
+
+class Layered(nn.Module):
+    """Reads a global, a dict, an object in an object, a list; is given more than it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {"gain": 1.0, "unread": 1.0}
+        self.config = SimpleNamespace(inner=SimpleNamespace(gain=1.0), unread=1.0)
+        self.gains = [1.0]
+        self.layer = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.1)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.table["gain"] * self.config.inner.gain * self.gains[0]
+        result: Tensor = self.drop(self.layer(x)) * gain
+        return result
+
+
+class Derived(Layered):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class Trainer:
+    """Its loss is a method of it; it counts steps, which the loss does not read."""
+
+    def __init__(self) -> None:
+        self.global_step = 0
+        self.rate = 1.0
+        self.settings = {"k": 1.0}
+
+    def loss(self, model: nn.Module, x: Tensor, defaults: Any = LEVELS) -> Tensor:
+        y = model(x)
+        total = y.sum() * RATE * ANNEALED.beta() * ANNEALED() * ANNEALED.offset
+        total = total + TABLE["twice"](y).mean() * TABLE.get("warm", 1.0) * self.settings["k"]
+        total = total + y.mean() * sum(TERMS) * defaults["a"]["b"]["c"] * self.rate
+        total = total + (y * WEIGHTS[0] + SHIFT).mean() + schedule.weighed(y).mean()
+        labels = torch.zeros(x.shape[0], dtype=torch.long)
+        result: Tensor = total + CRITERION(y, labels)
+        return result
+
+
+def captured(trainer: Trainer, model: nn.Module) -> Reads:
+    step = StepSource(model=model, loss=trainer.loss, batch=torch.ones(3, 2))
+    return step.captured().reads
+
+
+Change = Callable[[pytest.MonkeyPatch, Trainer, Any], object]
+
+READ: dict[str, tuple[Change, str]] = {
+    "global": (
+        lambda p, t, m: p.setitem(globals(), "RATE", 2.0),
+        r"RATE, which the step reads \(.*test_reads\.py:\d+\), is no longer 1\.0",
+    ),
+    "method": (lambda p, t, m: p.setattr(ANNEALED, "rate", 2.0), r"ANNEALED\.rate, which"),
+    "call": (lambda p, t, m: p.setattr(ANNEALED, "gain", 2.0), r"ANNEALED\.gain, which"),
+    "property": (lambda p, t, m: p.setattr(ANNEALED, "bias", 2.0), r"ANNEALED\.bias, which"),
+    "function in a dict": (lambda p, t, m: p.setitem(TABLE, "twice", torch.sin), "TABLE"),
+    "key that was not there": (lambda p, t, m: p.setitem(TABLE, "warm", 2.0), "warm"),
+    "dict in a dict": (lambda p, t, m: p.setitem(LEVELS["a"]["b"], "c", 2.0), "'c'"),
+    "sum of a list": (lambda p, t, m: TERMS.__setitem__(1, 3.0), r"TERMS\[1\]"),
+    "tensor in a list": (
+        lambda p, t, m: WEIGHTS.__setitem__(0, torch.ones(2)),
+        r"the tensor .*WEIGHTS\[0\], which the step reads, is another object",
+    ),
+    "tensor": (lambda p, t, m: p.setitem(globals(), "SHIFT", torch.ones(2)), "SHIFT"),
+    "imported module": (lambda p, t, m: p.setattr(schedule, "FACTOR", 2.0), r"schedule\.FACTOR"),
+    "module of the loss": (
+        lambda p, t, m: p.setattr(CRITERION, "label_smoothing", 0.2),
+        "label_smoothing",
+    ),
+    "object of the loss": (lambda p, t, m: p.setattr(t, "rate", 2.0), "rate"),
+    "its dict": (lambda p, t, m: p.setitem(t.settings, "k", 2.0), r"settings\['k'\]"),
+    "model's dict": (
+        lambda p, t, m: p.setitem(m.table, "gain", 2.0),
+        r"model\.table\['gain'\], which the step reads .* is no longer 1\.0",
+    ),
+    "model's object": (lambda p, t, m: p.setattr(m.config.inner, "gain", 2.0), "config.inner.gain"),
+    "model's list": (lambda p, t, m: m.gains.__setitem__(0, 2.0), r"model\.gains\[0\]"),
+    "model's attribute": (lambda p, t, m: p.setattr(m.drop, "p", 0.3), r"model\.drop\.p"),
+    "equal, of another type": (lambda p, t, m: p.setattr(m.drop, "p", True), "p"),
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Trainer, Layered, Reads]:
+    trainer, model = Trainer(), Derived()
+    return trainer, model, captured(trainer, model)
+
+
+@pytest.mark.parametrize("change", READ)
+def test_what_was_read_may_not_change(
+    change: str, made: tuple[Trainer, Layered, Reads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, model, reads = made
+    reads.check()
+    lists: list[list[Any]] = [TERMS, WEIGHTS, model.gains]
+    kept = [list(x) for x in lists]
+    act, message = READ[change]
+    act(monkeypatch, trainer, model)
+    with pytest.raises(Mismatch, match=message) as refused:
+        reads.check()
+    assert len(str(refused.value).splitlines()) == 3
+    monkeypatch.undo()
+    for changed, before in zip(lists, kept, strict=True):
+        changed[:] = before
+    reads.check()
+
+
+def test_what_was_not_read_may_change(made: tuple[Trainer, Layered, Reads]) -> None:
+    trainer, model, reads = made
+    trainer.global_step += 1
+    model.steps += 1
+    model.table["unread"] = model.config.unread = 2.0
+    LEVELS["unread"] = TABLE["unread"] = 2.0
+    SEEN.steps += 1
+    trainer.rate = float("1.0")  # an equal value is the same value
+    with torch.no_grad():
+        WEIGHTS[0].fill_(3.0)
+        model.layer.weight.fill_(3.0)
+    assert reads.check() is None  # type: ignore[func-returns-value]
+
+
+def test_closures_partials_and_losses_that_are_modules_are_read_too() -> None:
+    rate = 1.0
+
+    def closed(model: nn.Module, batch: Any) -> Tensor:
+        result: Tensor = model(batch).sum() * rate
+        return result
+
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rate = 1.0
+
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            result: Tensor = model(batch).sum() * self.rate
+            return result
+
+    def given(model: nn.Module, batch: Any, extra: Any) -> Tensor:
+        result: Tensor = model(batch).sum() * extra["rate"]
+        return result
+
+    module, extra = Weighed(), {"rate": 1.0}
+    losses: list[Any] = [closed, module, functools.partial(given, extra=extra)]
+    model = nn.Linear(2, 2)
+    found = [
+        StepSource(model=model, loss=loss, batch=torch.ones(3, 2)).captured().reads
+        for loss in losses
+    ]
+    for reads in found:
+        reads.check()
+    rate = 2.0
+    module.rate = 2.0
+    extra["rate"] = 2.0
+    for reads in found:
+        with pytest.raises(Mismatch, match="is no longer 1"):
+            reads.check()
