@@ -139,6 +139,9 @@ def captured_and_guarded(
         dynamo.utils.get_metrics_context(),
         dynamo.utils.dynamo_timed("fullgraph_capture"),
     ):
+        # Nothing leaves this process: models that write another graph for export (transformers'
+        # masks) should not.
+        torch.compiler._is_exporting_flag = False
         captured = dynamo.convert_frame.fullgraph_capture(step, (batch,), {})
         guards = captured.graph_capture_output.build_guards(
             type(step).forward.__code__, hooks=dynamo.hooks.Hooks(guard_filter_fn=kept)
@@ -152,6 +155,10 @@ def captured_and_guarded(
 
     build = dynamo.functional_export.create_fx_graph_from_captured_output
     graph = build(captured, step, (batch,), {})
+    # Guards look among the globals for modules only; the rest would keep every fake tensor alive.
+    found = type(step).forward.__globals__
+    for name in [name for name in found if name.startswith("__compiled_fn")]:
+        del found[name]
     return graph, broken, tensors
 
 

@@ -35,6 +35,8 @@ WITHIN_ROUNDING = {
     "edge_gru": _RECURRENT,
     "edge_gru_dropout": _RECURRENT,
     "edge_lstm_on_data": _RECURRENT,
+    "hf_llama_mask_of_ones": "eager reads the mask, finds nothing masked and goes without; a graph "
+    "cannot look",
     "hf_beit": "the gradients of a bias that all layers index are added up in another order",
 }
 _ROUNDING = 1e-6

@@ -79,6 +79,11 @@ def _padded_causal(config: Any, scale: Scale) -> dict[str, Tensor]:
     return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
 
 
+def _masked_by_ones(config: Any, scale: Scale) -> dict[str, Tensor]:
+    batch = _causal(config, scale)
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
 def _padding(ids: Tensor) -> Tensor:
     """Row i ends i places early (never more than half the row)."""
     count, length = ids.shape
@@ -491,6 +496,9 @@ _RECIPES: dict[str, Recipe] = {
         call=_NO_CACHE,
     ),
     "llama_padded": _decoder("LlamaForCausalLM", _padded_causal),
+    # As its configuration comes: several heads read one key, and nothing is dropped.
+    "llama_default": replace(_decoder("LlamaForCausalLM", attention_dropout=0.0), call={}),
+    "llama_mask_of_ones": _decoder("LlamaForCausalLM", _masked_by_ones, attention_dropout=0.0),
     "bert_class": _text_model("BertForSequenceClassification", _text_class, num_labels=3),
     "bert_span": _text_model("BertForQuestionAnswering", _span),
     "resnet_bottleneck": Recipe(
