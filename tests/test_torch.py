@@ -298,6 +298,15 @@ def test_is_view_is_what_the_schema_says() -> None:
         assert not _torch.is_view(no_look)
 
 
+def test_reads_data_is_what_dynamo_makes_of_data() -> None:
+    class Data(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.data + x.detach()
+
+    step = _torch.dynamo_graph_capture_for_export(Data())(torch.ones(2))
+    assert sum(_torch.reads_data(node) for node in step.graph.nodes) == 1
+
+
 def test_any_hooks_finds_both_kinds() -> None:
     def parameter() -> nn.Parameter:
         return nn.Parameter(torch.ones(2))

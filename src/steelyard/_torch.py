@@ -83,6 +83,7 @@ __all__ = [
     "mutates",
     "on_meta",
     "quiet_logs",
+    "reads_data",
     "storage_key",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -285,6 +286,11 @@ def draws(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             given = args[place] if place < len(args) else kwargs.get(argument.name)
             return bool(argument.default_value if given is None else given)
     return True
+
+
+def reads_data(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is ``tensor.data``, which has no public function."""
+    return node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # no stub
 
 
 def is_view(operator: OpOverload) -> bool:

@@ -62,6 +62,7 @@ class _Reader:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._storage_numbers: dict[int, int] = {}
+        self._constants: dict[str, torch.Tensor] = {}
         self._alive: list[torch.Tensor] = []  # a freed fake storage would lend its key to another
         self._renamed: dict[str, str] = {}
         self._is_backward = False
@@ -78,6 +79,7 @@ class _Reader:
             self._read_attribute(node)
         elif node.op == "call_function":
             if node.target in _IDENTITIES and isinstance(node.args[0], torch.fx.Node):
+                self._share_storages(node)
                 self._renamed[node.name] = self.name(node.args[0].name)
             else:
                 self._read_call(node)
@@ -107,8 +109,13 @@ class _Reader:
             )
         name = f"constant:{node.target}"
         self._renamed[node.name] = name
-        self._trace.constants[name] = value
         meta = node.meta.get("val", value)
+        if name in self._constants:
+            # A constant comes in once for each of its readers, but is one tensor.
+            self._share_storage(meta, self._storage(self._constants[name], Role.CONSTANT))
+            return
+        self._trace.constants[name] = value
+        self._constants[name] = meta
         self.nodes.append(
             Node(name=name, op="input", outputs=self._tensors(meta, role=Role.CONSTANT))
         )
@@ -175,7 +182,9 @@ class _Reader:
         )
 
     def _share_storages(self, node: torch.fx.Node) -> None:
-        """A view of a frozen weight comes out of tracing on a storage of its own; it has none."""
+        """A view of a frozen weight or a constant comes out of tracing on a storage of its own; it
+        has none.
+        """
         target = node.target
         if not isinstance(target, _torch.OpOverload) or not _torch.is_view(target):
             return
@@ -183,8 +192,11 @@ class _Reader:
         if source is not None:
             number = self._storage(source, Role.ACTIVATION)
             for tensor in _tensors_in(node):
-                self._storage_numbers.setdefault(_torch.storage_key(tensor), number)
-                self._alive.append(tensor)
+                self._share_storage(tensor, number)
+
+    def _share_storage(self, tensor: torch.Tensor, number: int) -> None:
+        self._storage_numbers.setdefault(_torch.storage_key(tensor), number)
+        self._alive.append(tensor)
 
     def _tensors(self, value: Any, *, role: Role) -> tuple[Tensor, ...]:
         found = []

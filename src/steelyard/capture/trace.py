@@ -136,6 +136,7 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], R
         step, broken, tensors = _torch.captured_and_guarded(whole, batch)
     # What Dynamo follows symbolic shapes by; it would outlive the model, and shapes are static.
     step.meta["fake_mode"].shape_env.tracked_fakes = None
+    _data_detached(step)
     changed = [s for w in caught for s in side_effects(str(w.message))]
     buffers = [s.removesuffix("._buffers") for s in changed if s.endswith("._buffers")]
     others = [s for s in changed if not s.endswith("._buffers")]
@@ -143,6 +144,17 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], R
         raise _changes_state(", ".join(others))
     scope = {"self": whole, "G": type(whole).forward.__globals__}
     return step, buffers, Reads(broken, tensors, scope=scope)
+
+
+def _data_detached(step: Any) -> None:
+    """Read ``.data`` of weights and constants by ``detach()``, which says the same.
+
+    Export (torch 2.13) cannot follow ``.data`` of a parameter that is not the model's.
+    """
+    for node in step.graph.nodes:
+        if _torch.reads_data(node) and node.args[0].op == "placeholder":
+            node.op, node.target = "call_method", "detach"
+    step.recompile()
 
 
 def _changes_state(what: str) -> CaptureRefused:

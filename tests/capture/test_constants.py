@@ -1,0 +1,92 @@
+"""Tensors that are neither the model's nor the batch's: read anew at each step, however they are
+looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steelyard.core.graph import Role
+from tests.capture.stepping import captured_step, differences, live, source_of
+from tests.zoo import reference
+
+WEIGHT = torch.rand(4) + 0.5
+OUTSIDE = nn.Parameter(torch.rand(4))
+LISTED = [torch.rand(4)]
+SQUARE = torch.rand(2, 2)
+
+
+def of_scaled(model: nn.Module, batch: Any, scale: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch["x"]) * scale, batch["y"])
+
+
+READS: dict[str, tuple[Tensor, Callable[[nn.Module, Any], Tensor]]] = {
+    "class weights detached": (
+        WEIGHT,
+        lambda m, b: F.cross_entropy(m(b["x"]), b["y"], weight=WEIGHT.detach()),
+    ),
+    "a list's": (LISTED[0], lambda m, b: of_scaled(m, b, LISTED[0].data)),
+    "another model's parameter": (OUTSIDE, lambda m, b: of_scaled(m, b, OUTSIDE.detach())),
+    "its data": (OUTSIDE, lambda m, b: of_scaled(m, b, OUTSIDE.data)),
+    "detached and looked at": (SQUARE, lambda m, b: of_scaled(m, b, SQUARE.detach().view(4))),
+    "read in three ways": (
+        WEIGHT,
+        lambda m, b: of_scaled(m, b, WEIGHT.detach() + WEIGHT.view(4, 1).t()[0] + WEIGHT),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_constant_is_read_anew_at_each_step(name: str) -> None:
+    torch.manual_seed(0)
+    constant, loss = READS[name]
+    model = nn.Linear(4, 4)
+    batch = {"x": torch.randn(6, 4), "y": torch.randint(0, 4, (6,))}
+    plain = copy.deepcopy(model)
+    source = source_of((model, loss, batch))
+    step = live(source)
+    for _ in range(2):
+        expected = reference.eager_step(plain, loss, batch, 1)
+        assert differences(expected, captured_step(step, batch, seed=1)) == []
+        with torch.no_grad():
+            constant.add_(0.25)
+    graph = source.graph(micro_batches=1)
+    held = [n for n in graph.inputs() if n.name.startswith("constant:")]
+    assert len(held) == 1, "one tensor, however often it is read"
+    assert graph.resident_bytes(Role.CONSTANT) == constant.nbytes
+
+
+class Held(nn.Module):
+    """A plain tensor among a module's attributes, which would have a gradient if trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.shift = torch.rand(4, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) * self.shift.detach() - self.shift.data
+        return result
+
+
+def test_an_attribute_may_be_detached() -> None:
+    torch.manual_seed(0)
+    model = Held()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value: Tensor = model(batch["x"]).square().mean()
+        return value
+
+    batch = {"x": torch.randn(6, 4)}
+    plain = Held()
+    plain.load_state_dict(model.state_dict())
+    plain.shift = model.shift
+    expected = reference.eager_step(plain, loss, batch, 1)
+    assert differences(expected, captured_step(live(source_of((model, loss, batch))), batch)) == []
