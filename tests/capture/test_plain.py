@@ -330,3 +330,15 @@ def test_a_gradient_never_shares_memory_with_another() -> None:
     graph = graph_of((Sum(), lambda m, b: m(b["x"]), {"x": torch.randn(4)}))
     lies_on = [graph.storages_of(o.node)[0] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
     assert len(set(lies_on)) == 2
+
+
+def test_a_scalar_that_is_added_to_the_loss_gets_its_gradient_in_the_backward_pass() -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("added", nn.Parameter(torch.ones(())))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return model(batch["x"]).square().mean() + model.added
+
+    graph = graph_of((model, loss, {"x": torch.randn(4, 2)}))
+    phases = [n.phase for n in graph.nodes if not n.is_input]
+    assert phases == sorted(phases, key=[Phase.FORWARD, Phase.BACKWARD].index)

@@ -405,8 +405,12 @@ def _own_gradients(
             taken.add(gradient.storage)
             owned.append(output)
             continue
-        clone = _clone(reader, by_name[output.node], parameter, len(owned))
-        nodes.insert(nodes.index(by_name[output.node]) + 1, clone)
+        source = by_name[output.node]
+        clone = _clone(reader, source, parameter, len(owned))
+        # What is passed on as it came (the tangent, of a scalar that is added to the loss) stands
+        # before the backward pass, to which the copy belongs.
+        late = (i for i, n in enumerate(nodes) if n.phase is Phase.BACKWARD)
+        nodes.insert(max(nodes.index(source) + 1, next(late, len(nodes))), clone)
         owned.append(replace(output, node=clone.name))
     return nodes, tuple(owned)
 
