@@ -182,6 +182,22 @@ def test_hooks_of_parameters_run_as_often_and_in_the_order_of_plain_pytorch() ->
     assert_same_model(plain, model)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_came_after_planning_in_micro_batches_is_refused(kind: str) -> None:
+    """It would run once for each part, and see no whole gradient."""
+    (model, loss, batch), _, _ = both("mlp")
+    step = live(model, loss, batch, micro_batches=2)
+    name, parameter = next(iter(model.named_parameters()))
+    handle = getattr(parameter, kind)(lambda *_: None)
+    with pytest.raises(Mismatch, match=rf"parameter {name} has a hook, .* of 2 micro") as refused:
+        step.backward(batch)
+    assert len(str(refused.value).splitlines()) == 3
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    step.backward(batch)
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_hook_that_raises_leaves_nothing_behind() -> None:
     (model, loss, batch), _, _ = both("mlp")
     step = live(model, loss, batch)

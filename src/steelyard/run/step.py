@@ -121,7 +121,18 @@ class LiveStep:
             bound = self._bound[shapes] = self._bind_other(batch, shapes)
         self._checks[shapes]()
         bound.check_strides(leaves)
+        if bound.repeats > 1 and _torch.any_hooks(self._parameters):
+            raise self._hook_of_parts(bound.repeats)
         return bound, leaves
+
+    def _hook_of_parts(self, repeats: int) -> Mismatch:
+        named = self.model.named_parameters()
+        name = next(name for name, p in named if p.requires_grad and _torch.any_hooks([p]))
+        return Mismatch(
+            f"parameter {name} has a hook, which would run for each of {repeats} micro-batches",
+            expected="no hooks of parameters in a step that was planned in micro-batches",
+            remedy="remove the hook, or plan again with it: the batch is then left whole",
+        )
 
     def _refuse_modes(self) -> None:
         if torch.is_inference_mode_enabled():
