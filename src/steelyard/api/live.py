@@ -23,12 +23,13 @@ from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.trade import strike
 from steelyard.measure.meter import meter_once
 from steelyard.measure.process import rss_peak_bytes
-from steelyard.predict import peak_bytes
+from steelyard.predict import kept_gradients_bytes, peak_bytes
 from steelyard.report.lines import plain
 from steelyard.report.text import render
 from steelyard.report.tree import tree_of
 from steelyard.run.emit import emit
 from steelyard.run.inductor import compile_program
+from steelyard.run.lowered import lower
 from steelyard.run.step import Check, Constants, LiveStep
 from steelyard.trades import TRADES
 
@@ -76,6 +77,7 @@ class Step:
         self._metered: int | None = None
         self.notes: list[str] = []
         self._calls = 0
+        self._keeps_gradients = False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -93,6 +95,7 @@ class Step:
 
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Add gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would."""
+        self._keeps_gradients = self._keeps_gradients or bool(self.live.gradients())
         return self.live.backward(batch, scale)
 
     def receipt(self) -> "ShownReceipt":
@@ -111,7 +114,7 @@ class Step:
                     step_seconds=seconds,
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,
-                    notes=tuple(self.notes),
+                    notes=(*self.notes, *self._note_on_gradients()),
                 ),
             )
         )
@@ -126,6 +129,20 @@ class Step:
                 "its measured memory may be that much too high"
             )
         return resident + metered.peak_bytes
+
+    def _note_on_gradients(self) -> tuple[str, ...]:
+        """A loop of the user's own may keep them; a step that is planned begins without."""
+        if not self._keeps_gradients:
+            return ()
+        program = self.live.program
+        if self.plan.decisions.made_for.runner == "inductor":
+            program = lower(program)
+        nbytes = kept_gradients_bytes(program, self._prices.costs)
+        if not nbytes:
+            return ()
+        return (
+            f"gradients kept from one step to the next add ~{format_bytes(nbytes)} to the plan",
+        )
 
     def _metered_call(self, batch: Any) -> torch.Tensor:
         losses: list[torch.Tensor] = []
@@ -174,8 +191,10 @@ class ShownReceipt:
 
 
 def resident_bytes(live: LiveStep, batch_bytes: int) -> int:
-    """Bytes of the storages that outlive a step: weights, buffers, batch, optimizer state."""
-    tensors: list[torch.Tensor] = [*live.model.parameters(), *live.model.buffers()]
+    """Bytes of the storages that outlive a step: weights, buffers, batch, optimizer state; and
+    gradients that are kept from before.
+    """
+    tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients()]
     if live.optimizer is not None:
         for state in live.optimizer.state.values():
             tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]

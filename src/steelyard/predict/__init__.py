@@ -3,7 +3,20 @@
 Not for measuring or deciding; search scores with it and the receipt is held against it.
 """
 
-from steelyard.predict.predict import least_possible_bytes, peak_bytes, predict, step_seconds
+from steelyard.predict.predict import (
+    kept_gradients_bytes,
+    least_possible_bytes,
+    peak_bytes,
+    predict,
+    step_seconds,
+)
 from steelyard.predict.slowdown import slowdown
 
-__all__ = ["least_possible_bytes", "peak_bytes", "predict", "slowdown", "step_seconds"]
+__all__ = [
+    "kept_gradients_bytes",
+    "least_possible_bytes",
+    "peak_bytes",
+    "predict",
+    "slowdown",
+    "step_seconds",
+]

@@ -44,6 +44,14 @@ def peak_bytes(program: Program, costs: Costs) -> int:
     return max(p.nbytes for p in _passes(program, costs))
 
 
+def kept_gradients_bytes(program: Program, costs: Costs) -> int:
+    """How much higher the peak is where gradients are kept from before, and added into."""
+    planned = _passes(program, costs)
+    later = liveness(program, costs, accumulating=True).peak_bytes
+    held = planned[0].base_bytes + planned[0].liveness.left_bytes
+    return max(0, held + later - max(p.nbytes for p in planned))
+
+
 def step_seconds(program: Program, costs: Costs) -> Estimate:
     return _durations(program, costs).step
 

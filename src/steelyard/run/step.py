@@ -108,6 +108,10 @@ class LiveStep:
             for parameter in self._parameters:
                 parameter.grad = None
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that are held now."""
+        return [p.grad for p in self._parameters if p.grad is not None]
+
     def _ready(self, batch: Any) -> tuple[BoundProgram, list[Any]]:
         """All that can be refused, before anything is touched."""
         self._refuse_modes()

@@ -1,0 +1,37 @@
+"""What a step says of itself in a loop of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import steelyard as sy
+from steelyard.core.amounts import format_bytes
+from steelyard.predict import kept_gradients_bytes
+
+
+def square(model: nn.Module, batch: Any) -> Tensor:
+    value: Tensor = model(batch).square().mean()
+    return value
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_kept_are_metered_and_noted(set_to_none: bool) -> None:
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
+    batch = torch.randn(8, 128)
+    planned = sy.plan(model, square, batch)
+    step = planned.apply()
+    step.backward(batch)
+    model.zero_grad(set_to_none=set_to_none)
+    measured = step.meter(lambda: step.backward(batch))
+    predicted = planned.predicted.memory_bytes.value
+    program, costs = step.live.program, planned._look.prices.costs
+    more = kept_gradients_bytes(program, costs)
+    assert more > predicted // 20
+    assert measured == pytest.approx(predicted + (0 if set_to_none else more), rel=0.001)
+    said = f"gradients kept from one step to the next add ~{format_bytes(more)} to the plan"
+    assert (said in str(step.receipt())) == (not set_to_none)
+    assert kept_gradients_bytes(program.repeated(2), costs) == 0, "parts add into them anyway"
