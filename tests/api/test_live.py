@@ -35,3 +35,15 @@ def test_gradients_that_are_kept_are_metered_and_noted(set_to_none: bool) -> Non
     said = f"gradients kept from one step to the next add ~{format_bytes(more)} to the plan"
     assert (said in str(step.receipt())) == (not set_to_none)
     assert kept_gradients_bytes(program.repeated(2), costs) == 0, "parts add into them anyway"
+
+
+def test_the_default_dtype_is_that_of_the_capture_and_not_of_apply() -> None:
+    model, batch = nn.Linear(4, 4), torch.randn(6, 4)
+    planned = sy.plan(model, lambda m, b: square(m, b) * torch.ones(()), batch)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(sy.SteelyardError, match=r"expected: torch\.float32"):
+            planned.apply()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.isfinite(planned.apply().backward(batch))

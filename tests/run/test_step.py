@@ -593,3 +593,17 @@ def test_modes_that_the_graph_knows_nothing_of_are_refused() -> None:
         torch.compile(step.backward, backend="eager")(batch)
     assert_same_model(plain, model)
     torch.compiler.reset()
+
+
+def test_another_default_dtype_is_refused_before_anything_runs() -> None:
+    (model, loss, batch), _, _ = both("mlp")
+    step = live(model, loss, batch)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(Mismatch, match=r"default dtype is torch\.float64") as refused:
+            step.backward(batch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(str(refused.value).splitlines()) == 3
+    assert all(p.grad is None for p in model.parameters())
+    step.backward(batch)

@@ -31,9 +31,17 @@ class Reads:
         scope: Mapping[str, Any],
     ) -> None:
         self._broken = broken
+        # Tensors that the code makes of numbers take it.
+        self._default_dtype = torch.get_default_dtype()
         self._tensors = [t for t in _looked_up(tensors, scope) if t.now() is t.tensor]
 
     def check(self) -> None:
+        if torch.get_default_dtype() != self._default_dtype:
+            raise Mismatch(
+                f"torch's default dtype is {torch.get_default_dtype()}",
+                expected=f"{self._default_dtype}, as the step was captured",
+                remedy="set it back for the step (torch.set_default_dtype), or plan again",
+            )
         broken = self._broken()
         if broken:
             raise _changed(broken)
