@@ -79,11 +79,14 @@ def reading_errors(model: nn.Module) -> Iterator[_Reading]:
         raise CaptureRefused(
             f"the training step cannot be captured{where}{_module_of(error, model)}: {reason}",
             expected="a step whose operators and shapes do not depend on tensor values",
-            remedy=_remedy(f"{type(error).__name__} {error}"),
+            remedy=_REMEDY_OF.get(reason) or _remedy(f"{type(error).__name__} {error}"),
         ) from error
 
 
+_OWN_GENERATOR = "random numbers are drawn from a generator of its own (generator=...)"
 _SAYINGS = {
+    "UserDefinedObjectVariable(Generator)": _OWN_GENERATOR,
+    "torch._C.Generator": _OWN_GENERATOR,
     "SparseTensorImpl": "a gradient is sparse, as nn.Embedding(sparse=True) gives it",
     "backward through the graph a second time": "the loss function runs backward() itself",
     "_local_scalar_dense": "a number is read out of a tensor (.item(), float(), int())",
@@ -161,6 +164,9 @@ def _remedy(text: str) -> str:
     return "run loss(model, batch) in plain PyTorch first; if that works, take this line out"
 
 
+_REMEDY_OF = {
+    _OWN_GENERATOR: "leave generator= out, or draw before the step and give it with the batch",
+}
 _REMEDIES = (
     (("sparseimpl", "sparsetensorimpl"), "use nn.Embedding(..., sparse=False)"),
     (
