@@ -321,6 +321,20 @@ def test_any_hooks_finds_both_kinds() -> None:
     assert not _torch.any_hooks([bare, early])
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_any_hooks_finds_those_of_the_accumulator(kind: str) -> None:
+    other, parameter = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    held = _torch.accumulators([other, parameter])
+    found = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    assert found is held[1], "the same node, however one comes by it"
+    handle = getattr(found, kind)(lambda *_: None)
+    assert _torch.any_hooks([other, parameter], held)
+    assert _torch.any_hooks([parameter])
+    assert not _torch.any_hooks([other])
+    handle.remove()
+    assert not _torch.any_hooks([other, parameter], held)
+
+
 def test_hooks_of_all_modules_are_the_live_registers() -> None:
     from torch.nn.modules import module as m
 

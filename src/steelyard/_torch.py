@@ -4,6 +4,7 @@ The one file that may import them. Not for logic: names, thin wrappers, nothing 
 """
 
 import contextlib
+import gc
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +65,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "accumulators",
     "any_hooks",
     "aot_export_joint_with_descriptors",
     "below_autograd",
@@ -260,9 +262,22 @@ _HOOKS = attrgetter("_backward_hooks")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
-def any_hooks(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether some parameter has tensor hooks or post-accumulate-grad hooks."""
-    return any(map(_HOOKS, parameters)) or any(map(_LATE_HOOKS, parameters))
+def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The autograd nodes that add to ``.grad``; held, they are the ones that a user would find."""
+    with torch.inference_mode(mode=False):
+        return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+
+
+def any_hooks(parameters: Sequence[torch.Tensor], nodes: Sequence[Any] | None = None) -> bool:
+    """Whether some parameter has tensor hooks or post-accumulate-grad hooks, or its accumulator
+    hooks of its own; ``nodes`` are the accumulators, where somebody holds them.
+    """
+    if any(map(_HOOKS, parameters)) or any(map(_LATE_HOOKS, parameters)):
+        return True
+    if nodes is None:
+        nodes = accumulators([p for p in parameters if p.requires_grad])
+    # A node does not list its hooks, but it shows the garbage collector the dicts they lie in.
+    return any(gc.get_referents(*nodes))
 
 
 def hooks_of_all_modules() -> dict[str, dict[int, Any]]:

@@ -182,6 +182,33 @@ def test_hooks_of_parameters_run_as_often_and_in_the_order_of_plain_pytorch() ->
     assert_same_model(plain, model)
 
 
+def test_hooks_of_the_node_that_accumulates_run_as_in_plain_pytorch() -> None:
+    """As DistributedDataParallel and its like register them."""
+    (model, loss, batch), plain, _ = both("mlp")
+    step = live(model, loss, batch)
+    nodes = []
+
+    def doubled(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    for of in (model, plain):
+        weight = next(of.parameters())
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_hook(lambda *_, w=weight: doubled(w))
+        node.register_prehook(lambda gradients: (gradients[0] + 1,))
+        nodes.append(node)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        step.backward(batch)
+        torch.manual_seed(seed)
+        loss(plain, batch).backward()
+    assert_same(gradients(plain), gradients(model))
+    in_parts = live(model, loss, batch, micro_batches=2)
+    with pytest.raises(Mismatch, match="has a hook"):
+        in_parts.backward(batch)
+
+
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_came_after_planning_in_micro_batches_is_refused(kind: str) -> None:
     """It would run once for each part, and see no whole gradient."""

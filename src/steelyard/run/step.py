@@ -71,6 +71,7 @@ class LiveStep:
         self._watch = ModelWatch(model, constants)
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._accumulators: list[Any] | None = None
         self._layout = BatchLayout(batch)
         self._planned = shapes_of(self._layout.leaves(batch))
         self._bound = {self._planned: self._bind(program, constants, self._planned)}
@@ -125,9 +126,14 @@ class LiveStep:
             bound = self._bound[shapes] = self._bind_other(batch, shapes)
         self._checks[shapes]()
         bound.check_strides(leaves)
-        if bound.repeats > 1 and _torch.any_hooks(self._parameters):
+        if bound.repeats > 1 and self._any_hooks():
             raise self._hook_of_parts(bound.repeats)
         return bound, leaves
+
+    def _any_hooks(self) -> bool:
+        if self._accumulators is None:
+            self._accumulators = _torch.accumulators(self._parameters)
+        return _torch.any_hooks(self._parameters, self._accumulators)
 
     def _hook_of_parts(self, repeats: int) -> Mismatch:
         named = self.model.named_parameters()
@@ -178,7 +184,7 @@ class LiveStep:
     ) -> torch.Tensor:
         """Forward and backward over the micro-batches; the loss over all of them."""
         shares = self._shares(bound, leaves)
-        hooked = _torch.any_hooks(self._parameters)
+        hooked = self._any_hooks()
         total: torch.Tensor | None = None
         with torch.no_grad():
             for index, share in enumerate(shares):
