@@ -342,3 +342,23 @@ def test_a_scalar_that_is_added_to_the_loss_gets_its_gradient_in_the_backward_pa
     graph = graph_of((model, loss, {"x": torch.randn(4, 2)}))
     phases = [n.phase for n in graph.nodes if not n.is_input]
     assert phases == sorted(phases, key=[Phase.FORWARD, Phase.BACKWARD].index)
+
+
+def test_the_room_that_embedding_bag_takes_is_the_kernels_own() -> None:
+    table, indices = torch.randn(8, 16, requires_grad=True), torch.arange(8).view(2, 4)
+    graph = graph_of((Bag(table), lambda m, b: m(b).square().mean(), indices))
+    made = torch.ops.aten._embedding_bag.default(
+        table.detach(), indices.view(-1), torch.tensor([0, 4]), False, 1
+    )
+    (node,) = (n for n in graph.nodes if n.op.startswith("aten._embedding_bag.default"))
+    storages = [graph.storages[t.storage].nbytes for t in node.outputs]
+    assert storages == [t.untyped_storage().nbytes() for t in made]
+
+
+class Bag(nn.Module):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table.detach())
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return F.embedding_bag(indices, self.table)

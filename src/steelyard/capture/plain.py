@@ -128,6 +128,11 @@ class _Reader:
             nbytes = max(_nbytes(t) for i in node.all_input_nodes for t in _tensors_in(i))
             number = outputs[0].storage
             self.storages[number] = replace(self.storages[number], nbytes=nbytes)
+        if node.target is torch.ops.aten._embedding_bag.default:
+            # The bag of each index: the kernel (torch 2.13, CPU) makes room for one more.
+            number = outputs[1].storage
+            nbytes = self.storages[number].nbytes + torch.int64.itemsize
+            self.storages[number] = replace(self.storages[number], nbytes=nbytes)
         inputs = tuple(self.name(i.name) for i in node.all_input_nodes)
         own = _tensors_in(node)
         known = {self._number(t) for i in node.all_input_nodes for t in _tensors_in(i)}
