@@ -117,3 +117,19 @@ def test_hooks_of_parameters_would_run_once_for_each_part() -> None:
     model = net()
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     assert "has a hook" in verdict((model, class_loss, data())).reason
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_buffers_would_be_written_once_for_each_part() -> None:
+    assert "buffer steps is written" in verdict((Counting(), class_loss, data())).reason

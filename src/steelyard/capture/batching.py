@@ -16,7 +16,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.capture.fakes import exchanged, put_back
 from steelyard.capture.trace import Loss
-from steelyard.core.graph import Graph, Node, Ref
+from steelyard.core.graph import Graph, Node, OutputKind, Ref
 from steelyard.core.plan import BatchEntry
 from steelyard.operators import call
 
@@ -89,6 +89,10 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     for node in graph.forward():
         if "batch_norm" in node.op and _trains_statistics(node.args):
             return _whole(f"BatchNorm in {node.path} takes its statistics over the whole batch")
+    for output in graph.outputs:
+        if output.kind is OutputKind.UPDATE:
+            name = output.target.removeprefix("buffer:")
+            return _whole(f"buffer {name} is written in every pass, which each part would repeat")
     for name, parameter in model.named_parameters():
         if _torch.any_hooks([parameter]):
             return _whole(f"parameter {name} has a hook, which would run once for each part")
