@@ -133,3 +133,29 @@ class Counting(nn.Module):
 
 def test_buffers_would_be_written_once_for_each_part() -> None:
     assert "buffer steps is written" in verdict((Counting(), class_loss, data())).reason
+
+
+# --- targets that cannot be counted ahead of the step ---------------------------------------------
+
+
+def loss_on_a_random_half(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    kept = torch.rand(batch["y"].shape[0]) < 0.5
+    return nn.functional.cross_entropy(model(batch["x"]), torch.where(kept, batch["y"], -100))
+
+
+def loss_where_the_model_is_sure(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    out = model(batch["x"])
+    unsure = out.detach().argmax(1) == 2
+    return nn.functional.cross_entropy(out, batch["y"].masked_fill(unsure, -100))
+
+
+def test_targets_drawn_at_random_are_not_drawn_a_second_time() -> None:
+    sample = net(), loss_on_a_random_half, data()
+    drawn = torch.get_rng_state()
+    assert "drawn at random" in verdict(sample).reason
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_targets_that_the_model_chooses_are_not_known_before_it_runs() -> None:
+    reason = verdict((net(), loss_where_the_model_is_sure, data())).reason
+    assert "depends on what the model says" in reason

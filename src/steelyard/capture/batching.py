@@ -96,7 +96,7 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     for name, parameter in model.named_parameters():
         if _torch.any_hooks([parameter]):
             return _whole(f"parameter {name} has a hook, which would run once for each part")
-    reason = _divided_by_the_batch(graph)
+    reason = _counted_by_more_than_the_batch(graph) or _divided_by_the_batch(graph)
     if reason:
         return _whole(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
@@ -117,6 +117,20 @@ def _rows(batch: Any, rows: list[int]) -> Any:
         return leaf[rows] if isinstance(leaf, torch.Tensor) else leaf
 
     return _torch.tree_map(chosen, batch)
+
+
+def _counted_by_more_than_the_batch(graph: Graph) -> str:
+    """Targets are counted ahead of the step, where a second draw would differ from the step's own,
+    and what the model says is not known yet."""
+    if graph.counted is None:
+        return ""
+    for node in (graph.by_name[name] for name in graph.ancestors(graph.counted.targets)):
+        where = f" ({node.line})" if node.line else ""
+        if node.is_random:
+            return f"which targets the loss counts is drawn at random{where}"
+        if any(name.startswith("parameter:") for name in node.inputs):
+            return f"which targets the loss counts depends on what the model says{where}"
+    return ""
 
 
 def _divided_by_the_batch(graph: Graph) -> str:
