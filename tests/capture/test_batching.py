@@ -159,3 +159,12 @@ def test_targets_drawn_at_random_are_not_drawn_a_second_time() -> None:
 def test_targets_that_the_model_chooses_are_not_known_before_it_runs() -> None:
     reason = verdict((net(), loss_where_the_model_is_sure, data())).reason
     assert "depends on what the model says" in reason
+
+
+@pytest.mark.parametrize("counting", [(1, 4), (1,), (0, 4, 5), ()])
+def test_samples_that_count_are_looked_at_wherever_they_are(counting: tuple[int, ...]) -> None:
+    """Of twelve, the first, the last and two between are: none, one or two of them count."""
+    batch = data(12)
+    batch["y"] = torch.tensor([i % 3 if i in counting else -100 for i in range(12)])
+    reason = verdict((net(), class_loss, batch)).reason
+    assert not reason if len(counting) > 1 else "fewer than two samples" in reason

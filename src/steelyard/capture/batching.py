@@ -102,17 +102,32 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
     if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
         return _whole("there are no values to check it with (meta device)")
-    rows = sorted({round(i * (size - 1) / 3) for i in range(4)})
     every = _counts(graph, batch) or [1] * size
+    if sum(n > 0 for n in every) < 2:
+        return _whole("fewer than two samples hold a target that counts, so cutting is not checked")
+    rows = _looked_at(every)
     verdict = _by_numbers(model, loss, _rows(batch, rows), [every[row] for row in rows])
     if verdict.reduction is Reduction.MEAN and graph.counted and graph.counted.is_whole_loss:
         return replace(verdict, reduction=Reduction.COUNTED)
     return verdict
 
 
-def _rows(batch: Any, rows: list[int]) -> Any:
-    """From the first to the last: batches are often sorted, and neighbours alike."""
+def _looked_at(counts: list[int]) -> list[int]:
+    """Four samples; where fewer than two of them hold a target that counts, some that do."""
+    rows = _spread([*range(len(counts))], 4)
+    if sum(counts[row] > 0 for row in rows) >= 2:
+        return rows
+    without = [row for row in rows if not counts[row]]
+    return sorted([*_spread([row for row, n in enumerate(counts) if n], 3), without[0]])
 
+
+def _spread(rows: list[int], wanted: int) -> list[int]:
+    """From the first to the last: batches are often sorted, and neighbours alike."""
+    last = len(rows) - 1
+    return [rows[i] for i in sorted({round(k * last / (wanted - 1)) for k in range(wanted)})]
+
+
+def _rows(batch: Any, rows: list[int]) -> Any:
     def chosen(leaf: Any) -> Any:
         return leaf[rows] if isinstance(leaf, torch.Tensor) else leaf
 
