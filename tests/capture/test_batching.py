@@ -168,3 +168,84 @@ def test_samples_that_count_are_looked_at_wherever_they_are(counting: tuple[int,
     batch["y"] = torch.tensor([i % 3 if i in counting else -100 for i in range(12)])
     reason = verdict((net(), class_loss, batch)).reason
     assert not reason if len(counting) > 1 else "fewer than two samples" in reason
+
+
+# --- losses whose samples see each other, but not in the batch that is planned with ---------------
+
+
+def class_balanced(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    frequency = nn.functional.one_hot(batch["y"], 3).sum(0).clamp(min=1)
+    each = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * (1 / frequency)[batch["y"]]).mean()
+
+
+def trimmed_padding(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return class_loss(model, {**batch, "x": batch["x"] * batch["mask"].bool().any(0)})
+
+
+def mean_of_each_task(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    each = (model(batch["x"]) - 1).square() * batch["mask"]
+    return (each.sum(0) / batch["mask"].sum(0).clamp(min=1)).mean()
+
+
+def off_a_baseline(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    reward = batch["mask"][:, 0]
+    advantage = reward - reward.mean()
+    return class_loss(model, batch) + (model(batch["x"]).mean(1) * advantage).mean()
+
+
+def mean_without_nan(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    each = (model(batch["x"]) - batch["mask"]).square()
+    known = ~each.isnan()
+    return torch.where(known, each, 0.0).sum() / known.sum()
+
+
+def mean_over_active(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    hinge = (9 - model(batch["x"])[:, 0]).relu()
+    return hinge.sum() / (hinge > 0).sum().clamp(min=1)
+
+
+def softmax_of_rewards(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    each = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * batch["mask"][:, 0].softmax(0)).sum()
+
+
+def distances(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    apart = batch["mask"][:, None] - batch["mask"][None, :]
+    return class_loss(model, batch) + model(batch["x"]).mean() * apart.square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(class_balanced, trimmed_padding, mean_of_each_task, off_a_baseline, mean_without_nan),
+        *(mean_over_active, softmax_of_rewards, distances),
+    ],
+)
+def test_operators_show_what_the_numbers_of_one_batch_do_not(loss: Any) -> None:
+    """Every class once, nothing masked, no reward but one, no target missing, all active."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    batch = {"x": torch.randn(3, 3), "y": torch.arange(3), "mask": torch.ones(3, 3)}
+    reason = verdict((model, loss, batch)).reason
+    assert "samples see each other" in reason
+    assert "test_batching.py:" in reason
+
+
+def own_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Everything put together from samples is added up, weighed by what no sample gives."""
+    out = model(batch["x"])
+    by_class = torch.stack([out[:, i].square().sum() for i in range(3)]).to(torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    total += (by_class * torch.tensor([1.0, 2.0, 3.0])).sum() / len(out)
+    metric = (out.argmax(1) == batch["y"]).sum() / batch["y"].max()  # reaches nothing
+    return total.float() + 0.1 * model[0].weight.norm() / 2 + torch.zeros_like(metric)
+
+
+def test_sums_and_what_never_reaches_the_loss_may_be_cut() -> None:
+    torch.manual_seed(0)
+    assert not verdict((net(), own_sums, data())).reason
+
+
+def test_rows_routed_to_experts_are_each_their_own() -> None:
+    assert not verdict(zoo.case("hf_olmoe").make()).reason

@@ -35,9 +35,13 @@ def line_of(node: Any) -> str:
     """The innermost line that is not torch's own: ``train.py:31``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for filename, line in reversed(frames):
-        if "/torch/" not in filename and "/steelyard/" not in filename:
+        if is_users(filename):
             return f"{short_file(filename)}:{line}"
     return ""
+
+
+def is_users(filename: str) -> bool:
+    return "/torch/" not in filename and "/steelyard/" not in filename
 
 
 def short_file(filename: str) -> str:

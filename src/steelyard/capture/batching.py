@@ -4,7 +4,6 @@ Not for capturing the parts: see source.py.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,9 +13,10 @@ import torch
 from torch import nn
 
 from steelyard import _torch
+from steelyard.capture.coupling import coupling
 from steelyard.capture.fakes import exchanged, put_back
 from steelyard.capture.trace import Loss
-from steelyard.core.graph import Graph, Node, OutputKind, Ref
+from steelyard.core.graph import Graph, OutputKind, Ref
 from steelyard.core.plan import BatchEntry
 from steelyard.operators import call
 
@@ -96,7 +96,11 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     for name, parameter in model.named_parameters():
         if _torch.any_hooks([parameter]):
             return _whole(f"parameter {name} has a hook, which would run once for each part")
-    reason = _counted_by_more_than_the_batch(graph) or _divided_by_the_batch(graph)
+    reason = (
+        _counted_by_more_than_the_batch(graph)
+        or _weighed_by_class(graph)
+        or coupling(model, loss, batch, graph)
+    )
     if reason:
         return _whole(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
@@ -148,39 +152,16 @@ def _counted_by_more_than_the_batch(graph: Graph) -> str:
     return ""
 
 
-def _divided_by_the_batch(graph: Graph) -> str:
-    """A loss divided by what is counted in the batch (a mask, class weights) is no mean of parts.
-
-    Numbers show it only if the samples that are looked at differ in it. What a mean over targets
-    that are not ignored divides by is known, and made up for: see Counted.
-    """
-    parameters = {n.name for n in graph.inputs() if n.name.startswith("parameter:")}
-    batch = {n.name for n in graph.inputs() if n.name.startswith("batch:")}
+def _weighed_by_class(graph: Graph) -> str:
+    """The mean is over the weights of the targets in the batch, in one operator."""
     weighed = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
     for node in graph.forward():
         if node.op in weighed and isinstance(node.args[2], Ref) and node.args[3] == _MEAN:
             return "classes are weighed, so that the loss is divided by the weights in the batch"
-        for divisor in _divisors_of(node):
-            of = graph.by_name[divisor]
-            if math.prod(of.outputs[0].shape) != 1:
-                continue
-            made_by = (divisor, *graph.ancestors(divisor))
-            above = {name for maker in made_by for name in graph.by_name[maker].inputs}
-            if above & batch and not above & parameters:
-                where = f" ({node.line})" if node.line else ""
-                return f"something is divided by a number that the whole batch gives{where}"
     return ""
 
 
 _MEAN = 1  # as ATen numbers its reductions
-
-
-def _divisors_of(node: Node) -> tuple[str, ...]:
-    if node.op.startswith(("aten.div.Tensor", "aten.div_.Tensor", "aten.true_divide.Tensor")):
-        return tuple(a.name for a in node.args[1:2] if isinstance(a, Ref))
-    if node.op.startswith(("aten.reciprocal", "aten.rsqrt", "aten.pow.Tensor_Scalar")):
-        return tuple(a.name for a in node.args[:1] if isinstance(a, Ref))
-    return ()
 
 
 def _counts(graph: Graph, batch: Any) -> list[int]:

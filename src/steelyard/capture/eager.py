@@ -38,7 +38,7 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
     """Also lets the model do what it does only once, such as transformers' filling in of its
     configuration, so that capture does not take it for a side effect of every step.
     """
-    with _on_fakes(model, batch) as (mode, parameters, fake_batch):
+    with on_fakes(model, batch) as (mode, parameters, fake_batch):
         watch, count = _watch(model, parameters, fake_batch), _CallCount()
         with mode, watch, _torch.quiet_logs():
             with count:
@@ -85,7 +85,7 @@ def _watch(model: nn.Module, parameters: dict[str, nn.Parameter], batch: Any) ->
 
 def forward_calls(model: nn.Module, loss: Loss, batch: Any) -> Counter[Call]:
     """Every operator call of the forward pass with what it is given and who made that, counted."""
-    with _on_fakes(model, batch) as (mode, _, fake_batch):
+    with on_fakes(model, batch) as (mode, _, fake_batch):
         count = _CallCount(remembers=mode)
         with mode, count, _torch.quiet_logs():
             loss(model, fake_batch)
@@ -93,7 +93,7 @@ def forward_calls(model: nn.Module, loss: Loss, batch: Any) -> Counter[Call]:
 
 
 @contextlib.contextmanager
-def _on_fakes(model: nn.Module, batch: Any) -> Iterator[tuple[Any, dict[str, nn.Parameter], Any]]:
+def on_fakes(model: nn.Module, batch: Any) -> Iterator[tuple[Any, dict[str, nn.Parameter], Any]]:
     """The mode, the fake parameters by name, and the batch to call the loss with."""
     check_trains(model)
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)

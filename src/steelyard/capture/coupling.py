@@ -1,0 +1,170 @@
+"""Whether a loss lets samples see each other: what is put together from them may only be added up.
+
+A divisor that the batch gives, a mean that is taken off, weights by class make a loss no mean over
+samples, and numbers show that only where the samples at hand differ in them. So operators are
+looked at: the loss is run on fake tensors, for a number of samples that no size in the step is a
+multiple of. A dim that is one holds samples. What depends on the batch and has no such dim is put
+together from samples, and has to reach the loss by sums alone.
+
+Not for what mixes samples and keeps their dim, such as attention along it: numbers show that, see
+batching.py.
+"""
+
+import itertools
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.attribution import is_users, short_file
+from steelyard.capture.eager import on_fakes
+from steelyard.capture.fakes import StorageWatch
+from steelyard.capture.trace import Loss
+from steelyard.core.errors import CaptureRefused
+from steelyard.core.graph import Graph
+
+_SUMS = ("add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "clone", "_unsafe_view")
+_PRODUCTS = ("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
+_ADD_SAMPLES_UP = ("sum", "mean", "mm", "bmm", "mv", "dot")
+_FUSED_LOSSES = ("loss", "binary_cross_entropy")
+_GO_ALONG_A_DIM = ("_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", "flip")
+
+
+def coupling(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
+    """Where samples see each other; empty where no operator shows it."""
+    samples = _unlike_any_size_of(graph)
+    try:
+        with on_fakes(model, batch) as (mode, _, fake_batch), mode, _torch.quiet_logs():
+            return _followed(model, loss, fake_batch, samples)
+    except CaptureRefused as error:
+        return f"with {samples} samples {error.happened}"
+
+
+def _unlike_any_size_of(graph: Graph) -> int:
+    """A prime, for no product of others to be a multiple of it; small, for losses that loop."""
+    sizes = {size for node in graph.nodes for t in node.outputs for size in t.shape if size}
+    primes = (n for n in itertools.count(101, 2) if all(n % d for d in range(3, n, 2)))
+    return next(n for n in primes if all(size % n for size in sizes))
+
+
+def _followed(model: nn.Module, loss: Loss, batch: Any, samples: int) -> str:
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.new_empty((samples, *leaf.shape[1:]))
+
+    batch = _torch.tree_map(resized, batch)
+    follower = _Follower(_tensors(batch), samples)
+    with StorageWatch(_tensors(batch), on_call=follower.follow, on_death=follower.forget):
+        value = loss(model, batch)
+    return follower.reason_of(value)
+
+
+class _Follower:
+    """Notes of each storage that depends on the batch where samples saw each other on its way.
+
+    Of storages, so that what is written through one view is known of the others.
+    """
+
+    def __init__(self, batch: Sequence[torch.Tensor], samples: int) -> None:
+        self._samples = samples
+        self._reasons = {_torch.storage_key(leaf): "" for leaf in batch}
+
+    def reason_of(self, value: torch.Tensor) -> str:
+        return self._reasons.get(_torch.storage_key(value), "")
+
+    def forget(self, storage: int) -> None:
+        self._reasons.pop(storage, None)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        read = _tensors(args[:2] if _is_routed(func) else (args, kwargs))
+        given = [x for x in read if _torch.storage_key(x) in self._reasons]
+        if not given or _reads_shapes_alone(func):
+            return
+        made = _tensors(result)
+        known = next(filter(None, map(self.reason_of, given)), "")
+        reason = known or self._reason(func, args, given, made)
+        for tensor in made:
+            key = _torch.storage_key(tensor)
+            self._reasons[key] = self._reasons.get(key) or reason
+
+    def _reason(
+        self, func: Any, args: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> str:
+        together = [x for x in given if not self._dims(x)]
+        apart = [x for x in made if self._dims(x)]
+        if together and (apart or not _is_linear(func, args, given, made)):
+            fault = "takes a value that all samples give together"
+        elif made and not together and not apart and not _adds_samples_up(func):
+            fault = "makes one value of all samples"
+        elif any(self._holds_pairs(x) for x in apart):
+            fault = "pairs samples"
+        elif _name(func) in _GO_ALONG_A_DIM and self._goes_along_samples(args):
+            fault = "goes from sample to sample"
+        else:
+            return ""
+        return f"{_name(func)} {fault}{_place()}: samples see each other"
+
+    def _dims(self, tensor: torch.Tensor) -> set[int]:
+        """Those that hold samples."""
+        return {d for d, size in enumerate(tensor.shape) if size and size % self._samples == 0}
+
+    def _holds_pairs(self, tensor: torch.Tensor) -> bool:
+        dims = self._dims(tensor)
+        return len(dims) > 1 or any(tensor.shape[d] % self._samples**2 == 0 for d in dims)
+
+    def _goes_along_samples(self, args: Any) -> bool:
+        dims = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+        return any(d % args[0].dim() in self._dims(args[0]) for d in dims)
+
+
+def _is_linear(
+    func: Any, args: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+) -> bool:
+    """A sum, or a product with what does not depend on the batch."""
+    name = _name(func)
+    if name in ("_to_copy", "copy"):
+        return all(x.is_floating_point() or x.is_complex() for x in made)
+    if str(func).removeprefix("aten.").replace("_.", ".") in _PRODUCTS:
+        return len(given) == 1 and (name == "mul" or given[0] is args[0])
+    return _torch.is_view(func) or name in _SUMS
+
+
+def _adds_samples_up(func: Any) -> bool:
+    """One that looks at some of them alone is left to the numbers."""
+    name = _name(func)
+    is_loss = any(word in name for word in _FUSED_LOSSES)
+    return is_loss or name in _ADD_SAMPLES_UP or _torch.is_view(func)
+
+
+def _is_routed(func: Any) -> bool:
+    """Products of rows that are sorted by expert, with the ends of groups as a third argument.
+
+    The expert of a row is its own choice, wherever the groups end.
+    """
+    return "grouped_mm" in _name(func)
+
+
+def _reads_shapes_alone(func: Any) -> bool:
+    name = _name(func)
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def _name(func: Any) -> str:
+    """``aten.add_.Tensor`` is an ``add``."""
+    return str(func).split(".")[1].rstrip("_")
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in _torch.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _place() -> str:
+    """The innermost line that is not torch's own."""
+    for frame, line in traceback.walk_stack(None):
+        if is_users(frame.f_code.co_filename):
+            return f" ({short_file(frame.f_code.co_filename)}:{line})"
+    return ""
