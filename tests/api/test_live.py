@@ -47,3 +47,14 @@ def test_the_default_dtype_is_that_of_the_capture_and_not_of_apply() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.isfinite(planned.apply().backward(batch))
+
+
+def test_a_tensor_that_the_loss_reads_is_held_and_metered() -> None:
+    model, table = nn.Linear(64, 64), torch.randn(64, 2048)
+    planned = sy.plan(model, lambda m, b: (m(b) @ table).square().mean(), torch.randn(4, 64))
+    step = planned.apply()
+    step.backward(torch.randn(4, 64))
+    step.live.zero_grad()
+    measured = step.meter(lambda: step.backward(torch.randn(4, 64)))
+    assert measured > table.nbytes
+    assert measured == pytest.approx(planned.predicted.memory_bytes.value, rel=0.01)

@@ -4,6 +4,7 @@ Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``:
 """
 
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -71,6 +72,7 @@ class Step:
             runner=_RUNNERS[plan.decisions.made_for.runner],
             check=captured.reads.check,
         )
+        self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.repeats * program.graph.resident_bytes(Role.BATCH)
         self._seconds: list[float] = []
         self._losses: list[torch.Tensor] = []
@@ -121,7 +123,7 @@ class Step:
 
     def meter(self, call: Any) -> int:
         """The allocator's bytes at the peak of ``call``: what is resident and what it adds."""
-        resident = resident_bytes(self.live, self._batch_bytes)
+        resident = resident_bytes(self.live, self._constants) + self._batch_bytes
         metered = meter_once(call)
         if not metered.is_clean:
             self.notes.append(
@@ -190,16 +192,15 @@ class ShownReceipt:
         return plain(render(tree_of(self.receipt)))
 
 
-def resident_bytes(live: LiveStep, batch_bytes: int) -> int:
-    """Bytes of the storages that outlive a step: weights, buffers, batch, optimizer state; and
-    gradients that are kept from before.
+def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:
+    """Bytes of the storages that outlive a step: weights, buffers, optimizer state, what else the
+    code reads; and gradients that are kept from before.
     """
-    tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients()]
+    tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients(), *constants]
     if live.optimizer is not None:
         for state in live.optimizer.state.values():
             tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
-    sizes = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(sizes.values()) + batch_bytes
+    return sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _refuse_meta(model: nn.Module) -> None:
