@@ -27,7 +27,8 @@ from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph
 
 _SUMS = ("add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "clone", "_unsafe_view")
-_PRODUCTS = ("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
+_PRODUCTS = ("mul", "mm", "bmm", "mv", "dot")
+_QUOTIENTS = ("aten.div.Tensor", "aten.div_.Tensor", "aten.div.Scalar", "aten.div_.Scalar")
 _ADD_SAMPLES_UP = ("sum", "mean", "mm", "bmm", "mv", "dot")
 _FUSED_LOSSES = ("loss", "binary_cross_entropy")
 _GO_ALONG_A_DIM = ("_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", "flip")
@@ -82,9 +83,9 @@ class _Follower:
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         read = _tensors(args[:2] if _is_routed(func) else (args, kwargs))
         given = [x for x in read if _torch.storage_key(x) in self._reasons]
-        if not given or _reads_shapes_alone(func):
-            return
         made = _tensors(result)
+        if not given or not made or _reads_shapes_alone(func):
+            return
         known = next(filter(None, map(self.reason_of, given)), "")
         reason = known or self._reason(func, args, given, made)
         for tensor in made:
@@ -98,7 +99,7 @@ class _Follower:
         apart = [x for x in made if self._dims(x)]
         if together and (apart or not _is_linear(func, args, given, made)):
             fault = "takes a value that all samples give together"
-        elif made and not together and not apart and not _adds_samples_up(func):
+        elif not together and not apart and not _adds_samples_up(func):
             fault = "makes one value of all samples"
         elif any(self._holds_pairs(x) for x in apart):
             fault = "pairs samples"
@@ -128,8 +129,8 @@ def _is_linear(
     name = _name(func)
     if name in ("_to_copy", "copy"):
         return all(x.is_floating_point() or x.is_complex() for x in made)
-    if str(func).removeprefix("aten.").replace("_.", ".") in _PRODUCTS:
-        return len(given) == 1 and (name == "mul" or given[0] is args[0])
+    if name in _PRODUCTS or str(func) in _QUOTIENTS:
+        return len(given) == 1 and (name in _PRODUCTS or given[0] is args[0])
     return _torch.is_view(func) or name in _SUMS
 
 
