@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from steelyard import _torch
+from steelyard.capture.attribution import short_file
 from steelyard.core.graph import Graph, OutputKind, Phase, Role
 from tests.capture.stepping import source_of
 from tests.zoo import Sample, case
@@ -362,3 +363,8 @@ class Bag(nn.Module):
 
     def forward(self, indices: Tensor) -> Tensor:
         return F.embedding_bag(indices, self.table)
+
+
+def test_a_line_of_a_package_does_not_say_where_the_environment_lies() -> None:
+    assert short_file(".venv/lib/python3.11/site-packages/sums/models/one.py") == "models/one.py"
+    assert short_file("models/one.py") == "models/one.py"

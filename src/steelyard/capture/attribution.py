@@ -47,7 +47,7 @@ def is_users(filename: str) -> bool:
 def short_file(filename: str) -> str:
     """Relative to where the user works, else the package file it is in; never a machine's path."""
     relative = os.path.relpath(filename)
-    if not relative.startswith(".."):
+    if not relative.startswith("..") and "site-packages" not in relative:
         return relative
     return "/".join(filename.rsplit("/", 2)[-2:])
 
