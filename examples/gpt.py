@@ -26,7 +26,7 @@ class Size:
     heads: int = 8
     words: int = 4096
     length: int = 256
-    samples: int = 16
+    samples: int = 12
 
 
 class Block(nn.Module):

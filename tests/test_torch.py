@@ -303,7 +303,7 @@ def test_reads_data_is_what_dynamo_makes_of_data() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.data + x.detach()
 
-    step = _torch.dynamo_graph_capture_for_export(Data())(torch.ones(2))
+    step, *_ = _torch.captured_and_guarded(Data(), torch.ones(2))
     assert sum(_torch.reads_data(node) for node in step.graph.nodes) == 1
 
 

@@ -31,6 +31,7 @@ _RECURRENT = (
     "order"
 )
 WITHIN_ROUNDING = {
+    "hf_mamba": "compiled, transformers scans by an associative tree, and eager step by step",
     "lstm": _RECURRENT,
     "edge_gru": _RECURRENT,
     "edge_gru_dropout": _RECURRENT,

@@ -38,6 +38,7 @@ _ROUNDING = {
     "edge_gru": "the graph holds the cell's own operators, in another order of sums than eager's",
     "edge_gru_dropout": "the graph holds the cell's own operators, in another order of sums than "
     "eager's",
+    "hf_mamba": "compiled, transformers scans by an associative tree, and eager step by step",
     "hf_llama_mask_of_ones": "eager looks into the mask (without `use_cache`, the positions) and "
     "does without where nothing is masked; a graph cannot look",
     "hf_beit": "one gradient is summed in another order",
