@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -58,3 +60,26 @@ def test_a_tensor_that_the_loss_reads_is_held_and_metered() -> None:
     measured = step.meter(lambda: step.backward(torch.randn(4, 64)))
     assert measured > table.nbytes
     assert measured == pytest.approx(planned.predicted.memory_bytes.value, rel=0.01)
+
+
+def test_a_last_batch_that_is_no_multiple_of_the_parts_is_cut_otherwise() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16))
+    plain = copy.deepcopy(model)
+    whole, last = torch.randn(32, 16), torch.randn(7, 16)
+    look = sy.plan(model, square, whole)
+    unplanned = look.plan.unplanned.peak
+    added = unplanned.nbytes - unplanned.resident_bytes
+    planned = look.what_if(memory=unplanned.resident_bytes + added // 2)
+    parts = max(rule.degree for rule in planned.plan.decisions.rules)
+    assert parts > 1
+    step = planned.apply()
+    for batch in (whole, last):
+        model.zero_grad()
+        plain.zero_grad()
+        value = square(plain, batch)
+        value.backward()
+        torch.testing.assert_close(step.backward(batch), value.detach())
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert re.search(r"also ran batches of \[7, 16\]", str(step.receipt()))

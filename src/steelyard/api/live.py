@@ -5,6 +5,7 @@ Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``:
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.api.pricing import Prices
+from steelyard.capture.batching import batch_size
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import Captured, StepSource
 from steelyard.core.amounts import format_bytes
@@ -21,6 +23,7 @@ from steelyard.core.graph import Role
 from steelyard.core.plan import Plan
 from steelyard.core.program import Program
 from steelyard.core.receipt import Measured, Receipt
+from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
 from steelyard.measure.meter import meter_once
 from steelyard.measure.process import rss_peak_bytes
@@ -159,10 +162,18 @@ class Step:
 
     def _program_at(self, source: StepSource) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step."""
-        rules = self.plan.decisions.rules
+        rules = [self._at(rule, source) for rule in self.plan.decisions.rules]
         base = Program.plain(source.captured().graph, update=self._update)
         program = strike(base, rules, trades=TRADES, source=source)
         return program, source.captured(micro_batches=program.repeats)
+
+    def _at(self, rule: Rule, source: StepSource) -> Rule:
+        """A last batch that is no multiple of the parts is cut into the fewest no larger."""
+        possible, size = source.divisors(), batch_size(source.batch)
+        if rule.degree in (0, *possible) or size is None:
+            return rule
+        most = (batch_size(self._source.batch) or 1) // rule.degree
+        return replace(rule, degree=min(k for k in possible if size // k <= max(most, 1)))
 
     def _other_shape(self, batch: Any) -> tuple[Program, Constants, Check]:
         """The same rules at another batch shape: predicted, and run if they fit."""
@@ -177,7 +188,8 @@ class Step:
                 remedy="drop or pad that batch, raise the budget, or plan for this shape",
             )
         shapes = ", ".join(str(list(e.shape)) for e in self._source.at(batch).entries()[:2])
-        self.notes.append(f"also ran batches of {shapes} (predicted {format_bytes(nbytes)})")
+        cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
+        self.notes.append(f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)})")
         return program, captured.constants, captured.reads.check
 
 
