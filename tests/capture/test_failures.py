@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,3 +27,22 @@ def test_a_generator_of_its_own_is_named(is_made_inside: bool) -> None:
     with pytest.raises(CaptureRefused, match="drawn from a generator of its own") as refused:
         source_of((nn.Linear(2, 2), loss, torch.randn(3, 2))).graph(micro_batches=1)
     assert "next: leave generator= out, or draw before the step" in str(refused.value)
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "remedy"),
+    [
+        (Pair(torch.ones(3, 2)), r"register_dataclass\(Pair\), once"),
+        (UserDict(x=torch.ones(3, 2)), r"dict\(batch\)"),
+        ({"x": {1, 2}}, "torch.as_tensor"),
+    ],
+)
+def test_a_batch_of_an_unknown_kind_is_refused_with_what_would_do(batch: Any, remedy: str) -> None:
+    with pytest.raises(CaptureRefused, match=r"batch.* is a \w+") as refused:
+        source_of((nn.Linear(2, 2), lambda m, b: m(b.x).sum(), batch)).graph(micro_batches=1)
+    assert re.search(f"next: .*{remedy}", str(refused.value))

@@ -3,7 +3,8 @@
 What api.py hands to search (as core.trade.Source) and to run. Not for tracing: see trace.py.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -178,9 +179,17 @@ def _refuse_opaque(batch: Any) -> None:
         if not isinstance(leaf, _LEAVES):
             raise CaptureRefused(
                 f"batch{_torch.keystr(path)} is a {type(leaf).__name__}",
-                expected="tensors, numbers and strings in dicts, lists, tuples or dataclasses",
-                remedy="turn it into tensors (torch.as_tensor; of a mapping: dict(batch))",
+                expected="tensors, numbers and strings in dicts, lists and tuples",
+                remedy=_remedy_of(leaf),
             )
+
+
+def _remedy_of(leaf: Any) -> str:
+    if is_dataclass(leaf):
+        return f"torch.export.register_dataclass({type(leaf).__name__}), once, before planning"
+    if isinstance(leaf, Mapping):
+        return "give it as a dict: dict(batch)"
+    return "turn it into tensors (torch.as_tensor)"
 
 
 _LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype)
