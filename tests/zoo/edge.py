@@ -851,6 +851,13 @@ def embedding_bag(scale: Scale) -> Sample:
     return model, class_loss, {"x": ids, "y": ids[:, 0].clone()}
 
 
+@_legal.add("the largest of each bag; its backward pass works on the bags that are not empty")
+def embedding_bag_max(scale: Scale) -> Sample:
+    model = nn.Sequential(nn.EmbeddingBag(_WIDTH, _WIDTH, mode="max"), nn.Linear(_WIDTH, _WIDTH))
+    ids = torch.randint(0, _WIDTH, (_COUNT, _LENGTH))
+    return model, class_loss, {"x": ids, "y": ids[:, 0].clone()}
+
+
 @_legal.add("dropout of whole channels, and of SELU nets")
 def dropout_variants(scale: Scale) -> Sample:
     model = nn.Sequential(

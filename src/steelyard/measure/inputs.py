@@ -193,6 +193,9 @@ def _indices(s: _Shapes) -> list[tuple[str, int]]:
 _BOUNDS: dict[str, _Bounds] = {
     "aten.embedding": lambda s: [(s.name(1), s.size(0, 0))],
     "aten.embedding_dense_backward": lambda s: [(s.name(1), s.number(2))],
+    "aten._embedding_bag": lambda s: [(s.name(1), s.size(0, 0))],
+    # Bags that are empty take no part in it: most should not be.
+    "aten._embedding_bag_backward": lambda s: [(s.name(1), s.number(6)), (s.name(4), s.size(1, 0))],
     "aten.nll_loss_forward": lambda s: [(s.name(1), s.classes(0))],
     "aten.nll_loss2d_forward": lambda s: [(s.name(1), s.classes(0))],
     "aten.nll_loss_backward": lambda s: [(s.name(2), s.classes(1))],
