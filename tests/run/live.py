@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from steelyard.capture.plain import to_graph
 from steelyard.capture.trace import trace
 from steelyard.core.program import Program
 from steelyard.run.step import Check, LiveStep
+from tests.zoo import Sample, case
 
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -70,3 +73,10 @@ def part(batch: Any, index: int, parts: int) -> Any:
 def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The model and a copy of it, which plain PyTorch trains."""
     return model, copy.deepcopy(model)
+
+
+def both(name: str, batches: int = 3) -> tuple[Sample, nn.Module, tuple[Any, ...]]:
+    """A case of the zoo, its twin for plain PyTorch, and batches to train both on."""
+    made = case(name)
+    sample = made.make(0)
+    return sample, twins(sample[0])[1], made.batches(batches)
