@@ -4,9 +4,11 @@ Not for deciding or wiring anything. What only reads a plan never imports torch.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -26,6 +28,9 @@ from steelyard.core.errors import BadInput
 from steelyard.report.lines import Tone, Zoom
 from steelyard.report.progress import Progress, Status
 from steelyard.report.terminal import write
+
+if TYPE_CHECKING:
+    from steelyard.api import Workload
 
 _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
 5 a measurement outside its predicted interval (run --strict), 130 interrupted."""
@@ -113,16 +118,10 @@ def plan(
             expected="no budget, --maximize or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
-    with (
-        foreseen("planning", BAD_INPUT, in_json=shown.json),
-        Status(sys.stderr, quiet=shown.quiet) as tell,
-    ):
-        tell("importing torch")
+    with _planning(shown) as tell:
+        workload = _loaded(train, tell)
         from steelyard import api
 
-        heed()
-        tell(f"loading {train}")
-        workload = api.load_workload(train)
         if check is None:
             planned = api.plan_workload(
                 workload, budget=budget, runner=runner, maximize=maximize, title=title(train),
@@ -179,16 +178,10 @@ def run(
     start, folder = resume_from(resume, checkpoint)
     at_least_one("--steps", steps)
     at_least_one("--checkpoint-every", checkpoint_every)
-    with (
-        foreseen("planning", BAD_INPUT, in_json=shown.json),
-        Status(sys.stderr, quiet=shown.quiet) as tell,
-    ):
-        tell("importing torch")
+    with _planning(shown) as tell:
+        workload = _loaded(train, tell)
         from steelyard import api
 
-        heed()
-        tell(f"loading {train}")
-        workload = api.load_workload(train)
         planned = api.load_planned(path, workload, on_progress=tell)
     with (
         foreseen("training", RUN_FAILED, in_json=shown.json),
@@ -219,18 +212,13 @@ def frontier(
     from steelyard.report.show import show
     from steelyard.report.tree import tree_of
 
-    with (
-        foreseen("planning", BAD_INPUT, in_json=shown.json),
-        Status(sys.stderr, quiet=shown.quiet) as tell,
-    ):
-        tell("importing torch")
+    with _planning(shown) as tell:
+        workload = _loaded(train, tell)
         from steelyard import api
 
-        heed()
-        tell(f"loading {train}")
         planned = api.plan_workload(
-            api.load_workload(train), budget=Budget(), runner=runner, maximize=None,
-            title=title(train), on_progress=tell,
+            workload, budget=Budget(), runner=runner, maximize=None, title=title(train),
+            on_progress=tell,
         ).charted()  # fmt: skip
     show(tree_of(planned.plan), zoom=Zoom.FRONTIER, in_json=shown.json, html=html)
     _hint(f"next: steelyard plan {train} --memory (one of these)", shown)
@@ -295,8 +283,22 @@ def demo(*, shown: Shown = _PLAINLY) -> int:
     return OK if ok else RUN_FAILED
 
 
-def _status(shown: Shown) -> Status:
-    return Status(sys.stderr, quiet=shown.quiet)
+@contextmanager
+def _planning(shown: Shown) -> Iterator[Status]:
+    with (
+        foreseen("planning", BAD_INPUT, in_json=shown.json),
+        Status(sys.stderr, quiet=shown.quiet) as tell,
+    ):
+        yield tell
+
+
+def _loaded(train: str, tell: Status) -> "Workload":
+    tell("importing torch")
+    from steelyard import api
+
+    heed()
+    tell(f"loading {train}")
+    return api.load_workload(train)
 
 
 def _hint(text: str, shown: Shown) -> None:
