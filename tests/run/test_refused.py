@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.run.step import LiveStep
@@ -117,6 +118,18 @@ def test_a_hook_of_every_module_is_refused_when_it_comes_after_planning() -> Non
         handle.remove()
     step(batch)
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_step_can_be_counted_by_torchs_own_flop_counter() -> None:
+    """It hooks every module there is, but only to label."""
+    model, batch = Watched(), {"x": torch.randn(6, 4)}
+    eager = twins(model)[1]
+    step = live(model, square, batch)
+    with FlopCounterMode(display=False) as expected:
+        square(eager, batch).backward()
+    with FlopCounterMode(display=False) as counted:
+        step.backward(batch)
+    assert counted.get_total_flops() == expected.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("change", CHANGES)

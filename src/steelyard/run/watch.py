@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.module_tracker import ModuleTracker
 
 from steelyard import _torch
 from steelyard.core.errors import Mismatch
@@ -81,10 +82,10 @@ class ModelWatch:
         self._addresses = [t.data_ptr() for t in self._tensor_list]
 
     def check(self) -> None:
-        if (
-            list(map(id, chain.from_iterable(map(dict.values, self._filled_dicts))))
-            != self._registered.ids
-        ) or any(self._empty_dicts):
+        registered = list(map(id, chain.from_iterable(map(dict.values, self._filled_dicts))))
+        if any(self._empty_dicts):
+            self._check_appeared()
+        if registered != self._registered.ids:
             self._refuse_registered()
         self._check_attributes()
         if list(map(_REQUIRES_GRAD, self._parameter_list)) != self._trains:
@@ -109,11 +110,14 @@ class ModelWatch:
             if module.training is not before:
                 raise _changed_mode(path, before)
 
-    def _refuse_registered(self) -> None:
+    def _check_appeared(self) -> None:
+        """A module tracker, as of a FlopCounterMode, only labels: a step does the same without."""
         for path, kind, now in self._empty:
-            if now:
-                name = _joined(path, str(next(iter(now))))
-                raise _changed(kind, name, "appeared after planning", path)
+            for key, found in now.items():
+                if not isinstance(getattr(found, "__self__", None), ModuleTracker):
+                    raise _changed(kind, _joined(path, str(key)), "appeared after planning", path)
+
+    def _refuse_registered(self) -> None:
         for (path, kind, now), before in zip(self._filled, self._kept, strict=True):
             for key in before.keys() | now.keys():
                 if now.get(key) is before.get(key) and (key in now) == (key in before):
