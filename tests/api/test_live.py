@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.core.amounts import format_bytes
+from steelyard.core.errors import BadInput
 from steelyard.predict import kept_gradients_bytes
 
 
@@ -83,3 +84,20 @@ def test_a_last_batch_that_is_no_multiple_of_the_parts_is_cut_otherwise() -> Non
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
     assert re.search(r"also ran batches of \[7, 16\]", str(step.receipt()))
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    batch = torch.ones(4, 4)
+    model = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch).sum()
+
+    kinds: Any = nn.Linear
+    with pytest.raises(BadInput, match=r"^model is <class .*Linear'>"):
+        sy.plan(kinds, loss, batch)
+    with pytest.raises(BadInput, match=r"^model is <class .*Linear'>"):
+        sy.plan(model, loss, batch).apply(kinds)
+    swapped: Any = batch
+    with pytest.raises(BadInput, match=r"^loss is tensor"):
+        sy.plan(model, swapped, loss)

@@ -46,3 +46,11 @@ def test_a_batch_of_an_unknown_kind_is_refused_with_what_would_do(batch: Any, re
     with pytest.raises(CaptureRefused, match=r"batch.* is a \w+") as refused:
         source_of((nn.Linear(2, 2), lambda m, b: m(b.x).sum(), batch)).graph(micro_batches=1)
     assert re.search(f"next: .*{remedy}", str(refused.value))
+
+
+def test_a_mistake_of_pythons_own_keeps_its_name() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch["x"]).sum() + batch["target"].sum()
+
+    with pytest.raises(CaptureRefused, match=r"test_failures\.py:\d+: KeyError: 'target'"):
+        source_of((nn.Linear(2, 2), loss, {"x": torch.ones(3, 2)})).graph(micro_batches=1)

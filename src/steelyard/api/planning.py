@@ -50,7 +50,7 @@ def plan(
 ) -> "Planned":
     """The cheapest step that stays inside ``budget``, with its reasons."""
     del metric  # no lossy trade is offered yet, so there is nothing to score
-    _check_arguments(model, budget, runner, maximize)
+    _check_arguments(model, loss, budget, runner, maximize)
     request = Request(
         model=model,
         loss=loss,
@@ -69,19 +69,27 @@ def plan(
     return planned(request.looked_at(), request.budget)
 
 
-def _check_arguments(model: Any, budget: Any, runner: Any, maximize: Any) -> None:
-    for name, given, fine, expected in (
-        ("model", model, isinstance(model, nn.Module), "an nn.Module"),
-        ("budget", budget, budget is None or isinstance(budget, Budget), 'Budget(memory="2 GiB")'),
-        ("runner", runner, runner in DECOMPOSITIONS, " or ".join(DECOMPOSITIONS)),
-        ("maximize", maximize, maximize is None or maximize in [*Maximize], " or ".join(Maximize)),
-    ):
-        if not fine:
-            raise BadInput(
-                f"{name} is {printable(repr(given)[:60])}",
-                expected=expected,
-                remedy="see docs/python-api.md for what plan() takes",
-            )
+def _check_arguments(model: Any, loss: Any, budget: Any, runner: Any, maximize: Any) -> None:
+    _check_model(model)
+    bound = budget is None or isinstance(budget, Budget)
+    _check("loss", loss, fine=callable(loss), expected="a function loss(model, batch)")
+    _check("budget", budget, fine=bound, expected='Budget(memory="2 GiB")')
+    _check("runner", runner, fine=runner in DECOMPOSITIONS, expected=" or ".join(DECOMPOSITIONS))
+    asked = maximize is None or maximize in [*Maximize]
+    _check("maximize", maximize, fine=asked, expected=" or ".join(Maximize))
+
+
+def _check_model(model: Any) -> None:
+    _check("model", model, fine=isinstance(model, nn.Module), expected="an nn.Module")
+
+
+def _check(name: str, given: Any, *, fine: bool, expected: str) -> None:
+    if not fine:
+        raise BadInput(
+            f"{name} is {printable(repr(given)[:60])}",
+            expected=expected,
+            remedy="see docs/python-api.md for what it takes",
+        )
 
 
 def plan_workload(
@@ -232,6 +240,7 @@ class Planned:
         look = self._look
         source = look.source.whole()
         if model is not None and model is not source.model:
+            _check_model(model)
             # Another object of the same kind, say one that was loaded meanwhile.
             source = source.on(model)
         elif look.watch is not None:

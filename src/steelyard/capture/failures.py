@@ -95,6 +95,10 @@ _SAYINGS = {
 }
 
 
+# Their words alone may be no more than a missing key.
+_PYTHONS_OWN = (LookupError, AttributeError, NameError, AssertionError, ArithmeticError)
+
+
 def _first_line(error: BaseException) -> str:
     """The sentence that says most: Dynamo wraps the operator's own message in several layers."""
     text = str(error)
@@ -106,7 +110,10 @@ def _first_line(error: BaseException) -> str:
         if found:
             return found[1].strip().partition(" This function is either")[0][:200]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]
+    kind = type(error).__name__
+    if not lines or isinstance(error, _PYTHONS_OWN):
+        return ": ".join([kind, *lines[:1]])[:200]
+    return lines[0][:200]
 
 
 def _operator_line(error: BaseException, step: Any) -> str:
