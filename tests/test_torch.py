@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
+import random
 import re
 import subprocess
 import sys
@@ -41,7 +42,7 @@ class Step(nn.Module):
 @pytest.fixture(scope="module")
 def dynamo_graph() -> Any:
     with _torch.capture_settings(set()):
-        return _torch.captured_and_guarded(Step(), {"x": torch.randn(2, 4)})[0]
+        return _torch.captured_and_guarded(Step(), {"x": torch.randn(2, 4)}).graph
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +91,13 @@ def test_captured_and_guarded_knows_modules_and_source_lines(dynamo_graph: Any) 
 def test_captured_and_guarded_says_what_is_no_longer_as_it_was_read() -> None:
     step, batch = Step(), {"x": torch.randn(2, 4)}
     with _torch.capture_settings(set()):
-        _, broken, tensors = _torch.captured_and_guarded(step, batch)
+        found = _torch.captured_and_guarded(step, batch)
+    broken = found.broken
     assert broken() == ""
-    assert any(tensor is step.scale for tensor in tensors.values())
+    (name,) = [name for name, tensor in found.tensors.items() if tensor is step.scale]
+    assert found.find(name)() is step.scale
+    assert found.of_batch == {"batch", "batch['x']"}
+    assert not found.draws_in_python
     batch["x"] = torch.randn(5, 4)  # no concern of the guards that are kept
     with torch.no_grad():
         assert broken() == ""
@@ -100,6 +105,16 @@ def test_captured_and_guarded_says_what_is_no_longer_as_it_was_read() -> None:
     assert re.search(r"momentum == 0\.1 .*  # ", broken())
     step.inner[1].momentum = 0.1
     assert broken() == ""
+
+
+def test_captured_and_guarded_says_what_was_drawn_by_pythons_generator() -> None:
+    class Drawn(Step):
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return super().forward(batch) * random.uniform(1, 2)
+
+    with _torch.capture_settings(set()):
+        found = _torch.captured_and_guarded(Drawn(), {"x": torch.randn(2, 4)})
+    assert found.draws_in_python
 
 
 def test_aot_export_joint_with_descriptors_traces_forward_and_backward(joint: Any) -> None:
@@ -303,7 +318,7 @@ def test_reads_data_is_what_dynamo_makes_of_data() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.data + x.detach()
 
-    step, *_ = _torch.captured_and_guarded(Data(), torch.ones(2))
+    step = _torch.captured_and_guarded(Data(), torch.ones(2)).graph
     assert sum(_torch.reads_data(node) for node in step.graph.nodes) == 1
 
 

@@ -8,7 +8,9 @@ import gc
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -112,26 +114,40 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
         yield
 
 
-def captured_and_guarded(
-    step: torch.nn.Module, batch: Any
-) -> tuple[Any, Callable[[], str], dict[str, torch.Tensor]]:
-    """Dynamo's graph module for export, what its guards say from now on, and the tensors it read.
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """What Dynamo made of a step: its graph module for export, and what it saw being read.
 
     The guards are those by which ``torch.compile`` decides to compile anew: of every value that
-    the traced code read. Called, they answer which no longer holds, or nothing. Left out are those
-    of the batch, of torch's modes and of the form of tensors; those come by the names of guards.
-    Public names give one or the other, graph or guards.
+    the traced code read. ``broken`` answers which of them no longer holds, or nothing. Left out
+    are those of the batch, of torch's modes and of the form of tensors; those come by the names of
+    guards in ``tensors`` and ``of_batch``. ``find`` looks a name up, as it is now.
     """
+
+    graph: Any
+    broken: Callable[[], str]
+    tensors: Mapping[str, torch.Tensor]
+    of_batch: frozenset[str]
+    find: Callable[[str], Callable[[], Any]]
+    draws_in_python: bool
+
+
+def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
+    """Public names give one or the other, graph or guards."""
     tensors: dict[str, torch.Tensor] = {}
+    of_batch: set[str] = set()
 
     def kept(entries: Sequence[Any]) -> list[bool]:
         for entry in entries:
-            if entry.guard_type == "TENSOR_MATCH":
+            if re.match(r"batch\b|L\['batch'\]", entry.name):
+                of_batch.add(entry.name.replace("L['batch']", "batch"))
+            elif entry.guard_type == "TENSOR_MATCH":
                 tensors[entry.name] = entry.value
         return [
             entry.name != ""
             and re.match(r"batch\b|L\['batch'\]", entry.name) is None
             and entry.guard_type not in _GUARDS_OF_FORM
+            and not (_OF_MODEL in entry.name and entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT")
             for entry in entries
         ]
 
@@ -156,15 +172,24 @@ def captured_and_guarded(
             return ""
         return str(next(iter(guards.check_verbose(scope).verbose_code_parts), "a guard"))
 
+    found = type(step).forward.__globals__
+    names = {**(guards.closure_vars or {}), "G": found, "self": step}
+    names["___from_numpy"] = lambda value: value
+
+    def find(name: str) -> Callable[[], Any]:
+        return FunctionType(compile(name, "<a guard>", "eval"), names)
+
     build = dynamo.functional_export.create_fx_graph_from_captured_output
     graph = build(captured, step, (batch,), {})
     # Guards look among the globals for modules only; the rest would keep every fake tensor alive.
-    found = type(step).forward.__globals__
+    draws = any(name.startswith("__gen_rand_values") for name in found)
     for name in [name for name in found if name.startswith("__compiled_fn")]:
         del found[name]
-    return graph, broken, tensors
+    return Guarded(graph, broken, tensors, frozenset(of_batch), find, draws)
 
 
+# Its hooks are watched by run/watch.py; a module that the loss holds has no one else.
+_OF_MODEL = "self._modules['model']"
 # Of whether tensors are the same kind, and whether two are one: bind.py and watch.py see to that.
 _GUARDS_OF_FORM = {"TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV"}
 
@@ -236,6 +261,8 @@ def _dynamo_config(
         assume_static_by_default=True,
         automatic_dynamic_shapes=False,
         specialize_float=True,
+        use_numpy_random_stream=True,
+        skip_nnmodule_hook_guards=False,
     )
     return patched
 

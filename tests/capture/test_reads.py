@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from steelyard.capture.reads import Reads
 from steelyard.capture.source import StepSource
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import CaptureRefused, Mismatch
 from tests.capture import schedule
 
 RATE = 1.0
@@ -22,7 +25,10 @@ TABLE: dict[str, Any] = {"rate": 1.0, "unread": 1.0, "twice": lambda x: x * 2}
 TERMS = [1.0, 2.0]
 WEIGHTS = [torch.ones(2)]
 SHIFT = torch.zeros(2)
-CRITERION = nn.CrossEntropyLoss(label_smoothing=0.1)
+CRITERION = nn.CrossEntropyLoss(weight=torch.ones(2), label_smoothing=0.1)
+TEACHER = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)).requires_grad_(False)
+BY_PAIR = {(1, 2): torch.ones(2)}
+BETA, BETAS = np.float64(1.0), np.ones(2)
 SEEN = SimpleNamespace(steps=0)
 
 
@@ -69,6 +75,10 @@ class Derived(Layered):
         return super().forward(x) + 1
 
 
+class Classed:
+    scale = torch.ones(2)
+
+
 class Trainer:
     """Its loss is a method of it; it counts steps, which the loss does not read."""
 
@@ -83,6 +93,8 @@ class Trainer:
         total = total + TABLE["twice"](y).mean() * TABLE.get("warm", 1.0) * self.settings["k"]
         total = total + y.mean() * sum(TERMS) * defaults["a"]["b"]["c"] * self.rate
         total = total + (y * WEIGHTS[0] + SHIFT).mean() + schedule.weighed(y).mean()
+        total = total + (TEACHER(x) * BY_PAIR[1, 2] * Classed.scale).mean()
+        total = total + y.mean() * BETA + (y * torch.as_tensor(BETAS)).mean()
         labels = torch.zeros(x.shape[0], dtype=torch.long)
         result: Tensor = total + CRITERION(y, labels)
         return result
@@ -117,6 +129,31 @@ READ: dict[str, tuple[Change, str]] = {
         lambda p, t, m: p.setattr(CRITERION, "label_smoothing", 0.2),
         "label_smoothing",
     ),
+    "buffer of a module of the loss": (
+        lambda p, t, m: p.setitem(CRITERION._buffers, "weight", torch.ones(2)),
+        r"the tensor .*CRITERION\.weight, which the step reads, is another object",
+    ),
+    "another teacher": (
+        lambda p, t, m: p.setitem(globals(), "TEACHER", copy.deepcopy(TEACHER)),
+        r"the tensor .*TEACHER\.0\.(weight|bias), which",
+    ),
+    "hook of a teacher": (
+        lambda p, t, m: p.setitem(TEACHER[1]._forward_hooks, 7, print),
+        r"TEACHER.*_forward_hooks",
+    ),
+    "tensor under a pair": (
+        lambda p, t, m: p.setitem(BY_PAIR, (1, 2), torch.ones(2)),
+        r"BY_PAIR\[\(1, 2\)\]",
+    ),
+    "tensor of a class": (
+        lambda p, t, m: p.setattr(Classed, "scale", torch.ones(2)),
+        r"Classed.*scale",
+    ),
+    "number of numpy": (
+        lambda p, t, m: p.setitem(globals(), "BETA", np.float64(2.0)),
+        r"BETA, which the step reads, is no longer 1\.0",
+    ),
+    "array of numpy": (lambda p, t, m: p.setitem(globals(), "BETAS", np.ones(2)), "BETAS"),
     "object of the loss": (lambda p, t, m: p.setattr(t, "rate", 2.0), "rate"),
     "its dict": (lambda p, t, m: p.setitem(t.settings, "k", 2.0), r"settings\['k'\]"),
     "model's dict": (
@@ -163,8 +200,10 @@ def test_what_was_not_read_may_change(made: tuple[Trainer, Layered, Reads]) -> N
     LEVELS["unread"] = TABLE["unread"] = 2.0
     SEEN.steps += 1
     trainer.rate = float("1.0")  # an equal value is the same value
+    BETAS[:] = 2.0
     with torch.no_grad():
         WEIGHTS[0].fill_(3.0)
+        TEACHER[0].weight.fill_(3.0)
         model.layer.weight.fill_(3.0)
     assert reads.check() is None  # type: ignore[func-returns-value]
 
@@ -204,3 +243,39 @@ def test_closures_partials_and_losses_that_are_modules_are_read_too() -> None:
     for reads in found:
         with pytest.raises(Mismatch, match="is no longer 1"):
             reads.check()
+
+
+def uniform() -> float:
+    return random.uniform(1, 2)
+
+
+def normal() -> Any:
+    return torch.as_tensor(np.random.normal(size=2))  # noqa: NPY002 - as people write it
+
+
+@pytest.mark.parametrize("draw", [uniform, normal])
+def test_random_numbers_of_other_generators_are_refused(draw: Callable[[], Any]) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        result: Tensor = (model(batch) * draw()).sum()
+        return result
+
+    with pytest.raises(CaptureRefused, match="random") as refused:
+        StepSource(model=nn.Linear(2, 2), loss=loss, batch=torch.ones(3, 2)).captured()
+    assert "draw with torch (torch.rand)" in str(refused.value)
+
+
+def test_keys_of_a_batch_that_nothing_looks_at_are_known() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        result: Tensor = model(batch["x"]).sum() * (2 if batch["double"] else 1)
+        return result * len(batch["names"])
+
+    batch = {
+        "x": torch.ones(3, 2),
+        "double": True,
+        "names": ["a", "b"],
+        "step": 7,
+        "files": ["c"],
+        "y": torch.ones(3),
+    }
+    source = StepSource(model=nn.Linear(2, 2), loss=loss, batch=batch)
+    assert source.captured().reads.unread == {"step", "files"}

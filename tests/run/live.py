@@ -18,7 +18,7 @@ from steelyard.capture.decompositions import table
 from steelyard.capture.plain import to_graph
 from steelyard.capture.trace import trace
 from steelyard.core.program import Program
-from steelyard.run.step import Check, LiveStep
+from steelyard.run.step import CodeReads, LiveStep
 from tests.zoo import Sample, case
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -27,13 +27,13 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def captured(
     model: nn.Module, loss: Any, batch: Any, *, micro_batches: int = 1
-) -> tuple[Program, Mapping[str, Tensor], Check]:
+) -> tuple[Program, Mapping[str, Tensor], CodeReads]:
     """The plain program for ``batch`` in equal parts, the constants and what else it reads."""
     traced = trace(model, loss, part(batch, 0, micro_batches), decompositions=table("python-1"))
     graph = to_graph(traced, decomposition="python-1")
     program = Program.plain(graph).repeated(micro_batches)
     assert program.problems() == []
-    return program, traced.constants, traced.reads.check
+    return program, traced.constants, traced.reads
 
 
 def live(
@@ -45,7 +45,7 @@ def live(
     micro_batches: int = 1,
     **settings: Any,
 ) -> LiveStep:
-    program, constants, check = captured(model, loss, batch, micro_batches=micro_batches)
+    program, constants, reads = captured(model, loss, batch, micro_batches=micro_batches)
     trained = [p for p in model.parameters() if p.requires_grad]
     return LiveStep(
         model,
@@ -53,7 +53,7 @@ def live(
         constants=constants,
         batch=batch,
         optimizer=optimizer(trained) if optimizer else None,
-        check=check,
+        reads=reads,
         **settings,
     )
 

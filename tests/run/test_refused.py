@@ -132,6 +132,74 @@ def test_a_step_can_be_counted_by_torchs_own_flop_counter() -> None:
     assert counted.get_total_flops() == expected.get_total_flops() > 0
 
 
+def test_the_code_of_a_class_may_not_change_but_its_data_may() -> None:
+    class Base(nn.Module):
+        calls = 0
+
+        def act(self, x: Tensor) -> Tensor:
+            return x.relu()
+
+        @classmethod
+        def scaled(cls, x: Tensor) -> Tensor:
+            return x * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scaled(self.act(self.inner(x)))
+
+    class Model(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+    model, batch = Model(), {"x": torch.randn(6, 4)}
+    step = live(model, square, batch)
+    Base.calls += 1
+    Model.helper = staticmethod(torch.relu)  # type: ignore[attr-defined]
+    expected = step(batch)
+    replaced = [
+        (Base, "act", lambda self, x: x.tanh()),
+        (Base, "scaled", classmethod(lambda cls, x: x)),
+        (Model, "act", lambda self, x: x.tanh()),
+    ]
+    for kind, name, code in replaced:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, name, code, raising=False)
+            with pytest.raises(Mismatch, match=f"{name} of class {kind.__name__} was replaced"):
+                step(batch)
+    assert torch.equal(step(batch), expected)
+
+
+def test_hooks_that_transformers_leaves_behind_are_no_other_model() -> None:
+    sample, _, batches = both("hf_llama", 1)
+    model, loss, _ = sample
+    step = live(model, loss, batches[0])
+    torch.manual_seed(0)
+    before = step(batches[0])
+    with torch.no_grad():
+        model(input_ids=batches[0]["input_ids"], output_hidden_states=True)
+    assert any(m._forward_hooks for m in model.modules())
+    torch.manual_seed(0)
+    assert torch.equal(step(batches[0]), before)
+
+
+def test_what_nothing_looks_at_in_a_batch_may_be_anything() -> None:
+    model = Watched()
+
+    def batch(**unread: Any) -> dict[str, Any]:
+        return {"x": torch.ones(6, 4), "double": True, **unread}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return square(model, batch) * (2 if batch["double"] else 1)
+
+    step = live(model, loss, batch(step=1, files=["a", "b"]))
+    step(batch(step=2, files=["c"]))
+    step(batch(step=None, files=()))
+    with pytest.raises(Mismatch, match=r"batch:\['double'\] is False"):
+        step({**batch(step=1, files=[]), "double": False})
+    with pytest.raises(Mismatch, match="another structure"):
+        step(batch(step=1))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_model_is_refused_before_anything_runs(change: str) -> None:
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ from steelyard.report.tree import tree_of
 from steelyard.run.emit import emit
 from steelyard.run.inductor import compile_program
 from steelyard.run.lowered import lower
-from steelyard.run.step import Check, Constants, LiveStep
+from steelyard.run.step import CodeReads, Constants, LiveStep
 from steelyard.trades import TRADES
 
 _RUNNERS = {"python": emit, "inductor": compile_program}
@@ -73,7 +73,7 @@ class Step:
             reduction=source.reduction().value if program.repeats > 1 else "mean",
             other_shape=self._other_shape,
             runner=_RUNNERS[plan.decisions.made_for.runner],
-            check=captured.reads.check,
+            reads=captured.reads,
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.repeats * program.graph.resident_bytes(Role.BATCH)
@@ -175,7 +175,7 @@ class Step:
         most = (batch_size(self._source.batch) or 1) // rule.degree
         return replace(rule, degree=min(k for k in possible if size // k <= max(most, 1)))
 
-    def _other_shape(self, batch: Any) -> tuple[Program, Constants, Check]:
+    def _other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
         """The same rules at another batch shape: predicted, and run if they fit."""
         program, captured = self._program_at(self._source.at(batch))
         self._prices.know(program.graph)
@@ -190,7 +190,7 @@ class Step:
         shapes = ", ".join(str(list(e.shape)) for e in self._source.at(batch).entries()[:2])
         cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
         self.notes.append(f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)})")
-        return program, captured.constants, captured.reads.check
+        return program, captured.constants, captured.reads
 
 
 class ShownReceipt:

@@ -6,14 +6,16 @@ would compile anew. Not for what a step may not change whether it was read or no
 parameters): see run/watch.py.
 """
 
-import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
+from steelyard import _torch
 from steelyard.capture.attribution import clean_path
 from steelyard.core.errors import Mismatch
 
@@ -21,19 +23,23 @@ _AGAIN = "plan again after changing it, or give it as a tensor in the batch"
 
 
 class Reads:
-    """``check`` refuses a step of which something that was read has changed since."""
+    """``check`` refuses a step of which something that was read has changed since.
 
-    def __init__(
-        self,
-        broken: Callable[[], str],
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        scope: Mapping[str, Any],
-    ) -> None:
-        self._broken = broken
+    ``unread`` are the keys of the batch, where it is a dict, that the code never looked at.
+    """
+
+    def __init__(self, found: _torch.Guarded, *, model: nn.Module, batch: Any) -> None:
+        self._broken = found.broken
         # Tensors that the code makes of numbers take it.
         self._default_dtype = torch.get_default_dtype()
-        self._tensors = [t for t in _looked_up(tensors, scope) if t.now() is t.tensor]
+        # run/watch.py sees to these.
+        of_model = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._tensors = [
+            _Tensor.at(name, found.find(name))
+            for name, tensor in found.tensors.items()
+            if id(tensor) not in of_model
+        ]
+        self.unread = _unread(batch, found.of_batch)
 
     def check(self) -> None:
         if torch.get_default_dtype() != self._default_dtype:
@@ -46,60 +52,56 @@ class Reads:
         if broken:
             raise _changed(broken)
         for read in self._tensors:
-            if read.now() is not read.tensor:
-                raise Mismatch(
-                    f"the tensor {_readable(read.name)}, which the step reads, is another object",
-                    expected="the tensor that the step was captured with",
-                    remedy="write into it in place (copy_), or plan again",
-                )
+            read.check()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Where a tensor was found; its values may change, another object would not be seen."""
+    """Where a tensor was found. Its values may change; another object would not be seen.
+
+    Numbers of numpy are read like tensors, and have no values that could change in place.
+    """
 
     name: str
-    tensor: torch.Tensor
-    root: Any
-    steps: tuple[tuple[Callable[[Any, Any], Any], Any], ...]
+    value: Any
+    find: Callable[[], Any]
 
-    def now(self) -> Any:
-        found = self.root
+    @classmethod
+    def at(cls, name: str, find: Callable[[], Any]) -> "_Tensor":
+        return cls(name, find(), find)
+
+    def check(self) -> None:
         try:
-            for take, key in self.steps:
-                found = take(found, key)
-        except (LookupError, AttributeError):
-            return None
-        return found
+            now = self.find()
+        except (LookupError, AttributeError, TypeError):
+            now = None
+        if now is self.value:
+            return
+        if not isinstance(self.value, np.generic):
+            raise Mismatch(
+                f"the tensor {_readable(self.name)}, which the step reads, is another object",
+                expected="the tensor that the step was captured with",
+                remedy="write into it in place (copy_), or plan again",
+            )
+        if type(now) is not type(self.value) or now.tobytes() != self.value.tobytes():
+            raise Mismatch(
+                f"{_readable(self.name)}, which the step reads, is no longer {self.value}",
+                expected="what the step was captured with, which it would go on using",
+                remedy=_AGAIN,
+            )
 
 
-def _looked_up(tensors: Mapping[str, torch.Tensor], scope: Mapping[str, Any]) -> list[_Tensor]:
-    """Those that are found by attributes and keys; parameters and buffers are watch.py's."""
-    found = []
-    for name, tensor in tensors.items():
-        if not re.search(r"\b_(parameters|buffers)\[", name):
-            way = _way(ast.parse(name, mode="eval").body)
-            if way is not None and way[0] in scope:
-                found.append(_Tensor(name, tensor, scope[way[0]], way[1]))
-    return found
-
-
-def _way(tree: ast.expr) -> tuple[str, tuple[tuple[Callable[[Any, Any], Any], Any], ...]] | None:
-    match tree:
-        case ast.Name(id=name):
-            return name, ()
-        case ast.Attribute(value=inner, attr=key):
-            take: Callable[[Any, Any], Any] = getattr
-        case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
-            take = _item
-        case _:
-            return None
-    outer = _way(inner)
-    return None if outer is None else (outer[0], (*outer[1], (take, key)))
-
-
-def _item(holder: Any, key: Any) -> Any:
-    return holder[key]
+def _unread(batch: Any, of_batch: Collection[str]) -> frozenset[str]:
+    """Without guards of Dynamo's on a value or on anything in it, nothing looked at it."""
+    if type(batch) is not dict:
+        return frozenset()
+    plain = {
+        key
+        for key, value in batch.items()
+        if isinstance(key, str)
+        and not any(isinstance(x, torch.Tensor) for x in _torch.tree_leaves(value))
+    }
+    return frozenset(k for k in plain if not any(n.startswith(f"batch[{k!r}]") for n in of_batch))
 
 
 def _changed(guard: str) -> Mismatch:
@@ -125,7 +127,10 @@ def _readable(name: str) -> str:
     name = re.sub(r"\bG\['__import_(\w+)'\]\.?", _module, name)
     name = re.sub(r"\bG\['(\w+)'\]", r"\1", name)
     name = re.sub(r"(?:L\['self'\]|\bself)(?=\.)", "self", name)
-    return re.sub(r"self\.[\w.]*(?:\[[^\]]*\][\w.]*)*", lambda m: _of_step(m[0]), name)
+    name = re.sub(r"___from_numpy\((.*)\)$", r"\1", name)
+    name = re.sub(r"dict\(type\((.+?)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", name)
+    name = re.sub(r"self\.[\w.]*(?:\[[^\]]*\][\w.]*)*", lambda m: _of_step(m[0]), name)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(.+?)'\]", r".\1", name)
 
 
 def _module(found: re.Match[str]) -> str:
@@ -139,7 +144,7 @@ def _of_step(name: str) -> str:
     assert modules is not None
     path = clean_path(modules[1])
     rest = name[modules.end() :].lstrip(".") if not path else name[modules.end() :]
-    return f"{path}{rest}"
+    return f"{path}{rest}".replace(".__self__", "")
 
 
 __all__ = ["Reads"]

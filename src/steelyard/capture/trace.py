@@ -133,7 +133,8 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], R
     whole = _step(model, loss)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step, broken, tensors = _torch.captured_and_guarded(whole, batch)
+        found = _torch.captured_and_guarded(whole, batch)
+    step = found.graph
     # What Dynamo follows symbolic shapes by; it would outlive the model, and shapes are static.
     step.meta["fake_mode"].shape_env.tracked_fakes = None
     _data_detached(step)
@@ -142,8 +143,13 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], R
     others = [s for s in changed if not s.endswith("._buffers")]
     if others:
         raise _changes_state(", ".join(others))
-    scope = {"self": whole, "G": type(whole).forward.__globals__}
-    return step, buffers, Reads(broken, tensors, scope=scope)
+    if found.draws_in_python:
+        raise CaptureRefused(
+            "the step draws numbers by Python's random module, which would be drawn only once",
+            expected="random numbers of torch, which a captured step draws anew each time",
+            remedy="draw with torch (torch.rand), or before the step and give it with the batch",
+        )
+    return step, buffers, Reads(found, model=model, batch=batch)
 
 
 def _data_detached(step: Any) -> None:

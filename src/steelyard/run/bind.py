@@ -31,9 +31,14 @@ def live_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dic
 
 
 class BatchLayout:
-    """What a batch must look like: structure, dtypes, devices and plain values; shapes apart."""
+    """What a batch must look like: structure, dtypes, devices and plain values; shapes apart.
 
-    def __init__(self, batch: Any) -> None:
+    What stands under a key that is ``unread``, such as the names of files, may be anything.
+    """
+
+    def __init__(self, batch: Any, *, unread: frozenset[str] = frozenset()) -> None:
+        self.unread = unread
+        batch = self._read_part(batch)
         self.names = tuple(
             f"batch:{_torch.keystr(path)}" for path, _ in _torch.tree_flatten_with_path(batch)[0]
         )
@@ -43,6 +48,7 @@ class BatchLayout:
 
     def leaves(self, batch: Any) -> list[Any]:
         """The batch's leaves in planned order, or a Mismatch."""
+        batch = self._read_part(batch)
         leaves, spec = _torch.tree_flatten(batch)
         if spec != self._spec:
             leaves = self._reordered(batch, spec)
@@ -58,6 +64,11 @@ class BatchLayout:
             elif leaf.requires_grad:
                 raise _other_batch(name, "requires a gradient", "a batch without gradients")
         return leaves
+
+    def _read_part(self, batch: Any) -> Any:
+        if not self.unread or type(batch) is not dict:
+            return batch
+        return {key: None if key in self.unread else value for key, value in batch.items()}
 
     def _reordered(self, batch: Any, spec: Any) -> list[Any]:
         """A dict with its keys in another order is the same batch; anything else is not."""
@@ -108,7 +119,7 @@ class BoundProgram:
                 self._tangent = slot
             elif name in live:
                 self._template[slot] = _fitting(name, live[name], nodes[name].outputs)
-            else:
+            elif nodes[name].outputs or name in names:  # else nothing reads it, see BatchLayout
                 leaf = _leaf_of(name, names)
                 planned = nodes[name].outputs[0] if nodes[name].outputs else None
                 rows = _rows(name, planned, shapes[leaf], program.repeats)

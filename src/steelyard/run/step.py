@@ -5,7 +5,7 @@ loop around it: see loop.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -26,10 +26,22 @@ from steelyard.run.emit import Emitted, emit
 from steelyard.run.watch import ModelWatch, OptimizerWatch
 
 Constants = Mapping[str, torch.Tensor]
-# Raises where something that a captured graph has fixed is no longer so.
-Check = Callable[[], None]
-OtherShape = Callable[[Any], tuple[Program, Constants, Check]]
 Reduction = Literal["mean", "sum", "counted"]
+
+
+class CodeReads(Protocol):
+    """What the captured code read besides tensors; ``unread`` are keys of a batch that it did not.
+
+    ``check`` raises where something that was read is no longer so.
+    """
+
+    @property
+    def unread(self) -> frozenset[str]: ...
+
+    def check(self) -> None: ...
+
+
+OtherShape = Callable[[Any], tuple[Program, Constants, CodeReads]]
 
 
 class LiveStep:
@@ -37,7 +49,7 @@ class LiveStep:
 
     ``batch`` is one like those to come; of it only shapes and kinds are kept. ``reduction`` says
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
-    batch of another shape, or raises; without it such a batch is a Mismatch. ``check`` is asked
+    batch of another shape, or raises; without it such a batch is a Mismatch. ``reads`` is asked
     before every step.
     """
 
@@ -52,7 +64,7 @@ class LiveStep:
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
         runner: Callable[[Program], Emitted] = emit,
-        check: Check = lambda: None,
+        reads: CodeReads | None = None,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput(
@@ -72,10 +84,10 @@ class LiveStep:
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._accumulators: list[Any] | None = None
-        self._layout = BatchLayout(batch)
+        self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = shapes_of(self._layout.leaves(batch))
         self._bound = {self._planned: self._bind(program, constants, self._planned)}
-        self._checks = {self._planned: check}
+        self._reads = {self._planned: reads}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
         self._tangents: dict[tuple[int, float, float], torch.Tensor] = {}
 
@@ -124,7 +136,8 @@ class LiveStep:
         bound = self._bound.get(shapes)
         if bound is None:
             bound = self._bound[shapes] = self._bind_other(batch, shapes)
-        self._checks[shapes]()
+        if (reads := self._reads[shapes]) is not None:
+            reads.check()
         bound.check_strides(leaves)
         if bound.repeats > 1 and self._any_hooks():
             raise self._hook_of_parts(bound.repeats)
@@ -164,8 +177,15 @@ class LiveStep:
                 expected=f"{list(planned or ())}, as the step was captured",
                 remedy="drop the last partial batch (drop_last=True), or plan for this shape",
             )
-        program, constants, self._checks[shapes] = self._other_shape(batch)
+        program, constants, reads = self._other_shape(batch)
+        if missed := self._layout.unread - reads.unread:
+            raise Mismatch(
+                f"batch:{sorted(missed)} is read in a batch of this shape alone",
+                expected="values that the step reads at every shape, or at none",
+                remedy="leave it out of the batch, or give it as a tensor",
+            )
         check_trained(program, self.model)
+        self._reads[shapes] = reads
         bound = self._bind(program, constants, shapes)
         self.other[shapes] = program
         return bound
@@ -261,4 +281,4 @@ def _mode(name: str, remedy: str) -> BadInput:
     )
 
 
-__all__ = ["Check", "Constants", "LiveStep", "OtherShape", "Reduction"]
+__all__ = ["CodeReads", "Constants", "LiveStep", "OtherShape", "Reduction"]

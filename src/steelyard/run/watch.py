@@ -8,7 +8,7 @@ read besides (attributes, globals): see capture/reads.py. Not for the batch: see
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -70,8 +70,10 @@ class ModelWatch:
         self._num_vars = list(map(len, self._vars))
         self._attributes = [set(found) for found in self._vars]
         self._training = list(map(_TRAINING, self._vars))
-        self._classes = list({type(module) for module in modules.values()})
-        self._code = [kind.forward for kind in self._classes]
+        kinds = dict.fromkeys(type(module) for module in modules.values())
+        self._classes = list(dict.fromkeys(chain.from_iterable(k.__mro__ for k in kinds)))
+        self._members = [dict(vars(c)) for c in self._classes]
+        self._code = _Look.at(chain.from_iterable(map(dict.values, self._members)))
 
         self._parameters = dict(model.named_parameters())
         self._parameter_list = list(self._parameters.values())
@@ -83,10 +85,8 @@ class ModelWatch:
 
     def check(self) -> None:
         registered = list(map(id, chain.from_iterable(map(dict.values, self._filled_dicts))))
-        if any(self._empty_dicts):
-            self._check_appeared()
-        if registered != self._registered.ids:
-            self._refuse_registered()
+        if any(self._empty_dicts) or registered != self._registered.ids:
+            self._check_registered()
         self._check_attributes()
         if list(map(_REQUIRES_GRAD, self._parameter_list)) != self._trains:
             self._refuse_requires_grad()
@@ -98,33 +98,33 @@ class ModelWatch:
             self._check_new_attributes()
         if list(map(_TRAINING, self._vars)) != self._training:
             self._refuse_mode()
-        if list(map(_FORWARD, self._classes)) != self._code:
-            raise Mismatch(
-                "forward of a module's class was replaced after planning",
-                expected="the code that the step was captured with",
-                remedy=_AGAIN,
-            )
+        members = map(_VALUES, map(vars, self._classes))
+        if list(map(id, chain.from_iterable(members))) != self._code.ids:
+            self._check_members()
 
     def _refuse_mode(self) -> None:
         for (path, module), before in zip(self._modules.items(), self._training, strict=True):
             if module.training is not before:
                 raise _changed_mode(path, before)
 
-    def _check_appeared(self) -> None:
-        """A module tracker, as of a FlopCounterMode, only labels: a step does the same without."""
+    def _check_registered(self) -> None:
         for path, kind, now in self._empty:
             for key, found in now.items():
-                if not isinstance(getattr(found, "__self__", None), ModuleTracker):
+                if not _only_looks(found):
                     raise _changed(kind, _joined(path, str(key)), "appeared after planning", path)
-
-    def _refuse_registered(self) -> None:
         for (path, kind, now), before in zip(self._filled, self._kept, strict=True):
             for key in before.keys() | now.keys():
                 if now.get(key) is before.get(key) and (key in now) == (key in before):
                     continue
+                if key not in before and _only_looks(now[key]):
+                    continue
                 how = "was replaced" if key in now and key in before else "appeared"
                 how = how if key in now else "is gone"
                 raise _changed(kind, _joined(path, str(key)), f"{how} after planning", path)
+        found = chain.from_iterable(map(dict.values, self._filled_dicts))
+        known = set(self._registered.ids)
+        if [id(x) for x in found if id(x) in known] == self._registered.ids:
+            return
         raise Mismatch(
             "parameters or modules were registered in another order after planning",
             expected="the model as it was captured",
@@ -142,6 +142,22 @@ class ModelWatch:
                         remedy=_AGAIN,
                     )
         self._num_vars = list(map(len, self._vars))
+
+    def _check_members(self) -> None:
+        """Data of a class may change; Dynamo's guards know whether the step has read it."""
+        known = {key for members in self._members for key in members}
+        for kind, before in zip(self._classes, self._members, strict=True):
+            now = vars(kind)
+            for key in before.keys() | now.keys():
+                old, new = before.get(key), now.get(key)
+                if new is not old and (_is_code(old) or (_is_code(new) and key in known)):
+                    raise Mismatch(
+                        f"{key} of class {kind.__name__} was replaced after planning",
+                        expected="the code that the step was captured with",
+                        remedy=_AGAIN,
+                    )
+        self._members = [dict(vars(c)) for c in self._classes]
+        self._code = _Look.at(chain.from_iterable(map(dict.values, self._members)))
 
     def _refuse_requires_grad(self) -> None:
         for (name, parameter), before in zip(self._parameters.items(), self._trains, strict=True):
@@ -187,9 +203,23 @@ class OptimizerWatch:
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TRAINING = itemgetter("training")
-_FORWARD = attrgetter("forward")
+_VALUES = methodcaller("values")
 _PARAMS = itemgetter("params")
 _Form = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
+
+
+def _only_looks(hook: Any) -> bool:
+    """Hooks that come and go and leave a step as it is without them.
+
+    A module tracker, as of a FlopCounterMode, labels; those that transformers leaves behind after
+    ``output_hidden_states=True`` do nothing until that is asked for again.
+    """
+    is_tracker = isinstance(getattr(hook, "__self__", None), ModuleTracker)
+    return is_tracker or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def _is_code(member: Any) -> bool:
+    return callable(member) or isinstance(member, (property, classmethod, staticmethod))
 
 
 def _tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
