@@ -170,6 +170,46 @@ def test_samples_that_count_are_looked_at_wherever_they_are(counting: tuple[int,
     assert not reason if len(counting) > 1 else "fewer than two samples" in reason
 
 
+# --- several means that count targets -------------------------------------------------------------
+
+
+def two_means(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    out = model(batch["x"])
+    others = nn.functional.cross_entropy(-out, batch["others"])
+    return nn.functional.cross_entropy(out, batch["y"]) + 0.4 * others
+
+
+def two_means_and_another(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The other is of no weight as yet."""
+    return two_means(model, batch) + 0.0 * model(batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored", "others_ignored", "expected"),
+    [
+        (two_means, (), (), Reduction.COUNTED),
+        (two_means, (1, 3), (1, 3), Reduction.COUNTED),
+        (two_means_and_another, (), (), Reduction.MEAN),
+        (two_means, (1,), (), "in different samples"),
+        (two_means, (1,), (2,), "in different samples"),
+        (two_means_and_another, (1,), (1,), "has a term besides"),
+    ],
+)
+def test_means_are_weighed_by_what_all_of_them_count(
+    loss: Any, ignored: Any, others_ignored: Any, expected: Any
+) -> None:
+    batch = data()
+    batch["others"] = batch["y"].flip(0)
+    batch["y"][[*ignored]] = -100
+    batch["others"][[*others_ignored]] = -100
+    found = verdict((net(), loss, batch))
+    if isinstance(expected, Reduction):
+        assert not found.reason
+        assert found.reduction is expected
+    else:
+        assert expected in found.reason
+
+
 # --- losses whose samples see each other, but not in the batch that is planned with ---------------
 
 

@@ -1,5 +1,7 @@
 """Micro-batches that count unequal targets: weighed as the whole batch weighs them, or refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -43,14 +45,21 @@ def _step(model: nn.Module, loss: object, batch: object, *, parts: int) -> LiveS
     )
 
 
+def _with_a_head_beside(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Counts ``others`` where the batch has any, else the same targets once more."""
+    out, others = model(batch["x"]).flatten(0, 1), batch.get("others", batch["y"])
+    return _loss(model, batch) + 0.4 * nn.functional.cross_entropy(-out, others.flatten())
+
+
+@pytest.mark.parametrize("loss", [_loss, _with_a_head_beside])
 @pytest.mark.parametrize("kept", [(10, 3, 7, 1), (5, 5, 5, 5), (10, 0, 4, 9)])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_the_parts_weigh_what_they_count(kept: tuple[int, ...], parts: int) -> None:
+def test_the_parts_weigh_what_they_count(loss: Any, kept: tuple[int, ...], parts: int) -> None:
     model, twin, batch = _model(), _model(), _batch(*kept)
-    loss = _step(model, _loss, batch, parts=parts).backward(batch)
-    whole = _loss(twin, batch)
+    found = _step(model, loss, batch, parts=parts).backward(batch)
+    whole = loss(twin, batch)
     whole.backward()
-    torch.testing.assert_close(loss, whole.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, whole.detach(), rtol=1e-6, atol=0)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
 
@@ -71,3 +80,40 @@ def test_a_counted_mean_beside_other_terms_refuses_unequal_counts() -> None:
     with pytest.raises(Mismatch, match="count 9 to 11 targets"):
         step.backward(_batch(4, 5, 4, 7))
     assert all(p.grad is None for p in model.parameters())
+
+
+def _with_others(batch: dict[str, torch.Tensor], *kept: int) -> dict[str, torch.Tensor]:
+    return {**batch, "others": _batch(*kept)["y"].flip(1)}
+
+
+def test_two_means_that_count_alike_weigh_the_parts_of_later_batches() -> None:
+    model, twin = _model(), _model()
+    even = _with_others(_batch(4, 4, 4, 4), 10, 10, 10, 10)
+    step = _step(model, _with_a_head_beside, even, parts=2)
+    later = _with_others(_batch(1, 1, 6, 0), 3, 1, 10, 2)
+    step.backward(later)
+    _with_a_head_beside(twin, later).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_two_means_that_count_differently_are_refused_before_anything_runs() -> None:
+    model, even = _model(), _with_others(_batch(4, 4, 4, 4), 10, 10, 10, 10)
+    step = _step(model, _with_a_head_beside, even, parts=2)
+    later = _with_others(_batch(4, 5, 4, 7), 10, 10, 10, 10)
+    with pytest.raises(Mismatch, match="micro-batch 1 of 2 holds 9 of the 20 targets") as error:
+        step.backward(later)
+    assert "20 of 40 of another" in str(error.value)
+    assert all(p.grad is None for p in model.parameters())
+    assert StepSource(model=model, loss=_with_a_head_beside, batch=later).why_not_split()
+
+
+def test_a_sum_over_the_batch_of_a_counted_mean_refuses_unequal_counts() -> None:
+    def times_the_samples(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return _loss(model, batch) * len(batch["x"])
+
+    model, even = _model(), _batch(4, 4, 4, 4)
+    step = _step(model, times_the_samples, even, parts=2)
+    step.backward(even)
+    with pytest.raises(Mismatch, match="count 9 to 11 targets"):
+        step.backward(_batch(4, 5, 4, 7))

@@ -16,7 +16,7 @@ from steelyard import _torch
 from steelyard.capture.coupling import coupling
 from steelyard.capture.fakes import exchanged, put_back
 from steelyard.capture.trace import Loss
-from steelyard.core.graph import Graph, OutputKind, Ref
+from steelyard.core.graph import Counted, Graph, OutputKind, Ref, same_shares
 from steelyard.core.plan import BatchEntry
 from steelyard.operators import call
 
@@ -106,12 +106,17 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
     if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
         return _whole("there are no values to check it with (meta device)")
-    every = _counts(graph, batch) or [1] * size
+    counted = [c for mean in graph.counted if (c := _counts(graph, mean, batch))]
+    every = counted[0] if counted else [1] * size
+    if any(not same_shares(every, others) for others in counted):
+        return _whole("two means in the loss count their targets in different samples")
     if sum(n > 0 for n in every) < 2:
         return _whole("fewer than two samples hold a target that counts, so cutting is not checked")
+    if len(set(every)) > 1 and not graph.is_counted_alone:
+        return _whole("samples count unequally many targets, and the loss has a term besides them")
     rows = _looked_at(every)
     verdict = _by_numbers(model, loss, _rows(batch, rows), [every[row] for row in rows])
-    if verdict.reduction is Reduction.MEAN and graph.counted and graph.counted.is_whole_loss:
+    if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
         return replace(verdict, reduction=Reduction.COUNTED)
     return verdict
 
@@ -141,9 +146,8 @@ def _rows(batch: Any, rows: list[int]) -> Any:
 def _counted_by_more_than_the_batch(graph: Graph) -> str:
     """Targets are counted ahead of the step, where a second draw would differ from the step's own,
     and what the model says is not known yet."""
-    if graph.counted is None:
-        return ""
-    for node in (graph.by_name[name] for name in graph.ancestors(graph.counted.targets)):
+    made = [name for mean in graph.counted for name in graph.ancestors(mean.targets)]
+    for node in map(graph.by_name.__getitem__, made):
         where = f" ({node.line})" if node.line else ""
         if node.is_random:
             return f"which targets the loss counts is drawn at random{where}"
@@ -164,11 +168,8 @@ def _weighed_by_class(graph: Graph) -> str:
 _MEAN = 1  # as ATen numbers its reductions
 
 
-def _counts(graph: Graph, batch: Any) -> list[int]:
-    """Targets of each sample that the loss counts; empty where it counts none apart."""
-    counted = graph.counted
-    if counted is None:
-        return []
+def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:
+    """Targets of each sample that the mean counts; empty where the batch does not say."""
     values: dict[str, Any] = {
         f"batch:{_torch.keystr(path)}": leaf
         for path, leaf in _torch.tree_flatten_with_path(batch)[0]

@@ -6,7 +6,7 @@ name, a tensor its shape, strides, dtype and storage.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -187,14 +187,15 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """A loss that is the mean over those entries of the node ``targets`` that are not ``ignored``.
-
-    ``is_whole_loss``: the loss of the step is this mean and nothing besides.
-    """
+    """A mean over those entries of the node ``targets`` that are not ``ignored``."""
 
     targets: str
     ignored: int
-    is_whole_loss: bool
+
+
+def same_shares(counts: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether each part of a batch weighs alike in two counted means."""
+    return [n * sum(others) for n in counts] == [n * sum(counts) for n in others]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,22 +246,40 @@ class Graph:
         return tuple(node.name for node in self.nodes if node.collective is not None)
 
     @cached_property
-    def counted(self) -> Counted | None:
-        """The counted mean in the loss, if there is one and only one."""
-        losses = {o.node for o in self.outputs if o.kind is OutputKind.LOSS}
+    def counted(self) -> tuple[Counted, ...]:
+        """The counted means in the loss; two that count the same targets are listed once."""
         found = []
-        for node in self.forward():
-            if node.op in _COUNTED_MEANS and node.args[2] is None and node.args[3] == 1:
-                targets, ignored = node.args[1], node.args[4]
-                assert isinstance(targets, Ref)
-                assert isinstance(ignored, int)
-                results = {u for u in self.users[node.name] if self.by_name[u].args[1:] == (0,)}
-                found.append(
-                    Counted(
-                        targets=targets.name, ignored=ignored, is_whole_loss=bool(results & losses)
-                    )
-                )
-        return found[0] if len(found) == 1 else None
+        for node in map(self.by_name.__getitem__, self._counted_means):
+            targets, ignored = node.args[1], node.args[4]
+            assert isinstance(targets, Ref)
+            assert isinstance(ignored, int)
+            found.append(Counted(targets=targets.name, ignored=ignored))
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def is_counted_alone(self) -> bool:
+        """Whether the batch reaches the loss by counted means and nothing besides."""
+        pending = [o.node for o in self.outputs if o.kind is OutputKind.LOSS]
+        seen = set(self._counted_means)
+        while pending:
+            node = self.by_name[pending.pop()]
+            if node.name in seen:
+                continue
+            if node.is_input and any(
+                self.storages[t.storage].role is Role.BATCH for t in node.outputs
+            ):
+                return False
+            seen.add(node.name)
+            pending += node.inputs
+        return bool(self._counted_means)
+
+    @cached_property
+    def _counted_means(self) -> tuple[str, ...]:
+        return tuple(
+            n.name
+            for n in self.forward()
+            if n.op in _COUNTED_MEANS and n.args[2] is None and n.args[3] == 1
+        )
 
     def ancestors(self, name: str) -> tuple[str, ...]:
         """What must be computed for ``name``, itself last; inputs left out."""

@@ -105,8 +105,8 @@ class BoundProgram:
         shapes: Shapes,
     ) -> None:
         self.repeats = program.repeats
-        counted = program.graph.counted if program.repeats > 1 else None
-        self.counter = None if counted is None else TargetCounter(program.graph, counted)
+        counted = program.graph.counted if program.repeats > 1 else ()
+        self.counters = [TargetCounter(program.graph, mean) for mean in counted]
         self.run = emitted.run
         self.emitted = emitted
         nodes = {node.name: node for node in program.graph.inputs()}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Counted, Graph
+from steelyard.core.graph import Counted, Graph, same_shares
 from steelyard.core.program import Program, as_captured
 from steelyard.run.emit import emit
 
@@ -26,16 +26,37 @@ class TargetCounter:
         return int((self._run(inputs, ()) != self._ignored).sum())
 
 
-def shares(counts: Sequence[int], *, are_weighed: bool) -> list[float]:
-    """The weight of each micro-batch's loss in the loss of all; they sum to one."""
-    total = sum(counts)
+def shares(counts: Sequence[Sequence[int]], *, are_weighed: bool) -> list[float]:
+    """The weight of each micro-batch's loss in the loss of all; they sum to one.
+
+    ``counts`` holds, for each mean in the loss, what it counts in each micro-batch.
+    """
+    first, total = counts[0], sum(counts[0])
+    for others in counts[1:]:
+        if not same_shares(first, others):
+            raise _weighed_apart(first, others)
     if are_weighed and total:
-        return [n / total for n in counts]
-    if len(set(counts)) > 1:
-        raise Mismatch(
-            f"the micro-batches count {min(counts)} to {max(counts)} targets each, so that the "
-            "mean of their losses is not the loss of the batch",
-            expected="equally many targets that are not ignored in each micro-batch",
-            remedy="take the accumulate rule out of the plan, or pad the batches alike",
-        )
-    return [1 / len(counts)] * len(counts)
+        return [n / total for n in first]
+    for each in counts:
+        if len(set(each)) > 1:
+            raise Mismatch(
+                f"the micro-batches count {min(each)} to {max(each)} targets each, so that the "
+                "mean of their losses is not the loss of the batch",
+                expected="equally many targets that are not ignored in each micro-batch",
+                remedy="take the accumulate rule out of the plan, or pad the batches alike",
+            )
+    return [1 / len(first)] * len(first)
+
+
+def _weighed_apart(counts: Sequence[int], others: Sequence[int]) -> Mismatch:
+    """No one weight of a micro-batch's loss is right for both of two means."""
+    index = next(
+        i for i, (n, m) in enumerate(zip(counts, others)) if n * sum(others) != m * sum(counts)
+    )
+    return Mismatch(
+        f"micro-batch {index + 1} of {len(counts)} holds {counts[index]} of the {sum(counts)} "
+        f"targets that one mean in the loss counts and {others[index]} of {sum(others)} of another",
+        expected="the same share of the targets of every mean, in each micro-batch",
+        remedy="plan again with this batch, which is then left whole, or take the accumulate rule "
+        "out of the plan",
+    )

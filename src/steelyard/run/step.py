@@ -225,16 +225,14 @@ class LiveStep:
 
     def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
         """What each micro-batch's loss weighs in the loss of the batch."""
-        if bound.repeats == 1 or self._reduction == "sum":
-            return [1.0] * bound.repeats
-        if bound.counter is None:
-            return [1 / bound.repeats] * bound.repeats
+        each = 1.0 if self._reduction == "sum" else 1 / bound.repeats
+        if not bound.counters:
+            return [each] * bound.repeats
         nothing = torch.zeros(())
-        counts = [
-            bound.counter.count(bound.inputs(leaves, index, nothing))
-            for index in range(bound.repeats)
-        ]
-        return shares(counts, are_weighed=self._reduction == "counted")
+        parts = [bound.inputs(leaves, index, nothing) for index in range(bound.repeats)]
+        counts = [[counter.count(part) for part in parts] for counter in bound.counters]
+        weighed = shares(counts, are_weighed=self._reduction == "counted")
+        return [each] * bound.repeats if self._reduction == "sum" else weighed
 
     def _tangent(
         self, bound: BoundProgram, share: float, scale: float | torch.Tensor
