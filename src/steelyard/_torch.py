@@ -323,11 +323,19 @@ def draws(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """Whether a call takes random numbers; attention without dropout is tagged so, wrongly."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            return bool(argument.default_value if given is None else given)
-    return True
+    dropout = argument(operator, args, kwargs, "dropout_p")
+    return dropout is None or bool(dropout)
+
+
+def argument(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *names: str
+) -> Any:
+    """What a call gives for the parameter of one of these names; None where there is none."""
+    for place, parameter in enumerate(operator._schema.arguments):
+        if parameter.name in names:
+            given = args[place] if place < len(args) else kwargs.get(parameter.name)
+            return parameter.default_value if given is None else given
+    return None
 
 
 def reads_data(node: torch.fx.Node) -> bool:

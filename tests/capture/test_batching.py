@@ -272,6 +272,101 @@ def test_operators_show_what_the_numbers_of_one_batch_do_not(loss: Any) -> None:
     assert "test_batching.py:" in reason
 
 
+def next_to_each_other(h: Tensor) -> Tensor:
+    return (h - h.roll(1, 0)).square()
+
+
+def rolled_as_one(h: Tensor) -> Tensor:
+    return (h - h.roll(3)).square()
+
+
+def in_order(h: Tensor) -> Tensor:
+    return h.sort(0)[0] * torch.arange(len(h))[:, None]
+
+
+def in_order_of_one(h: Tensor) -> Tensor:
+    return h[h[:, 0].argsort()] * torch.arange(len(h))[:, None]
+
+
+def highest_so_far(h: Tensor) -> Tensor:
+    return h.cummax(0)[0]
+
+
+def shuffled(h: Tensor) -> Tensor:
+    return h * h[torch.randperm(len(h))]
+
+
+def shuffled_by_keys(h: Tensor) -> Tensor:
+    return h * h.index_select(0, torch.rand(len(h)).argsort())
+
+
+def gathered(h: Tensor) -> Tensor:
+    return h * torch.take_along_dim(h, torch.randint_like(h, len(h)).long(), 0)
+
+
+def scattered(h: Tensor) -> Tensor:
+    return h * torch.zeros_like(h).index_copy(0, torch.randperm(len(h)), h)
+
+
+def drawn_by_weight(h: Tensor) -> Tensor:
+    return h * nn.functional.embedding(torch.multinomial(h[:, 0].abs() + 1, len(h)), h)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        *(next_to_each_other, rolled_as_one, in_order, in_order_of_one, highest_so_far),
+        *(shuffled, shuffled_by_keys, gathered, scattered, drawn_by_weight),
+    ],
+)
+def test_mixing_of_samples_is_seen_in_a_term_that_is_of_no_weight_as_yet(term: Any) -> None:
+    torch.manual_seed(0)
+    model = net()
+    model.register_buffer("ramp", torch.zeros(()))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        ramp = model.get_buffer("ramp")
+        return class_loss(model, batch) + ramp * term(model(batch["x"])).mean()
+
+    assert "samples see each other" in verdict((model, loss, data())).reason
+
+
+def test_each_sample_may_look_up_sort_and_draw_of_its_own() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(7, 8), nn.Linear(8, 3)
+
+        def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+            noise = torch.rand(ids.shape)  # as masked autoencoders choose what to keep
+            h = self.words(ids).gather(1, noise.argsort(1)[:, :4, None].expand(-1, -1, 8))
+            h = (h + h.roll(1, 1)).sort(1)[0] + self.words(torch.randint(7, (len(ids), 1)))
+            experts = nn.functional.dropout(h.detach(), 0.5)[:, 0].argmax(1)
+            order = experts.argsort()
+            back = order.argsort()
+            last = h[order][back][torch.arange(len(ids)), y]
+            return self.out(last)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["ids"], batch["y"]), batch["y"])
+
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(7, (6, 5)), "y": torch.randint(3, (6,))}
+    assert not verdict((Model(), loss, batch)).reason
+
+
+@pytest.mark.parametrize(
+    "words", [nn.Embedding(64, 3, scale_grad_by_freq=True), nn.EmbeddingBag(64, 3, None, 2.0, True)]
+)
+def test_gradients_by_frequency_may_not_be_cut_although_no_index_is_there_twice(words: Any) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = model(batch["x"])
+        return nn.functional.cross_entropy(out.flatten(1), batch["y"])
+
+    batch = {"x": torch.randperm(64)[:6].reshape(6, 1), "y": torch.randint(3, (6,))}
+    assert "how often each index is in the batch" in verdict((words, loss, batch)).reason
+
+
 def own_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Everything put together from samples is added up, weighed by what no sample gives."""
     out = model(batch["x"])

@@ -99,6 +99,7 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     reason = (
         _counted_by_more_than_the_batch(graph)
         or _weighed_by_class(graph)
+        or _scaled_by_frequency(graph)
         or coupling(model, loss, batch, graph)
     )
     if reason:
@@ -166,6 +167,15 @@ def _weighed_by_class(graph: Graph) -> str:
 
 
 _MEAN = 1  # as ATen numbers its reductions
+
+
+def _scaled_by_frequency(graph: Graph) -> str:
+    """Only the gradient shows it, and of samples that share no index not even that."""
+    for node in graph.forward():
+        if "embedding" in node.op and node.args[3:4] == (True,):  # scale_grad_by_freq, of both
+            where = node.path or node.line
+            return f"{where} divides gradients by how often each index is in the batch"
+    return ""
 
 
 def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:

@@ -6,8 +6,9 @@ looked at: the loss is run on fake tensors, for a number of samples that no size
 multiple of. A dim that is one holds samples. What depends on the batch and has no such dim is put
 together from samples, and has to reach the loss by sums alone.
 
-Not for what mixes samples and keeps their dim, such as attention along it: numbers show that, see
-batching.py.
+Operators that mix samples and keep their dim are looked at where what they do to it is plain: a
+shift or a sort along it, rows looked up by a random draw. Not for others, such as rows looked up by
+what the batch says, which experts do to their own: numbers show those, see batching.py.
 """
 
 import itertools
@@ -31,7 +32,16 @@ _PRODUCTS = ("mul", "mm", "bmm", "mv", "dot")
 _QUOTIENTS = ("aten.div.Tensor", "aten.div_.Tensor", "aten.div.Scalar", "aten.div_.Scalar")
 _ADD_SAMPLES_UP = ("sum", "mean", "mm", "bmm", "mv", "dot")
 _FUSED_LOSSES = ("loss", "binary_cross_entropy")
-_GO_ALONG_A_DIM = ("_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", "flip")
+_GO_ALONG_A_DIM = (
+    *("_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", "cummax", "cummin"),
+    *("flip", "roll"),
+)
+_SORT = ("sort", "topk")
+_LOOK_UP_ROWS = ("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl")
+_LOOK_UP_ALONG_A_DIM = (
+    *("gather", "scatter", "scatter_add", "scatter_reduce"),
+    *("index_select", "index_copy", "index_add", "index_reduce", "index_fill"),
+)
 
 
 def coupling(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
@@ -73,27 +83,43 @@ class _Follower:
     def __init__(self, batch: Sequence[torch.Tensor], samples: int) -> None:
         self._samples = samples
         self._reasons = {_torch.storage_key(leaf): "" for leaf in batch}
+        self._drawn: set[int] = set()  # storages that hold random draws
 
     def reason_of(self, value: torch.Tensor) -> str:
         return self._reasons.get(_torch.storage_key(value), "")
 
     def forget(self, storage: int) -> None:
         self._reasons.pop(storage, None)
+        self._drawn.discard(storage)
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         read = _tensors(args[:2] if _is_routed(func) else (args, kwargs))
         given = [x for x in read if _torch.storage_key(x) in self._reasons]
         made = _tensors(result)
-        if not given or not made or _reads_shapes_alone(func):
+        if _reads_shapes_alone(func):
+            given = []
+        if _torch.draws(func, args, kwargs):
+            # Draws weighed by the batch are whole numbers; the batch with dropout is none.
+            is_drawn = not given or not any(x.is_floating_point() for x in made)
+        else:
+            is_drawn = any(map(self._is_drawn, read)) and all(map(self._is_drawn, given))
+        if is_drawn:
+            self._drawn.update(map(_torch.storage_key, made))
+        if not given or not made:
             return
         known = next(filter(None, map(self.reason_of, given)), "")
-        reason = known or self._reason(func, args, given, made)
+        reason = known or self._reason(func, args, kwargs, given, made)
         for tensor in made:
             key = _torch.storage_key(tensor)
             self._reasons[key] = self._reasons.get(key) or reason
 
     def _reason(
-        self, func: Any, args: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        given: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
     ) -> str:
         together = [x for x in given if not self._dims(x)]
         apart = [x for x in made if self._dims(x)]
@@ -103,8 +129,12 @@ class _Follower:
             fault = "makes one value of all samples"
         elif any(self._holds_pairs(x) for x in apart):
             fault = "pairs samples"
-        elif _name(func) in _GO_ALONG_A_DIM and self._goes_along_samples(args):
+        elif _name(func) in _GO_ALONG_A_DIM and self._goes_along_samples(func, args, kwargs):
             fault = "goes from sample to sample"
+        elif _name(func) in _SORT and self._sorts_samples(func, args, kwargs):
+            fault = "puts samples in order"
+        elif self._looks_up_by_chance(func, args):
+            fault = "looks samples up by a random draw"
         else:
             return ""
         return f"{_name(func)} {fault}{_place()}: samples see each other"
@@ -117,9 +147,22 @@ class _Follower:
         dims = self._dims(tensor)
         return len(dims) > 1 or any(tensor.shape[d] % self._samples**2 == 0 for d in dims)
 
-    def _goes_along_samples(self, args: Any) -> bool:
-        dims = args[1] if isinstance(args[1], (list, tuple)) else (args[1],)
+    def _goes_along_samples(self, func: Any, args: Any, kwargs: Any) -> bool:
+        dims = _torch.argument(func, args, kwargs, "dim", "dims")
+        dims = dims if isinstance(dims, (list, tuple)) else (dims,)
+        dims = dims or range(args[0].dim())  # a roll of all elements
         return any(d % args[0].dim() in self._dims(args[0]) for d in dims)
+
+    def _sorts_samples(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whole numbers may be sorted: the experts that tokens chose are."""
+        return args[0].is_floating_point() and self._goes_along_samples(func, args, kwargs)
+
+    def _looks_up_by_chance(self, func: Any, args: Any) -> bool:
+        dims = self._dims(args[0]) if isinstance(args[0], torch.Tensor) else ()
+        return any(self._is_drawn(x) for dim, x in _indices(func, args) if dim in dims)
+
+    def _is_drawn(self, tensor: torch.Tensor) -> bool:
+        return _torch.storage_key(tensor) in self._drawn
 
 
 def _is_linear(
@@ -139,6 +182,16 @@ def _adds_samples_up(func: Any) -> bool:
     name = _name(func)
     is_loss = any(word in name for word in _FUSED_LOSSES)
     return is_loss or name in _ADD_SAMPLES_UP or _torch.is_view(func)
+
+
+def _indices(func: Any, args: Any) -> list[tuple[int, torch.Tensor]]:
+    """Each with the dim of the first argument that it goes into."""
+    name = _name(func)
+    if name in _LOOK_UP_ROWS:
+        return [(dim, x) for dim, x in enumerate(args[1]) if x is not None]
+    if name in _LOOK_UP_ALONG_A_DIM:
+        return [(args[1] % max(args[0].dim(), 1), args[2])]
+    return [(0, args[1])] if name in ("embedding", "take") else []
 
 
 def _is_routed(func: Any) -> bool:
