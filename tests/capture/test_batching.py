@@ -77,6 +77,43 @@ def test_rounding_is_not_taken_for_more(name: str) -> None:
     assert not verdict(zoo.case(name).make()).reason
 
 
+class Choices(nn.Module):
+    """A bias that all choices share takes no gradient but rounding: the softmax is over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.score = nn.Linear(8, 4), nn.Linear(4, 1)
+        for parameter in self.parameters():
+            parameter.data.mul_(1e-2)  # so that the other gradients are small as well
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.score(self.inner(x)).squeeze(-1)
+        return out
+
+
+def lookalike_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Samples look each other up, in the small gradient of one parameter and nowhere else."""
+    h = model[0](batch["x"]).detach()
+    others = h[batch["y"] % len(h)]
+    return class_loss(model, batch) + 1e-4 * (model.get_parameter("small") * h * others).mean()
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(seed: int) -> None:
+    torch.manual_seed(seed)
+    batch = {"x": torch.randn(4, 3, 8), "y": torch.randint(3, (4,))}
+    assert not verdict((Choices(), class_loss, batch)).reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_that_is_small_is_compared_all_the_same(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = net()
+    model.register_parameter("small", nn.Parameter(torch.randn(8)))
+    batch = {"x": torch.randn(6, 8, dtype=dtype), "y": torch.arange(6) % 3}
+    assert "the gradient of small" in verdict((model.to(dtype), lookalike_loss, batch)).reason
+
+
 def test_looking_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))

@@ -222,12 +222,14 @@ def _by_numbers(model: nn.Module, loss: Loss, samples: Any, counts: list[int]) -
             if isinstance(shares, Splitting):
                 return shares
             reduction, weights = shares
-            apart_somewhere = _other_gradient(value, weights, parameters)
+            others = _other_gradients(value, weights, parameters)
     except Exception as error:  # noqa: BLE001 - the user's own code: whatever it raises is the reason
         return _whole(f"single samples fail: {type(error).__name__}: {str(error)[:80]}")
-    if apart_somewhere:
+    if others:
+        others = _in_double_too(others, model, loss, samples, weights)
+    if others:
         return _whole(
-            f"the gradient of {apart_somewhere} over {size} samples does not follow from theirs: "
+            f"the gradient of {others[0]} over {size} samples does not follow from theirs: "
             "samples see each other"
         )
     return Splitting(reduction=reduction)
@@ -255,12 +257,41 @@ def _shares(
     )
 
 
-def _other_gradient(
+def _in_double_too(
+    others: list[str], model: nn.Module, loss: Loss, samples: Any, weights: list[float]
+) -> list[str]:
+    """Those that are still others in double precision.
+
+    A gradient whose terms cancel (of a bias under a softmax, say) is nothing but rounding, however
+    it compares with the rest. Rounding shrinks with the precision; a real difference does not.
+    """
+
+    def widened(leaf: Any) -> Any:
+        return _widened(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    wide = _torch.tree_map(widened, samples)
+    try:
+        with _held_still(model, in_double=True) as parameters:
+            still = _other_gradients(
+                lambda start, count: loss(model, part(wide, start=start, size=count)),
+                weights,
+                parameters,
+            )
+    except Exception:  # noqa: BLE001 - code that takes no double: what was found stands
+        return others
+    return [name for name in others if name in still]
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _other_gradients(
     value: Callable[[int, int], torch.Tensor],
     weights: list[float],
     parameters: dict[str, nn.Parameter],
-) -> str:
-    """The first parameter whose gradient is not that of the samples put together, if any is.
+) -> list[str]:
+    """The parameters whose gradient is not that of the samples put together.
 
     Holds two gradients of each parameter at a time.
     """
@@ -278,28 +309,30 @@ def _other_gradient(
         if weight:
             for name, gradient in gradients(index, 1).items():
                 if name not in rest:
-                    return name
+                    return [name]
                 rest[name] = rest[name].sub(gradient, alpha=weight)
     largest = max(norms.values(), default=0.0)
-    for name, off in rest.items():
+
+    def is_other(name: str, off: torch.Tensor) -> bool:
         rounding = _GRADIENT_ROUNDING.get(off.dtype, _GRADIENT_ROUNDING_LOW)
         # Where a gradient is zero but for rounding, its size says nothing: hence the second term.
-        if not float(off.norm()) <= rounding * (norms[name] + largest / 100):
-            return name
-    return ""
+        return not float(off.norm()) <= rounding * (norms[name] + largest / 100)
+
+    return [name for name, off in rest.items() if is_other(name, off)]
 
 
 @contextlib.contextmanager
-def _held_still(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+def _held_still(model: nn.Module, *, in_double: bool = False) -> Iterator[dict[str, nn.Parameter]]:
     """Run the live model without a trace: other buffers, generators untouched, no dropout.
 
-    Yields parameters that share the values of the live ones and none of their hooks.
+    Yields parameters that have the values of the live ones and none of their hooks.
     """
 
     def twin_of(tensor: torch.Tensor) -> torch.Tensor:
+        values = _widened(tensor.detach()) if in_double else tensor.detach()
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-        return tensor.detach().clone()
+            return nn.Parameter(values, requires_grad=tensor.requires_grad)
+        return values.clone()
 
     with (
         torch.random.fork_rng(devices=[]),
