@@ -306,6 +306,29 @@ def test_draws_is_what_the_tag_says_but_for_attention_without_dropout() -> None:
         assert torch.equal(before, torch.get_rng_state())
 
 
+def test_draws_takes_an_operator_that_torch_does_not_define_to_draw() -> None:
+    with torch.library._scoped_library("steelyard_tests", "FRAGMENT") as library:
+        library.define("untagged(Tensor x) -> Tensor")
+        operator = torch.ops.steelyard_tests.untagged.default
+        assert torch.Tag.nondeterministic_seeded not in operator.tags
+        assert _torch.draws(operator, (torch.zeros(1),), {})
+
+
+def test_draws_finds_the_tag_on_whatever_takes_a_generator() -> None:
+    """In the namespaces that are trusted to carry it."""
+    untagged = set()
+    every = torch._C._jit_get_all_schemas()  # noqa: TID251 - the list of what is trusted
+    for schema in every:
+        namespace, _, name = schema.name.partition("::")
+        if namespace in _torch._TAGGED and any(a.name == "generator" for a in schema.arguments):
+            packet = getattr(getattr(torch.ops, namespace), name)
+            operator = getattr(packet, schema.overload_name or "default")
+            if not _torch.draws(operator, (), {}):
+                untagged.add(operator.overloadpacket.__name__)
+    # Initialisation without gradients, which writes in place; and the generator's own seed.
+    assert untagged <= {"_no_grad_normal_", "_no_grad_uniform_", "initial_seed", "manual_seed"}
+
+
 def test_is_view_is_what_the_schema_says() -> None:
     for look in (aten.t.default, aten.view.default, aten.expand.default, aten.split.Tensor):
         assert _torch.is_view(look)

@@ -320,7 +320,12 @@ def hooks_of_all_modules() -> dict[str, dict[int, Any]]:
 
 
 def draws(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call takes random numbers; attention without dropout is tagged so, wrongly."""
+    """Whether a call takes random numbers; attention without dropout is tagged so, wrongly.
+
+    Torch's own operators say so by a tag. Those of others need not, and are taken to draw.
+    """
+    if operator.namespace not in _TAGGED:
+        return True
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     dropout = argument(operator, args, kwargs, "dropout_p")
@@ -336,6 +341,13 @@ def argument(
             given = args[place] if place < len(args) else kwargs.get(parameter.name)
             return parameter.default_value if given is None else given
     return None
+
+
+# The namespaces (torch 2.13) whose operators carry the tag where they draw; and ours.
+_TAGGED = {
+    *("aten", "prims", "prim", "profiler", "mkldnn", "mkl", "mkldnn_prepacked", "onednn"),
+    *("_c10d_functional", "_c10d_functional_autograd", "c10d", "inductor", "steelyard"),
+}
 
 
 def reads_data(node: torch.fx.Node) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from steelyard import _torch
 from steelyard.core.errors import Mismatch
 from steelyard.run.step import LiveStep
+from steelyard.trades.recompute import recomputable, with_copies
 from tests.run.live import ADAMW, MakeOptimizer, both, captured, live, part, twins
 from tests.zoo import case
 from tests.zoo.reference import (
@@ -347,3 +348,56 @@ def test_another_shape_is_planned_once_or_refused() -> None:
     strict = live(model, loss, batch)
     with pytest.raises(Mismatch, match=r"has shape \[3"):
         strict(small)
+
+
+@torch.library.custom_op("steelyard_tests::thinned", mutates_args=())
+def thinned(x: Tensor) -> Tensor:
+    return x * (torch.rand_like(x) > 0.5)
+
+
+@thinned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _thinned_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (output,) = ctx.saved_tensors
+    return gradient * (output != 0)
+
+
+thinned.register_autograd(_thinned_backward, setup_context=_keep)
+
+
+def test_an_operator_of_somebody_elses_that_draws_without_a_word_is_never_made_again() -> None:
+    class Thinning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = thinned(layer(x)).sin().exp().tanh()
+            return x
+
+    model, twin = twins(Thinning())
+    batch = torch.randn(16, 8)
+    plain, constants, check = captured(model, loss_of_all, batch)
+    program = with_copies(plain, recomputable(plain.graph))
+    assert program.again
+    step = LiveStep(model, program, constants=constants, batch=batch, check=check)
+    states = []
+    for backward in (lambda: step.backward(batch), lambda: loss_of_all(twin, batch).backward()):
+        torch.manual_seed(3)
+        backward()
+        states.append(torch.get_rng_state())
+    assert_same(gradients(twin), gradients(model))
+    assert torch.equal(*states)
+
+
+def loss_of_all(model: nn.Module, batch: Tensor) -> Tensor:
+    value: Tensor = model(batch).square().mean()
+    return value

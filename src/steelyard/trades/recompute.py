@@ -188,7 +188,8 @@ def _reaching_the_backward_pass(graph: Graph) -> set[str]:
 def _why_never(graph: Graph, node: Node, written: set[int]) -> str | None:
     """Why calling this operator again would not give the same, or would do more than that."""
     if node.is_random:
-        return "is random: a second call would draw other numbers"
+        is_torchs = node.op.startswith(("aten.", "steelyard."))
+        return f"{'is' if is_torchs else 'may be'} random: a second call would draw other numbers"
     if node.collective is not None or node.op.startswith("_c10d_functional"):
         return "communicates: every rank would have to call it again"
     if node.mutates:
