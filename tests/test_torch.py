@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from steelyard import _torch
 
@@ -343,6 +344,34 @@ def test_reads_data_is_what_dynamo_makes_of_data() -> None:
 
     step = _torch.captured_and_guarded(Data(), torch.ones(2)).graph
     assert sum(_torch.reads_data(node) for node in step.graph.nodes) == 1
+
+
+def test_checkpoints_and_what_is_checkpointed_are_found_in_either_graph() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def again(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).tanh()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                x = checkpoint(self.again, x, use_reentrant=False)
+            return checkpoint(self.again, x, use_reentrant=True, preserve_rng_state=False).sum()
+
+    x = torch.ones(2, 2)
+    step, _, _ = _torch.captured_and_guarded(Checkpointed(), x)
+    without_gradient, with_gradient = _torch.checkpoints(step)
+    assert without_gradient.kwargs == {"use_reentrant": False}
+    assert with_gradient.kwargs == {"use_reentrant": True, "preserve_rng_state": False}
+    values = [node.meta["example_value"][0] for node in (without_gradient, with_gradient)]
+    assert [value.requires_grad for value in values] == [False, True]
+    assert any(isinstance(i.meta.get("example_value"), nn.Parameter) for i in with_gradient.args)
+    with contextlib.ExitStack() as stack:
+        exported = _torch.aot_export_joint_with_descriptors(stack, step, (x,), decompositions={})
+    nodes = exported.graph_module.graph.find_nodes(op="call_function", target=aten.tanh.default)
+    assert [_torch.is_checkpointed(node) for node in nodes] == [False, True]
 
 
 def test_any_hooks_finds_both_kinds() -> None:

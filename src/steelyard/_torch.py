@@ -74,6 +74,7 @@ __all__ = [
     "builtin_of",
     "capture_settings",
     "captured_and_guarded",
+    "checkpoints",
     "cpp_compiler",
     "cpp_errors",
     "draws",
@@ -82,6 +83,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_lowered",
     "inductor_settings",
+    "is_checkpointed",
     "is_view",
     "keystr",
     "mutates",
@@ -353,6 +355,19 @@ _TAGGED = {
 def reads_data(node: torch.fx.Node) -> bool:
     """Whether a node of Dynamo's graph is ``tensor.data``, which has no public function."""
     return node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # no stub
+
+
+def checkpoints(step: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The calls of ``torch.utils.checkpoint`` in Dynamo's graph, and in those that it calls."""
+    modules = (m for m in step.modules() if isinstance(m, torch.fx.GraphModule))
+    nodes = (node for module in modules for node in module.graph.nodes)
+    operator = torch.ops.higher_order.tag_activation_checkpoint
+    return [node for node in nodes if node.target is operator]
+
+
+def is_checkpointed(node: torch.fx.Node) -> bool:
+    """Whether a node of the joint graph comes of what eager PyTorch would run again."""
+    return "ac_graph_id" in node.meta
 
 
 def is_view(operator: OpOverload) -> bool:

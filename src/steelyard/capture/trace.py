@@ -21,6 +21,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.capture.attribution import clean_path
+from steelyard.capture.checkpointed import refuse_cut_off, refuse_drawn_twice, refuse_written_twice
 from steelyard.capture.failures import check_scalar, no_loss, reading_errors
 from steelyard.capture.reads import Reads
 from steelyard.core.errors import CaptureRefused
@@ -92,6 +93,7 @@ def trace(model: nn.Module, loss: Loss, batch: Any, *, decompositions: Decomposi
     ):
         step, buffers_changed, reads = _dynamo(model, loss, batch)
         reading.step = step
+        refuse_cut_off(step)
         with _torch.PhiloxStateTracker(), contextlib.ExitStack() as stack:
             exported = _torch.aot_export_joint_with_descriptors(
                 stack, step, (batch,), decompositions=decompositions
@@ -99,6 +101,9 @@ def trace(model: nn.Module, loss: Loss, batch: Any, *, decompositions: Decomposi
         # Left open, the export's fake mode would swallow unrelated code of the user's.
     described = _described(exported.graph_module, step, model, batch, reads)
     _check_buffers(model, described, buffers_changed)
+    names = {name: placeholder.name for name, placeholder in described.placeholders.items()}
+    refuse_written_twice(described.joint, described.outputs, names)
+    refuse_drawn_twice(step, described.joint)
     return described
 
 
