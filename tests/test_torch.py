@@ -118,6 +118,43 @@ def test_captured_and_guarded_says_what_was_drawn_by_pythons_generator() -> None
     assert found.draws_in_python
 
 
+class Replacing(nn.Module):
+    """Puts another tensor into its buffer's place, as ``functional_call`` writes down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Any) -> Any:
+        self.calls = self.calls + 1
+        return batch.sum() * self.scale
+
+
+@pytest.mark.parametrize(("model", "is_changed"), [(nn.Linear(2, 2), False), (Replacing(), True)])
+def test_functional_calls_write_only_what_changed(model: nn.Module, is_changed: bool) -> None:
+    held = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    before = dict(held)
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.held = model, held
+
+        def forward(self, batch: Any) -> Any:
+            return torch.func.functional_call(self.model, self.held, (batch,)).sum()
+
+    with _torch.functional_calls():
+        Called()(torch.ones(2, 2))
+        assert all(held[name] is tensor for name, tensor in before.items()) is not is_changed
+    assert all(held[name] is tensor for name, tensor in before.items())
+    with _torch.capture_settings(set()), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        broken = _torch.captured_and_guarded(Called(), torch.ones(2, 2)).broken
+    assert any("held" in str(w.message) for w in caught) is is_changed
+    assert broken() == ""
+
+
 def test_aot_export_joint_with_descriptors_traces_forward_and_backward(joint: Any) -> None:
     tags = {
         node.meta.get("partitioner_tag") for node in joint.graph.nodes if node.op == "call_function"

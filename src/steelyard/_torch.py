@@ -78,6 +78,7 @@ __all__ = [
     "cpp_compiler",
     "cpp_errors",
     "draws",
+    "functional_calls",
     "hooks_of_all_modules",
     "inductor_compiled",
     "inductor_decompositions",
@@ -150,11 +151,13 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
             and re.match(r"batch\b|L\['batch'\]", entry.name) is None
             and entry.guard_type not in _GUARDS_OF_FORM
             and not (_OF_MODEL in entry.name and entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT")
+            and ".stateless._functional_call" not in entry.name  # another one, while tracing
             for entry in entries
         ]
 
     dynamo = torch._dynamo
     with (
+        functional_calls(),
         torch._export.utils._compiling_state_context(),
         dynamo.config.patch(replay_side_effects=False, side_effect_replay_policy="warn"),
         dynamo.utils.get_metrics_context(),
@@ -192,6 +195,40 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
 
 # Its hooks are watched by run/watch.py; a module that the loss holds has no one else.
 _OF_MODEL = "self._modules['model']"
+
+
+@contextlib.contextmanager
+def functional_calls() -> Iterator[None]:
+    """Let ``torch.func.functional_call`` write into the dict that it was given only what changed.
+
+    Of itself it writes every tensor back, mostly those that are there; yet Dynamo counts each
+    write as a side effect. What it did write is taken back at the end, unless Dynamo traced it.
+    """
+    stateless = torch.nn.utils.stateless
+    original = stateless._functional_call
+    written: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
+
+    def functional_call(
+        module: torch.nn.Module, tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        given = dict(tensors)
+        result = original(module, given, *args, **kwargs)
+        for name, tensor in given.items():
+            if tensor is not tensors[name]:
+                if not torch.compiler.is_compiling():
+                    written.append((tensors, name, tensors[name]))
+                tensors[name] = tensor
+        return result
+
+    stateless._functional_call = functional_call  # type: ignore[assignment]  # for a while
+    try:
+        yield
+    finally:
+        stateless._functional_call = original
+        for tensors, name, tensor in reversed(written):
+            tensors[name] = tensor
+
+
 # Of whether tensors are the same kind, and whether two are one: bind.py and watch.py see to that.
 _GUARDS_OF_FORM = {"TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV"}
 

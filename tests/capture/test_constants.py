@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from steelyard.core.errors import CaptureRefused, Mismatch
 from steelyard.core.graph import Role
 from tests.capture.stepping import captured_step, differences, live, source_of
 from tests.zoo import reference
@@ -90,3 +91,50 @@ def test_an_attribute_may_be_detached() -> None:
     plain.shift = model.shift
     expected = reference.eager_step(plain, loss, batch, 1)
     assert differences(expected, captured_step(live(source_of((model, loss, batch))), batch)) == []
+
+
+AVERAGED = {name: tensor.detach().clone() for name, tensor in nn.Linear(4, 4).state_dict().items()}
+
+
+def test_a_dict_for_functional_call_may_be_held_outside_of_the_loss() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        target = torch.func.functional_call(model, AVERAGED, (batch,))
+        return F.mse_loss(model(batch), target)
+
+    torch.manual_seed(0)
+    model, batch = nn.Linear(4, 4), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    source = source_of((model, loss, batch))
+    step, reads = live(source), source.captured().reads
+    for _ in range(2):
+        reads.check()
+        expected = reference.eager_step(plain, loss, batch, 1)
+        assert differences(expected, captured_step(step, batch, seed=1)) == []
+        for tensor in AVERAGED.values():
+            tensor.mul_(0.5)
+    AVERAGED["weight"] = AVERAGED["weight"].clone()
+    with pytest.raises(Mismatch, match=r"AVERAGED\['weight'\].* is another object"):
+        reads.check()
+
+
+def test_a_dict_that_functional_call_changes_is_named() -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            value: Tensor = self.inner(x)
+            return value
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        value: Tensor = torch.func.functional_call(model, CALLS, (batch,))
+        return value.square().mean()
+
+    with pytest.raises(CaptureRefused, match=r"changes Python state .*test_constants\.CALLS"):
+        source_of((Replacing(), loss, torch.randn(2, 4))).captured()
+
+
+CALLS = {"calls": torch.zeros(())}

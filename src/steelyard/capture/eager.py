@@ -104,6 +104,7 @@ def on_fakes(model: nn.Module, batch: Any) -> Iterator[tuple[Any, dict[str, nn.P
         reading_errors(model),
         torch.enable_grad(),
         without_fakes_left(model, mode, apart_from=fake_batch),
+        _torch.functional_calls(),
         faked(model, mode) as parameters,
     ):
         yield mode, parameters, fake_batch

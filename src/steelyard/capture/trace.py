@@ -193,10 +193,16 @@ def side_effects(warning: str) -> list[str]:
             owner = sys.modules.get(module[1].replace("_dot_", "."))
             if "ContextVar" in type(getattr(owner, module[2], None)).__name__:
                 continue
+        source = re.sub(r"^G\['__import_(\w+)'\]\.", _of_module, source)
         hook = re.match(r"(.*?)\._forward_(pre_)?hooks", source)
         named = f"a forward hook of {clean_path(hook[1])}" if hook else clean_path(source)
         names.append("an attribute of the model" if named == "model" else named or "the batch")
     return names
+
+
+def _of_module(found: re.Match[str]) -> str:
+    name = found[1].replace("_dot_", ".").strip("_")
+    return "" if name == "main" else f"{name}."
 
 
 def _check_buffers(model: nn.Module, trace: Trace, changed: list[str]) -> None:
