@@ -128,6 +128,7 @@ class StepSource:
     def _capture(self, micro_batches: int) -> Captured:
         refuse_hooks(self.model)
         _refuse_opaque(self.batch)
+        _refuse_layouts(self.batch)
         _refuse_gradient_inputs(self.batch)
         with put_back_on_failure(self.model):
             return self._captured_anew(micro_batches)
@@ -193,6 +194,20 @@ def _remedy_of(leaf: Any) -> str:
 
 
 _LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def _refuse_layouts(batch: Any) -> None:
+    """A nested tensor may have no shape to ask for, and a sparse one no strides."""
+    for path, leaf in _torch.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+            kind = "a nested tensor" if leaf.is_nested else f"of layout {leaf.layout}"
+            raise CaptureRefused(
+                f"batch{_torch.keystr(path)} is {kind}",
+                expected="dense tensors: the program and its memory are planned by shapes",
+                remedy="pad it (nested.to_padded_tensor(0.0)) and give a mask with it"
+                if leaf.is_nested
+                else "give it as .to_dense(), or as its indices and values",
+            )
 
 
 def _refuse_gradient_inputs(batch: Any) -> None:

@@ -132,6 +132,9 @@ class LiveStep:
         if self._optimizer_watch is not None:
             self._optimizer_watch.check()
         leaves = self._layout.leaves(batch)
+        for name, leaf in zip(self._layout.names, leaves):
+            if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+                raise _not_dense(name, leaf)
         shapes = shapes_of(leaves)
         bound = self._bound.get(shapes)
         if bound is None:
@@ -269,6 +272,14 @@ def _through_hooks(late: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     while late:
         parameter, gradient = late.pop()
         torch.autograd.backward((parameter,), (gradient,))
+
+
+def _not_dense(name: str, leaf: torch.Tensor) -> Mismatch:
+    return Mismatch(
+        f"{name} is {'a nested tensor' if leaf.is_nested else f'of layout {leaf.layout}'}",
+        expected="a dense tensor, as the step was captured with",
+        remedy="pad it (to_padded_tensor)" if leaf.is_nested else "give it as .to_dense()",
+    )
 
 
 def _mode(name: str, remedy: str) -> BadInput:
