@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import UserDict
 from dataclasses import dataclass
@@ -85,3 +86,60 @@ def test_a_batch_that_is_not_dense_is_refused_now_and_later(
     with pytest.raises(Mismatch, match=rf"^batch:\['x'\] is {said}") as later:
         step.backward(batch)
     assert remedy in later.value.remedy
+
+
+def hooked() -> nn.Module:
+    criterion = nn.MSELoss()
+    criterion.register_full_backward_hook(lambda module, into, out: None)
+    return criterion
+
+
+CRITERION = hooked()
+Normal = torch.distributions.Normal
+LOSSES: dict[str, tuple[Any, str, str]] = {
+    "a criterion with a hook": (
+        lambda m, b: CRITERION(m(b), b),
+        "a module that the loss calls has a backward hook",
+        "remove it",
+    ),
+    "a shape that Python draws": (
+        lambda m, b: m(b)[:, random.randint(0, 3) :].mean(),
+        "a random number that Python draws",
+        "draw before the step",
+    ),
+    "a factor that Python draws": (
+        lambda m, b: m(b).mean() * random.random(),
+        "a random number that Python draws",
+        "draw before the step",
+    ),
+    "a distribution": (
+        lambda m, b: Normal(m(b), 1.0).rsample().mean(),
+        "a number is read out of a tensor",
+        "validate_args=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_refused_at_its_line_with_what_would_do(name: str) -> None:
+    loss, said, remedy = LOSSES[name]
+    with pytest.raises(CaptureRefused, match=rf" at \S*test_failures\.py:\d+.*: {said}") as refused:
+        source_of((nn.Linear(6, 6), loss, torch.randn(4, 6))).graph(micro_batches=1)
+    assert remedy in refused.value.remedy
+
+
+def test_what_a_distribution_may_hide_is_a_remedy() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return Normal(model(batch), 1.0, validate_args=False).rsample().mean()
+
+    source_of((nn.Linear(6, 6), loss, torch.randn(4, 6))).graph(micro_batches=1)
+
+
+def test_a_lazy_layer_is_to_see_a_batch_first() -> None:
+    model, batch = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(2)), torch.randn(4, 6)
+    source = source_of((model, lambda m, b: m(b).square().mean(), batch))
+    with pytest.raises(CaptureRefused, match=r"^1\.weight has no shape yet") as refused:
+        source.graph(micro_batches=1)
+    assert "run the model once" in refused.value.remedy
+    model(batch)
+    source.graph(micro_batches=1)

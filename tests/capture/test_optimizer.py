@@ -148,13 +148,14 @@ def test_capturing_an_update_touches_no_parameter() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (partial(Adafactor, lr=1e-2), r"Adafactor\.step\(\) cannot be traced"),
+        (partial(Adafactor, lr=1e-2), r"Adafactor\.step\(\) reads a number out of a tensor"),
+        (partial(AdamW, lr=torch.tensor(1e-2)), "optimizer= reads a number out of a tensor"),
         (LBFGS, r"LBFGS\.step\(\) cannot be traced"),
         (lambda ps: AdamW(ps, lr=-1.0), "cannot be made from the parameters: ValueError"),
         (lambda ps: None, "made a NoneType"),
         (AdamW(small().parameters(), lr=1e-3), "cannot be made from the parameters: TypeError"),
     ],
-    ids=["adafactor", "lbfgs", "a wrong rate", "nothing", "an optimizer that exists"],
+    ids=["adafactor", "a tensor", "lbfgs", "a wrong rate", "nothing", "one that exists"],
 )
 def test_what_cannot_be_traced_is_refused_by_name(make: Any, says: str) -> None:
     with pytest.raises(CaptureRefused, match=says) as caught:

@@ -33,7 +33,11 @@ def clean_path(path: str) -> str:
 
 def line_of(node: Any) -> str:
     """The innermost line that is not torch's own: ``train.py:31``."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return line_in(node.meta.get("stack_trace") or "")
+
+
+def line_in(trace: str) -> str:
+    frames = _FRAME.findall(trace)
     for filename, line in reversed(frames):
         if is_users(filename):
             return f"{short_file(filename)}:{line}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from steelyard.capture.attribution import line_of
+from steelyard.capture.attribution import line_in, line_of
 from steelyard.core.errors import CaptureRefused
 
 
@@ -42,6 +42,13 @@ def no_loss(what: str) -> CaptureRefused:
 
 def check_trains(model: nn.Module, value: torch.Tensor | None = None) -> None:
     """Some parameter is trainable, and the loss (where it is known) depends on one."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureRefused(
+                f"{name} has no shape yet: its layer is lazy",
+                expected="a model whose every parameter has a shape",
+                remedy="run the model once on a batch before planning: loss(model, batch)",
+            )
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise CaptureRefused(
@@ -75,16 +82,23 @@ def reading_errors(model: nn.Module) -> Iterator[_Reading]:
         raise
     except Exception as error:
         reason = _first_line(error)
-        where = _user_line(error) or _operator_line(error, reading.step)
+        where = _user_line(error) or _operator_line(error, reading.step) or _told_line(error)
         raise CaptureRefused(
             f"the training step cannot be captured{where}{_module_of(error, model)}: {reason}",
             expected="a step whose operators and shapes do not depend on tensor values",
-            remedy=_REMEDY_OF.get(reason) or _remedy(f"{type(error).__name__} {error}"),
+            remedy=_VALIDATES
+            if _in_distributions(error)
+            else _REMEDY_OF.get(reason) or _remedy(f"{type(error).__name__} {error}"),
         ) from error
 
 
 _OWN_GENERATOR = "random numbers are drawn from a generator of its own (generator=...)"
+_BACKWARD_HOOK = "a module that the loss calls has a backward hook"
+_OF_PYTHON = "a random number that Python draws (random) becomes part of the step"
 _SAYINGS = {
+    "Module-level backwards hooks": _BACKWARD_HOOK,
+    "random_value_": _OF_PYTHON,
+    "module>.Random.": _OF_PYTHON,
     "UserDefinedObjectVariable(Generator)": _OWN_GENERATOR,
     "torch._C.Generator": _OWN_GENERATOR,
     "SparseTensorImpl": "a gradient is sparse, as nn.Embedding(sparse=True) gives it",
@@ -130,6 +144,20 @@ def _operator_line(error: BaseException, step: Any) -> str:
     return ""
 
 
+def _told_line(error: BaseException) -> str:
+    """Where the operator stood, as torch.fx writes it below the message."""
+    line = line_in(str(error))
+    return f" at {line}" if line else ""
+
+
+def _in_distributions(error: BaseException) -> bool:
+    """Whether ``torch.distributions`` read a value, which it does to check its arguments."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return "_local_scalar_dense" in str(error) and any(
+        "/torch/distributions/" in frame.filename for frame in frames
+    )
+
+
 def _module_of(error: BaseException, model: nn.Module) -> str:
     """The innermost module that was at work: of torch's own layers the line says nothing."""
     names = {id(m): f"{n} ({type(m).__name__})" for n, m in model.named_modules() if n}
@@ -171,7 +199,10 @@ def _remedy(text: str) -> str:
     return "run loss(model, batch) in plain PyTorch first; if that works, take this line out"
 
 
+_VALIDATES = "validate_args=False: the distribution looks at values to check its arguments"
 _REMEDY_OF = {
+    _BACKWARD_HOOK: "remove it; hooks on tensors (x.register_hook) are kept",
+    _OF_PYTHON: "draw before the step and give it with the batch, or draw with torch (torch.rand)",
     _OWN_GENERATOR: "leave generator= out, or draw before the step and give it with the batch",
 }
 _REMEDIES = (

@@ -40,6 +40,7 @@ def capture_update(
             with recorder.watch:
                 optimizer.step()
         except Exception as error:
+            _refuse_values(f"{type(optimizer).__name__}.step()", error)
             raise CaptureRefused(
                 f"{type(optimizer).__name__}.step() cannot be traced: {str(error)[:120]}",
                 expected="an optimizer whose step needs no closure and no tensor values",
@@ -52,6 +53,7 @@ def _made(make: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim
     try:
         optimizer = make(parameters)
     except Exception as error:
+        _refuse_values("optimizer=", error)
         raise CaptureRefused(
             f"optimizer= cannot be made from the parameters: {type(error).__name__}: "
             f"{str(error)[:100]}",
@@ -65,6 +67,16 @@ def _made(make: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim
             remedy="pass a function such as partial(torch.optim.AdamW, lr=3e-4)",
         )
     return optimizer
+
+
+def _refuse_values(what: str, error: Exception) -> None:
+    if "_local_scalar_dense" in str(error):
+        raise CaptureRefused(
+            f"{what} reads a number out of a tensor",
+            expected="an optimizer whose operators do not depend on the values of tensors",
+            remedy="give lr and betas as plain numbers, take another optimizer, or plan without "
+            "optimizer= and step your own after step.backward(batch)",
+        ) from error
 
 
 class _Recorder:
