@@ -138,3 +138,34 @@ def test_a_dict_that_functional_call_changes_is_named() -> None:
 
 
 CALLS = {"calls": torch.zeros(())}
+
+
+def test_layers_within_layers_get_their_parameters_back_from_functional_call() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        target = torch.func.functional_call(model, held, (batch,))
+        return F.mse_loss(model(batch), target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+    held = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    batch = torch.randn(6, 4)
+    with torch.no_grad():
+        held["1.1.weight"].mul_(0.5)
+    expected = reference.eager_step(copy.deepcopy(model), loss, batch, 1)
+    step = live(source_of((model, loss, batch)))
+    assert differences(expected, captured_step(step, batch, seed=1)) == []
+
+
+def test_a_parameter_that_is_replaced_for_good_is_refused() -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            self.inner.weight = nn.Parameter(self.inner.weight * 0.5)
+            return self.inner(x)
+
+    source = source_of((Replacing(), lambda m, b: m(b).sum(), torch.randn(2, 4)))
+    with pytest.raises(CaptureRefused, match="leaves other parameters in inner"):
+        source.captured()
