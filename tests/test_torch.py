@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,14 @@ def test_draws_finds_the_tag_on_whatever_takes_a_generator() -> None:
     assert untagged <= {"_no_grad_normal_", "_no_grad_uniform_", "initial_seed", "manual_seed"}
 
 
+def test_argument_is_found_by_its_name_wherever_it_is_given() -> None:
+    topk, x = torch.ops.aten.topk.default, torch.ones(3)
+    assert _torch.argument(topk, (x, 2, 0), {}, "dim") == 0
+    assert _torch.argument(topk, (x, 2), {"dim": 1}, "dims", "dim") == 1
+    assert _torch.argument(topk, (x, 2), {}, "dim") == -1
+    assert _torch.argument(topk, (x, 2), {}, "dropout_p") is None
+
+
 def test_is_view_is_what_the_schema_says() -> None:
     for look in (aten.t.default, aten.view.default, aten.expand.default, aten.split.Tensor):
         assert _torch.is_view(look)
@@ -398,7 +407,7 @@ def test_checkpoints_and_what_is_checkpointed_are_found_in_either_graph() -> Non
             return checkpoint(self.again, x, use_reentrant=True, preserve_rng_state=False).sum()
 
     x = torch.ones(2, 2)
-    step, _, _ = _torch.captured_and_guarded(Checkpointed(), x)
+    step = _torch.captured_and_guarded(Checkpointed(), x).graph
     without_gradient, with_gradient = _torch.checkpoints(step)
     assert without_gradient.kwargs == {"use_reentrant": False}
     assert with_gradient.kwargs == {"use_reentrant": True, "preserve_rng_state": False}
@@ -586,3 +595,20 @@ def test_modules_keep_their_tables_under_the_names_that_are_watched() -> None:
     assert module._backward_hooks
     module.register_full_backward_pre_hook(lambda *_: None)
     assert module._backward_pre_hooks
+
+
+def test_the_engine_is_below_what_autograd_calls() -> None:
+    seen: list[bool] = []
+
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            seen.append(any(f.f_code is _torch.ENGINE for f, _ in traceback.walk_stack(None)))
+            return gradients[0]
+
+    Looking.apply(torch.ones((), requires_grad=True)).backward()
+    assert seen == [True]

@@ -55,6 +55,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "ENGINE",
     "BufferAOTInput",
     "FakeTensor",
     "FakeTensorMode",
@@ -70,6 +71,7 @@ __all__ = [
     "accumulators",
     "any_hooks",
     "aot_export_joint_with_descriptors",
+    "argument",
     "below_autograd",
     "builtin_of",
     "capture_settings",
@@ -387,6 +389,9 @@ _TAGGED = {
     *("aten", "prims", "prim", "profiler", "mkldnn", "mkl", "mkldnn_prepacked", "onednn"),
     *("_c10d_functional", "_c10d_functional_autograd", "c10d", "inductor", "steelyard"),
 }
+
+# What runs a backward pass: below it on the stack are the operators that autograd calls.
+ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def reads_data(node: torch.fx.Node) -> bool:

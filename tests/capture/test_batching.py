@@ -404,6 +404,78 @@ def test_gradients_by_frequency_may_not_be_cut_although_no_index_is_there_twice(
     assert "how often each index is in the batch" in verdict((words, loss, batch)).reason
 
 
+class Clip(torch.autograd.Function):
+    """The gradient of the batch is clipped by its norm, or that of each sample by its own."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, is_of_all: bool) -> Tensor:
+        context.is_of_all = is_of_all
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        norm = gradient.norm() if context.is_of_all else gradient.norm(dim=1, keepdim=True)
+        return gradient * (1e3 / norm).clamp(max=1), None
+
+
+@pytest.mark.parametrize("is_of_all", [False, True])
+def test_samples_may_not_see_each_other_in_a_backward_pass_of_the_users_own(
+    is_of_all: bool,
+) -> None:
+    """No gradient of the planned batch is large enough to be clipped."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        hidden = Clip.apply(model[0](batch["x"]), is_of_all)
+        return nn.functional.cross_entropy(model[1](hidden), batch["y"])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    reason = verdict((model, loss, data())).reason
+    if is_of_all:
+        assert "makes one value of all samples (tests/capture/test_batching.py:" in reason
+    else:
+        assert not reason
+
+
+class Sign(torch.autograd.Function):
+    """Weights of one bit: the gradient goes straight through where the weight is small."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor) -> Tensor:
+        context.save_for_backward(weight)
+        return weight.sign()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        (weight,) = context.saved_tensors
+        return torch.where(weight.abs() < 0.3, gradients[0], 0.0)
+
+
+class Rows(torch.autograd.Function):
+    """An embedding."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        context.save_for_backward(weight, ids)
+        return weight[ids]
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        weight, ids = context.saved_tensors
+        return torch.zeros_like(weight).index_add_(0, ids, gradients[0]), None
+
+
+def test_gradients_of_weights_may_be_made_in_a_backward_pass_of_the_users_own() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        hidden = batch["x"] @ Sign.apply(model[0].weight) + Rows.apply(model[0].weight, batch["y"])
+        return nn.functional.cross_entropy(model[1](hidden), batch["y"])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    assert not verdict((model, loss, data())).reason
+
+
 def own_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Everything put together from samples is added up, weighed by what no sample gives."""
     out = model(batch["x"])

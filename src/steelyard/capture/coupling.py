@@ -30,7 +30,8 @@ from steelyard.core.graph import Graph
 _SUMS = ("add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "clone", "_unsafe_view")
 _PRODUCTS = ("mul", "mm", "bmm", "mv", "dot")
 _QUOTIENTS = ("aten.div.Tensor", "aten.div_.Tensor", "aten.div.Scalar", "aten.div_.Scalar")
-_ADD_SAMPLES_UP = ("sum", "mean", "mm", "bmm", "mv", "dot")
+_ADD_SAMPLES_UP = ("sum", "mean", "mm", "bmm", "mv", "dot", "index_add", "scatter_add")
+_KEEP_OR_FILL = {"where": 0, "masked_fill": 1, "index_put": 1}  # and which argument says where
 _FUSED_LOSSES = ("loss", "binary_cross_entropy")
 _GO_ALONG_A_DIM = (
     *("_softmax", "_log_softmax", "logcumsumexp", "cumsum", "cumprod", "cummax", "cummin"),
@@ -48,8 +49,8 @@ def coupling(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
     """Where samples see each other; empty where no operator shows it."""
     samples = _unlike_any_size_of(graph)
     try:
-        with on_fakes(model, batch) as (mode, _, fake_batch), mode, _torch.quiet_logs():
-            return _followed(model, loss, fake_batch, samples)
+        with on_fakes(model, batch) as (mode, parameters, fake_batch), mode, _torch.quiet_logs():
+            return _followed(model, loss, fake_batch, samples, [*parameters.values()])
     except CaptureRefused as error:
         return f"with {samples} samples {error.happened}"
 
@@ -61,7 +62,9 @@ def _unlike_any_size_of(graph: Graph) -> int:
     return next(n for n in primes if all(size % n for size in sizes))
 
 
-def _followed(model: nn.Module, loss: Loss, batch: Any, samples: int) -> str:
+def _followed(
+    model: nn.Module, loss: Loss, batch: Any, samples: int, parameters: Sequence[nn.Parameter]
+) -> str:
     def resized(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -71,7 +74,12 @@ def _followed(model: nn.Module, loss: Loss, batch: Any, samples: int) -> str:
     follower = _Follower(_tensors(batch), samples)
     with StorageWatch(_tensors(batch), on_call=follower.follow, on_death=follower.forget):
         value = loss(model, batch)
-    return follower.reason_of(value)
+        reason = follower.reason_of(value)
+        if not reason:
+            follower.is_in_backward = True
+            value.backward()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return reason or next(filter(None, map(follower.reason_of, gradients)), "")
 
 
 class _Follower:
@@ -82,6 +90,7 @@ class _Follower:
 
     def __init__(self, batch: Sequence[torch.Tensor], samples: int) -> None:
         self._samples = samples
+        self.is_in_backward = False
         self._reasons = {_torch.storage_key(leaf): "" for leaf in batch}
         self._drawn: set[int] = set()  # storages that hold random draws
 
@@ -108,7 +117,10 @@ class _Follower:
         if not given or not made:
             return
         known = next(filter(None, map(self.reason_of, given)), "")
-        reason = known or self._reason(func, args, kwargs, given, made)
+        # The derivative of what lets no sample see another does not either; what a user writes into
+        # a backward pass, a clip by the norm of the batch's gradient say, may well do.
+        is_looked_at = not self.is_in_backward or _is_users_own()
+        reason = known or (self._reason(func, args, kwargs, given, made) if is_looked_at else "")
         for tensor in made:
             key = _torch.storage_key(tensor)
             self._reasons[key] = self._reasons.get(key) or reason
@@ -168,12 +180,14 @@ class _Follower:
 def _is_linear(
     func: Any, args: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 ) -> bool:
-    """A sum, or a product with what does not depend on the batch."""
+    """A sum, a product with what does not depend on the batch, or a choice by that."""
     name = _name(func)
     if name in ("_to_copy", "copy"):
         return all(x.is_floating_point() or x.is_complex() for x in made)
     if name in _PRODUCTS or str(func) in _QUOTIENTS:
         return len(given) == 1 and (name in _PRODUCTS or given[0] is args[0])
+    if name in _KEEP_OR_FILL:
+        return not any(x is y for x in _tensors(args[_KEEP_OR_FILL[name]]) for y in given)
     return _torch.is_view(func) or name in _SUMS
 
 
@@ -214,6 +228,16 @@ def _name(func: Any) -> str:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in _torch.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _is_users_own() -> bool:
+    """Whether autograd calls an operator by way of code that is not torch's."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is _torch.ENGINE:
+            return False
+        if is_users(frame.f_code.co_filename):
+            return True
+    return False
 
 
 def _place() -> str:
