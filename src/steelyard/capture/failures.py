@@ -94,11 +94,12 @@ def reading_errors(model: nn.Module) -> Iterator[_Reading]:
 
 _OWN_GENERATOR = "random numbers are drawn from a generator of its own (generator=...)"
 _BACKWARD_HOOK = "a module that the loss calls has a backward hook"
-_OF_PYTHON = "a random number that Python draws (random) becomes part of the step"
+_OF_PYTHON = "a random number that Python or numpy draws becomes part of the step"
 _SAYINGS = {
     "Module-level backwards hooks": _BACKWARD_HOOK,
     "random_value_": _OF_PYTHON,
     "module>.Random.": _OF_PYTHON,
+    "use_numpy_random_stream": _OF_PYTHON,
     "UserDefinedObjectVariable(Generator)": _OWN_GENERATOR,
     "torch._C.Generator": _OWN_GENERATOR,
     "SparseTensorImpl": "a gradient is sparse, as nn.Embedding(sparse=True) gives it",
@@ -197,6 +198,14 @@ def _remedy(text: str) -> str:
         if any(mark in lowered for mark in marks):
             return remedy
     return "run loss(model, batch) in plain PyTorch first; if that works, take this line out"
+
+
+def drawn_by_python() -> CaptureRefused:
+    return CaptureRefused(
+        f"the training step cannot be captured: {_OF_PYTHON}",
+        expected="random numbers of torch, which a captured step draws anew each time",
+        remedy=_REMEDY_OF[_OF_PYTHON],
+    )
 
 
 _VALIDATES = "validate_args=False: the distribution looks at values to check its arguments"

@@ -22,7 +22,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.capture.attribution import clean_path
 from steelyard.capture.checkpointed import refuse_cut_off, refuse_drawn_twice, refuse_written_twice
-from steelyard.capture.failures import check_scalar, no_loss, reading_errors
+from steelyard.capture.failures import check_scalar, drawn_by_python, no_loss, reading_errors
 from steelyard.capture.reads import Reads
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Output, OutputKind, Role
@@ -150,11 +150,7 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], R
     if others:
         raise _changes_state(", ".join(others))
     if found.draws_in_python:
-        raise CaptureRefused(
-            "the step draws numbers by Python's random module, which would be drawn only once",
-            expected="random numbers of torch, which a captured step draws anew each time",
-            remedy="draw with torch (torch.rand), or before the step and give it with the batch",
-        )
+        raise drawn_by_python()
     return step, buffers, Reads(found, model=model, batch=batch)
 
 
