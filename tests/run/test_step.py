@@ -385,10 +385,10 @@ def test_an_operator_of_somebody_elses_that_draws_without_a_word_is_never_made_a
 
     model, twin = twins(Thinning())
     batch = torch.randn(16, 8)
-    plain, constants, check = captured(model, loss_of_all, batch)
+    plain, constants, reads = captured(model, loss_of_all, batch)
     program = with_copies(plain, recomputable(plain.graph))
     assert program.again
-    step = LiveStep(model, program, constants=constants, batch=batch, check=check)
+    step = LiveStep(model, program, constants=constants, batch=batch, reads=reads)
     states = []
     for backward in (lambda: step.backward(batch), lambda: loss_of_all(twin, batch).backward()):
         torch.manual_seed(3)
