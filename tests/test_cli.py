@@ -471,6 +471,19 @@ def test_ctrl_c_in_a_run_says_how_far_it_came(planned: Path) -> None:
     assert err.splitlines()[-1].startswith("steelyard: interrupted after step ")
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_sigterm_stopped_shows_its_receipt_and_exits_with_143(
+    api: fake_api.Fake, planned: Path, saved: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("c/step-000003" if saved else "c").mkdir(parents=True)
+    api.measured = replace(MEASURED, steps=3)
+    assert main(["run", "train.py", "--steps", "4", "--checkpoint", "c", "--quiet"]) == 143
+    captured = capsys.readouterr()
+    assert "<- largest miss" in captured.out
+    again = "; go on with --resume c" if saved else ""
+    assert captured.err == f"steelyard: interrupted after step 4 of 4{again}\n"
+
+
 def test_a_reader_who_leaves_is_no_error(planned: Path) -> None:
     with steelyard_process("explain", str(planned)) as process:
         assert process.stdout is not None

@@ -209,7 +209,7 @@ def test_a_loss_that_is_nan_stops_the_run_and_saves_nothing_new(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["term", "int"]
+    ("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
 )
 def test_a_signal_waits_for_the_step_and_saves(
     number: signal.Signals, exit_code: int, tmp_path: Path

@@ -76,5 +76,6 @@ def at_least_one(name: str, value: int) -> None:
 def stopped_at(progress: Progress, checkpoint: Path | None) -> str:
     last = progress.last
     where = f" after step {last.step} of {last.steps}" if last else " before the first step"
-    again = f"; go on with --resume {checkpoint}" if checkpoint and checkpoint.exists() else ""
+    saved = checkpoint is not None and any(checkpoint.glob("step-*"))
+    again = f"; go on with --resume {checkpoint}" if saved else ""
     return where + again

@@ -16,6 +16,8 @@ from steelyard.report.failure import Failure, failure_lines
 from steelyard.report.terminal import quieten, width_of, write
 
 OK, BAD_INPUT, INFEASIBLE, RUN_FAILED, MISSED = 0, 2, 3, 4, 5
+# What a shell says of a process that SIGTERM ended, as it ends every verb but run.
+TERMINATED = 143
 VERBS = ("plan", "run", "frontier", "explain", "doctor", "demo")
 
 

@@ -21,7 +21,15 @@ from steelyard.cli.arguments import (
     title,
     wish,
 )
-from steelyard.cli.endings import BAD_INPUT, INFEASIBLE, MISSED, OK, RUN_FAILED, foreseen
+from steelyard.cli.endings import (
+    BAD_INPUT,
+    INFEASIBLE,
+    MISSED,
+    OK,
+    RUN_FAILED,
+    TERMINATED,
+    foreseen,
+)
 from steelyard.cli.interrupt import heed
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.errors import BadInput
@@ -33,7 +41,8 @@ if TYPE_CHECKING:
     from steelyard.api import Workload
 
 _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
-5 a measurement outside its predicted interval (run --strict), 130 interrupted."""
+5 a measurement outside its predicted interval (run --strict), 130 interrupted,
+143 terminated."""
 
 app = App(
     name="steelyard",
@@ -201,6 +210,11 @@ def run(
     show(tree, in_json=shown.json, html=html)
     write_explanation(path, receipt.plan, receipt.measured)
     _hint(f"written: {path.with_suffix('.json')}, for steelyard explain {path}", shown)
+    if receipt.measured.steps < steps:
+        # Only SIGTERM ends a run early and in good order; the receipt is of what was run.
+        said = f"steelyard: interrupted{stopped_at(progress, folder)}"
+        write([((said, Tone.PLAIN),)], sys.stderr)
+        return TERMINATED
     return MISSED if strict and any(row.is_outside for row in tree.rows) else OK
 
 

@@ -28,7 +28,6 @@ from steelyard.run.step import LiveStep
 
 # Runs what it is given, once, and says how many bytes the allocator held at the peak.
 Meter = Callable[[Callable[[], None]], int]
-_CLEAN_EXIT, _INTERRUPTED_EXIT = 0, 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ def train(
         step=run.step,
         loss=run.loss,
         stopped_by=signals.received,
-        exit_code=_INTERRUPTED_EXIT if signals.received == "SIGINT" else _CLEAN_EXIT,
+        exit_code=128 + signal.Signals[signals.received] if signals.received else 0,
         checkpoint=run.saved,
     )
 
