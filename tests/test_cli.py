@@ -16,7 +16,7 @@ import pytest
 import steelyard
 from steelyard.cli import main
 from steelyard.core.budget import Budget, Maximize
-from steelyard.core.errors import CaptureRefused, Infeasible, NonFinite
+from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
 from steelyard.core.explanation import read_plan, write_explanation, write_plan
 from tests import fake_api
 from tests.report.sample import MEASURED, PLAN
@@ -378,6 +378,22 @@ def test_debug_shows_the_traceback(api: fake_api.Fake, capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert err.splitlines()[-1].startswith("next: ")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("deep"), Mismatch("a", expected="b", remedy="c")])
+def test_what_a_failed_run_has_saved_is_said_last(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    then(error, "step 3 is saved, go on with --resume c")
+
+    def outcome() -> None:
+        if fake_api.ASKED[-1][0] == "run_workload":
+            raise error
+
+    api.outcome = outcome
+    code = 2 if isinstance(error, Mismatch) else 4
+    said = fails(capsys, "run", "train.py", "--steps", "2", code=code)
+    assert " ".join(said.split()).endswith("; step 3 is saved, go on with --resume c")
 
 
 def test_memory_that_ran_out_is_called_by_its_name(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from steelyard.core.errors import BadInput, CheckpointError, NonFinite
+from steelyard.core.errors import BadInput, CheckpointError, Mismatch, NonFinite, afterwards
 from steelyard.run import folder
 from steelyard.run.loop import Checkpoints, Finished, StepReport, train
 from tests.run.live import live
@@ -206,6 +206,59 @@ def test_a_loss_that_is_nan_stops_the_run_and_saves_nothing_new(tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-00000{i}" for i in (1, 2, 3)]
     with pytest.raises(NonFinite, match="start again"):
         train(a_run(), batches, steps=9)
+
+
+@pytest.mark.parametrize("how", ["the loader", "the step", "the forward"])
+def test_a_step_that_fails_costs_none_of_those_before_it(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout, BatchNorm's statistics and the place in the data are as they were before it."""
+    batches = listed()
+
+    def failing() -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if number == 3 and how == "the loader":
+                torch.randn(3)
+                raise OSError("gone")
+            yield [batch[0], batch[1].double()] if number == 3 and how == "the step" else batch
+
+    step = a_run()
+    if how == "the forward":
+        bound = next(iter(step._bound.values()))
+        run = bound.run
+        calls: list[int] = []
+
+        def half(*arguments: Any) -> Any:
+            calls.append(1)
+            value = run(*arguments)
+            if len(calls) == 4:
+                raise RuntimeError("index out of range")
+            return value
+
+        monkeypatch.setattr(bound, "run", half)
+    settings = Checkpoints(folder=tmp_path, every=100)
+    with pytest.raises((OSError, Mismatch, RuntimeError)) as error:
+        train(step, failing, steps=9, seed=0, checkpoints=settings)
+    assert afterwards(error.value) == [f"step 3 is saved, go on with --resume {tmp_path}"]
+    straight, again = a_run(), a_run()
+    train(straight, listed(), steps=9, seed=0)
+    resume = Checkpoints(folder=tmp_path, every=100, resume=True)
+    train(again, listed(), steps=9, checkpoints=resume)
+    assert_same_model(straight.model, again.model)
+
+
+def test_an_update_that_fails_leaves_nothing_to_save(tmp_path: Path) -> None:
+    step = a_run()
+
+    def fail(*_: object) -> None:
+        if step.optimizer.state and min(s["step"] for s in step.optimizer.state.values()) == 3:
+            raise RuntimeError("halfway")
+
+    step.optimizer.register_step_post_hook(fail)
+    with pytest.raises(RuntimeError, match="halfway") as error:
+        train(step, listed(), steps=9, checkpoints=Checkpoints(folder=tmp_path, every=2))
+    assert afterwards(error.value) == []
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-000002"]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from cyclopts import CycloptsError
 
 from steelyard.cli.interrupt import heed
-from steelyard.core.errors import SteelyardError
+from steelyard.core.errors import SteelyardError, afterwards
 from steelyard.report.failure import Failure, failure_lines
 from steelyard.report.terminal import quieten, width_of, write
 
@@ -51,6 +52,8 @@ def ended(error: BaseException, given: Sequence[str]) -> int:
         quieten(sys.stdout)
         return OK
     failure = _failure_of(error, given)
+    steps = afterwards(error.__cause__ or error)
+    failure = replace(failure, remedy="; ".join((failure.remedy, *steps)))
     try:
         if "--debug" in given:
             traceback.print_exception(error.__cause__ or error, file=sys.stderr)

@@ -31,6 +31,20 @@ class SteelyardError(ValueError):
         return f"{self.happened}\n  expected: {self.expected}\n  next: {self.remedy}"
 
 
+def then(error: BaseException, step: str) -> None:
+    """What to do after what the error itself says, which may be no error of ours."""
+    error.add_note(f"{_THEN}{step}")
+
+
+def afterwards(error: BaseException) -> list[str]:
+    """What ``then`` was told of."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return [note.removeprefix(_THEN) for note in notes if note.startswith(_THEN)]
+
+
+_THEN = "then: "
+
+
 class BadInput(SteelyardError):
     """The request cannot be read or honoured as it stands."""
 

@@ -6,10 +6,11 @@ loop round ``step`` and ``step.backward``.
 
 import contextlib
 import math
+import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch
 
-from steelyard.core.errors import CheckpointError, NonFinite
+from steelyard.core.errors import CheckpointError, NonFinite, then
+from steelyard.core.graph import OutputKind
 from steelyard.run import checkpoint
 from steelyard.run.batches import Batches, Feed
+from steelyard.run.bind import live_tensors
 from steelyard.run.checkpoint import Position
 from steelyard.run.folder import CheckpointFolder, verify
 from steelyard.run.randomness import random_state, seed_everything, set_random_state
@@ -79,13 +82,14 @@ def train(
     """Take steps until ``steps`` are done, counting those of the run that is resumed.
 
     A checkpoint that cannot be saved on the way (a full disk) is noted, and training goes on with
-    the earlier ones untouched; one that cannot be saved at the end is an error. SIGTERM and Ctrl-C
-    let the step end, save and return; a second Ctrl-C does not wait.
+    the earlier ones untouched; one that cannot be saved at the end is an error. A batch that cannot
+    be had or used is an error too, and the steps before it are saved. SIGTERM and Ctrl-C let the
+    step end, save and return; a second Ctrl-C does not wait.
     """
     if seed is not None:
         seed_everything(seed)
     run = _Run(step, Feed(batches), checkpoints, on_note)
-    with run.holding_folder(), _Signals() as signals:
+    with run.holding_folder(), run.counting_updates(), _Signals() as signals:
         run.begin()
         first = run.step
         if first >= steps:
@@ -107,18 +111,19 @@ def train(
 
 
 def _one_step(run: "_Run", meter: Meter | None, steps: int, predicted_bytes: int) -> StepReport:
-    batch = run.feed.next()
     losses: list[torch.Tensor] = []
     peak_bytes = seconds = None
-    if meter is not None:
-        # From a clean level: what an earlier step left behind would be counted into this one.
-        run.live.zero_grad()
-        peak_bytes = meter(lambda: losses.append(run.live(batch)))
-        loss = float(losses.pop())
-    else:
-        start = time.perf_counter()
-        loss = float(run.live(batch))
-        seconds = time.perf_counter() - start
+    with run.saving_what_was_before():
+        batch = run.feed.next()
+        if meter is not None:
+            # From a clean level: what an earlier step left behind would be counted into this one.
+            run.live.zero_grad()
+            peak_bytes = meter(lambda: losses.append(run.live(batch)))
+            loss = float(losses.pop())
+        else:
+            start = time.perf_counter()
+            loss = float(run.live(batch))
+            seconds = time.perf_counter() - start
     run.took(loss)
     return StepReport(
         step=run.step,
@@ -148,6 +153,12 @@ class _Run:
         self._note = note
         self._settings = settings
         self._folder = CheckpointFolder(settings.folder, keep=settings.keep) if settings else None
+        self._first = 0
+        self._updates = 0
+        outputs = live.program.graph.outputs
+        tensors = live_tensors(live.model, {})
+        written = {o.target for o in outputs if o.kind is OutputKind.UPDATE}
+        self._written = [tensors[name] for name in sorted(written & tensors.keys())]
 
     def holding_folder(self) -> contextlib.AbstractContextManager[None]:
         return self._folder.locked() if self._folder else contextlib.nullcontext()
@@ -166,6 +177,51 @@ class _Run:
                 expected="an empty folder for a new run",
                 remedy="resume it with --resume, or give another folder",
             )
+
+    @contextlib.contextmanager
+    def counting_updates(self) -> Iterator[None]:
+        """Counts the optimizer's steps as they begin: before that, no weight has changed."""
+        optimizer = self.live.optimizer
+        if optimizer is None:
+            yield
+            return
+
+        def count(*_: object) -> None:
+            self._updates += 1
+
+        hook = optimizer.register_step_pre_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def saving_what_was_before(self) -> Iterator[None]:
+        """Around a step: if it fails before it changes a weight, the steps before it are saved."""
+        if self._folder is None:
+            yield
+            return
+        before = self._position()
+        buffers = [buffer.clone() for buffer in self._written]
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if self.live.optimizer is None or self._updates == self.step - self._first:
+                with torch.no_grad():
+                    for buffer, value in zip(self._written, buffers, strict=True):
+                        buffer.copy_(value)
+                self._rescue(before, error)
+            raise
+
+    def _rescue(self, before: Position, error: BaseException) -> None:
+        try:
+            self.save_last(before)
+        except CheckpointError as unsaved:
+            then(error, unsaved.happened)
+        else:
+            if self.saved is not None:
+                folder = shlex.quote(str(self.saved.parent))
+                then(error, f"step {self.step} is saved, go on with --resume {folder}")
 
     def took(self, loss: float) -> None:
         self.step += 1
@@ -188,27 +244,29 @@ class _Run:
                 raise
             self.tell(f"{error.happened}; training goes on, {error.remedy}")
 
-    def save_last(self) -> None:
+    def save_last(self, position: Position | None = None) -> None:
         if self._folder is None or self.step == 0:
             return
         if self.saved is None or self.saved.name != f"step-{self.step:06d}":
-            self._save()
+            self._save(position)
 
-    def _save(self) -> None:
-        assert self._folder is not None
-        assert self._settings is not None
-        position = Position(
+    def _position(self) -> Position:
+        return Position(
             step=self.step,
             epoch=self.feed.epoch,
             taken=self.feed.taken,
             now=random_state(self.feed.generators),
             began=self.feed.began,
         )
+
+    def _save(self, position: Position | None = None) -> None:
+        assert self._folder is not None
+        assert self._settings is not None
         write = partial(
             checkpoint.save,
             model=self.live.model,
             optimizer=self.live.optimizer,
-            position=position,
+            position=position or self._position(),
             plan=self._settings.plan,
         )
         self.saved = self._folder.add(self.step, write)
@@ -232,7 +290,7 @@ class _Run:
         position = checkpoint.load(chosen, model=self.live.model, optimizer=self.live.optimizer)
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)
-        self.step = position.step
+        self.step = self._first = position.step
         self.saved = chosen
         for path in folder.go_on_from(chosen):
             self.tell(f"set aside {path.name}: it is later than {chosen.name}")

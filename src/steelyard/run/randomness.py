@@ -29,7 +29,7 @@ def random_state(generators: Generators) -> RandomState:
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - theirs
     tensors = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
+        "python": torch.from_numpy(np.array(words, dtype=np.int64)),
         "numpy": torch.tensor(np.asarray(keys, dtype=np.int64)),
         **{f"generator/{key}": g.get_state() for key, g in generators.items()},
     }
