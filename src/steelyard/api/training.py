@@ -70,12 +70,14 @@ class _Log:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self._steps = 0
         self._seconds: list[float] = []
         self._peak_bytes: int | None = None
         self._first: float | None = None
         self._last: float | None = None
 
     def add(self, report: StepReport) -> None:
+        self._steps += 1
         if report.seconds is not None:
             self._seconds.append(report.seconds)
         if report.peak_bytes is not None:
@@ -88,6 +90,7 @@ class _Log:
         seconds = median(self._seconds[1:] or self._seconds) if self._seconds else None
         return Measured(
             steps=steps,
+            first_step=steps - self._steps + 1,
             memory_bytes=self._peak_bytes,
             rss_bytes=rss_peak_bytes(),
             communication_seconds=0.0,

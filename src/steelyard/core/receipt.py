@@ -12,11 +12,13 @@ from steelyard.core.plan import Plan
 class Measured:
     """Figures of a run; None where nothing was measured yet.
 
+    ``steps`` were taken in all, and those from ``first_step`` on by the process that measured.
     ``memory_bytes`` is what the device's allocator held at the peak of one metered step;
     ``rss_bytes`` what the operating system saw of the whole process.
     """
 
     steps: int = 0
+    first_step: int = 1
     memory_bytes: int | None = None
     rss_bytes: int | None = None
     communication_seconds: float | None = None

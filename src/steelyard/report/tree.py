@@ -317,7 +317,10 @@ def _next_cent(plan: Plan) -> str:
 
 
 def _ran(measured: Measured) -> tuple[str, ...]:
-    said = [f"{measured.steps} steps"]
+    count = measured.steps - measured.first_step + 1
+    said = [f"{count} step{'s' if count != 1 else ''}"]
+    if measured.first_step > 1 and count:
+        said[0] += f" ({measured.first_step} to {measured.steps})"
     if measured.first_loss is not None and measured.last_loss is not None:
         said.append(f"loss {measured.first_loss:.6g} to {measured.last_loss:.6g}")
     if measured.rss_bytes is not None:
