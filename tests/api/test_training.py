@@ -43,3 +43,16 @@ def test_a_resumed_run_tells_of_its_own_steps_only(tmp_path: Path) -> None:
     assert f"ran         3 steps, loss {losses[1]:.6g} to {losses[3]:.6g}," in said[0]
     assert f"ran         2 steps (4 to 5), loss {losses[4]:.6g} to {losses[5]:.6g}," in said[1]
     assert said[2].startswith("ran         0 steps, the whole process")
+
+
+def test_a_cold_or_metered_step_says_nothing_about_time() -> None:
+    made, workload = planned()
+    assert run_workload(made, workload, steps=2).measured.step_seconds is None
+    receipt = run_workload(made, workload, steps=3)
+    assert receipt.measured.step_seconds is not None
+    step = made.apply()
+    for expected in (True, True, False):
+        step(workload.first_batch())
+        assert (step.receipt().measured.step_seconds is None) is expected
+    step_row = tree_of(run_workload(made, workload, steps=1)).rows[-1]
+    assert (step_row.measured, step_row.is_outside) == ("-", False)

@@ -105,7 +105,8 @@ class Step:
 
     def receipt(self) -> "ShownReceipt":
         """What the steps so far cost, beside what they were predicted to cost."""
-        seconds = median(self._seconds[1:] or self._seconds) if self._seconds else None
+        # The first step pays for what is made once: state, caches, first touches of memory.
+        seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         losses = [float(x) for x in self._losses]
         return ShownReceipt(
             Receipt(

@@ -87,7 +87,7 @@ class _Log:
 
     def measured(self, steps: int) -> Measured:
         # The first step pays for what is made once: state, caches, first touches of memory.
-        seconds = median(self._seconds[1:] or self._seconds) if self._seconds else None
+        seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,
