@@ -69,7 +69,7 @@ def test_plan_shows_writes_and_says_what_next(
     assert main(["plan", "train.py", "--memory", "300MiB"]) == 0
     out = capsys.readouterr().out
     assert "memory (peak/rank)  ~487 MiB  ~296 MiB" in out
-    assert "next: steelyard run train.py --plan train.plan.toml --steps 100" in out
+    assert "next: steelyard run train.py --plan train.plan.toml --steps 100 --checkpoint " in out
     assert asked("load_workload") == {"train": "train.py"}
     assert asked("plan_workload")["budget"] == Budget("300MiB")
     found = read_plan(Path("train.plan.toml"))
@@ -170,6 +170,16 @@ def test_run_prints_the_receipt_and_keeps_it_beside_the_plan(
     assert read_plan(planned).measured == MEASURED
     main(["explain", str(planned)])
     assert "1.45 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_said"), [("", True), ("--checkpoint c", False), ("--quiet", False)]
+)
+def test_weights_that_are_not_kept_are_mentioned(
+    api: fake_api.Fake, planned: Path, flags: str, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "train.py", "--steps", "2", *flags.split()]) == 0
+    assert ("weights were not kept: --checkpoint DIR" in capsys.readouterr().out) is is_said
 
 
 def test_a_log_has_a_line_now_and_then(

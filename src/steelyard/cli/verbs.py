@@ -149,7 +149,7 @@ def plan(
         write_explanation(path, plan)
     beside = path.with_suffix(".json").name
     _hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
-    _hint(f"next: steelyard run {train} --plan {path} --steps 100", shown)
+    _hint(f"next: steelyard run {train} --plan {path} --steps 100 --checkpoint saved", shown)
     return OK if tree.fits else INFEASIBLE
 
 
@@ -210,6 +210,8 @@ def run(
     show(tree, in_json=shown.json, html=html)
     write_explanation(path, receipt.plan, receipt.measured)
     _hint(f"written: {path.with_suffix('.json')}, for steelyard explain {path}", shown)
+    if folder is None:
+        _hint("weights were not kept: --checkpoint DIR saves them", shown)
     if receipt.measured.steps < steps:
         # Only SIGTERM ends a run early and in good order; the receipt is of what was run.
         said = f"steelyard: interrupted{stopped_at(progress, folder)}"
