@@ -1,6 +1,7 @@
 """The command line: what each verb asks for, what it prints, and how it ends."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -417,11 +418,48 @@ def test_memory_that_ran_out_is_called_by_its_name(
     assert "smaller --memory" in fails(capsys, "run", "train.py", "--steps", "2", code=4)
 
 
-def test_a_page_that_cannot_be_written_is_bad_input(
-    planned: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("explain train.plan.toml --html no/such/folder/x.html", "there is no folder no/such"),
+        ("run train.py --html .", "is a directory"),
+        ("frontier train.py --html no/x.html", "cannot be written"),
+        ("plan train.py --html no/x.html", "cannot be written"),
+        ("plan train.py -o no/x.toml", "there is no folder no"),
+        ("plan train.py -o folder.toml", "folder.toml is a directory"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_any_work(
+    api: fake_api.Fake,
+    planned: Path,
+    arguments: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = fails(capsys, "explain", str(planned), "--html", "/no/such/folder/x.html", code=2)
-    assert "cannot be written" in said
+    Path("folder.toml").mkdir()
+    assert said in fails(capsys, *arguments.split(), code=2)
+    assert fake_api.ASKED == []
+
+
+def test_a_disk_that_is_full_costs_the_page_and_not_the_receipt(
+    api: fake_api.Fake,
+    planned: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(path: Path, *_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("steelyard.report.html.to_html", lambda _: "<svg")
+    assert main(["run", "train.py", "--steps", "2", "--html", "/dev/full"]) == 2
+    assert "<- largest miss" in capsys.readouterr().out
+    assert read_plan(planned).measured == MEASURED
+    assert main(["explain", str(planned), "--html", "page.html"]) == 0
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["explain", str(planned), "--html", "page.html"]) == 2
+    assert "page.html cannot be written: No space left" in capsys.readouterr().err
+    assert Path("page.html").read_text() == "<svg"
+    assert sorted(p.name for p in Path().iterdir() if "page" in p.name) == ["page.html"]
 
 
 # --- as a process ---------------------------------------------------------------------------------

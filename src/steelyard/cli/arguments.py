@@ -4,9 +4,11 @@ Not for acting on it: see verbs.py.
 """
 
 import difflib
+import os
 from pathlib import Path
 
 from steelyard.core.errors import BadInput
+from steelyard.core.printable import printable
 from steelyard.report.progress import Progress
 
 
@@ -64,6 +66,28 @@ def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | 
             remedy=f"name the checkpoint itself: --resume {given}/step-...",
         )
     return True, given
+
+
+def refuse_unwritable(path: Path | None, remedy: str) -> None:
+    """What is written after the work is looked at before it."""
+    if path is None:
+        return
+    name, folder = printable(str(path)), path.parent
+    # A file is replaced as a whole, in its folder; a device is written into.
+    written = path if path.exists() and not path.is_file() else folder
+    if path.is_dir():
+        problem = "is a directory"
+    elif not folder.is_dir():
+        problem = f"cannot be written: there is no folder {printable(str(folder))}"
+    elif not os.access(written, os.W_OK):
+        problem = f"cannot be written: {printable(str(written))} does not permit it"
+    else:
+        return
+    raise BadInput(
+        f"{name} {problem}",
+        expected="a file name in a folder that can be written to",
+        remedy=remedy,
+    )
 
 
 def at_least_one(name: str, value: int) -> None:

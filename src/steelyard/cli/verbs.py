@@ -16,6 +16,7 @@ from steelyard import __version__
 from steelyard.cli.arguments import (
     at_least_one,
     plan_path,
+    refuse_unwritable,
     resume_from,
     stopped_at,
     title,
@@ -74,6 +75,8 @@ _Train = Annotated[
 _Runner = Annotated[
     Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
 ]
+_COPY = "copy the plan file to a folder that can be written to"
+_OTHER_PAGE = "give another place with --html"
 _Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
 _Amount = Annotated[str | None, Parameter(help="The most a step may take, such as 120ms.")]
 
@@ -113,10 +116,12 @@ def plan(
         write_explanation,
         write_plan,
     )
-    from steelyard.report.show import show
+    from steelyard.report.show import show, write_page
     from steelyard.report.tree import tree_of
 
     path = check or output or plan_path(train)
+    refuse_unwritable(path, _COPY if check else "give another place with -o")
+    refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question = wish(what_if)
     if check is None:
@@ -142,11 +147,12 @@ def plan(
         reason = planned.why_not(why_not) if why_not else ""
     plan = planned.plan if check is None else with_reasons(planned.plan, path)
     tree = tree_of(plan)
-    show(tree, zoom=zoom, in_json=shown.json, html=html, what_if=other, why_not=reason)
+    show(tree, zoom=zoom, in_json=shown.json, what_if=other, why_not=reason)
     if check is None:
         write_plan(path, plan)
     else:
         write_explanation(path, plan)
+    write_page(tree, html)
     beside = path.with_suffix(".json").name
     _hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
     _hint(f"next: steelyard run {train} --plan {path} --steps 100 --checkpoint saved", shown)
@@ -180,10 +186,12 @@ def run(
     """Train by a plan, and set what was measured beside what was predicted."""
     from steelyard.core.explanation import with_reasons, write_explanation
     from steelyard.core.receipt import Receipt
-    from steelyard.report.show import show
+    from steelyard.report.show import show, write_page
     from steelyard.report.tree import tree_of
 
     path = plan or plan_path(train)
+    refuse_unwritable(path, _COPY)
+    refuse_unwritable(html, _OTHER_PAGE)
     start, folder = resume_from(resume, checkpoint)
     at_least_one("--steps", steps)
     at_least_one("--checkpoint-every", checkpoint_every)
@@ -207,8 +215,9 @@ def run(
             raise
     receipt = Receipt(plan=with_reasons(receipt.plan, path), measured=receipt.measured)
     tree = tree_of(receipt)
-    show(tree, in_json=shown.json, html=html)
+    show(tree, in_json=shown.json)
     write_explanation(path, receipt.plan, receipt.measured)
+    write_page(tree, html)
     _hint(f"written: {path.with_suffix('.json')}, for steelyard explain {path}", shown)
     if folder is None:
         _hint("weights were not kept: --checkpoint DIR saves them", shown)
@@ -225,9 +234,10 @@ def frontier(
     train: _Train, /, *, runner: _Runner = "python", html: _Page = None, shown: Shown = _PLAINLY
 ) -> int:
     """Show the whole memory-time curve, not one point of it."""
-    from steelyard.report.show import show
+    from steelyard.report.show import show, write_page
     from steelyard.report.tree import tree_of
 
+    refuse_unwritable(html, _OTHER_PAGE)
     with _planning(shown) as tell:
         workload = _loaded(train, tell)
         from steelyard import api
@@ -236,7 +246,9 @@ def frontier(
             workload, budget=Budget(), runner=runner, maximize=None, title=title(train),
             on_progress=tell,
         ).charted()  # fmt: skip
-    show(tree_of(planned.plan), zoom=Zoom.FRONTIER, in_json=shown.json, html=html)
+    tree = tree_of(planned.plan)
+    show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)
+    write_page(tree, html)
     _hint(f"next: steelyard plan {train} --memory (one of these)", shown)
     return OK
 
@@ -253,15 +265,18 @@ def explain(
     """Show a plan with its predictions and, once it ran, what was measured; needs no torch."""
     from steelyard.core.explanation import read_plan
     from steelyard.core.receipt import Receipt
-    from steelyard.report.show import show, show_decisions
+    from steelyard.report.show import show, show_decisions, write_page
     from steelyard.report.tree import tree_of
 
+    refuse_unwritable(html, _OTHER_PAGE)
     found = read_plan(file)
     if found.plan is None:
         show_decisions(found, file, in_json=shown.json)
         return OK
     subject = Receipt(plan=found.plan, measured=found.measured) if found.measured else found.plan
-    show(tree_of(subject), zoom=zoom, in_json=shown.json, html=html)
+    tree = tree_of(subject)
+    show(tree, zoom=zoom, in_json=shown.json)
+    write_page(tree, html)
     return OK
 
 

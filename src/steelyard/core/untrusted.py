@@ -134,7 +134,7 @@ def where(location: Sequence[str | int]) -> str:
     return said.rstrip(":") or "the file"
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
     """``path`` holds all of ``content`` or what it held before, also after a power cut."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -156,7 +156,7 @@ def write_whole(path: Path, content: bytes) -> None:
         raise PlanFileError(
             f"{printable(str(path))} cannot be written: {error.strerror}",
             expected="a folder that can be written to, with room for the file",
-            remedy="free space or give another place with -o",
+            remedy=f"free space or give another place with {option}",
         ) from None
 
 

@@ -12,6 +12,7 @@ from steelyard.core.doctor import Row, Verdict
 from steelyard.core.errors import BadInput
 from steelyard.core.explanation import PlanOnFile, explanation_path
 from steelyard.core.printable import printable
+from steelyard.core.untrusted import write_whole
 from steelyard.report import json as as_json
 from steelyard.report import terminal
 from steelyard.report.lines import Line, Tone, Zoom, headed, indented, shown, words
@@ -24,13 +25,10 @@ def show(
     *,
     zoom: Zoom = Zoom.RECEIPT,
     in_json: bool = False,
-    html: Path | None = None,
     what_if: Tree | None = None,
     why_not: str = "",
 ) -> None:
     """A plan or receipt, and what else was asked about it."""
-    if html is not None:
-        write_page(tree, html)
     if in_json:
         document = as_json.to_json(tree)
         if what_if is not None:
@@ -58,11 +56,19 @@ def show_json(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def write_page(tree: Tree, path: Path) -> None:
+def write_page(tree: Tree, path: Path | None) -> None:
+    """The page that was asked for, if one was."""
+    if path is None:
+        return
     from steelyard.report.html import to_html
 
+    page = to_html(tree).encode("utf-8")
+    if not path.is_symlink() and (path.is_file() or not path.exists()):
+        write_whole(path, page, option="--html")
+        return
     try:
-        path.write_text(to_html(tree), encoding="utf-8")
+        # A pipe or a device, such as /dev/stdout, is written into and not replaced.
+        path.write_bytes(page)
     except OSError as error:
         raise BadInput(
             f"{printable(str(path))} cannot be written: {error.strerror}",
