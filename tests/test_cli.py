@@ -154,6 +154,22 @@ def test_what_a_person_wrote_is_not_overwritten(
     assert main(["plan", "train.py", "-o", "other.plan.toml"]) == 0
 
 
+@pytest.mark.parametrize("edit", [("nth = 0", "nth = 1"), ("[budget]", "# mine\n[budget]")])
+@pytest.mark.parametrize("verb", ["plan train.py --check train.plan.toml", "run train.py"])
+def test_an_edit_that_was_used_is_not_overwritten_either(
+    api: fake_api.Fake, planned: Path, verb: str, edit: tuple[str, str]
+) -> None:
+    assert main(verb.split()) == 0
+    assert main(["plan", "train.py"]) == 0
+    planned.write_text(planned.read_text().replace(*edit))
+    before = planned.read_bytes()
+    assert main(verb.split()) == 0
+    assert main(["plan", "train.py"]) == 2
+    assert planned.read_bytes() == before
+    planned.unlink()
+    assert main(["plan", "train.py"]) == 0
+
+
 # --- run ------------------------------------------------------------------------------------------
 
 

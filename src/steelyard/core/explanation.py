@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.plan import Decisions, FrontierPoint, NextCent, Plan, Prediction, Taken
-from steelyard.core.planfile import digest_of, read_decisions, write_decisions
+from steelyard.core.planfile import digest_of, digest_of_text, read_decisions, write_decisions
 from steelyard.core.printable import printable
 from steelyard.core.quad import Estimate
 from steelyard.core.receipt import Measured
@@ -27,12 +27,16 @@ _MOST_INSTANTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOnFile:
-    """``plan`` is None where the predictions are missing or ``is_edited`` since they were made."""
+    """``plan`` is None where the predictions are missing or ``is_edited`` since they were made.
+
+    ``written_sha256`` is of the plan file's text as Steelyard last wrote it; empty if it never did.
+    """
 
     decisions: Decisions
     plan: Plan | None = None
     measured: Measured | None = None
     is_edited: bool = False
+    written_sha256: str = ""
 
 
 def explanation_path(path: Path) -> Path:
@@ -52,7 +56,7 @@ def refuse_to_lose(path: Path) -> None:
     if not path.exists():
         return
     try:
-        is_ours = read_plan(path).plan is not None
+        is_ours = read_plan(path).written_sha256 == digest_of_text(path)
     except PlanFileError:
         is_ours = False
     if not is_ours:
@@ -60,20 +64,26 @@ def refuse_to_lose(path: Path) -> None:
         raise BadInput(
             f"{name} was edited or not written here, and would be overwritten",
             expected="a plan file as it was last written, or none",
-            remedy=f"check it with --check {name}, give another name with -o, or delete it",
+            remedy=f"keep it and give another name with -o, or delete {name}",
         )
 
 
 def write_plan(path: Path, plan: Plan) -> None:
     """The decisions to ``path``, everything else beside it."""
     explanation_path(path)
-    write_decisions(path, plan.decisions)
-    write_explanation(path, plan)
+    written = write_decisions(path, plan.decisions)
+    write_whole(explanation_path(path), encode_explanation(plan, written_sha256=written))
 
 
 def write_explanation(path: Path, plan: Plan, measured: Measured | None = None) -> None:
     """Only the JSON beside ``path``; the plan file keeps its edits and comments."""
-    write_whole(explanation_path(path), encode_explanation(plan, measured))
+    try:
+        # An edit that was checked, or run, is still an edit.
+        written = read_plan(path).written_sha256
+    except PlanFileError:
+        written = ""
+    raw = encode_explanation(plan, measured, written_sha256=written)
+    write_whole(explanation_path(path), raw)
 
 
 def with_reasons(plan: Plan, path: Path) -> Plan:
@@ -116,7 +126,9 @@ def read_plan(path: Path) -> PlanOnFile:
     )
 
 
-def encode_explanation(plan: Plan, measured: Measured | None = None) -> bytes:
+def encode_explanation(
+    plan: Plan, measured: Measured | None = None, *, written_sha256: str = ""
+) -> bytes:
     thin = replace(
         plan,
         before=_thinned(plan.before),
@@ -128,6 +140,7 @@ def encode_explanation(plan: Plan, measured: Measured | None = None) -> bytes:
     document = {
         "format": 1,
         "decisions_sha256": digest_of(plan.decisions),
+        "written_sha256": written_sha256,
         "plan": body,
         "measured": None if measured is None else asdict(measured),
     }
@@ -146,12 +159,15 @@ def decode_explanation(
     remedy = f"make it anew: steelyard plan train.py --check {printable(plan_name)}"
     document = json_model(raw, _Document, source=source, most_bytes=MOST_BYTES, remedy=remedy)
     if document.decisions_sha256 != digest_of(decisions):
-        return PlanOnFile(decisions=decisions, is_edited=True)
+        return PlanOnFile(
+            decisions=decisions, is_edited=True, written_sha256=document.written_sha256
+        )
     body: dict[str, Any] = dict(document.plan)
     return PlanOnFile(
         decisions=decisions,
         plan=Plan(decisions=decisions, **body),
         measured=document.measured,
+        written_sha256=document.written_sha256,
     )
 
 
@@ -181,6 +197,7 @@ class _Document(BaseModel):
 
     format: Annotated[int, Field(ge=1, le=1)]
     decisions_sha256: str
+    written_sha256: str = ""
     plan: _Body
     measured: Measured | None
 

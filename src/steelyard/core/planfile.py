@@ -74,8 +74,15 @@ def read_decisions(path: Path) -> Decisions:
     return decode_decisions(read_bytes(path, most_bytes=MOST_BYTES), source=str(path))
 
 
-def write_decisions(path: Path, decisions: Decisions) -> None:
-    write_whole(path, encode_decisions(decisions, name=path.name).encode())
+def write_decisions(path: Path, decisions: Decisions) -> str:
+    """The digest of the text, which tells whether anybody changed it since."""
+    text = encode_decisions(decisions, name=path.name).encode()
+    write_whole(path, text)
+    return sha256(text).hexdigest()
+
+
+def digest_of_text(path: Path) -> str:
+    return sha256(read_bytes(path, most_bytes=MOST_BYTES)).hexdigest()
 
 
 def digest_of(decisions: Decisions) -> str:
