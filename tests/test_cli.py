@@ -318,6 +318,8 @@ def test_explain_without_predictions_says_how_to_get_them(
     [
         ("plan", "requires an argument"),
         ("pln train.py", "Did you mean"),
+        ("plan .", "'.' is no script"),
+        ("run .", "'.' is no script"),
         ("plan train.py --memry 3GiB", "Did you mean"),
         ("plan train.py --memory 2gigs", "unknown unit 'gigs'"),
         ("plan train.py --memory 0", "not a possible amount"),
@@ -571,6 +573,20 @@ def test_a_reader_who_leaves_is_no_error(planned: Path) -> None:
         assert process.wait(timeout=60) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = "import sys; from steelyard.cli import main; sys.exit(main())"
+        found = subprocess.run(
+            [sys.executable, "-c", command, "explain", str(planned)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert found.returncode == 2
+    assert found.stderr.startswith("steelyard: the output cannot be written: No space left")
 
 
 def test_a_log_that_is_closed_does_not_stop_training(planned: Path) -> None:

@@ -21,6 +21,12 @@ def _script(train: str) -> Path:
 def plan_path(train: str) -> Path:
     """Beside the script; each workload of a script has its own."""
     script = _script(train)
+    if not script.name:
+        raise BadInput(
+            f"{train!r} is no script",
+            expected="a Python script with a function workload()",
+            remedy="name it, such as train.py; of several workloads one, as train.py:name",
+        )
     name = train[len(str(script)) + 1 :]
     return script.with_name(f"{script.stem}{f'.{name}' if name else ''}.plan.toml")
 

@@ -83,5 +83,15 @@ def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
         case Unforeseen():
             cause = error.__cause__ or error
             return Failure.unexpected(cause, doing=error.doing, exit_code=error.exit_code)
+        case OSError():
+            # Files say so themselves; left are the streams, which Python would flush once more.
+            quieten(sys.stdout)
+            return Failure(
+                kind="OutputError",
+                happened=f"the output cannot be written: {error.strerror}",
+                expected="a terminal, a pipe, or a file with room for it",
+                remedy="make room, or send the output elsewhere",
+                exit_code=BAD_INPUT,
+            )
         case _:
             return Failure.unexpected(error, doing="steelyard", exit_code=RUN_FAILED)

@@ -120,7 +120,8 @@ def plan(
     from steelyard.report.tree import tree_of
 
     path = check or output or plan_path(train)
-    refuse_unwritable(path, _COPY if check else "give another place with -o")
+    if output or path.parent.is_dir():
+        refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question = wish(what_if)
@@ -190,7 +191,8 @@ def run(
     from steelyard.report.tree import tree_of
 
     path = plan or plan_path(train)
-    refuse_unwritable(path, _COPY)
+    if path.exists():
+        refuse_unwritable(path, _COPY)
     refuse_unwritable(html, _OTHER_PAGE)
     start, folder = resume_from(resume, checkpoint)
     at_least_one("--steps", steps)
