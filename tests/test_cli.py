@@ -320,6 +320,7 @@ def test_explain_without_predictions_says_how_to_get_them(
         ("pln train.py", "Did you mean"),
         ("plan .", "'.' is no script"),
         ("run .", "'.' is no script"),
+        (f"run train.py --plan {'x' * 300}.toml", "File name too long"),
         ("plan train.py --memry 3GiB", "Did you mean"),
         ("plan train.py --memory 2gigs", "unknown unit 'gigs'"),
         ("plan train.py --memory 0", "not a possible amount"),

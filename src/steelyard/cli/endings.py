@@ -13,6 +13,7 @@ from cyclopts import CycloptsError
 
 from steelyard.cli.interrupt import heed
 from steelyard.core.errors import SteelyardError, afterwards
+from steelyard.core.printable import printable
 from steelyard.report.failure import Failure, failure_lines
 from steelyard.report.terminal import quieten, width_of, write
 
@@ -83,8 +84,16 @@ def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
         case Unforeseen():
             cause = error.__cause__ or error
             return Failure.unexpected(cause, doing=error.doing, exit_code=error.exit_code)
+        case OSError() if error.filename is not None:
+            return Failure(
+                kind="BadInput",
+                happened=f"{printable(str(error.filename))} cannot be used: {error.strerror}",
+                expected="the name of a file that can be",
+                remedy="check the name",
+                exit_code=BAD_INPUT,
+            )
         case OSError():
-            # Files say so themselves; left are the streams, which Python would flush once more.
+            # A stream, which Python would flush once more at its end.
             quieten(sys.stdout)
             return Failure(
                 kind="OutputError",
