@@ -3,13 +3,16 @@
 Not for planning it.
 """
 
+import contextlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from steelyard.capture.optimizer import OptimizerFactory
@@ -40,6 +43,12 @@ class Workload:
                 expected="an iterable of batches, or a function that returns one",
                 remedy="return the data loader, or a function that makes it",
             )
+        if isinstance(batches, torch.Tensor):
+            raise BadInput(
+                f"Workload.batches is one tensor of shape {list(batches.shape)}",
+                expected="an iterable of batches: the rows of a tensor would be one batch each",
+                remedy="write [batch] for one batch, or batches.split(32) for several",
+            )
         for batch in batches:
             return batch
         raise BadInput(
@@ -52,21 +61,14 @@ class Workload:
 def load_workload(script: str) -> Workload:
     """The workload of ``train.py``, or of ``train.py:name`` where it has several."""
     path, _, name = script.partition(":")
-    module = _imported(Path(path))
-    found = {
-        key: value
-        for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
-    }
     wanted = name or "workload"
-    if wanted not in found:
-        others = ", ".join(sorted(k for k in found if not k.startswith("_"))) or "none"
-        raise BadInput(
-            f"{printable(path)} has no function {printable(wanted)}()",
-            expected="a function workload() that returns a steelyard.Workload",
-            remedy=f"write it, or name one of its functions as {printable(path)}:name ({others})",
-        )
-    workload = found[wanted]()
+    with _called_as(path):
+        module = _imported(Path(path))
+        make = getattr(module, wanted, None)
+        if not callable(make):
+            raise _no_function(path, wanted, module)
+        _refuse_arguments(make, path, wanted)
+        workload = make()
     if not isinstance(workload, Workload):
         raise BadInput(
             f"{wanted}() in {printable(path)} returned a {type(workload).__name__}",
@@ -74,6 +76,48 @@ def load_workload(script: str) -> Workload:
             remedy="return sy.Workload(...) from it",
         )
     return workload
+
+
+@contextlib.contextmanager
+def _called_as(script: str) -> Iterator[None]:
+    """Steelyard's own arguments are none of the script's, which may parse what it finds."""
+    before = sys.argv
+    sys.argv = [script]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _no_function(path: str, wanted: str, module: Any) -> BadInput:
+    others = sorted(
+        key
+        for key, value in vars(module).items()
+        if callable(value)
+        and getattr(value, "__module__", "") == module.__name__
+        and not key.startswith("_")
+    )
+    return BadInput(
+        f"{printable(path)} has no function {printable(wanted)}()",
+        expected="a function workload() that returns a steelyard.Workload",
+        remedy=f"write it, or name one of its functions as {printable(path)}:name "
+        f"({', '.join(others) or 'none'})",
+    )
+
+
+def _refuse_arguments(make: Callable[..., Any], path: str, wanted: str) -> None:
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # of some that are not written in Python
+        return
+    try:
+        signature.bind()
+    except TypeError:
+        raise BadInput(
+            f"{printable(wanted)}{signature} in {printable(path)} needs arguments",
+            expected="a function that takes none: it is called as workload()",
+            remedy="give each argument a default",
+        ) from None
 
 
 def _imported(path: Path) -> Any:
