@@ -247,7 +247,7 @@ def test_decisions_that_nobody_weighed_are_listed_as_they_are(
     planned.write_text(planned.read_text().replace("micro_batches = 2", "micro_batches = 4"))
     main(["plan", "train.py", "--check", str(planned)])
     out = capsys.readouterr().out
-    assert "decisions (3)\n  accumulate: degree 4\n" in out
+    assert "decisions (3)\n  accumulate: micro_batches 4\n" in out
     assert "recompute: aten.gelu.default #0 in blocks.*.mlp (4)" in out
 
 

@@ -93,8 +93,8 @@ def matching(graph: Graph, rules: Sequence[Rule]) -> frozenset[str]:
         if len(found) != rule.count:
             raise Mismatch(
                 f"{rule.trade} rule for {rule.op} (call {rule.nth}) in {rule.module or 'the loss'} "
-                f"matches {len(found)} operators of this model",
-                expected=f"{rule.count} matches, as the plan says",
+                f"matches {_operators(len(found))} of this model",
+                expected=f"{_operators(rule.count)}, as the plan says",
                 remedy="plan again for this model, or edit module, op, nth or count of that rule",
             )
         named.update(found)
@@ -127,3 +127,7 @@ def starred(module: str, run: BlockRun) -> str | None:
     if not run.first <= index < run.first + run.count:
         return None
     return ".".join([*parts[: len(prefix)], "*", *parts[len(prefix) + 1 :]])
+
+
+def _operators(count: int) -> str:
+    return f"{count} operator{'s' if count != 1 else ''}"

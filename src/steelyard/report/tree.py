@@ -335,7 +335,7 @@ def _exactly(value: float, unit: Unit) -> Figure:
 def rule_in_words(rule: Rule) -> str:
     """A decision as one line, for plans whose reasons are not known."""
     if rule.degree:
-        return f"{rule.trade}: degree {rule.degree}"
+        return f"{rule.trade}: micro_batches {rule.degree}"
     return f"{rule.trade}: {rule.op} #{rule.nth} in {rule.module or 'the loss'} ({rule.count})"
 
 

@@ -61,7 +61,7 @@ class Accumulate:
             raise Mismatch(
                 f"the plan runs the batch in {wanted} parts",
                 expected=f"one of {', '.join(str(k) for k in possible)} equal parts",
-                remedy="set degree of the accumulate rule to one of these, or plan again",
+                remedy="set micro_batches under [[accumulate]] to one of these, or plan again",
             )
         reason = source.why_not_split() if degrees[0] > 1 else None
         if reason is not None:
