@@ -67,10 +67,12 @@ class Fake(ModuleType):
         decisions = replace(PLAN.decisions, budget=budget)
         return Planned(replace(PLAN, title=asked["title"], decisions=decisions))
 
-    def load_planned(self, path: Path, workload: object, *, on_progress: object) -> Planned:
+    def load_planned(
+        self, path: Path, workload: object, *, title: str, on_progress: object
+    ) -> Planned:
         from steelyard.core.explanation import read_plan
 
-        self._asked("load_planned", path=path)
+        self._asked("load_planned", path=path, title=title)
         # Decisions that are predicted anew come without the reasons of the search.
         bare = replace(PLAN, taken=(), refused=(), num_offers=0, frontier=(), next_cent=None)
         return Planned(replace(bare, decisions=read_plan(path).decisions))

@@ -88,7 +88,10 @@ def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> Non
     assert found["budget"] == Budget("2GiB", "120ms", "1s", "2s", "0.5%")
     assert (found["maximize"], found["runner"]) == (Maximize.BATCH, "inductor")
     assert found["title"] == "train.small"
-    assert Path("other.toml").exists()
+    check = "#   steelyard plan train.py:small --check other.toml\n"
+    assert check in Path("other.toml").read_text()
+    main(["plan", "train.py:small", "--check", "other.toml"])
+    assert asked("load_planned")["title"] == "train.small"
     assert Path("other.json").exists()
 
 
@@ -180,7 +183,7 @@ def test_run_prints_the_receipt_and_keeps_it_beside_the_plan(
     assert main(arguments.split()) == 0
     captured = capsys.readouterr()
     assert "1.45 s  +16.9 %  <- largest miss" in captured.out
-    assert asked("load_planned") == {"path": Path("train.plan.toml")}
+    assert asked("load_planned") == {"path": Path("train.plan.toml"), "title": "train"}
     found = asked("run_workload")
     assert (found["checkpoint"], found["checkpoint_every"]) == (Path("c"), 50)
     assert (found["steps"], found["seed"], found["resume"]) == (200, 0, False)

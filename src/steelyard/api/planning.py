@@ -150,7 +150,11 @@ def load(
 
 
 def load_planned(
-    path: str | Path, workload: Workload, *, on_progress: Progress = lambda _: None
+    path: str | Path,
+    workload: Workload,
+    *,
+    title: str = "",
+    on_progress: Progress = lambda _: None,
 ) -> "Planned":
     return load(
         path,
@@ -158,7 +162,7 @@ def load_planned(
         workload.loss,
         workload.first_batch(),
         optimizer=workload.optimizer,
-        title=Path(path).name.split(".")[0],
+        title=title or Path(path).name.split(".")[0],
         on_progress=on_progress,
     )
 

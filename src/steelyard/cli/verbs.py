@@ -143,14 +143,14 @@ def plan(
                 on_progress=tell,
             )  # fmt: skip
         else:
-            planned = api.load_planned(check, workload, on_progress=tell)
+            planned = api.load_planned(check, workload, title=title(train), on_progress=tell)
         other = tree_of(planned.what_if(**question).plan) if question else None
         reason = planned.why_not(why_not) if why_not else ""
     plan = planned.plan if check is None else with_reasons(planned.plan, path)
     tree = tree_of(plan)
     show(tree, zoom=zoom, in_json=shown.json, what_if=other, why_not=reason)
     if check is None:
-        write_plan(path, plan)
+        write_plan(path, plan, script=train)
     else:
         write_explanation(path, plan)
     write_page(tree, html)
@@ -201,7 +201,7 @@ def run(
         workload = _loaded(train, tell)
         from steelyard import api
 
-        planned = api.load_planned(path, workload, on_progress=tell)
+        planned = api.load_planned(path, workload, title=title(train), on_progress=tell)
     with (
         foreseen("training", RUN_FAILED, in_json=shown.json),
         Progress(sys.stderr, quiet=shown.quiet) as progress,

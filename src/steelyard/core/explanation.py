@@ -68,10 +68,10 @@ def refuse_to_lose(path: Path) -> None:
         )
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    """The decisions to ``path``, everything else beside it."""
+def write_plan(path: Path, plan: Plan, *, script: str = "") -> None:
+    """The decisions to ``path``, everything else beside it; ``script`` as a user would name it."""
     explanation_path(path)
-    written = write_decisions(path, plan.decisions)
+    written = write_decisions(path, plan.decisions, script=script)
     write_whole(explanation_path(path), encode_explanation(plan, written_sha256=written))
 
 

@@ -5,6 +5,7 @@ inline or headed tables by their length, so that one digit more would reflow the
 Not for predictions, which stand in generated JSON beside it: see explanation.py.
 """
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -74,9 +75,11 @@ def read_decisions(path: Path) -> Decisions:
     return decode_decisions(read_bytes(path, most_bytes=MOST_BYTES), source=str(path))
 
 
-def write_decisions(path: Path, decisions: Decisions) -> str:
+def write_decisions(path: Path, decisions: Decisions, *, script: str = "") -> str:
     """The digest of the text, which tells whether anybody changed it since."""
-    text = encode_decisions(decisions, name=path.name).encode()
+    # With the script as it was typed, the plan is named from the same folder.
+    name = str(path) if script else path.name
+    text = encode_decisions(decisions, name=name, script=script).encode()
     write_whole(path, text)
     return sha256(text).hexdigest()
 
@@ -90,12 +93,15 @@ def digest_of(decisions: Decisions) -> str:
     return sha256("\n".join(_lines(decisions)).encode()).hexdigest()
 
 
-def encode_decisions(decisions: Decisions, *, name: str = "train.plan.toml") -> str:
-    script = name.removesuffix(".toml").removesuffix(".plan") + ".py"
+def encode_decisions(
+    decisions: Decisions, *, name: str = "train.plan.toml", script: str = ""
+) -> str:
+    script = script or name.removesuffix(".toml").removesuffix(".plan") + ".py"
+    check = shlex.join(("steelyard", "plan", script, "--check", name))
     header = (
         "# The decisions of one Steelyard plan; what they are predicted to cost stands in the JSON",
         "# file beside this one. Edit them, then check the edit:",
-        f"#   steelyard plan {printable(script)} --check {printable(name)}",
+        f"#   {printable(check, most=1000)}",
     )
     text = "\n".join([*header, *_lines(decisions)]) + "\n"
     # What cannot be read back must never be written; a model's names may be odd.
