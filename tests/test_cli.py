@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -76,6 +77,19 @@ def test_plan_shows_writes_and_says_what_next(
     found = read_plan(Path("train.plan.toml"))
     assert found.plan is not None
     assert found.plan.predicted == PLAN.predicted
+
+
+def test_what_comes_next_can_be_typed_as_it_stands(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "my train.py"]) == 0
+    said = capsys.readouterr().out
+    (next_line,) = [line for line in said.splitlines() if line.startswith("next: steelyard ")]
+    words = shlex.split(next_line.removeprefix("next: steelyard "))
+    assert words[:4] == ["run", "my train.py", "--plan", "my train.plan.toml"]
+    assert main(words) == 0
+    assert "explain 'my train.plan.toml'" in capsys.readouterr().out
+    assert "--check 'my train.plan.toml'" in Path("my train.plan.toml").read_text()
 
 
 def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> None:

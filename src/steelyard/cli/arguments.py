@@ -5,6 +5,7 @@ Not for acting on it: see verbs.py.
 
 import difflib
 import os
+import shlex
 from pathlib import Path
 
 from steelyard.core.errors import BadInput
@@ -69,7 +70,7 @@ def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | 
         raise BadInput(
             f"--resume {given} and --checkpoint {folder} are two folders",
             expected="one folder, or one checkpoint of another",
-            remedy=f"name the checkpoint itself: --resume {given}/step-...",
+            remedy=f"name the checkpoint itself: --resume {shlex.quote(str(given))}/step-...",
         )
     return True, given
 
@@ -106,6 +107,6 @@ def at_least_one(name: str, value: int) -> None:
 def stopped_at(progress: Progress, checkpoint: Path | None) -> str:
     last = progress.last
     where = f" after step {last.step} of {last.steps}" if last else " before the first step"
-    saved = checkpoint is not None and any(checkpoint.glob("step-*"))
-    again = f"; go on with --resume {checkpoint}" if saved else ""
-    return where + again
+    if checkpoint is None or not any(checkpoint.glob("step-*")):
+        return where
+    return f"{where}; go on with --resume {shlex.quote(str(checkpoint))}"

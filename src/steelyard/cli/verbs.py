@@ -3,6 +3,7 @@
 Not for deciding or wiring anything. What only reads a plan never imports torch.
 """
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,7 +157,8 @@ def plan(
     write_page(tree, html)
     beside = path.with_suffix(".json").name
     _hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
-    _hint(f"next: steelyard run {train} --plan {path} --steps 100 --checkpoint saved", shown)
+    run_it = shlex.join(("steelyard", "run", train, "--plan", str(path)))
+    _hint(f"next: {run_it} --steps 100 --checkpoint saved", shown)
     return OK if tree.fits else INFEASIBLE
 
 
@@ -220,7 +222,8 @@ def run(
     show(tree, in_json=shown.json)
     write_explanation(path, receipt.plan, receipt.measured)
     write_page(tree, html)
-    _hint(f"written: {path.with_suffix('.json')}, for steelyard explain {path}", shown)
+    explain_it = shlex.join(("steelyard", "explain", str(path)))
+    _hint(f"written: {path.with_suffix('.json')}, for {explain_it}", shown)
     if folder is None:
         _hint("weights were not kept: --checkpoint DIR saves them", shown)
     if receipt.measured.steps < steps:
@@ -251,7 +254,7 @@ def frontier(
     tree = tree_of(planned.plan)
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)
     write_page(tree, html)
-    _hint(f"next: steelyard plan {train} --memory (one of these)", shown)
+    _hint(f"next: steelyard plan {shlex.quote(train)} --memory (one of these)", shown)
     return OK
 
 

@@ -5,6 +5,7 @@ as those of the plan after it. Not for the decisions: see planfile.py.
 """
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -156,7 +157,7 @@ def decode_explanation(
     source: str = "the predictions",
     plan_name: str = "train.plan.toml",
 ) -> PlanOnFile:
-    remedy = f"make it anew: steelyard plan train.py --check {printable(plan_name)}"
+    remedy = f"make it anew: steelyard plan train.py --check {printable(shlex.quote(plan_name))}"
     document = json_model(raw, _Document, source=source, most_bytes=MOST_BYTES, remedy=remedy)
     if document.decisions_sha256 != digest_of(decisions):
         return PlanOnFile(

@@ -3,6 +3,7 @@
 Not for what is said (tree.py) nor for how it is drawn (text.py, json.py, html.py).
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +107,8 @@ def _decisions(found: PlanOnFile, path: Path, width: int) -> list[Line]:
     ]
     lines += [l for r in decisions.rules for l in indented(rule_in_words(r), width)]
     lines += words(why, width=width, tone=Tone.BAD if found.is_edited else Tone.PLAIN)
-    lines += words(f"next: steelyard plan {script} --check {path}", width=width, tone=Tone.STRONG)
+    check = shlex.join(("steelyard", "plan", script, "--check", str(path)))
+    lines += words(f"next: {check}", width=width, tone=Tone.STRONG)
     return lines
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -249,4 +250,4 @@ def _not_written(path: Path, error: OSError) -> CheckpointError:
 def _resume_from(checkpoint: Path | None) -> str:
     if checkpoint is None:
         return "start without --resume, or give the folder that has checkpoints"
-    return f"--resume {checkpoint}"
+    return f"--resume {shlex.quote(str(checkpoint))}"

@@ -284,7 +284,7 @@ class _Run:
                 error = CheckpointError(
                     error.happened,
                     expected=error.expected,
-                    remedy=f"resume from the one before it: --resume {before}",
+                    remedy=f"resume from the one before it: --resume {shlex.quote(str(before))}",
                 )
             raise error from None
         position = checkpoint.load(chosen, model=self.live.model, optimizer=self.live.optimizer)
