@@ -52,6 +52,9 @@ def test_seconds_as_written(written: str | float, meant: float) -> None:
 def test_shares_as_written() -> None:
     assert parse_share("0.5%") == pytest.approx(0.005)
     assert parse_share(0) == 0.0
+    assert parse_share("100%") == parse_share(1) == 1.0
+    with pytest.raises(BudgetError, match="500 %, more than there is"):
+        parse_share("5")
 
 
 @pytest.mark.parametrize(

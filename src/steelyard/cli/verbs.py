@@ -79,7 +79,6 @@ _Runner = Annotated[
 _COPY = "copy the plan file to a folder that can be written to"
 _OTHER_PAGE = "give another place with --html"
 _Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
-_Amount = Annotated[str | None, Parameter(help="The most a step may take, such as 120ms.")]
 
 
 @app.command
@@ -88,10 +87,18 @@ def plan(
     /,
     *,
     memory: Annotated[str | None, Parameter(help="The most bytes held, such as 300MiB.")] = None,
-    step_time: _Amount = None,
-    communication: _Amount = None,
-    computation: _Amount = None,
-    accuracy_loss: Annotated[str, Parameter(help="The most that may be lost, as 0.5%.")] = "0",
+    step_time: Annotated[
+        str | None, Parameter(help="The most a step may take in all, such as 120ms.")
+    ] = None,
+    communication: Annotated[
+        str | None, Parameter(help="The most a step may spend on communication, such as 20ms.")
+    ] = None,
+    computation: Annotated[
+        str | None, Parameter(help="The most a step may spend on computation, such as 100ms.")
+    ] = None,
+    accuracy_loss: Annotated[
+        str, Parameter(help="The most accuracy that may be lost, such as 0.5%.")
+    ] = "0",
     maximize: Annotated[
         Maximize | None, Parameter(help="Ask for the largest that fits instead.")
     ] = None,

@@ -42,7 +42,14 @@ def parse_seconds(amount: str | int | float, *, what: str = "step_time") -> floa
 def parse_share(amount: str | int | float, *, what: str = "accuracy_loss") -> float:
     """``"0.5%"`` -> 0.005; a bare number is the share itself. Zero is allowed."""
     units = {"%": 0.01}
-    return _parse(amount, units, what=what, example="0.5% or 0.005", bare=1.0, zero=True)
+    share = _parse(amount, units, what=what, example="0.5% or 0.005", bare=1.0, zero=True)
+    if share > 1:
+        raise BudgetError(
+            f"{what} = {str(amount)[:40]!r} is {share * 100:g} %, more than there is",
+            expected="100 % at most; a number without a unit is a share, and 1 is all",
+            remedy=f"write {what} as 0.5% or 0.005",
+        )
+    return share
 
 
 def _parse(
