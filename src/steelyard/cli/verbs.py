@@ -176,7 +176,9 @@ def run(
     *,
     plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
     steps: Annotated[int, Parameter(help="Steps in all, earlier ones included.")] = 100,
-    checkpoint: Annotated[Path | None, Parameter(help="Folder to save the state in.")] = None,
+    checkpoint: Annotated[
+        Path | None, Parameter(help="Folder to save the state in; the newest three are kept.")
+    ] = None,
     checkpoint_every: Annotated[int, Parameter(help="Steps between two saves.")] = 100,
     resume: Annotated[
         list[Path] | None,
