@@ -89,6 +89,8 @@ class Fake(ModuleType):
                     predicted_bytes=296 * MIB,
                 )
             )
+            if step == 1:
+                asked["on_note"]("the first step was taken")
             time.sleep(asked["seed"] / 1000)
         self._asked("run_workload", **asked)
         return Receipt(plan=planned.plan, measured=self.measured)

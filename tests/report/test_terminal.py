@@ -115,15 +115,14 @@ def test_a_bar_on_a_terminal_without_unicode_is_plain() -> None:
     assert "3/3" in text
 
 
-@settings(deadline=None)
-@given(st.integers(1, 500))
-def test_a_log_is_short_and_ends_at_the_last_step(count: int) -> None:
+def test_a_log_gets_notes_and_no_steps() -> None:
     out = io.StringIO()
-    steps(Progress(out), count)
-    lines = out.getvalue().splitlines()
-    assert len(lines) <= 21
-    assert lines[0].startswith(f"step 1/{count} ")
-    assert lines[-1].startswith(f"step {count}/{count} ")
+    show = Progress(out)
+    steps(show, 50)
+    show.note("no room \x1b[2J")
+    assert out.getvalue() == "note: no room \\x1b[2J\n"
+    assert show.last is not None
+    assert show.last.step == 50
 
 
 def test_a_status_is_only_for_whoever_watches() -> None:

@@ -1,4 +1,4 @@
-"""Where a run stands: a bar for whoever watches, a line now and then for a log.
+"""Where a run stands: a bar for whoever watches; a log gets the notes only.
 
 Not for training: what happens here can never stop a step.
 """
@@ -10,9 +10,6 @@ from typing import Protocol, Self, TextIO
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.printable import printable
 from steelyard.report.terminal import console, encodable, is_terminal, quieten
-
-# A log of a run is read later, if at all; twenty lines tell how it went.
-_MOST_LINES = 20
 
 
 class Step(Protocol):
@@ -33,13 +30,12 @@ class Step(Protocol):
 
 
 class Progress:
-    """Shows each step it is told of; says nothing where it is ``quiet``."""
+    """Shows each step it is told of on a terminal; says nothing where it is ``quiet``."""
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
         self._stream = stream
         self._quiet = quiet
         self._bar: _Bar | None = None
-        self._first: int | None = None
         self._metered: int | None = None
         self.last: Step | None = None
 
@@ -58,10 +54,11 @@ class Progress:
     def __call__(self, step: Step) -> None:
         self.last = step
         self._metered = self._metered if step.peak_bytes is None else step.peak_bytes
-        if self._quiet:
+        if self._quiet or not is_terminal(self._stream):
             return
         try:
-            self._show(step)
+            self._bar = self._bar or _Bar(self._stream, step.steps)
+            self._bar.show(step.step, line_of(step, self._metered))
         except OSError:  # the reader left; the training goes on
             self._quiet = True
             self._bar = None
@@ -77,18 +74,6 @@ class Progress:
             else:
                 self._stream.write(encodable(f"note: {printable(text)}\n", self._stream))
                 self._stream.flush()
-
-    def _show(self, step: Step) -> None:
-        if is_terminal(self._stream):
-            self._bar = self._bar or _Bar(self._stream, step.steps)
-            self._bar.show(step.step, line_of(step, self._metered))
-            return
-        self._first = step.step if self._first is None else self._first
-        every = max(1, -(-step.steps // _MOST_LINES))
-        if step.step in (self._first, step.steps) or step.step % every == 0:
-            text = f"step {step.step}/{step.steps}  {line_of(step, self._metered)}\n"
-            self._stream.write(encodable(text, self._stream))
-            self._stream.flush()
 
 
 def line_of(step: Step, metered_bytes: int | None) -> str:
