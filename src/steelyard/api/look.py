@@ -135,9 +135,12 @@ class Look:
 
     def before(self) -> Prediction:
         """Eager PyTorch: the same operators, what its own autograd keeps alive."""
-        unplanned = predict(self.base, self.prices.costs)
+        costs = self.prices.costs
+        unplanned = predict(self.base, costs)
         quad, peak = unplanned.quad, unplanned.peak
-        nbytes = max(peak.resident_bytes + self.source.twin().peak_bytes, self._update_peak())
+        workspaces = {s: cost.workspace_bytes for s, cost in costs.operators.items()}
+        above = self.source.twin().peak_bytes(workspaces)
+        nbytes = max(peak.resident_bytes + above, self._update_peak())
         return replace(
             unplanned,
             quad=replace(quad, memory_bytes=Estimate.within(nbytes, share=0.05)),
@@ -153,4 +156,10 @@ class Look:
         )
 
     def notes(self) -> tuple[str, ...]:
-        return tuple(self.prices.notes)
+        found = list(self.prices.notes)
+        if self.source.twin().has_unknown:
+            found.append(
+                "eager PyTorch needs more than is said here: what its oneDNN kernel of a recurrent "
+                "layer keeps is not known"
+            )
+        return tuple(found)

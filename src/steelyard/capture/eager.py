@@ -1,12 +1,14 @@
 """What plain PyTorch would do with the same step: its peak, and which parameters get a gradient.
 
-The "before" of every plan. Kernel workspace is not in it. Not for the captured graph's own peak.
+The "before" of every plan. What kernels need besides is known once they are priced, and is added
+then. Not for the captured graph's own peak.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.capture.failures import check_scalar, check_trains, reading_errors
 from steelyard.capture.fakes import StorageWatch, faked, like, without_fakes_left
+from steelyard.capture.plain import layout, signature_of_call
 from steelyard.capture.trace import Loss
 from steelyard.core.errors import CaptureRefused
 
@@ -24,14 +27,30 @@ Call = tuple[Any, tuple[Hashable, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerTwin:
-    """``peak_bytes`` above the resident ones; ``without_gradient`` names trainable parameters.
+    """``without_gradient`` names trainable parameters.
 
-    ``calls`` counts those of the forward pass, see ``forward_calls``.
+    ``held_bytes`` is the most that lies above the resident bytes while an operator of a signature
+    runs. ``calls`` counts those of the forward pass, see ``forward_calls``.
     """
 
-    peak_bytes: int
+    held_bytes: Mapping[str, int] = field(repr=False)
     without_gradient: frozenset[str]
     calls: Mapping[Call, int] = field(compare=False, repr=False)
+
+    def peak_bytes(self, workspaces: Mapping[str, int] = MappingProxyType({})) -> int:
+        """Above the resident bytes, with the workspace of each kernel by its signature.
+
+        What eager runs as another operator than the graph (dropout, sums in place) is not on the
+        list, and is taken to need none; see ``has_unknown`` for where that is far off.
+        """
+        return max((n + workspaces.get(s, 0) for s, n in self.held_bytes.items()), default=0)
+
+    @property
+    def has_unknown(self) -> bool:
+        """Whether a kernel keeps more for its backward pass than can be known without running it:
+        oneDNN's recurrent layers do, and torch 2.13 describes what they keep as empty.
+        """
+        return any(s.startswith("aten.mkldnn_rnn_layer.") for s in self.held_bytes)
 
 
 def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
@@ -39,7 +58,7 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
     configuration, so that capture does not take it for a side effect of every step.
     """
     with on_fakes(model, batch) as (mode, parameters, fake_batch):
-        watch, count = _watch(model, parameters, fake_batch), _CallCount()
+        watch, count = _LevelWatch(model, parameters, fake_batch), _CallCount()
         with mode, watch, _torch.quiet_logs():
             with count:
                 value = loss(model, fake_batch)
@@ -50,7 +69,7 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
             del value
         missing = {n for n, p in parameters.items() if p.requires_grad and p.grad is None}
     return EagerTwin(
-        peak_bytes=watch.peak_bytes, without_gradient=frozenset(missing), calls=count.calls
+        held_bytes=watch.held_bytes, without_gradient=frozenset(missing), calls=count.calls
     )
 
 
@@ -78,9 +97,21 @@ def _refuse_others(value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> 
         pending += [f for f, _ in function.next_functions]
 
 
-def _watch(model: nn.Module, parameters: dict[str, nn.Parameter], batch: Any) -> StorageWatch:
-    leaves = [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
-    return StorageWatch([*parameters.values(), *model.buffers(), *leaves])
+class _LevelWatch(StorageWatch):
+    """Also remembers the highest level at which each operator ran."""
+
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], batch: Any) -> None:
+        leaves = [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+        resident = [*parameters.values(), *model.buffers(), *leaves]
+        super().__init__(resident, on_call=self._note)
+        self.held_bytes: dict[str, int] = {}
+
+    def _note(self, func: Any, args: Any, kwargs: Any, _: Any) -> None:
+        # As in the captured graph, for the same price: a tensor given twice is marked there too.
+        signature = signature_of_call(
+            func, args, kwargs, layout_of=layout, name_of=lambda tensor: str(id(tensor))
+        )
+        self.held_bytes[signature] = max(self.held_bytes.get(signature, 0), self.alive_bytes)
 
 
 def forward_calls(model: nn.Module, loss: Loss, batch: Any) -> Counter[Call]:

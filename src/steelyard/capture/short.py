@@ -39,15 +39,18 @@ def shortened(model: nn.Module, loss: Loss, batch: Any) -> Short | None:
         }
     except CaptureRefused:
         return None  # with fewer blocks, or on what is made up, it does not even run
-    expected, peak_bytes = Counter(three.calls), three.peak_bytes
+    expected, held = Counter(three.calls), dict(three.held_bytes)
     for prefix, four in fours.items():
         more = short.stretches[prefix].count - 3
         added = Counter(four.calls)
         added.subtract(three.calls)
         expected.update({call: times * more for call, times in added.items()})
-        peak_bytes += more * (four.peak_bytes - three.peak_bytes)
+        for call, nbytes in four.held_bytes.items():
+            held[call] = held.get(call, nbytes) + more * (
+                nbytes - three.held_bytes.get(call, nbytes)
+            )
     if expected != whole:
         return None
     # Of two runs it is not plain which of them is at its height at the peak.
-    twin = replace(three, peak_bytes=peak_bytes) if len(fours) == 1 else None
+    twin = replace(three, held_bytes=held) if len(fours) == 1 else None
     return Short(cut=short, twin=twin)
