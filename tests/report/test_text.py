@@ -204,5 +204,8 @@ def test_the_plot_has_a_mark_for_every_plan_and_a_star_for_this_one() -> None:
 def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
     ratio = Estimate(value=1.074, low=1.04, high=1.108)
     text = shown(replace(PLAN, slowdown=ratio), width=200)
-    assert "a step; the plan ~1.07 times as long (1.04 to 1.11)" in text
+    assert (
+        "a step; the plan's forward and backward pass take ~1.07 times as long (1.04 to 1.11)"
+        in text
+    )
     assert "times as long" not in shown(PLAN, width=200)

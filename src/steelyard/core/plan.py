@@ -96,7 +96,8 @@ class Plan:
     """Decisions with their reasons. Three baselines are named: eager, unplanned, the plan.
 
     ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade struck.
-    ``slowdown`` is how many times as long as the unplanned graph the plan takes. ``largest``
+    ``slowdown`` is how many times as long as the unplanned graph the plan takes, forward and
+    backward pass without the optimizer's step. ``largest``
     answers the inverse question where it was asked. ``least_bytes`` is the least peak that was
     found, with the batch in at most ``least_within`` parts; 0 where finer cuts were tried as well.
     """
