@@ -20,6 +20,7 @@ from steelyard.core.explanation import (
     encode_explanation,
     explanation_path,
     read_plan,
+    with_reasons,
     write_explanation,
     write_plan,
 )
@@ -31,6 +32,7 @@ from steelyard.core.planfile import (
     encode_decisions,
     read_decisions,
 )
+from steelyard.core.quad import Estimate
 from steelyard.core.rules import Rule
 from tests.report.sample import DECISIONS, MEASURED, MIB, PLAN, timeline
 
@@ -359,6 +361,26 @@ def test_without_predictions_the_decisions_stand_alone(tmp_path: Path) -> None:
     path.write_text(GOOD)
     found = read_plan(path)
     assert (found.decisions, found.plan, found.is_edited) == (DECISIONS, None, False)
+
+
+def test_reasons_of_before_say_so_and_go_with_another_memory(tmp_path: Path) -> None:
+    path = tmp_path / "train.plan.toml"
+    write_plan(path, PLAN)
+    slower = replace(
+        PLAN.predicted, quad=replace(PLAN.predicted.quad, step_seconds=Estimate.exactly(2.0))
+    )
+    anew = replace(
+        PLAN, predicted=slower, taken=(), refused=(), num_offers=0, next_cent=None, least_bytes=0
+    )
+    for _ in range(2):  # what is written with the reasons of before hands on when those were
+        found = with_reasons(anew, path)
+        assert (found.refused, found.next_cent) == (PLAN.refused, PLAN.next_cent)
+        assert found.planned_seconds == PLAN.predicted.quad.step_seconds.value
+        write_explanation(path, found)
+    larger = replace(slower, peak=replace(slower.peak, nbytes=slower.peak.nbytes + 1))
+    other = with_reasons(replace(anew, predicted=larger), path)
+    assert (other.refused, other.next_cent, other.least_bytes) == ((), None, 0)
+    assert "plan again" in other.notes[-1]
 
 
 def test_a_file_that_cannot_be_read_is_a_plan_file_error(tmp_path: Path) -> None:

@@ -201,6 +201,14 @@ def test_the_plot_has_a_mark_for_every_plan_and_a_star_for_this_one() -> None:
     assert len(re.findall(r"MiB +~[0-9.]+ s", text)) == len(PLAN.frontier)
 
 
+def test_reasons_of_another_time_say_of_which() -> None:
+    said = "offers, curve and next cent are of when it was planned, at ~1.10 s a step"
+    plan = replace(PLAN, planned_seconds=1.1)
+    for zoom in (Zoom.RECEIPT, Zoom.OFFERS, Zoom.FRONTIER):
+        assert said in shown(plan, zoom=zoom)
+        assert "of when it was planned" not in shown(replace(PLAN, planned_seconds=1.24), zoom=zoom)
+
+
 def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
     ratio = Estimate(value=1.074, low=1.04, high=1.108)
     text = shown(replace(PLAN, slowdown=ratio), width=200)

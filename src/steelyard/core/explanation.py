@@ -90,7 +90,8 @@ def write_explanation(path: Path, plan: Plan, measured: Measured | None = None) 
 def with_reasons(plan: Plan, path: Path) -> Plan:
     """``plan`` with what was found out when its decisions were made, if they stand unchanged.
 
-    Predicting decisions anew weighs no offers and draws no curve.
+    Predicting decisions anew weighs no offers and draws no curve. Times come out differently each
+    time, and what was found says of when it is; of a step that needs other memory it is not said.
     """
     if plan.num_offers:
         return plan
@@ -101,6 +102,12 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
         return plan
     if found is None or digest_of(found.decisions) != digest_of(plan.decisions):
         return plan
+    if not found.num_offers:
+        return plan
+    if _peaks(found) != _peaks(plan):
+        note = "the step needs other memory than when it was planned: plan again for the reasons"
+        return replace(plan, notes=(*plan.notes, note))
+    then = found.planned_seconds
     return replace(
         plan,
         taken=found.taken,
@@ -110,8 +117,13 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
         next_cent=found.next_cent,
         least_bytes=found.least_bytes,
         least_within=found.least_within,
+        planned_seconds=found.predicted.quad.step_seconds.value if then is None else then,
         largest=found.largest,
     )
+
+
+def _peaks(plan: Plan) -> tuple[int, int]:
+    return plan.unplanned.peak.nbytes, plan.predicted.peak.nbytes
 
 
 def read_plan(path: Path) -> PlanOnFile:
@@ -189,6 +201,8 @@ class _Body(BaseModel):
     least_bytes: int
     least_within: int
     slowdown: Estimate | None
+    # Files of before it was kept.
+    planned_seconds: float | None = None
     largest: str
     notes: tuple[str, ...]
 

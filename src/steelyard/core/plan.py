@@ -100,6 +100,8 @@ class Plan:
     backward pass without the optimizer's step. ``largest``
     answers the inverse question where it was asked. ``least_bytes`` is the least peak that was
     found, with the batch in at most ``least_within`` parts; 0 where finer cuts were tried as well.
+    ``planned_seconds`` is the step as it was predicted when the reasons were found, where that was
+    at another time than the prediction here; offers, curve and next cent are beside that one.
     """
 
     title: str
@@ -115,5 +117,6 @@ class Plan:
     least_bytes: int = 0
     least_within: int = 0
     slowdown: Estimate | None = None
+    planned_seconds: float | None = None
     largest: str = ""
     notes: tuple[str, ...] = field(default=())

@@ -102,6 +102,8 @@ def _amounts(tree: Tree) -> str:
     lines += [f"<p>note: {_safe(note)}</p>" for note in tree.notes]
     if tree.least.value:
         lines.append(f"<p>{_safe(tree.least)} {_safe(tree.least_is)}.</p>")
+    if tree.as_of:
+        lines.append(f"<p>reasons: {_safe(tree.as_of)}.</p>")
     if tree.next_cent:
         lines.append(f"<p>Next cent: {_safe(tree.next_cent)}.</p>")
     return "\n".join(lines)

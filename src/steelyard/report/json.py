@@ -15,6 +15,7 @@
     frontier      memory, step, more_flops, micro_batches, is_this_plan
     peak          nbytes, at, where, line, phase, resident_bytes, workspace_bytes, rest, and
                   alive: nbytes, share, count, where, line, what, role; largest first
+    as_of         of when the reasons are, where they are older than the prediction, or ""
     next_cent, least_bytes, least_within, largest, ran, notes, runner, num_offers
 
 Not for reading plans back: that is core/explanation.py, from the file beside the plan file.
@@ -52,6 +53,7 @@ def to_json(tree: Tree) -> dict[str, Any]:
         "num_offers": tree.num_offers,
         "taken": [asdict(offer) for offer in tree.taken],
         "refused": [asdict(refusal) for refusal in tree.refused],
+        "as_of": tree.as_of,
         "next_cent": tree.next_cent,
         "least_bytes": int(tree.least.value),
         "least_within": tree.least_within,

@@ -73,9 +73,14 @@ def _receipt(tree: Tree, width: int) -> list[Line]:
         lines += _column("largest", tree.largest, width)
     if tree.ran:
         lines += _column("ran", ", ".join(tree.ran), width)
+    lines += _as_of(tree, width)
     lines += _taken(tree, width)
     lines += _refused(tree, width, most=_MOST_REFUSED)
     return lines + _last(tree, width)
+
+
+def _as_of(tree: Tree, width: int) -> list[Line]:
+    return _column("reasons", tree.as_of, width) if tree.as_of else []
 
 
 def _last(tree: Tree, width: int) -> list[Line]:
@@ -197,6 +202,7 @@ def _offers(tree: Tree, width: int) -> list[Line]:
             lines += indented(f"{row.label}: {row.plan}, {row.plan.interval}", width)
         else:
             lines += indented(f"{row.label}: {row.plan}", width)
+    lines += _as_of(tree, width)
     lines += _taken(tree, width)
     for offer in tree.taken:
         for rule in offer.rules:
@@ -283,6 +289,7 @@ def _frontier(tree: Tree, width: int) -> list[Line]:
     if any(p.is_this_plan for p in tree.curve):
         said = "* this plan; FLOPs beside the graph without trades"
         lines += headed("", said, width, Tone.FAINT)
+    lines += _as_of(tree, width)
     return [*lines, *_last(tree, width)]
 
 

@@ -135,6 +135,7 @@ class Tree:
     taken: tuple[TakenOffer, ...]
     num_offers: int
     refused: tuple[Refusal, ...]
+    as_of: str
     next_cent: str
     least: Figure
     least_within: int
@@ -190,6 +191,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         ),
         num_offers=plan.num_offers,
         refused=plan.refused,
+        as_of=_as_of(plan),
         next_cent=_next_cent(plan),
         least=_exactly(plan.least_bytes, Unit.BYTES),
         least_within=plan.least_within,
@@ -306,6 +308,16 @@ def _least_is(plan: Plan) -> str:
     most = plan.least_within
     cut = "with the batch in one piece" if most == 1 else f"in at most {most} micro-batches"
     return f"is the least found {cut}"
+
+
+def _as_of(plan: Plan) -> str:
+    """Of when the reasons are, where they speak of other times than the table does."""
+    if plan.planned_seconds is None:
+        return ""
+    then = format_seconds(plan.planned_seconds)
+    if then == format_seconds(plan.predicted.quad.step_seconds.value):
+        return ""
+    return f"offers, curve and next cent are of when it was planned, at ~{then} a step"
 
 
 def _next_cent(plan: Plan) -> str:
