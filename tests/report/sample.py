@@ -151,7 +151,7 @@ PLAN = Plan(
             step_seconds=seconds,
             flops=10**12,
             micro_batches=parts,
-            rules=(),
+            rules=DECISIONS.rules if mib == 296 else (),
         )
         for mib, seconds, parts in (
             (441, 1.06, 1),

@@ -16,7 +16,7 @@ from steelyard.core.trade import Refusal
 from steelyard.report.lines import Zoom, plain
 from steelyard.report.text import render
 from steelyard.report.tree import Figure, alike, short_op, tree_of
-from tests.report.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile
+from tests.report.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile, prediction
 
 GOLDEN = Path(__file__).parent / "golden"
 SUBJECTS: dict[str, Plan | Receipt] = {"plan": PLAN, "receipt": RECEIPT}
@@ -199,6 +199,19 @@ def test_the_plot_has_a_mark_for_every_plan_and_a_star_for_this_one() -> None:
     assert drawn.count("o") == len(PLAN.frontier) - 1
     assert drawn.count("*") == 1
     assert len(re.findall(r"MiB +~[0-9.]+ s", text)) == len(PLAN.frontier)
+
+
+def test_a_plan_between_two_points_of_the_curve_is_drawn_as_one_more() -> None:
+    between = replace(PLAN, frontier=tuple(p for p in PLAN.frontier if not p.rules))
+    marked = [p for p in tree_of(between).curve if p.is_this_plan]
+    assert [(p.memory.value, p.step.value, p.micro_batches) for p in marked] == [
+        (296 * MIB, 1.24, 2)
+    ]
+    assert shown(between, zoom=Zoom.FRONTIER) == shown(PLAN, zoom=Zoom.FRONTIER)
+    # Read from a file, rules are sorted; and times of then are another float.
+    decisions = replace(PLAN.decisions, rules=tuple(reversed(PLAN.decisions.rules)))
+    other = replace(PLAN, decisions=decisions, predicted=prediction(296, 1.2400001))
+    assert [p.is_this_plan for p in tree_of(other).curve].count(True) == 1
 
 
 def test_reasons_of_another_time_say_of_which() -> None:

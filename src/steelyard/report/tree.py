@@ -200,7 +200,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         ran=_ran(measured) if measured else (),
         notes=(*plan.notes, *(measured.notes if measured else ()), *_outside(rows)),
         peak=_peak(plan.predicted.peak),
-        curve=tuple(_point(p, plan) for p in sorted(plan.frontier, key=_by_memory)),
+        curve=_curve(plan),
         timeline=plan.predicted.timeline,
         unplanned_timeline=plan.unplanned.timeline,
     )
@@ -419,6 +419,30 @@ def _group(members: list[Holding], peak: Peak) -> Group:
 # --- the memory-time curve ------------------------------------------------------------------------
 
 
+def _curve(plan: Plan) -> tuple[CurvePoint, ...]:
+    """The curve with this plan on it: few plans stand for many, and it may lie between two."""
+    points = list(plan.frontier)
+    if points and not any(_is_of(plan, p) for p in points):
+        points.append(_as_point(plan))
+    return tuple(_point(p, plan) for p in sorted(points, key=_by_memory))
+
+
+def _is_of(plan: Plan, point: FrontierPoint) -> bool:
+    """By its rules: of one program, the search and a later prediction may count other times."""
+    return sorted(point.rules) == sorted(plan.decisions.rules)
+
+
+def _as_point(plan: Plan) -> FrontierPoint:
+    quad, then = plan.predicted.quad, plan.planned_seconds
+    return FrontierPoint(
+        memory_bytes=int(quad.memory_bytes.value),
+        step_seconds=quad.step_seconds.value if then is None else then,
+        flops=plan.predicted.flops,
+        micro_batches=max((r.degree for r in plan.decisions.rules), default=0) or 1,
+        rules=plan.decisions.rules,
+    )
+
+
 def _by_memory(point: FrontierPoint) -> tuple[int, float]:
     return (-point.memory_bytes, point.step_seconds)
 
@@ -430,10 +454,7 @@ def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
         step=_predicted(point.step_seconds, plan.predicted, "step_seconds"),
         more_flops=point.flops / flops - 1 if flops else 0.0,
         micro_batches=point.micro_batches,
-        is_this_plan=(
-            point.memory_bytes == plan.predicted.quad.memory_bytes.value
-            and point.step_seconds == plan.predicted.quad.step_seconds.value
-        ),
+        is_this_plan=_is_of(plan, point),
     )
 
 
