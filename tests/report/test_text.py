@@ -214,6 +214,13 @@ def test_a_plan_between_two_points_of_the_curve_is_drawn_as_one_more() -> None:
     assert [p.is_this_plan for p in tree_of(other).curve].count(True) == 1
 
 
+def test_what_pays_less_than_nothing_saves() -> None:
+    taken = tuple(replace(t, pays_seconds=-t.pays_seconds) for t in PLAN.taken)
+    text = shown(replace(PLAN, taken=taken))
+    assert "saves ~50.0 ms" in text
+    assert "~-" not in text
+
+
 def test_reasons_of_another_time_say_of_which() -> None:
     said = "offers, curve and next cent are of when it was planned, at ~1.10 s a step"
     plan = replace(PLAN, planned_seconds=1.1)

@@ -149,7 +149,7 @@ def _taken(tree: Tree) -> str:
     if tree.taken:
         rows = (
             f"<tr><td>{_safe(t.trade)}</td><td>{_safe(t.label)}</td>"
-            f"<td>pays {_safe(t.pays)}</td><td>buys {_safe(t.buys)}</td></tr>"
+            f"<td>{_safe(t.paying)}</td><td>{_safe(t.buying)}</td></tr>"
             for t in tree.taken
         )
         head += _table(["trade", "where", "", ""], rows)

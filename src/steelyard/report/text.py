@@ -147,10 +147,9 @@ def _taken(tree: Tree, width: int) -> list[Line]:
 
 def _offers_taken(taken: Sequence[TakenOffer], width: int) -> list[Line]:
     """One line each where all fit, if need be without the words; else two."""
-    columns = [(t.trade, t.label, f"pays {t.pays}", f"buys {t.buys}") for t in taken]
+    columns = [(t.trade, t.label, t.paying, t.buying) for t in taken]
     short = [
-        (t.trade, t.label, *(" ".join(c.split()[:3]) for c in (f"pays {t.pays}", f"buys {t.buys}")))
-        for t in taken
+        (t.trade, t.label, *(" ".join(c.split()[:3]) for c in (t.paying, t.buying))) for t in taken
     ]
     for rows in (columns, short):
         lines = ["  " + l for l in aligned(rows)]

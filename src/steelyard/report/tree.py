@@ -80,6 +80,14 @@ class TakenOffer:
     buys: str
     rules: tuple[Rule, ...]
 
+    @property
+    def paying(self) -> str:
+        return _with_verb("pays", "saves", self.pays)
+
+    @property
+    def buying(self) -> str:
+        return _with_verb("buys", "takes", self.buys)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -295,6 +303,12 @@ def _verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
     over = plan.before.quad.memory_bytes.value - budget
     eager = f"eager PyTorch is ~{format_bytes(over)} over" if over > 0 else "so does eager PyTorch"
     return f"{said}; {eager}" if over > 0 or fits else said, fits
+
+
+def _with_verb(verb: str, opposite: str, about: str) -> str:
+    """Beside the plan without it a trade may pay less than nothing: cut in parts, a batch may stay
+    in the processor's cache."""
+    return f"{opposite} {about.replace('~-', '~')}" if about[:2] == "~-" else f"{verb} {about}"
 
 
 def _about(value: float, unit: Unit, of: str) -> str:
