@@ -249,7 +249,7 @@ def test_the_reasons_of_the_search_outlive_a_run(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["run", "train.py", "--steps", "2"])
-    assert "taken (2 of 41 offers)" in capsys.readouterr().out
+    assert "taken (2 of 4 offers)" in capsys.readouterr().out
     found = read_plan(planned).plan
     assert found is not None
     assert (found.taken, found.frontier) == (PLAN.taken, PLAN.frontier)

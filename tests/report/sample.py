@@ -144,7 +144,7 @@ PLAN = Plan(
             reason="would pay ~90.0 ms more than what was taken",
         ),
     ),
-    num_offers=41,
+    num_offers=4,
     frontier=tuple(
         FrontierPoint(
             memory_bytes=mib * MIB,

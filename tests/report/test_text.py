@@ -12,7 +12,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.plan import Plan
 from steelyard.core.quad import Estimate
 from steelyard.core.receipt import Measured, Receipt
-from steelyard.core.trade import Refusal
+from steelyard.core.trade import Left, Refusal
 from steelyard.report.lines import Zoom, plain
 from steelyard.report.text import render
 from steelyard.report.tree import Figure, alike, short_op, tree_of
@@ -141,13 +141,13 @@ def test_a_plan_without_anything_to_say_is_short() -> None:
         PLAN,
         decisions=undecided,
         taken=(),
-        refused=(),
+        refused=PLAN.refused * 2,
         frontier=(),
         next_cent=None,
         least_bytes=0,
         notes=(),
     )
-    assert "taken (0 of 41 offers): none is needed" in shown(bare)
+    assert "taken (0 of 4 offers): none is needed" in shown(bare)
     assert "no curve was computed" in shown(bare, zoom=Zoom.FRONTIER)
 
 
@@ -219,6 +219,15 @@ def test_what_pays_less_than_nothing_saves() -> None:
     text = shown(replace(PLAN, taken=taken))
     assert "saves ~50.0 ms" in text
     assert "~-" not in text
+
+
+def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None:
+    rest, never = (replace(PLAN.refused[0], left=left) for left in (Left.REST, Left.NEVER))
+    text = shown(replace(PLAN, num_offers=5, refused=(*PLAN.refused, rest, never)))
+    assert "taken (2 of 5 offers, and 1 in part)" in text
+    assert "refused (2 of 5 offers, the rest of 1, and 1 that cannot be offered)" in text
+    offers = replace(PLAN, refused=(rest,))
+    assert "the rest of blocks.*.attn: softmax (4): would buy" in shown(offers, zoom=Zoom.OFFERS)
 
 
 def test_reasons_of_another_time_say_of_which() -> None:

@@ -12,7 +12,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
-from steelyard.core.trade import strike
+from steelyard.core.trade import Left, strike
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
 from steelyard.search import Found, Search, search
 from steelyard.search.archive import Archive, Point
@@ -146,6 +146,12 @@ def test_what_is_found_is_what_its_rules_say(seed: int) -> None:
     assert answer.least.nbytes >= least_possible_bytes(plain, COSTS)
     for refusal in answer.refused:
         assert refusal in answer.why_not(refusal.label)
+    # Each offer is taken, in whole or in part, or refused, and no more than once.
+    struck = sum(r.left is not Left.NEVER for r in answer.refused)
+    assert struck <= answer.num_offers
+    assert bool(answer.rules) == any(
+        [struck < answer.num_offers, *(r.left is Left.REST for r in answer.refused)]
+    )
 
 
 def test_the_same_question_has_the_same_answer() -> None:

@@ -6,6 +6,7 @@ rewritten program less what it says of the program before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from steelyard.core.errors import Mismatch
@@ -23,13 +24,26 @@ class Offer:
     rules: tuple[Rule, ...]
 
 
+class Left(StrEnum):
+    """How much of an offer was not taken."""
+
+    WHOLE = "whole"
+    REST = "rest"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An offer that was not taken, or a trade that has none here, and the reason that binds."""
+    """An offer that was not taken, or a trade that has none here, and the reason that binds.
+
+    ``left`` is ``rest`` of an offer of which a part was taken, and ``never`` of what could not be
+    offered at all, which no number of offers counts.
+    """
 
     trade: str
     label: str
     reason: str
+    left: Left = Left.WHOLE
 
 
 class Source(Protocol):

@@ -14,7 +14,7 @@ from steelyard.core.printable import printable
 from steelyard.core.receipt import Receipt
 from steelyard.report import svg
 from steelyard.report.lines import unbroken
-from steelyard.report.tree import Figure, Group, Row, Tree, rule_in_words, tree_of
+from steelyard.report.tree import Figure, Group, Row, Tree, refused_label, rule_in_words, tree_of
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --rule: #d9dee6;
@@ -145,7 +145,7 @@ def _taken(tree: Tree) -> str:
     if tree.rules and not tree.taken:
         rules = "".join(f"<p><code>{_safe(rule_in_words(r))}</code></p>" for r in tree.rules)
         return f"<h2>Decisions: {len(tree.rules)}</h2>\n{rules}"
-    head = f"<h2>Taken: {len(tree.taken)} of {tree.num_offers} offers</h2>"
+    head = f"<h2>Taken: {tree.taken_is}</h2>"
     if tree.taken:
         rows = (
             f"<tr><td>{_safe(t.trade)}</td><td>{_safe(t.label)}</td>"
@@ -156,12 +156,12 @@ def _taken(tree: Tree) -> str:
     if not tree.refused:
         return head
     rows = (
-        f"<tr><td>{_safe(r.trade)}</td><td>{_safe(r.label)}</td><td>{_safe(r.reason)}</td></tr>"
+        f"<tr><td>{_safe(r.trade)}</td><td>{_safe(refused_label(r))}</td><td>{_safe(r.reason)}</td></tr>"
         for r in tree.refused[:_MOST_REFUSED]
     )
     more = len(tree.refused) - _MOST_REFUSED
     return (
-        f"{head}\n<details><summary>Refused: {len(tree.refused)}, each with the reason that binds"
+        f"{head}\n<details><summary>Refused: {tree.refused_is}; each with the reason that binds"
         f"</summary>{_table(['trade', 'where', 'reason'], rows)}"
         f"{f'<p>and {more} more</p>' if more > 0 else ''}</details>"
     )

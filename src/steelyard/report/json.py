@@ -11,7 +11,8 @@
                   Accuracy is a word: "exact".
     rules         the decisions: trade, module, op, nth, count, degree
     taken         trade, label, pays, buys, rules
-    refused       trade, label, reason
+    refused       trade, label, reason, left: the "whole" offer, the "rest" of one that was taken in
+                  part, or "never" of what could not be offered and is not in num_offers
     frontier      memory, step, more_flops, micro_batches, is_this_plan
     peak          nbytes, at, where, line, phase, resident_bytes, workspace_bytes, rest, and
                   alive: nbytes, share, count, where, line, what, role; largest first

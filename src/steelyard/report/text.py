@@ -17,6 +17,7 @@ from steelyard.report.tree import (
     Row,
     TakenOffer,
     Tree,
+    refused_label,
     rule_in_words,
     tree_of,
 )
@@ -139,7 +140,7 @@ def _taken(tree: Tree, width: int) -> list[Line]:
         # Checked or edited by hand: decisions that no search weighed.
         lines: list[Line] = [((f"decisions ({len(tree.rules)})", Tone.STRONG),)]
         return lines + [l for r in tree.rules for l in indented(rule_in_words(r), width)]
-    head = f"taken ({len(tree.taken)} of {tree.num_offers} offers)"
+    head = f"taken ({tree.taken_is})"
     if not tree.taken:
         return [((head, Tone.STRONG), (": none is needed", Tone.PLAIN))]
     return [((head, Tone.STRONG),), *_offers_taken(tree.taken, width)]
@@ -174,14 +175,14 @@ def _refused(tree: Tree, width: int, *, most: int | None = None) -> list[Line]:
     """With ``most``, what was refused for one reason is said together."""
     if not tree.refused:
         return []
-    lines: list[Line] = [((f"refused ({len(tree.refused)})", Tone.STRONG),)]
+    lines: list[Line] = [((f"refused ({tree.refused_is})", Tone.STRONG),)]
     if most is None:
         for r in tree.refused:
-            lines += indented(f"{r.trade}  {r.label}: {r.reason}", width)
+            lines += indented(f"{r.trade}  {refused_label(r)}: {r.reason}", width)
         return lines
     labels: dict[tuple[str, str], list[str]] = {}
     for r in tree.refused:
-        labels.setdefault((r.trade, r.reason), []).append(r.label)
+        labels.setdefault((r.trade, r.reason), []).append(refused_label(r))
     for (trade, reason), alike in list(labels.items())[:most]:
         others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         lines += indented(f"{trade}  {alike[0]}{others}: {reason}", width)

@@ -3,6 +3,7 @@
 Holds figures with their units and the words between them; not how they are laid out.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,7 +14,7 @@ from steelyard.core.plan import FrontierPoint, Plan, Prediction
 from steelyard.core.quad import Estimate, Quad
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.rules import Rule
-from steelyard.core.trade import Refusal
+from steelyard.core.trade import Left, Refusal
 
 # A miss smaller than this shows as nothing, and pointing at nothing helps nobody.
 _LEAST_MISS = 0.0005
@@ -141,7 +142,9 @@ class Tree:
     baselines: str
     rules: tuple[Rule, ...]
     taken: tuple[TakenOffer, ...]
+    taken_is: str
     num_offers: int
+    refused_is: str
     refused: tuple[Refusal, ...]
     as_of: str
     next_cent: str
@@ -197,7 +200,9 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
             )
             for t in plan.taken
         ),
+        taken_is=_taken_is(plan),
         num_offers=plan.num_offers,
+        refused_is=_refused_is(plan),
         refused=plan.refused,
         as_of=_as_of(plan),
         next_cent=_next_cent(plan),
@@ -322,6 +327,28 @@ def _least_is(plan: Plan) -> str:
     most = plan.least_within
     cut = "with the batch in one piece" if most == 1 else f"in at most {most} micro-batches"
     return f"is the least found {cut}"
+
+
+def _taken_is(plan: Plan) -> str:
+    """What is taken, what is taken in part and what is not, add up to all that was on offer."""
+    left = Counter(r.left for r in plan.refused)
+    whole = max(0, plan.num_offers - left[Left.WHOLE] - left[Left.REST])
+    in_part = f", and {left[Left.REST]} in part" if left[Left.REST] else ""
+    return f"{whole} of {plan.num_offers} offers{in_part}"
+
+
+def _refused_is(plan: Plan) -> str:
+    left = Counter(r.left for r in plan.refused)
+    said = f"{left[Left.WHOLE]} of {plan.num_offers} offers"
+    if left[Left.REST]:
+        said += f", the rest of {left[Left.REST]}"
+    if left[Left.NEVER]:
+        said += f", and {left[Left.NEVER]} that cannot be offered"
+    return said
+
+
+def refused_label(refusal: Refusal) -> str:
+    return f"the rest of {refusal.label}" if refusal.left is Left.REST else refusal.label
 
 
 def _as_of(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.graph import Graph
 from steelyard.core.plan import Taken
 from steelyard.core.rules import Rule, matching, spot_of, starred, to_rules
-from steelyard.core.trade import Offer, Refusal
+from steelyard.core.trade import Left, Offer, Refusal
 from steelyard.search.archive import Point
 from steelyard.search.explore import Explored, carried
 
@@ -97,12 +97,15 @@ def refused(
     """Each offer that the plan leaves out, in whole or in part, and the reason that binds."""
     told = []
     for offer in offers:
+        left = Left.WHOLE
         if offer.trade == "accumulate":
             reason = _why_not_split(offer, explored, parts, point)
         else:
-            reason = _why_not_recompute(offer, explored, parts, point, budget)
+            wanted = _wanted(offer, explored, parts)
+            reason = _why_not_recompute(wanted, explored[parts], point, budget)
+            left = Left.REST if wanted & point.again else Left.WHOLE
         if reason is not None:
-            told.append(Refusal(trade=offer.trade, label=offer.label, reason=reason))
+            told.append(Refusal(trade=offer.trade, label=offer.label, reason=reason, left=left))
     return tuple(told)
 
 
@@ -121,13 +124,17 @@ def _why_not_split(
     return "with it no faster plan fits the budget"
 
 
-def _why_not_recompute(
-    offer: Offer, explored: Mapping[int, Explored], parts: int, point: Point, budget: Budget
-) -> str | None:
+def _wanted(offer: Offer, explored: Mapping[int, Explored], parts: int) -> frozenset[int]:
     whole, tally = explored[1].tally.program.graph, explored[parts].tally
-    wanted = tally.storages_of(carried(matching(whole, offer.rules), whole, tally))
-    if wanted <= point.again:
+    return tally.storages_of(carried(matching(whole, offer.rules), whole, tally))
+
+
+def _why_not_recompute(
+    wanted: frozenset[int], explored: Explored, point: Point, budget: Budget
+) -> str | None:
+    if wanted and wanted <= point.again:
         return None
+    tally = explored.tally
     tried = tally.count(point.again | wanted)
     buys, pays = point.peak_bytes - tried.peak_bytes, tried.seconds - point.seconds
     if pays <= 0:

@@ -4,13 +4,14 @@ Not for looking at single plans (explore.py) or for saying why (explain.py).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, matching, to_rules
-from steelyard.core.trade import Offer, Refusal, Source, Trade, strike
+from steelyard.core.trade import Left, Offer, Refusal, Source, Trade, strike
 from steelyard.predict import predict
 from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
@@ -48,7 +49,7 @@ class Search:
         for trade in trades:
             offers, refusals = trade.offers(program, source)
             self.offers += offers
-            self.refusals += refusals
+            self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
         self._splits = _spread([r.degree for o in self.offers for r in o.rules if r.degree > 1])
         self._explored: dict[int, Explored] = {}
 
