@@ -40,14 +40,16 @@ def largest(request: Request, maximize: Maximize) -> Planned:
         )
     answer = attempts.planned[low]
     said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
-    if attempts.why:
-        said += f"; {high} is not possible: {attempts.why}"
+    if high in attempts.why:
+        said += f"; {high} is not possible: {attempts.why[high]}"
     answer.plan = replace(answer.plan, largest=said)
     return answer
 
 
 class _Attempts:
-    """Sizes that were tried: the plan of each that fits, the least memory of each that does not."""
+    """Sizes that were tried: the plan of each that fits, the least memory of each that does not,
+    and why it is not possible, whatever the memory.
+    """
 
     def __init__(self, request: Request, maximize: Maximize) -> None:
         self._request = replace(request, trades=_IN_ONE_PIECE)
@@ -56,7 +58,7 @@ class _Attempts:
         self._least: dict[int, int] = {}
         self.now = self._sizes.now
         self.planned: dict[int, Planned] = {}
-        self.why = ""
+        self.why: dict[int, str] = {}
 
     def bracket(self) -> tuple[int, int]:
         """A size that fits (0: none known) and a larger one that does not."""
@@ -68,11 +70,14 @@ class _Attempts:
         return low, high
 
     def guess(self, low: int, high: int) -> int:
-        """Where the least memory crosses the budget, were it a straight line; between the two."""
+        """Where the least memory crosses the budget, were it a straight line; between the two.
+
+        What is not possible says nothing of memory: below it the middle is taken.
+        """
         limit = self._request.budget.memory_bytes
         assert limit is not None
         known = sorted(self._least.items())
-        if len(known) > 1:
+        if len(known) > 1 and high not in self.why:
             (a, at_a), (b, at_b) = known[-2:] if low >= known[-1][0] else _around(known, low)
             if at_b > at_a:
                 crossing = a + int((limit - at_a) * (b - a) / (at_b - at_a))
@@ -90,13 +95,12 @@ class _Attempts:
         except CaptureRefused as refused:
             if size == self.now:
                 raise
-            self.why = refused.happened
+            self.why[size] = refused.happened
             return False
         reason = impossible(look.base.graph)
         if reason:
-            self.why = reason
+            self.why[size] = reason
             return False
-        self.why = ""
         least = look.search.explored().least.peak_bytes
         self._least[size] = least
         if least > limit:

@@ -1,0 +1,61 @@
+"""How the largest size is looked for, on steps whose memory is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steelyard.api import largest as largest_module
+from steelyard.api.largest import largest
+from steelyard.api.look import Request
+from steelyard.core.budget import Budget, Maximize
+from steelyard.core.cluster import Cluster
+from steelyard.core.errors import CaptureRefused
+from steelyard.core.graph import Graph
+from tests.report.sample import PLAN
+
+NOTHING = Graph(nodes=(), storages=(), outputs=(), decomposition="python-1")
+
+
+@pytest.mark.parametrize(
+    ("power", "possible", "answer"),
+    [
+        (1, 100, 100),
+        (1, 97, 97),
+        (1, 10_000, 467),
+        (1, 30_000, 467),
+        (2, 100, 100),
+        (2, 10_000, 149),
+    ],
+)
+def test_few_sizes_are_tried(
+    monkeypatch: pytest.MonkeyPatch, power: int, possible: int, answer: int
+) -> None:
+    """Memory is 48 MB at a length of 48 and grows with it; longer ones may not be possible."""
+    budget = 467_500_000
+    tried: list[int] = []
+
+    def looked_at(request: Request) -> Any:
+        size = request.batch.shape[1]
+        tried.append(size)
+        if size > possible:
+            raise CaptureRefused(f"no row {size}", expected="rows", remedy="shorten it")
+        least = SimpleNamespace(peak_bytes=int(48_000_000 * (size / 48) ** power))
+        search = SimpleNamespace(explored=lambda: SimpleNamespace(least=least))
+        return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
+
+    monkeypatch.setattr(Request, "looked_at", looked_at)
+    monkeypatch.setattr(largest_module, "planned", lambda *_: SimpleNamespace(plan=PLAN))
+    request = Request(
+        model=nn.Linear(1, 1), loss=lambda *_: torch.zeros(()), optimizer=None, title="",
+        batch=torch.zeros(2, 48, dtype=torch.long), cluster=Cluster.here(), runner="python",
+        budget=Budget(memory=budget), on_progress=lambda _: None,
+    )  # fmt: skip
+    said = largest(request, Maximize.SEQUENCE).plan.largest
+    assert said.startswith(f"largest sequence that fits in one piece: {answer} (now 48)")
+    assert (f"{answer + 1} is not possible: no row" in said) == (answer == possible)
+    assert len(tried) == len(set(tried)) <= 14, tried
