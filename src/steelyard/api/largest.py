@@ -23,9 +23,9 @@ def largest(request: Request, maximize: Maximize) -> Planned:
     """The answer was planned and the next size was not feasible; nothing is extrapolated."""
     if request.budget.memory_bytes is None:
         raise BudgetError(
-            f"--maximize {maximize} needs a budget to stay within",
+            f"the largest {maximize} needs a budget to stay within",
             expected="a bound on memory",
-            remedy="add --memory, for example --memory 2GiB",
+            remedy='add one: --memory 2GiB, or budget=Budget(memory="2 GiB") in Python',
         )
     attempts = _Attempts(request, maximize)
     low, high = attempts.bracket()
@@ -36,7 +36,7 @@ def largest(request: Request, maximize: Maximize) -> Planned:
         raise Infeasible(
             f"not even a {maximize} of 1 fits {request.budget}",
             expected="a budget that holds the model, its optimizer state and one sample",
-            remedy="raise --memory, or take an optimizer with less state",
+            remedy="allow more memory, or take an optimizer with less state",
         )
     answer = attempts.planned[low]
     said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"

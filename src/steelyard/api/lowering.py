@@ -65,7 +65,7 @@ def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
             f"the smallest of {tries} tries takes ~{format_bytes(least.peak.nbytes)}",
             expected=f"at least ~{format_bytes(needed)}, set by "
             f"{least.peak.at} in {least.peak.path or 'the loss'}",
-            remedy="raise --memory, use a smaller batch, or take runner='python'",
+            remedy="allow more memory, use a smaller batch, or take the runner python",
             least_bytes=needed,
         )
     return fits

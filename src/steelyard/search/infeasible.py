@@ -60,7 +60,7 @@ def _remedy(peak: Peak, limit_bytes: int, *, parts: int, refusals: Sequence[Refu
 
 def too_slow(prediction: Prediction, budget: Budget) -> Infeasible | None:
     """The fastest plan that fits the memory takes more time than another bound allows."""
-    quad = prediction.quad
+    quad, is_bounded = prediction.quad, budget.memory_bytes is not None
     for name, bound, seconds in (
         ("step time", budget.step_seconds, quad.step_seconds.value),
         ("computation", budget.computation_seconds, quad.computation_seconds.value),
@@ -68,11 +68,11 @@ def too_slow(prediction: Prediction, budget: Budget) -> Infeasible | None:
     ):
         if bound is not None and seconds > bound:
             return Infeasible(
-                f"no plan within the memory fits {name} <= {format_seconds(bound)}: the fastest "
-                f"takes ~{format_seconds(seconds)}",
+                f"no plan{' within the memory' if is_bounded else ''} fits {name} <= "
+                f"{format_seconds(bound)}: the fastest takes ~{format_seconds(seconds)}",
                 expected=f"at least ~{format_seconds(seconds)}",
                 remedy="allow more memory or time, or use a smaller batch"
-                if budget.memory_bytes is not None
+                if is_bounded
                 else "allow more time, or use a smaller batch or model",
             )
     return None
