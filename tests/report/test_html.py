@@ -148,3 +148,10 @@ def test_without_timeline_or_curve_the_page_still_stands() -> None:
     page = page_of(bare)
     assert "svg" in {tag for tag, _ in page.tags}  # the bars beside what is alive
     assert not any(a.get("role") == "img" for _, a in page.tags)
+
+
+def test_each_amount_says_what_it_is_of_where_the_head_is_left_out() -> None:
+    page = to_html(tree_of(RECEIPT))
+    for column in ("before", "without trades", "plan", "interval of the plan", "measured", "miss"):
+        assert page.count(f'data-of="{column}"') == 5
+    assert 'data-of="miss"' not in to_html(tree_of(PLAN))

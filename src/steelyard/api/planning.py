@@ -50,7 +50,8 @@ def plan(
 ) -> "Planned":
     """The cheapest step that stays inside ``budget``, with its reasons."""
     del metric  # no lossy trade is offered yet, so there is nothing to score
-    _check_arguments(model, loss, budget, runner, maximize)
+    _check_step(model, loss, title, on_progress)
+    _check_wish(cluster, budget, runner, maximize)
     request = Request(
         model=model,
         loss=loss,
@@ -69,10 +70,18 @@ def plan(
     return planned(request.looked_at(), request.budget)
 
 
-def _check_arguments(model: Any, loss: Any, budget: Any, runner: Any, maximize: Any) -> None:
+def _check_step(model: Any, loss: Any, title: Any, on_progress: Any) -> None:
     _check_model(model)
-    bound = budget is None or isinstance(budget, Budget)
+    heard = callable(on_progress)
     _check("loss", loss, fine=callable(loss), expected="a function loss(model, batch)")
+    _check("title", title, fine=isinstance(title, str), expected="a string")
+    _check("on_progress", on_progress, fine=heard, expected="a function of one string")
+
+
+def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any) -> None:
+    known = cluster is None or isinstance(cluster, Cluster)
+    bound = budget is None or isinstance(budget, Budget)
+    _check("cluster", cluster, fine=known, expected="Cluster.here(), or another Cluster")
     _check("budget", budget, fine=bound, expected='Budget(memory="2 GiB")')
     _check("runner", runner, fine=runner in DECOMPOSITIONS, expected=" or ".join(DECOMPOSITIONS))
     asked = maximize is None or maximize in [*Maximize]
@@ -81,6 +90,11 @@ def _check_arguments(model: Any, loss: Any, budget: Any, runner: Any, maximize: 
 
 def _check_model(model: Any) -> None:
     _check("model", model, fine=isinstance(model, nn.Module), expected="an nn.Module")
+
+
+def _path(path: Any) -> Path:
+    _check("path", path, fine=isinstance(path, (str, Path)), expected="the name of a plan file")
+    return Path(path)
 
 
 def _check(name: str, given: Any, *, fine: bool, expected: str) -> None:
@@ -125,7 +139,8 @@ def load(
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
     """The plan in this file, checked against this step and predicted anew."""
-    decisions = read_decisions(Path(path))
+    _check_step(model, loss, title, on_progress)
+    decisions = read_decisions(_path(path))
     made_for = decisions.made_for
     if made_for.runner not in DECOMPOSITIONS:
         raise BadInput(
@@ -212,13 +227,13 @@ class Planned:
 
     def save(self, path: str | Path) -> None:
         """Decisions as TOML to ``path``, predictions as JSON beside it."""
-        write_plan(Path(path), self.plan)
+        write_plan(_path(path), self.plan)
 
     def why_not(self, trade: str) -> str:
         known = {t.name for t in TRADES}
         if trade not in known:
             raise BadInput(
-                f"there is no trade {trade[:40]!r}",
+                f"there is no trade {printable(repr(trade)[:40])}",
                 expected=f"one of {', '.join(sorted(known))}",
                 remedy="see docs/trades for what each pays and buys",
             )

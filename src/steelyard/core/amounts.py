@@ -28,10 +28,23 @@ _AMOUNT = re.compile(r"\s*([+-]?[0-9_]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z
 def parse_bytes(amount: str | int | float, *, what: str = "memory") -> int:
     """``"2 GiB"`` -> 2147483648; a bare number is bytes."""
     example = "300MiB or 2 GiB"
-    nbytes = int(_parse(amount, _BYTES, what=what, example=example, bare=1.0))
+    found = _parse(amount, _BYTES, what=what, example=example, bare=1.0)
+    nbytes = int(found)
+    # 2.5 was meant as another unit; of "0.1 GiB" the last byte may be cut in two.
+    if nbytes != found and _is_bare(amount):
+        raise _impossible(amount, what=what, example=example, expected="whole bytes, or a unit")
     if nbytes == 0:
         raise _impossible(amount, what=what, example=example, expected="at least one byte")
     return nbytes
+
+
+def _is_bare(amount: str | int | float) -> bool:
+    """Whether it is a number without a unit."""
+    try:
+        float(amount)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_seconds(amount: str | int | float, *, what: str = "step_time") -> float:

@@ -35,6 +35,13 @@ th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px so
   vertical-align: top; }
 th { font-weight: 600; color: var(--soft); white-space: nowrap; } tbody th { color: var(--ink); }
 .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.amounts td { white-space: normal; }
+@media (max-width: 46rem) { .amounts thead { display: none; } .amounts { min-width: 100%; }
+  .amounts tr { display: block; padding: .3rem 0; border-bottom: 1px solid var(--rule); }
+  .amounts th, .amounts td { display: flex; justify-content: space-between; gap: 1rem; border: 0;
+    padding: .1rem 0; }
+  .amounts td:empty { display: none; }
+  .amounts td::before { content: attr(data-of); color: var(--soft); white-space: nowrap; } }
 code { font: .92em ui-monospace, monospace; }
 svg { width: 100%; height: auto; display: block; margin: .6rem 0; }
 .held { fill: var(--held); fill-opacity: .35; stroke: var(--held); stroke-width: 1.2; }
@@ -94,9 +101,9 @@ def _head(tree: Tree) -> str:
 
 
 def _amounts(tree: Tree) -> str:
-    heads = ["", ">before", ">without trades", ">plan", ">interval of the plan"]
-    heads += [">measured", ">miss"] if tree.is_receipt else []
-    lines = ["<h2>The four amounts</h2>", _table(heads, (_row(r, tree) for r in tree.rows))]
+    heads = ["", *(f">{column}" for column in _columns(tree))]
+    rows = (_row(r, tree) for r in tree.rows)
+    lines = ["<h2>The four amounts</h2>", _table(heads, rows, kind="amounts")]
     lines.append('<p class="soft">~ marks a prediction; a bare figure was measured. '
                  f"{_safe(tree.baselines)}.</p>")  # fmt: skip
     lines += [f"<p>note: {_safe(note)}</p>" for note in tree.notes]
@@ -109,15 +116,22 @@ def _amounts(tree: Tree) -> str:
     return "\n".join(lines)
 
 
+def _columns(tree: Tree) -> list[str]:
+    columns = ["before", "without trades", "plan", "interval of the plan"]
+    return columns + (["measured", "miss"] if tree.is_receipt else [])
+
+
 def _row(row: Row, tree: Tree) -> str:
+    """Each cell says what it is of, for screens so narrow that the head is left out."""
     interval = row.plan.interval if isinstance(row.plan, Figure) and row.plan.value else ""
-    cells = [row.before, row.unplanned, row.plan, interval]
-    said = "".join(f'<td class="n">{_safe(cell)}</td>' for cell in cells)
-    if tree.is_receipt:
-        miss = "" if row.miss is None else format_share(row.miss)
-        mark = " largest miss" if row.is_largest else ""
-        tone = "n bad" if row.is_outside else "n"
-        said += f'<td class="n">{_safe(row.measured)}</td><td class="{tone}">{miss}{mark}</td>'
+    miss = "" if row.miss is None else format_share(row.miss)
+    mark = " largest miss" if row.is_largest else ""
+    cells = [row.before, row.unplanned, row.plan, interval, row.measured, f"{miss}{mark}"]
+    bad = " bad" if row.is_outside else ""
+    said = "".join(
+        f'<td class="n{bad if column == "miss" else ""}" data-of="{column}">{_safe(cell)}</td>'
+        for column, cell in zip(_columns(tree), cells)
+    )
     return f'<tr><th scope="row">{_safe(row.label)}</th>{said}</tr>'
 
 
@@ -126,7 +140,8 @@ def _memory(tree: Tree) -> str:
     if not drawing:
         return ""
     peak = tree.peak
-    bare = " The thin line is the graph without trades." if tree.unplanned_timeline else ""
+    bare = " The axis ends where the last operator begins."
+    bare += " The thin line is the graph without trades." if tree.unplanned_timeline else ""
     if any(rule.trade == "accumulate" for rule in tree.rules):
         bare += " Of the micro-batches the first two are drawn; the others look like the second."
     return (
@@ -212,13 +227,13 @@ def _group(group: Group) -> str:
     )
 
 
-def _table(heads: Sequence[str], rows: Iterable[str]) -> str:
+def _table(heads: Sequence[str], rows: Iterable[str], *, kind: str = "") -> str:
     """A head that begins with ``>`` stands over numbers, to the right."""
     head = "".join(
         f'<th scope="col" class="n">{h[1:]}</th>' if h[:1] == ">" else f'<th scope="col">{h}</th>'
         for h in heads
     )
     return (
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
