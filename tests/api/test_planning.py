@@ -215,6 +215,23 @@ def test_a_plan_file_of_another_model_is_refused(tight: sy.Planned, tmp_path: Pa
         sy.load(path, model, loss, ids, optimizer=ADAM)
 
 
+def test_a_step_with_other_arguments_or_another_machine_is_noted(
+    tight: sy.Planned, tmp_path: Path
+) -> None:
+    path = tmp_path / "words.plan.toml"
+    tight.save(path)
+    made_for = tight.plan.decisions.made_for
+    path.write_text(path.read_text().replace(made_for.cluster, "0" * 16))
+    model, ids = made()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    said = " ".join(sy.load(path, model, loss, ids, optimizer=ADAM).plan.notes)
+    assert "other arguments" in said
+    assert "another machine" in said
+    assert "planned with" not in said
+
+
 def test_the_same_rules_are_predicted_at_another_batch(tight: sy.Planned, tmp_path: Path) -> None:
     path = tmp_path / "words.plan.toml"
     tight.save(path)

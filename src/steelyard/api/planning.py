@@ -3,7 +3,7 @@
 Only wires: capture -> measure -> search -> plan. Not for running it: see live.py and training.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -23,7 +23,7 @@ from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.explanation import write_plan
-from steelyard.core.plan import Decisions, FrontierPoint, Plan
+from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
 from steelyard.predict import slowdown
@@ -305,10 +305,7 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     """Decisions from a file on this step: nothing is searched, everything is predicted."""
     program = look.struck(decisions.rules)
     predicted = look.priced(program)
-    made_for = look.made_for()
-    notes = list(look.notes())
-    if made_for.batch != decisions.made_for.batch:
-        notes.append("planned for another batch shape; the same rules were predicted anew")
+    notes = [*look.notes(), *_other_than_planned(look.made_for(), decisions.made_for)]
     limit = decisions.budget.memory_bytes
     if limit is not None and predicted.peak.nbytes > limit:
         notes.append(
@@ -327,11 +324,27 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     return Planned(look, plan)
 
 
+def _other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:
+    """What leaves the rules as good as they were, and may change what they cost or compute."""
+    if ours.batch != theirs.batch:
+        yield "planned for another batch shape; the same rules were predicted anew"
+    elif ours.graph != theirs.graph:
+        yield (
+            "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
+            "the step as it is now that was predicted, and runs"
+        )
+    if ours.cluster != theirs.cluster:
+        yield "planned for another machine or number of threads; predicted anew for this one"
+    if ours.decomposition != theirs.decomposition:
+        theirs_is = printable(theirs.decomposition[:20])
+        yield f"planned with the operators of {theirs_is}, not those of {ours.decomposition}"
+
+
 def _check_made_for(decisions: Decisions, look: Look) -> None:
     ours, theirs = look.made_for(), decisions.made_for
     if ours.model != theirs.model:
         raise Mismatch(
-            "the plan was made for another model, loss or optimizer-trained set of parameters "
+            "the plan was made for another model, loss or set of trained parameters "
             f"(fingerprint {theirs.model[:16]}, this one is {ours.model})",
             expected="the model and loss that were planned",
             remedy="plan again for this model",
