@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "ENGINE",
     "BufferAOTInput",
     "FakeTensor",
     "FakeTensorMode",
@@ -87,6 +86,7 @@ __all__ = [
     "inductor_lowered",
     "inductor_settings",
     "is_checkpointed",
+    "is_engine",
     "is_view",
     "keystr",
     "mutates",
@@ -390,8 +390,10 @@ _TAGGED = {
     *("_c10d_functional", "_c10d_functional_autograd", "c10d", "inductor", "steelyard"),
 }
 
-# What runs a backward pass: below it on the stack are the operators that autograd calls.
-ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+def is_engine(frame: FrameType) -> bool:
+    """Whether this is what runs a backward pass: above it are the operators that autograd calls."""
+    return frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
 def reads_data(node: torch.fx.Node) -> bool:

@@ -233,7 +233,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def _is_users_own() -> bool:
     """Whether autograd calls an operator by way of code that is not torch's."""
     for frame, _ in traceback.walk_stack(None):
-        if frame.f_code is _torch.ENGINE:
+        if _torch.is_engine(frame):
             return False
         if is_users(frame.f_code.co_filename):
             return True
