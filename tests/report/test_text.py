@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.budget import Budget
-from steelyard.core.plan import Plan
+from steelyard.core.plan import NextCent, Plan
 from steelyard.core.quad import Estimate
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.trade import Left, Refusal
@@ -228,6 +228,14 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
     assert "refused (2 of 5 offers, the rest of 1, and 1 that cannot be offered)" in text
     offers = replace(PLAN, refused=(rest,))
     assert "the rest of blocks.*.attn: softmax (4): would buy" in shown(offers, zoom=Zoom.OFFERS)
+
+
+def test_the_rounding_of_sums_is_no_price() -> None:
+    taken = tuple(replace(t, pays_seconds=1e-17) for t in PLAN.taken)
+    cent = NextCent(more_bytes=MIB, saved_seconds=1e-17)
+    text = shown(replace(PLAN, taken=taken, next_cent=cent))
+    assert "pays nothing" in text
+    assert "next cent" not in text
 
 
 def test_reasons_of_another_time_say_of_which() -> None:

@@ -19,6 +19,8 @@ from steelyard.core.trade import Left, Refusal
 # A miss smaller than this shows as nothing, and pointing at nothing helps nobody.
 _LEAST_MISS = 0.0005
 _MOST_GROUPS = 20
+# Two sums of the same times may differ by their rounding; nobody pays or saves that.
+_NO_TIME = 1e-9
 
 
 class Unit(StrEnum):
@@ -318,7 +320,7 @@ def _with_verb(verb: str, opposite: str, about: str) -> str:
 
 def _about(value: float, unit: Unit, of: str) -> str:
     sign = "-" if value < 0 else ""
-    return f"~{sign}{amount(abs(value), unit)} {of}" if value else "nothing"
+    return f"~{sign}{amount(abs(value), unit)} {of}" if abs(value) > _NO_TIME else "nothing"
 
 
 def _least_is(plan: Plan) -> str:
@@ -363,7 +365,7 @@ def _as_of(plan: Plan) -> str:
 
 def _next_cent(plan: Plan) -> str:
     cent = plan.next_cent
-    if cent is None:
+    if cent is None or cent.saved_seconds < _NO_TIME:
         return ""
     return (
         f"{format_bytes(cent.more_bytes)} more memory would save "
