@@ -138,15 +138,20 @@ def on_fakes(model: nn.Module, batch: Any) -> Iterator[tuple[Any, dict[str, nn.P
         _torch.functional_calls(),
         faked(model, mode) as parameters,
     ):
-        tables = [(n, m._parameters, dict(m._parameters)) for n, m in model.named_modules()]
+        before = {name: _ids(m._parameters) for name, m in model.named_modules()}
         yield mode, parameters, fake_batch
-        for name, table, before in tables:
-            if table.keys() != before.keys() or any(table[k] is not p for k, p in before.items()):
+        for name, module in model.named_modules():
+            if _ids(module._parameters) != before.get(name):
                 raise CaptureRefused(
                     f"the forward pass leaves other parameters in {name or 'the model'}",
                     expected="a forward pass that keeps the model's parameters, or puts them back",
                     remedy="compute with a tensor of another name, and keep the parameter",
                 )
+
+
+def _ids(table: Mapping[str, Any]) -> dict[str, int]:
+    """Not the tensors themselves: whoever holds a fake is searched for it."""
+    return {name: id(tensor) for name, tensor in table.items()}
 
 
 class _CallCount(_torch.TorchDispatchMode):
