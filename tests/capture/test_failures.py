@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections import UserDict
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 from steelyard.core.errors import CaptureRefused, Mismatch
-from tests.capture.stepping import live, source_of
+from tests.capture.stepping import SEED, captured_step, differences, live, source_of
+from tests.zoo import reference
 
 GENERATOR = torch.Generator()
 
@@ -132,7 +134,10 @@ def test_what_a_distribution_may_hide_is_a_remedy() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return Normal(model(batch), 1.0, validate_args=False).rsample().mean()
 
-    source_of((nn.Linear(6, 6), loss, torch.randn(4, 6))).graph(micro_batches=1)
+    model, batch = nn.Linear(6, 6), torch.randn(4, 6)
+    expected = reference.eager_step(copy.deepcopy(model), loss, batch, SEED)
+    actual = captured_step(live(source_of((model, loss, batch))), batch)
+    assert differences(expected, actual) == []
 
 
 def test_a_lazy_layer_is_to_see_a_batch_first() -> None:

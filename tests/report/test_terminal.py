@@ -82,7 +82,9 @@ def test_who_wants_colour(environ: dict[str, str], wanted: bool) -> None:
 @given(st.text(), st.sampled_from(["ascii", "latin-1", "utf-8", "cp437"]))
 def test_what_cannot_be_said_is_escaped(text: str, encoding: str) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    encodable(text, stream).encode(encoding)
+    said = encodable(text, stream)
+    assert said.encode(encoding).decode(encoding) == said
+    assert said == text or text != text.encode(encoding, "replace").decode(encoding)
 
 
 # --- progress -------------------------------------------------------------------------------------
