@@ -138,6 +138,18 @@ def test_questions_are_answered_below_the_plan(
     assert "next: steelyard run" not in out
 
 
+def test_why_not_of_a_checked_plan_knows_the_reasons_of_when_it_was_planned(
+    api: fake_api.Fake, planned: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(
+        fake_api.Planned, "why_not", lambda self, trade: f"{trade}: {self.plan.num_offers} offers"
+    )
+    assert main(["plan", "train.py", "--check", str(planned), "--why-not", "recompute"]) == 0
+    assert PLAN.num_offers > 0
+    assert f"recompute: {PLAN.num_offers} offers" in capsys.readouterr().out
+
+
 def test_an_edit_is_checked_and_becomes_current(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

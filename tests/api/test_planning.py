@@ -204,6 +204,8 @@ def test_a_plan_file_gives_the_same_step_again(tight: sy.Planned, tmp_path: Path
     again = sy.load(path, model, loss, ids, optimizer=ADAM)
     assert again.plan.decisions == tight.plan.decisions
     assert again.plan.predicted.peak.nbytes == tight.plan.predicted.peak.nbytes
+    # Predicting anew weighs no offers, which does not mean that there were none.
+    assert again.why_not("recompute").startswith("no offer of recompute was weighed for this plan")
 
 
 def test_a_plan_file_of_another_model_is_refused(tight: sy.Planned, tmp_path: Path) -> None:

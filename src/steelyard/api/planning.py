@@ -241,6 +241,8 @@ class Planned:
         if taken:
             return f"{trade} was struck: {', '.join(taken[:5])}"
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
+        if not reasons and not self.plan.num_offers:
+            return f"no offer of {trade} was weighed for this plan; plan anew to have the reasons"
         return "\n".join(reasons) or f"{trade} has no offer on this step"
 
     def what_if(self, **budget: Any) -> "Planned":

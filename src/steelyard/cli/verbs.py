@@ -152,9 +152,10 @@ def plan(
             )  # fmt: skip
         else:
             planned = api.load_planned(check, workload, title=title(train), on_progress=tell)
+            planned.plan = with_reasons(planned.plan, path)
         other = tree_of(planned.what_if(**question).plan) if question else None
         reason = planned.why_not(why_not) if why_not else ""
-    plan = planned.plan if check is None else with_reasons(planned.plan, path)
+    plan = planned.plan
     tree = tree_of(plan)
     show(tree, zoom=zoom, in_json=shown.json, what_if=other, why_not=reason)
     if check is None:
