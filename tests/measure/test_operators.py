@@ -119,6 +119,14 @@ def test_results_that_hold_more_than_the_graph_says_are_told() -> None:
     assert "aten.mse_loss.default hold 64.0 KiB more" in note
 
 
+def test_results_laid_out_otherwise_than_the_graph_says_are_told() -> None:
+    as_said = ("aten.relu.default", [X.t()], [X.clone().t()])
+    otherwise = ("aten.neg.default", [X.t()], [X.t().contiguous()])
+    _, survey = measure_operators([graph_of(as_said, otherwise)], DEVICE)
+    (note,) = survey.notes
+    assert note.startswith("aten.neg.default lays its results out otherwise")
+
+
 def test_exchanges_are_left_to_the_links() -> None:
     graph = graph_of(("_c10d_functional.all_reduce.default", [X, "sum", "0"], [X.clone()]))
     _, survey = measure_operators([graph], DEVICE)

@@ -877,6 +877,28 @@ def dropout_transposed(scale: Scale) -> Sample:
     return _around(lambda x: F.dropout(x.t(), 0.5).t() + F.dropout(x.t().contiguous(), 0.5).t())
 
 
+class Turned(nn.Module):
+    """Channels in the middle for a convolution, last for all else: gradients arrive transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(_WIDTH, _WIDTH)
+        self.across = nn.Conv1d(_WIDTH, 4 * _WIDTH, 1)
+        self.norm = nn.LayerNorm(_LENGTH)
+        self.after = nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.norm(self.before(x).transpose(1, 2)).transpose(1, 2)
+        wide = F.dropout(self.across(first.transpose(1, 2)), 0.5)
+        result: Tensor = self.after(wide.transpose(1, 2))
+        return result
+
+
+@_legal.add("gradients that reach dropout, layer norm and convolutions transposed")
+def turned_gradients(scale: Scale) -> Sample:
+    return Turned(), square_loss, _sequences()
+
+
 @_legal.add("noise drawn in the forward pass, in three ways")
 def random_draws(scale: Scale) -> Sample:
     def draw(x: Tensor) -> Tensor:

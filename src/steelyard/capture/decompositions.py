@@ -48,19 +48,47 @@ def kept_scale(probability: float, dtype: torch.dtype) -> float:
     return float(scale)
 
 
+def native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """What the CPU's kernel computes: torch's fake one (2.13) lays a transposed result out anew.
+
+    Autograd's formula scales by an unrounded 1 / (1 - p); eager's mask holds a rounded one.
+    """
+    rounded = kept_scale(1 - 1 / scale, grad.dtype) if scale else scale
+    return grad.mul(mask).mul(rounded)
+
+
+def native_layer_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, shape: list[int], *statistics: Any
+) -> Any:
+    """The kernel copies what is not contiguous and its result is; torch's fake one (2.13) lays the
+    result out like the gradient. So the copy is made before it, where it can be seen.
+    """
+    if grad.is_contiguous() and x.is_contiguous():
+        return NotImplemented
+    args = (grad.contiguous(), x.contiguous(), shape, *statistics)
+    return aten.native_layer_norm_backward.default(*args)
+
+
 def table(name: str) -> Decompositions:
     return _TABLES[name]()
 
 
+def _everywhere() -> Decompositions:
+    return {
+        aten.native_dropout.default: native_dropout,
+        aten.native_dropout_backward.default: native_dropout_backward,
+    }
+
+
 def _python() -> Decompositions:
-    return {aten.native_dropout.default: native_dropout}
+    return {**_everywhere(), aten.native_layer_norm_backward.default: native_layer_norm_backward}
 
 
 def _inductor() -> Decompositions:
-    return {**_torch.inductor_decompositions(), **_python()}
+    return {**_torch.inductor_decompositions(), **_everywhere()}
 
 
-_TABLES: dict[str, Callable[[], dict[Any, Callable[..., Any]]]] = {
+_TABLES: dict[str, Callable[[], Decompositions]] = {
     "python-1": _python,
     "inductor-1": _inductor,
 }

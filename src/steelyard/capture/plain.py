@@ -14,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 
 from steelyard import _torch
 from steelyard.capture.attribution import line_of, path_of, with_paths
-from steelyard.capture.decompositions import kept_scale
 from steelyard.capture.trace import Trace
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import (
@@ -165,8 +164,6 @@ class _Reader:
             )
         mutated = _torch.mutates(target)
         moved = sum(_nbytes(t) for i in node.all_input_nodes for t in _tensors_in(i))
-        if target is torch.ops.aten.native_dropout_backward.default:
-            call = _rounded_as_eager(call)
         self.nodes.append(
             replace(
                 call,
@@ -246,16 +243,6 @@ class _Reader:
 
     def _ref(self, node: torch.fx.Node) -> Ref:
         return Ref(self.name(node.name))
-
-
-def _rounded_as_eager(call: Node) -> Node:
-    """Autograd's formula scales by an unrounded 1 / (1 - p); eager's mask holds a rounded one."""
-    *rest, scale = call.args
-    assert isinstance(scale, float)
-    if not scale:
-        return call  # dropout of everything
-    dtype = getattr(torch, call.outputs[0].dtype)
-    return replace(call, args=(*rest, kept_scale(1 - 1 / scale, dtype)))
 
 
 def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:

@@ -213,11 +213,16 @@ class _Table:
         graph, node = subject.graph, subject.node
         try:
             call = _call_of(subject, self._source.arguments(graph, node))
-            call.run()
+            results = call.run()
         except RuntimeError:
             # What fails here for good is reported by the caller.
             call = _call_of(subject, self._source.produced_arguments(graph, node))
-            call.run()
+            results = call.run()
+        if not _lie_as_described(results, node):
+            self.notes.append(
+                f"{node.op} lays its results out otherwise than the graph says; a predicted peak"
+                " may lack a copy of them"
+            )
         return call
 
     def _take_turns(self, subjects: list[_Subject]) -> None:
@@ -255,6 +260,20 @@ def _result_bytes(subject: _Subject) -> int:
     graph, node = subject.graph, subject.node
     given = {s for name in node.inputs for s in graph.storages_of(name)}
     return sum(graph.storages[s].nbytes for s in graph.storages_of(node.name) if s not in given)
+
+
+def _lie_as_described(results: object, node: Node) -> bool:
+    """Whether views of the results are what the graph takes them for: free."""
+    made = [t for t in _torch.tree_leaves(results) if isinstance(t, torch.Tensor)]
+    return len(made) != len(node.outputs) or all(
+        _steps(tuple(real.shape), real.stride()) == _steps(said.shape, said.stride)
+        for real, said in zip(made, node.outputs, strict=True)
+    )
+
+
+def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """The strides that say where an element lies."""
+    return [step for size, step in zip(shape, stride) if size > 1] if 0 not in shape else []
 
 
 def _groups(subjects: list[_Subject], most_bytes: int) -> Iterator[list[_Subject]]:
