@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -166,6 +167,18 @@ def test_the_code_of_a_class_may_not_change_but_its_data_may() -> None:
             patch.setattr(kind, name, code, raising=False)
             with pytest.raises(Mismatch, match=f"{name} of class {kind.__name__} was replaced"):
                 step(batch)
+    assert torch.equal(step(batch), expected)
+
+
+def test_torch_compile_meanwhile_makes_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = nn.Linear(4, 4), {"x": torch.randn(6, 4)}
+    step = live(model, square, batch)
+    expected = step(batch)
+    # Which it does once in a process: maybe not in this test.
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, partialmethod(getattr(nn.Module, name)))
+    model.compile(backend="eager")
+    model(batch["x"])
     assert torch.equal(step(batch), expected)
 
 

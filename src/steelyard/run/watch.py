@@ -28,6 +28,10 @@ _REGISTERS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _AGAIN = "plan again after changing the model"
+# What makes a module computes nothing of a step; torch.compile wraps both of nn.Module's own.
+_ONLY_TO_MAKE = frozenset({"__init__", "__setstate__"})
+# Where module.compile() leaves the same step, compiled.
+_COMPILED = "_compiled_call_impl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class ModelWatch:
         """An attribute that is new is no concern of the graph's, unless it hides something."""
         for (path, module), known in zip(self._modules.items(), self._attributes, strict=True):
             for key in vars(module).keys() - known:
-                if hasattr(type(module), key):
+                if key != _COMPILED and hasattr(type(module), key):
                     raise Mismatch(
                         f"attribute {_joined(path, key)} was overridden after planning",
                         expected="the model as it was captured",
@@ -148,7 +152,7 @@ class ModelWatch:
         known = {key for members in self._members for key in members}
         for kind, before in zip(self._classes, self._members, strict=True):
             now = vars(kind)
-            for key in before.keys() | now.keys():
+            for key in (before.keys() | now.keys()) - _ONLY_TO_MAKE:
                 old, new = before.get(key), now.get(key)
                 if new is not old and (_is_code(old) or (_is_code(new) and key in known)):
                     raise Mismatch(
