@@ -17,13 +17,19 @@ PAGES = sorted(
 WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))]
 
 
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One list for all pages: most plan the same train.py, and a reader measures it once."""
+    return tmp_path_factory.mktemp("costs") / "costs.sqlite"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_what_the_page_shows_is_what_happens(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     monkeypatch.setattr(sys, "path", list(sys.path))
     pages.set_the_table()
     pages.Session().read((ROOT / name).read_text(encoding="utf-8"))
