@@ -62,6 +62,20 @@ def tight(unplanned: sy.Planned) -> sy.Planned:
     return unplanned.what_if(memory=(least + most) // 2)
 
 
+def test_a_second_plan_of_a_step_says_the_same_of_it_and_runs_no_step(tight: sy.Planned) -> None:
+    model, ids = made()
+    done: list[str] = []
+    again = sy.plan(
+        model, loss, ids, optimizer=ADAM, budget=tight.plan.decisions.budget,
+        on_progress=done.append,
+    )  # fmt: skip
+    assert "searching" in done
+    assert [what for what in done if what.startswith("checking")] == []
+    ours, theirs = again.plan.slowdown, tight.plan.slowdown
+    assert ours == theirs
+    assert again.plan.decisions.rules == tight.plan.decisions.rules
+
+
 def limit(planned: sy.Planned) -> int:
     nbytes = planned.plan.decisions.budget.memory_bytes
     assert nbytes is not None

@@ -65,6 +65,37 @@ def test_rates_come_back(path: Path) -> None:
     assert CostCache(path).read_rates("elsewhere") == {}
 
 
+def test_what_whole_steps_took_comes_back(path: Path) -> None:
+    found = Estimate(value=0.5, low=0.4, high=0.75)
+    CostCache(path).write_whole("here", "step", found)
+    cache = CostCache(path)
+    assert cache.read_whole("here", "step") == found
+    assert cache.read_whole("here", "other") is cache.read_whole("elsewhere", "step") is None
+    cache.forget()
+    assert cache.read_whole("here", "step") is None
+
+
+@pytest.mark.parametrize("change", ["low = 9.0", "value = 0.0, low = 0.0", "value = 'long'"])
+def test_an_impossible_step_is_run_again(path: Path, change: str) -> None:
+    CostCache(path).write_whole("here", "step", Estimate.exactly(0.5))
+    with sqlite3.connect(path) as database:
+        database.execute(f"UPDATE whole SET {change}")
+    database.close()
+    assert CostCache(path).read_whole("here", "step") is None
+
+
+def test_a_file_from_before_whole_steps_were_kept_is_used_on(path: Path) -> None:
+    CostCache(path).write("here", {"relu": COST})
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE whole")
+    database.close()
+    cache = CostCache(path)
+    assert cache.read_whole("here", "step") is None
+    cache.write_whole("here", "step", Estimate.exactly(0.5))
+    assert cache.read_whole("here", "step") == Estimate.exactly(0.5)
+    assert (cache.read("here", ["relu"]), cache.notes) == ({"relu": COST}, ())
+
+
 @pytest.mark.parametrize("damage", ["no database", "cut short", "overwritten inside"])
 def test_a_damaged_file_is_moved_aside_and_begun_anew(path: Path, damage: str) -> None:
     costs = {f"operator {i}": COST for i in range(2000)}

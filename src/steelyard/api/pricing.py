@@ -21,7 +21,7 @@ from steelyard.core.machine import available_bytes
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
-from steelyard.measure.operators import measure_operators
+from steelyard.measure.operators import context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
 from steelyard.measure.whole_step import Runnable, beside, whole_step
 from steelyard.predict import peak_bytes
@@ -46,6 +46,7 @@ class Prices:
         self._is_here = cluster.device.is_here
         self._device = cluster.device
         self._on_progress = on_progress
+        self._cache = CostCache()
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
         self._cuts: dict[str, Estimate] = {}
@@ -64,7 +65,7 @@ class Prices:
             return
         self._on_progress("measuring operators")
         self._known |= new
-        costs, survey = measure_operators(graphs, self._device, cache=CostCache())
+        costs, survey = measure_operators(graphs, self._device, cache=self._cache)
         self._operators.update(costs.operators)
         self.notes += [note for note in survey.notes if note not in self.notes]
 
@@ -84,9 +85,13 @@ class Prices:
         self._base = base
         if not self._can_run(source, base):
             return
-        self._on_progress("checking them against a whole step")
-        with _untouched(source.model):
-            whole = whole_step(self._runnable(source, base), seconds_budget=_CHECK_SECONDS)
+        whole = self._checked(
+            source,
+            base.graph.fingerprint,
+            "checking them against a whole step",
+            lambda: whole_step(self._runnable(source, base), seconds_budget=_CHECK_SECONDS),
+            operators=self._operator_seconds(base),
+        )
         if whole is not None:
             self.costs = replace(self.costs, whole_step=whole)
 
@@ -99,17 +104,21 @@ class Prices:
         """
         if cut.graph.fingerprint in self._cuts:
             return
+        alone = self._operator_seconds(cut) / self._operator_seconds(self._base)
         relative = None
         if self._can_run(source, cut):
-            self._on_progress(f"checking them against a step in {cut.repeats} micro-batches")
-            with _untouched(source.model):
-                relative = beside(
+            relative = self._checked(
+                source,
+                f"{cut.repeats} x {cut.graph.fingerprint} beside {self._base.graph.fingerprint}",
+                f"checking them against a step in {cut.repeats} micro-batches",
+                lambda: beside(
                     self._runnable(source, cut),
                     self._runnable(source, self._base),
                     seconds_budget=_CUT_CHECK_SECONDS,
-                )
+                ),
+                operators=alone,
+            )
         relative = relative or _UNCHECKED
-        alone = self._operator_seconds(cut) / self._operator_seconds(self._base)
         times = sorted((p, t) for p, t in self._cut_times.items() if p < cut.repeats)
         coarser = [1.0, *(t for _, t in times)]
         has_turned = any(b >= a for a, b in pairwise(coarser))
@@ -118,6 +127,32 @@ class Prices:
             relative = replace(relative, value=slower, high=max(relative.high, slower))
         self._cut_times[cut.repeats] = alone * relative.value
         self._cuts[cut.graph.fingerprint] = self.costs.whole_step.times(relative)
+
+    def _checked(
+        self,
+        source: StepSource,
+        name: str,
+        doing: str,
+        run: Callable[[], Estimate | None],
+        *,
+        operators: float,
+    ) -> Estimate | None:
+        """What ``run`` finds of whole steps over what their ``operators`` add up to.
+
+        It is found once and remembered: two plans of a step, and its run, say the same of it. What
+        is remembered is the step's own, as operators not yet measured may be so the next time.
+        """
+        context = context_of(self._device)
+        found = self._cache.read_whole(context, name)
+        if found is None:
+            self._on_progress(doing)
+            with _untouched(source.model):
+                over = run()
+            if over is None:
+                return None
+            found = over.scaled(operators)
+            self._cache.write_whole(context, name, found)
+        return found.scaled(1 / operators)
 
     def _can_run(self, source: StepSource, program: Program) -> bool:
         """Whether a step on the live model is possible and leaves nothing behind."""

@@ -26,6 +26,11 @@ CREATE TABLE IF NOT EXISTS operator (
     workspace_bytes INTEGER NOT NULL, measured_at REAL NOT NULL,
     PRIMARY KEY (context, signature)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS whole (
+    context TEXT NOT NULL, name TEXT NOT NULL,
+    value REAL NOT NULL, low REAL NOT NULL, high REAL NOT NULL, measured_at REAL NOT NULL,
+    PRIMARY KEY (context, name)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rate (
     context TEXT NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, measured_at REAL NOT NULL,
     PRIMARY KEY (context, name)
@@ -108,12 +113,33 @@ class CostCache:
 
         self._using(insert, None)
 
+    def read_whole(self, context: str, name: str) -> Estimate | None:
+        """What was found of whole steps: seconds of one, or how two compare."""
+
+        def select(database: sqlite3.Connection) -> tuple[object, ...] | None:
+            statement = "SELECT value, low, high FROM whole WHERE context = ? AND name = ?"
+            row: tuple[object, ...] | None = database.execute(statement, (context, name)).fetchone()
+            return row
+
+        row = self._using(select, None)
+        cost = _checked([*row, 0]) if row is not None else None
+        return cost.seconds if cost is not None and cost.seconds.value > 0 else None
+
+    def write_whole(self, context: str, name: str, found: Estimate) -> None:
+        row = (context, name, found.value, found.low, found.high, time.time())
+
+        def insert(database: sqlite3.Connection) -> None:
+            database.execute("INSERT OR REPLACE INTO whole VALUES (?,?,?,?,?,?)", row)
+
+        self._using(insert, None)
+
     def forget(self) -> None:
         """Drop all costs, so that everything is measured again."""
 
         def delete(database: sqlite3.Connection) -> None:
             database.execute("DELETE FROM operator")
             database.execute("DELETE FROM rate")
+            database.execute("DELETE FROM whole")
 
         self._using(delete, None)
 
@@ -187,11 +213,11 @@ def _is_damaged(path: Path) -> bool:
 
 def _is_ours(database: sqlite3.Connection) -> bool:
     (version,) = database.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_VERSION}")
-        return True
-    return bool(version == _VERSION)
+    if version not in (0, _VERSION):
+        return False
+    database.executescript(_SCHEMA)
+    database.execute(f"PRAGMA user_version = {_VERSION}")
+    return True
 
 
 def _checked(figures: Sequence[object]) -> OperatorCost | None:
