@@ -95,8 +95,8 @@ class Fake(ModuleType):
         self._asked("run_workload", **asked)
         return Receipt(plan=planned.plan, measured=self.measured)
 
-    def doctor(self) -> tuple[Row, ...]:
-        self._asked("doctor")
+    def doctor(self, **asked: object) -> tuple[Row, ...]:
+        self._asked("doctor", **asked)
         remedy = "install g++ to use --runner inductor"
         return (
             Row(name="torch", value="2.13.0+cpu"),

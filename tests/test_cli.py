@@ -302,7 +302,8 @@ def test_doctor_says_what_is_in_the_way(
 ) -> None:
     assert main(["doctor"]) == 0
     assert "note  compiler: none\n      install g++" in capsys.readouterr().out
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--json", "--forget"]) == 0
+    assert [a["forget"] for name, a in fake_api.ASKED if name == "doctor"] == [False, True]
     assert json.loads(capsys.readouterr().out)["rows"][1]["verdict"] == "note"
 
 

@@ -6,6 +6,8 @@ import torch
 
 from steelyard.core import machine
 from steelyard.core.doctor import Row, Verdict
+from steelyard.core.quad import Estimate
+from steelyard.measure.cache import CostCache
 from steelyard.measure.doctor import diagnose
 
 ROWS = {
@@ -31,6 +33,16 @@ def test_every_row_that_is_not_ok_says_what_to_do() -> None:
     for row in rows:
         assert row.value
         assert (row.verdict is Verdict.OK) == (row.remedy == ""), row
+
+
+def test_what_was_measured_is_forgotten_when_asked_for(cache: Path) -> None:
+    found = Estimate(value=0.5, low=0.4, high=0.75)
+    CostCache(cache).write_whole("here", "step", found)
+    diagnose()
+    assert CostCache(cache).read_whole("here", "step") == found
+    rows = by_name(diagnose(forget=True))
+    assert rows["cost cache"].verdict is Verdict.OK
+    assert CostCache(cache).read_whole("here", "step") is None
 
 
 def test_what_is_wrong_is_said(

@@ -7,5 +7,6 @@ from steelyard.core.doctor import Row
 from steelyard.measure.doctor import diagnose
 
 
-def doctor() -> tuple[Row, ...]:
-    return diagnose()
+def doctor(*, forget: bool = False) -> tuple[Row, ...]:
+    """``forget``: what was measured here before is measured again by the next plan."""
+    return diagnose(forget=forget)

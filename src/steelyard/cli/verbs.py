@@ -296,7 +296,13 @@ def explain(
 
 
 @app.command
-def doctor(*, shown: Shown = _PLAINLY) -> int:
+def doctor(
+    *,
+    forget: Annotated[
+        bool, Parameter(negative="", help="Forget what was measured: the next plan measures anew.")
+    ] = False,
+    shown: Shown = _PLAINLY,
+) -> int:
     """Say what this machine is and can do; exit code 2 if something is in the way."""
     from steelyard.core.doctor import Verdict
     from steelyard.report.show import show_diagnosis
@@ -305,7 +311,7 @@ def doctor(*, shown: Shown = _PLAINLY) -> int:
         from steelyard import api
 
         heed()
-        rows = api.doctor()
+        rows = api.doctor(forget=forget)
     show_diagnosis(rows, in_json=shown.json)
     return BAD_INPUT if any(row.verdict is Verdict.BAD for row in rows) else OK
 

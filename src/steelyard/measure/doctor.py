@@ -23,8 +23,13 @@ _LEAST_CACHE_BYTES = 64 << 20
 _MOST_NOISE = 0.15
 
 
-def diagnose() -> tuple[Row, ...]:
-    """Every row, in a second or two plus the import of torch; never fails for what it finds."""
+def diagnose(*, forget: bool = False) -> tuple[Row, ...]:
+    """Every row, in a second or two plus the import of torch; never fails for what it finds.
+
+    ``forget``: first empty the cost cache; if that cannot be done, its row says why.
+    """
+    if forget:
+        cache.CostCache().forget()
     return tuple(_rows())
 
 
