@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from steelyard.api import pricing
 from steelyard.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -28,6 +29,9 @@ def imported(name: str) -> ModuleType:
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    # Nothing here is about how well times are known.
+    monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(pricing, "_CUT_CHECK_SECONDS", 1.0)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_what_whole_steps_took_comes_back(path: Path) -> None:
     assert cache.read_whole("here", "step") is None
 
 
-@pytest.mark.parametrize("change", ["low = 9.0", "value = 0.0, low = 0.0", "value = 'long'"])
+@pytest.mark.parametrize("change", ["low = 9.0", "high = 9e999", "value = 'long'"])
 def test_an_impossible_step_is_run_again(path: Path, change: str) -> None:
     CostCache(path).write_whole("here", "step", Estimate.exactly(0.5))
     with sqlite3.connect(path) as database:

@@ -123,7 +123,7 @@ class CostCache:
 
         row = self._using(select, None)
         cost = _checked([*row, 0]) if row is not None else None
-        return cost.seconds if cost is not None and cost.seconds.value > 0 else None
+        return cost.seconds if cost is not None else None
 
     def write_whole(self, context: str, name: str, found: Estimate) -> None:
         row = (context, name, found.value, found.low, found.high, time.time())
