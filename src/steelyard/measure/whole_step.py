@@ -17,9 +17,6 @@ _LONG_SECONDS = 1.0
 # However alike the rounds were: the same two steps in another process, with another heap, differed
 # by up to so much from what was found here (benchmarks/truth.py, one thread).
 _DOUBT = 0.06
-# A shared machine is another one a minute later: a step of the demonstration took between 3.8 and
-# 4.8 CPU seconds in one process within half a minute. Two steps that take turns share that.
-_DRIFT = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +36,7 @@ def whole_step(
 ) -> Estimate | None:
     """Whole over sum: the median over rounds; None where not even one is worth its time."""
     found = _taking_turns((program,), seconds_budget, device)
-    return _spread([seconds for (seconds,) in found], doubt=_DRIFT)
+    return _spread([seconds for (seconds,) in found])
 
 
 def beside(
@@ -50,17 +47,16 @@ def beside(
     What the machine does meanwhile it does to both.
     """
     found = _taking_turns((other, base), seconds_budget, device)
-    return _spread([ours / theirs for ours, theirs in found], doubt=_DOUBT)
+    return _spread([ours / theirs for ours, theirs in found])
 
 
-def _spread(samples: list[float], *, doubt: float) -> Estimate | None:
-    """The median, with at least ``doubt`` of it on either side."""
+def _spread(samples: list[float]) -> Estimate | None:
     if not samples:
         return None
     found = spread(samples)
-    least = Estimate.within(found.value, share=doubt)
+    doubt = Estimate.within(found.value, share=_DOUBT)
     return Estimate(
-        value=found.value, low=min(found.low, least.low), high=max(found.high, least.high)
+        value=found.value, low=min(found.low, doubt.low), high=max(found.high, doubt.high)
     )
 
 
