@@ -5,10 +5,11 @@ Not a test: what the tests of this folder share.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,8 +97,18 @@ def metered(step: LiveStep, batch: Any) -> Metered:
     for _ in range(2):
         step.backward(batch)
         step.zero_grad()
-    gc.collect()
-    return meter_once(lambda: step.backward(batch))
+    with undisturbed():
+        return meter_once(lambda: step.backward(batch))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Nothing that is garbage already dies meanwhile; to collect it takes longer than a step."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def predicted_above(program: Program, costs: Costs) -> int:

@@ -115,7 +115,8 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
         "draw before the step",
     ),
     "a distribution": (
-        lambda m, b: Normal(m(b), 1.0).rsample().mean(),
+        # By default, but for whoever has used torch.compile in this process before.
+        lambda m, b: Normal(m(b), 1.0, validate_args=True).rsample().mean(),
         "a number is read out of a tensor",
         "validate_args=False",
     ),

@@ -16,7 +16,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.capture.failures import check_scalar, check_trains, reading_errors
-from steelyard.capture.fakes import StorageWatch, faked, like, without_fakes_left
+from steelyard.capture.fakes import FakeMode, StorageWatch, faked, like, without_fakes_left
 from steelyard.capture.plain import layout, signature_of_call
 from steelyard.capture.trace import Loss
 from steelyard.core.errors import CaptureRefused
@@ -124,10 +124,12 @@ def forward_calls(model: nn.Module, loss: Loss, batch: Any) -> Counter[Call]:
 
 
 @contextlib.contextmanager
-def on_fakes(model: nn.Module, batch: Any) -> Iterator[tuple[Any, dict[str, nn.Parameter], Any]]:
+def on_fakes(
+    model: nn.Module, batch: Any
+) -> Iterator[tuple[FakeMode, dict[str, nn.Parameter], Any]]:
     """The mode, the fake parameters by name, and the batch to call the loss with."""
     check_trains(model)
-    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     fake_batch = _torch.tree_map(
         lambda leaf: like(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf, batch
     )
@@ -161,7 +163,7 @@ class _CallCount(_torch.TorchDispatchMode):
     calls again and again. A view made up so has a storage of its own, which no call depends on.
     """
 
-    def __init__(self, *, remembers: Any = None) -> None:
+    def __init__(self, *, remembers: FakeMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch 2.13
         self.calls: Counter[Call] = Counter()
         self._mode = remembers
@@ -175,8 +177,9 @@ class _CallCount(_torch.TorchDispatchMode):
         self.calls[call] += 1
         known = self._seen.get(call)
         result: Any
-        if known is not None:
+        if known is not None and self._mode is not None:
             result = _torch.FakeTensor(self._mode, *known)
+            self._mode.note(result)
         else:
             result = func(*args, **kwargs)
             if self._mode is not None and not _torch.mutates(func) and _is_plain(result):

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -64,8 +65,34 @@ def exchanged(
             table.update(original)
 
 
+class FakeMode(_torch.FakeTensorMode):
+    """Knows which of the tensors made under it are still alive, without a look at all objects."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.note(result)
+        return result
+
+    def note(self, made: Any) -> None:
+        """``made`` under this mode: a tensor, or whatever else an operator gives."""
+        if type(made) is _torch.FakeTensor:
+            self._made.append(weakref.ref(made))
+        elif isinstance(made, (tuple, list)):
+            for part in made:
+                self.note(part)
+
+    def alive(self, *, apart_from: set[int]) -> list[weakref.ref[torch.Tensor]]:
+        """``apart_from``: the identities of those that may be."""
+        self._made = [ref for ref in self._made if ref() is not None]
+        return [ref for ref in self._made if id(ref()) not in apart_from]
+
+
 @contextlib.contextmanager
-def without_fakes_left(model: nn.Module, mode: Any, *, apart_from: Any) -> Iterator[None]:
+def without_fakes_left(model: nn.Module, mode: FakeMode, *, apart_from: Any) -> Iterator[None]:
     """Take back each fake tensor that a forward pass has left where it outlives the pass.
 
     Caches, globals and lists of weights (nn.LSTM keeps one) are filled with what it saw.
@@ -73,20 +100,13 @@ def without_fakes_left(model: nn.Module, mode: Any, *, apart_from: Any) -> Itera
     """
     ours = {id(leaf) for leaf in _torch.tree_leaves(apart_from)}
     before = [(vars(m), _Kept.of(m)) for m in model.modules()]
-    missed = {id(cache): cache.cache_info().misses for cache in _found()[0]}
     try:
         yield
     finally:
         for attributes, kept in before:
             if any(map(_has_fakes, attributes.values())):
                 kept.put_back(attributes)
-        caches, fakes = _found()
-        for cache in caches:
-            if cache.cache_info().misses != missed.get(id(cache), 0):
-                cache.cache_clear()
-        left = [x for x in fakes if x.fake_mode is mode and id(x) not in ours]
-        del fakes
-        _take_back(left)
+        _take_back(mode, ours)
 
 
 @contextlib.contextmanager
@@ -136,13 +156,15 @@ class _Kept:
                 container.extend(contents)
 
 
-def _take_back(left: list[Any]) -> None:
-    """Out of the dicts and lists of others: globals, closures, the attributes of helpers."""
-    alive = [weakref.ref(fake) for fake in left]
-    left.clear()
-    if alive:
-        gc.collect()  # most are held by nothing but one another
-    for ref in alive:
+def _take_back(mode: FakeMode, ours: set[int]) -> None:
+    """Out of caches, and out of dicts and lists: globals, closures, attributes of helpers."""
+    for generation in range(3):  # most are held by nothing but one another, and young
+        if not mode.alive(apart_from=ours):
+            return
+        gc.collect(generation)
+    if mode.alive(apart_from=ours):
+        _clear_caches_of_fakes()
+    for ref in mode.alive(apart_from=ours):
         fake = ref()
         for holder in gc.get_referrers(fake) if fake is not None else ():
             if type(holder) is dict:
@@ -152,18 +174,33 @@ def _take_back(left: list[Any]) -> None:
                 holder[:] = [x for x in holder if x is not fake]
 
 
-def _found() -> tuple[list[Any], list[Any]]:
-    """Every functools.lru_cache outside torch (models keep index tensors in them), every fake."""
-    caches: list[Any] = []
-    fakes: list[Any] = []
-    wanted = {functools._lru_cache_wrapper: caches, _torch.FakeTensor: fakes}
-    for found in [x for x in gc.get_objects() if type(x) in wanted]:  # of a million
-        wanted[type(found)].append(found)
-    others = [c for c in caches if not (c.__module__ or "").startswith(_WITHOUT_TENSORS)]
-    return others, fakes
+def _clear_caches_of_fakes() -> None:
+    """Every functools.lru_cache outside torch with a fake in it: models keep index tensors so."""
+    caches = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]
+    for cache in caches:
+        if (cache.__module__ or "").startswith(_WITHOUT_TENSORS):
+            continue
+        if _holds_fakes(cache):
+            cache.cache_clear()
 
 
 _WITHOUT_TENSORS = ("torch", "steelyard", "sympy")
+# So far into what a cache holds: a value, a value in a tuple of an object, and so on.
+_DEEPEST = 6
+
+
+def _holds_fakes(cache: Any) -> bool:
+    layer, seen = [cache], {id(cache)}
+    for _ in range(_DEEPEST):
+        parts = {id(x): x for x in gc.get_referents(*layer)}
+        layer = [x for key, x in parts.items() if key not in seen and type(x) not in _CLOSED]
+        seen |= parts.keys()
+        if any(isinstance(x, _torch.FakeTensor) for x in layer):
+            return True
+    return False
+
+
+_CLOSED = (type, FunctionType, ModuleType)
 
 
 def _has_fakes(value: Any) -> bool:
