@@ -29,8 +29,14 @@ _MIB = 1 << 20
 # What kernels, threads and the meter hold outside of PyTorch's allocator while they run.
 _SPARE_BYTES = 32 * _MIB
 # glibc's malloc keeps freed blocks for later: by these two settings large ones go back to the
-# system at once, so that a limit on the process is a limit on what is alive in it.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0"}
+# system at once, so that a limit on the process is a limit on what is alive in it. Each step then
+# fetches its memory anew: in huge pages (glibc 2.35), or two fifths of a step are page faults,
+# which take twice as long at one time as at another.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 # Several threads wait for each other: whatever else the machine does would show in each step.
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
