@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from steelyard.core.graph import Argument, Node, Ref, Symbol
+from steelyard.core.graph import Argument, Body, Node, Ref, Sliced, Symbol
 
 Operator = Callable[..., Any]
 
@@ -26,20 +26,33 @@ def operator_named(op: str) -> Operator:
 def call(node: Node, values: Mapping[str, Any]) -> Any:
     """Carry out one node on live values; for the few that are not part of a program."""
 
-    def live(argument: Argument) -> Any:
-        match argument:
-            case Ref(name):
-                return values[name]
-            case Symbol(text):
-                return torch_object(text)
-            case tuple():
-                return [live(a) for a in argument]
-        return argument
-
-    args = [live(a) for a in node.args]
+    args = [_live(a, values) for a in node.args]
     if node.is_getitem:
         return args[0][args[1]]
-    return operator_named(node.op)(*args, **{k: live(a) for k, a in node.kwargs})
+    return operator_named(node.op)(*args, **{k: _live(a, values) for k, a in node.kwargs})
+
+
+def _live(argument: Argument, values: Mapping[str, Any]) -> Any:
+    match argument:
+        case Ref(name):
+            return values[name]
+        case Symbol(text):
+            return torch_object(text)
+        case tuple():
+            return [_live(a, values) for a in argument]
+    return argument
+
+
+def callable_of(node: Node) -> Operator:
+    """What carries this node out."""
+    return operator_named(node.op) if node.body is None else sliced(node.body)
+
+
+def is_pointwise(op: str) -> bool:
+    """Whether each element of the result depends on the elements in its place alone."""
+    if op in _OWN or op.count(".") != 2:
+        return False
+    return torch.Tag.pointwise in getattr(operator_named(op), "tags", ())
 
 
 def torch_object(text: str) -> Any:
@@ -95,7 +108,153 @@ def _bernoulli_fake(
 _LIBRARY.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")
 torch.library.register_fake("steelyard::bernoulli", _bernoulli_fake, lib=_LIBRARY)
 
+
+def nll_loss_sum(
+    scores: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    """What ``aten.nll_loss_forward`` loses in these rows together."""
+    lost: torch.Tensor
+    lost, _ = torch.ops.aten.nll_loss_forward(scores, targets, weight, reduction, ignore_index)
+    return lost
+
+
+def nll_loss_weight(
+    _: None,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,  # noqa: ARG001 - called as aten.nll_loss_forward, but without scores
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What ``aten.nll_loss_forward`` divides a mean by."""
+    counts = targets != ignore_index
+    if weight is None:
+        return counts.sum().to(dtype)
+    weights = weight[targets.where(counts, targets.new_zeros(()))]
+    total: torch.Tensor = weights.mul(counts).sum().to(dtype)
+    return total
+
+
+def sliced(body: Body) -> Operator:
+    """Carries the calls of ``body`` out for one part of the rows after another."""
+    kept = {given.name for given in body.gives}
+    calls = {count: _prepared(nodes, kept) for count, nodes in body.calls}
+    adds = {given.name for given in body.gives if given.along is None}
+    read = {i for node in body.calls[0][1] for i in node.inputs}
+    # A product that is only added up is added to the sum by the product's own kernel.
+    products = {
+        node.name
+        for node in body.calls[0][1]
+        if node.op == "aten.mm.default" and node.name in adds - read
+    }
+
+    def run(*taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flat = [_rows_of(take, x) for take, x in zip(body.takes, taken, strict=True)]
+        results = _Results(body.gives, products)
+        start = 0
+        for count in body.counts():
+            values = {
+                take.name: x
+                if take.along is None
+                else x.narrow(take.along, start * take.unit, count * take.unit)
+                for take, x in zip(body.takes, flat)
+            }
+            for call, dying in calls[count]:
+                call(values, results)
+                for name in dying:
+                    del values[name]
+            results.take(values, start, count)
+            start += count
+        return results.whole()
+
+    return run
+
+
+def _rows_of(take: Sliced, x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, take.dims - 1) if take.along == 0 and take.dims > 1 else x
+
+
+class _Results:
+    """What a body gives, as it grows part by part."""
+
+    def __init__(self, gives: tuple[Sliced, ...], products: set[str]) -> None:
+        self._gives = gives
+        self._products = products
+        self._grown: dict[str, torch.Tensor] = {}
+
+    def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Whether ``left @ right`` was added to the sum of that name."""
+        total = self._grown.get(name)
+        if name not in self._products or total is None or total.dtype is not left.dtype:
+            return False
+        total.addmm_(left, right)
+        return True
+
+    def take(self, values: dict[str, torch.Tensor], start: int, count: int) -> None:
+        for given in self._gives:
+            value = values.pop(given.name, None)
+            if value is None:
+                continue  # a product, added already
+            total = self._grown.get(given.name)
+            if given.along is None:
+                self._grown[given.name] = _added(total, value)
+                continue
+            if total is None:
+                tensor = given.tensor
+                rows = torch.empty(tensor.shape, dtype=value.dtype, device=value.device)
+                total = self._grown[given.name] = rows.flatten(0, given.dims - 1)
+            total.narrow(0, start * given.unit, count * given.unit).copy_(value)
+
+    def whole(self) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            self._grown.pop(given.name).to(getattr(torch, given.tensor.dtype)).view(
+                given.tensor.shape
+            )
+            for given in self._gives
+        )  # fmt: skip
+
+
+def _added(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    """Sums of half precision are kept in single: each slice would round them anew."""
+    if total is None:
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    return total.add_(value)
+
+
+_SlicedCall = Callable[[dict[str, torch.Tensor], _Results], None]
+
+
+def _prepared(nodes: Sequence[Node], kept: set[str]) -> list[tuple[_SlicedCall, list[str]]]:
+    """Each call, and whose last reader it is."""
+    last = {name: place for place, node in enumerate(nodes) for name in (node.name, *node.inputs)}
+    dying: list[list[str]] = [[] for _ in nodes]
+    for name, place in last.items():
+        if name not in kept:
+            dying[place].append(name)
+    return [(_sliced_call(node), names) for node, names in zip(nodes, dying, strict=True)]
+
+
+def _sliced_call(node: Node) -> _SlicedCall:
+    operator = operator_named(node.op)
+    is_product = node.op == "aten.mm.default"
+
+    def call_on(values: dict[str, torch.Tensor], results: _Results) -> None:
+        args = [_live(a, values) for a in node.args]
+        if is_product and results.add_product(node.name, args[0], args[1]):
+            return
+        kwargs = {key: _live(a, values) for key, a in node.kwargs}
+        values[node.name] = operator(*args, **kwargs)
+
+    return call_on
+
+
 _OWN: dict[str, Operator] = {
+    "steelyard.nll_loss_sum": nll_loss_sum,
+    "steelyard.nll_loss_weight": nll_loss_weight,
     "steelyard.all_gather": all_gather,
     "steelyard.copy_laid_out": copy_laid_out,
 }

@@ -44,8 +44,8 @@ def test_few_sizes_are_tried(
         tried.append(size)
         if size > possible:
             raise CaptureRefused(f"no row {size}", expected="rows", remedy="shorten it")
-        least = SimpleNamespace(peak_bytes=int(48_000_000 * (size / 48) ** power))
-        search = SimpleNamespace(explored=lambda: SimpleNamespace(least=least))
+        least = int(48_000_000 * (size / 48) ** power)
+        search = SimpleNamespace(least_bytes=lambda *, enough_bytes: least)
         return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
 
     monkeypatch.setattr(Request, "looked_at", looked_at)

@@ -184,6 +184,9 @@ class Whole:
         assert micro_batches == 1
         return self._graph
 
+    def rewritten(self, graph: Graph) -> Graph:
+        return graph
+
     def divisors(self) -> tuple[int, ...]:
         return (1,)
 
@@ -221,6 +224,9 @@ class Split:
             for node in self._graph.nodes
         )
         return replace(self._graph, nodes=nodes, storages=storages)
+
+    def rewritten(self, graph: Graph) -> Graph:
+        return graph
 
     def divisors(self) -> tuple[int, ...]:
         return self._divisors

@@ -101,7 +101,7 @@ class _Attempts:
         if reason:
             self.why[size] = reason
             return False
-        least = look.search.explored().least.peak_bytes
+        least = look.search.least_bytes(enough_bytes=limit)
         self._least[size] = least
         if least > limit:
             return False

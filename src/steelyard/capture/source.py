@@ -69,6 +69,9 @@ class StepSource:
     def graph(self, *, micro_batches: int) -> Graph:
         return self.captured(micro_batches=micro_batches).graph
 
+    def rewritten(self, graph: Graph) -> Graph:
+        return graph
+
     def divisors(self) -> tuple[int, ...]:
         size = batch_size(self.batch) or 1
         return tuple(k for k in range(1, size + 1) if size % k == 0)

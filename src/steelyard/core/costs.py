@@ -10,7 +10,7 @@ from enum import StrEnum
 from steelyard.core.cluster import Device, Link
 from steelyard.core.collective import Collective
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Graph, Node, Phase
+from steelyard.core.graph import Body, Graph, Node, Phase
 from steelyard.core.quad import NOTHING, Estimate
 
 # A roofline says which resource binds, not how well a kernel uses it: the published errors of
@@ -64,11 +64,21 @@ class Costs:
         return known.workspace_bytes if known else 0
 
     def declared_seconds(self, node: Node) -> Estimate:
+        if node.body is not None:
+            return Estimate.within(self._declared_within(node.body), share=_DECLARED_SHARE)
         device = self.device
         seconds = device.call_seconds + max(
             node.flops / device.flops_per_second, node.moved_bytes / device.bytes_per_second
         )
         return Estimate.within(seconds, share=_DECLARED_SHARE)
+
+    def _declared_within(self, body: Body) -> float:
+        """Its calls as if each were made once, the further parts' calls, and what is read anew."""
+        nodes = body.calls[0][1]
+        again = sum(take.tensor.nbytes for take in body.takes if take.along is None)
+        calls = len(nodes) * self.device.call_seconds + again / self.device.bytes_per_second
+        once = sum(self.declared_seconds(node).value for node in nodes if not node.is_free)
+        return once + (body.parts - 1) * calls
 
     def exchange_seconds(self, collective: Collective) -> Estimate:
         """What the exchange takes on its link, apart from the call that issues it."""

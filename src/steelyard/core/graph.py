@@ -113,6 +113,7 @@ class Node:
     ``path`` within the forward pass, so that (path, op, nth) names a forward node across traces.
     A multi-output operator is one node; its results are taken apart by ``getitem`` nodes.
     ``signature`` keys measured costs: op, shapes, strides, dtypes and plain arguments.
+    A node with a ``body`` carries that out, and gives its results as a tuple.
     A ``collective`` only issues an exchange. Its result may be read by the node alone that
     ``waits_for`` it; what a backend needs until then is among the inputs of that node too.
     """
@@ -135,6 +136,7 @@ class Node:
     mutates: tuple[str, ...] = ()
     collective: Collective | None = None
     waits_for: str = ""
+    body: "Body | None" = None
 
     @property
     def is_input(self) -> bool:
@@ -168,6 +170,40 @@ class Node:
             mutates=tuple(renamed.get(m, m) for m in self.mutates),
             waits_for=renamed.get(self.waits_for, self.waits_for),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sliced:
+    """A value that a body takes or gives a part at a time: ``along`` its leading dims (0) or its
+    last one (-1). Or whole (None); then a value given is a sum over the parts.
+
+    One row is ``unit`` elements of the ``dims`` leading dims, flattened to one.
+    """
+
+    name: str
+    tensor: Tensor
+    along: int | None
+    dims: int = 1
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """Calls that are carried out for a part of ``rows`` at a time: no result is there whole.
+
+    ``calls`` holds them once for each number of rows that a part may have.
+    """
+
+    rows: int
+    parts: int
+    takes: tuple[Sliced, ...]
+    calls: tuple[tuple[int, tuple[Node, ...]], ...]
+    gives: tuple[Sliced, ...]
+
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each part: as equal as can be, the larger ones first."""
+        least, more = divmod(self.rows, self.parts)
+        return (least + 1,) * more + (least,) * (self.parts - more)
 
 
 class OutputKind(StrEnum):
@@ -367,7 +403,10 @@ def item_bytes(dtype: str) -> int:
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
-_COUNTED_MEANS = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+# The last is what the first divides by, where its sum is taken in slices.
+_COUNTED_MEANS = (
+    "aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default", "steelyard.nll_loss_weight",
+)  # fmt: skip
 
 
 def path_matches(path: str, pattern: str) -> bool:

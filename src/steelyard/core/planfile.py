@@ -64,9 +64,20 @@ class _Accumulate(BaseModel):
     degree: Annotated[int, Field(ge=1, le=_LARGEST, alias="micro_batches")]
 
 
+class _Stream(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 100
+
+    module: str
+    op: str
+    nth: _Whole = 0
+    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="slices")]
+
+
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
-_TABLES: dict[str, type[_Recompute] | type[_Accumulate]] = {
+_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream]] = {
     "accumulate": _Accumulate,
+    "stream": _Stream,
     "recompute": _Recompute,
 }
 

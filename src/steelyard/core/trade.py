@@ -51,6 +51,10 @@ class Source(Protocol):
 
     def graph(self, *, micro_batches: int) -> Graph: ...
 
+    def rewritten(self, graph: Graph) -> Graph:
+        """A graph that a trade made of one of these, once it is known here too."""
+        ...
+
     def divisors(self) -> tuple[int, ...]:
         """Into how many equal parts the batch can be cut, 1 first."""
         ...
@@ -61,12 +65,16 @@ class Source(Protocol):
 
 
 class Trade(Protocol):
-    """``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` are words of the four."""
+    """``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` are words of the four.
+
+    What is exact computes the same sums; what ``is_bitwise`` adds them up in the same order too.
+    """
 
     name: ClassVar[str]
     pays: ClassVar[tuple[str, ...]]
     buys: ClassVar[tuple[str, ...]]
     is_exact: ClassVar[bool]
+    is_bitwise: ClassVar[bool]
 
     def offers(
         self, program: Program, source: Source

@@ -3,13 +3,13 @@
 Not for calling it: see operators.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from steelyard.core.graph import Argument, Graph, Node, Ref, Symbol, Tensor
+from steelyard.core.graph import Argument, Body, Graph, Node, Ref, Symbol, Tensor
 from steelyard.operators import operator_named
 
 _NEGATED = operator_named("aten._neg_view.default")
@@ -139,17 +139,35 @@ def nbytes_of(graph: Graph, node: Node) -> int:
 
 def index_bounds(graph: Graph, node: Node) -> dict[str, int]:
     """By input name, below what its integers must stay; inputs not named here take zeros."""
-    rule = _BOUNDS.get(node.op.rpartition(".")[0])
+    if node.body is not None:
+        return _bounds_within(node.body)
+    return _bounds(node, {name: graph.by_name[name].outputs[0].shape for name in node.inputs})
+
+
+def _bounds_within(body: Body) -> dict[str, int]:
+    """The least bound that any call sets; sizes within rows are those of the whole."""
+    shapes = {take.name: take.tensor.shape for take in body.takes}
+    found: dict[str, int] = {}
+    for node in body.calls[0][1]:
+        shapes[node.name] = node.outputs[0].shape
+        for name, below in _bounds(node, shapes).items():
+            found[name] = min(below, found.get(name, below))
+    return found
+
+
+def _bounds(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    op = _ALIASES.get(node.op, node.op.rpartition(".")[0])
+    rule = _BOUNDS.get(op)
     if rule is None:
         return {}
-    return {name: below for name, below in rule(_Shapes(graph, node)) if name and below > 0}
+    return {name: below for name, below in rule(_Shapes(shapes, node)) if name and below > 0}
 
 
 class _Shapes:
     """The arguments of one node, by position."""
 
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self._graph = graph
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], node: Node) -> None:
+        self._shapes = shapes
         self._args = node.args
 
     def name(self, position: int) -> str:
@@ -162,7 +180,7 @@ class _Shapes:
         return [a.name if isinstance(a, Ref) else "" for a in items]
 
     def size(self, position: int, dim: int) -> int:
-        shape = self._graph.by_name[self.name(position)].outputs[0].shape
+        shape = self._shapes[self.name(position)]
         return shape[dim] if shape else 1
 
     def number(self, position: int) -> int:
@@ -171,7 +189,7 @@ class _Shapes:
 
     def classes(self, position: int) -> int:
         """Dim 1 of scores (N, C, ...), or the one dim of (C)."""
-        shape = self._graph.by_name[self.name(position)].outputs[0].shape
+        shape = self._shapes[self.name(position)]
         return shape[min(1, len(shape) - 1)] if shape else 1
 
 
@@ -211,6 +229,9 @@ _BOUNDS: dict[str, _Bounds] = {
     "aten.index_put": _indices,
     "aten._unsafe_index_put": _indices,
 }
+
+
+_ALIASES = {"steelyard.nll_loss_sum": "aten.nll_loss_forward"}
 
 
 def _tile(flat: torch.Tensor, pool: torch.Tensor) -> None:

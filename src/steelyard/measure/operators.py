@@ -25,7 +25,7 @@ from steelyard.measure.inputs import Arguments, Source, nbytes_of
 from steelyard.measure.meter import meter_once
 from steelyard.measure.neighbours import declared_from
 from steelyard.measure.warmth import distances, preparation
-from steelyard.operators import operator_named
+from steelyard.operators import callable_of
 
 _MOST_ROUNDS = 15
 _FEWEST_ROUNDS = 3
@@ -247,7 +247,7 @@ class _Table:
 
 
 def _call_of(subject: _Subject, given: Arguments) -> _Call:
-    operator = operator_named(subject.node.op)
+    operator = callable_of(subject.node)
     inputs = [given.tensors[name] for name in subject.node.inputs]
     return _Call(
         run=lambda: operator(*given.args, **given.kwargs),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from steelyard import _torch
 from steelyard.core.graph import Node
-from steelyard.operators import operator_named
+from steelyard.operators import callable_of, operator_named
 
 # Public builtins that take an overload's arguments in its own order; with these keywords, no other.
 # Each is compared with its operator in tests/run/test_calls.py.
@@ -58,6 +58,8 @@ _BINDINGS: dict[str, tuple[_Binding, frozenset[str]]] = {
 
 
 def quickest(node: Node) -> Callable[..., Any]:
+    if node.body is not None:
+        return callable_of(node)
     binding, keywords = _BINDINGS.get(node.op, (None, frozenset[str]()))
     if binding is not None and keywords.issuperset(key for key, _ in node.kwargs):
         return binding

@@ -10,36 +10,69 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.graph import Graph
 from steelyard.core.plan import Taken
-from steelyard.core.rules import Rule, matching, spot_of, starred, to_rules
+from steelyard.core.rules import matching, spot_of, starred, to_rules
 from steelyard.core.trade import Left, Offer, Refusal
 from steelyard.search.archive import Point
 from steelyard.search.explore import Explored, carried
+from steelyard.search.tally import Counted
+from steelyard.search.variant import Variant
 
 # More lines than this are read by nobody; deeper modules are then told under their parents.
 _MOST_PARTS = 10
 
 
-def taken(explored: Mapping[int, Explored], parts: int, point: Point) -> tuple[Taken, ...]:
+def taken(
+    explored: Mapping[Variant, Explored], variant: Variant, point: Point
+) -> tuple[Taken, ...]:
     """The plan by modules, what buys most first."""
     told: list[Taken] = []
-    if parts > 1:
-        told.append(_taken_split(explored, parts, point))
-    told += sorted(_taken_modules(explored[parts], point), key=lambda t: (-t.buys_bytes, t.label))
+    if variant.parts > 1:
+        told.append(_taken_split(explored, variant, point))
+    if variant.streams:
+        told.append(_taken_streams(explored, variant, point))
+    modules = _taken_modules(explored[variant], point)
+    told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
     return tuple(told)
 
 
-def _taken_split(explored: Mapping[int, Explored], parts: int, point: Point) -> Taken:
+def _taken_split(explored: Mapping[Variant, Explored], variant: Variant, point: Point) -> Taken:
     """Beside the same recomputations on the whole batch."""
-    cut, whole = explored[parts], explored[1].tally
-    values = carried(cut.values(point), cut.tally.program.graph, whole)
-    without = whole.count(whole.storages_of(values))
+    without = _carried_to(explored, variant, point, variant.whole)
     return Taken(
         trade="accumulate",
-        label=f"{parts} micro-batches",
-        rules=(Rule(trade="accumulate", degree=parts),),
+        label=f"{variant.parts} micro-batches",
+        rules=variant.unsliced.rules,
         buys_bytes=without.peak_bytes - point.peak_bytes,
         pays_seconds=point.seconds - without.seconds,
     )
+
+
+def _taken_streams(explored: Mapping[Variant, Explored], variant: Variant, point: Point) -> Taken:
+    """Beside the same recomputations without slices, of the whole batch where parts were never
+    looked at without.
+    """
+    sliced = variant if variant.unsliced in explored else variant.whole
+    with_them = _carried_to(explored, variant, point, sliced)
+    without = _carried_to(explored, variant, point, sliced.unsliced)
+    rules = tuple(rule for rule in variant.rules if rule.trade == "stream")
+    named = ", ".join(dict.fromkeys(rule.module or "the loss" for rule in rules))
+    slices = " and ".join(dict.fromkeys(str(rule.degree) for rule in rules))
+    return Taken(
+        trade="stream",
+        label=f"{named} in {slices} slices",
+        rules=rules,
+        buys_bytes=without.peak_bytes - with_them.peak_bytes,
+        pays_seconds=with_them.seconds - without.seconds,
+    )
+
+
+def _carried_to(
+    explored: Mapping[Variant, Explored], variant: Variant, point: Point, other: Variant
+) -> Counted:
+    """The same recomputations on another variant of the step."""
+    ours, theirs = explored[variant], explored[other].tally
+    values = carried(ours.values(point), ours.tally.program.graph, theirs)
+    return theirs.count(theirs.storages_of(values))
 
 
 def _taken_modules(explored: Explored, point: Point) -> list[Taken]:
@@ -89,8 +122,8 @@ def _cut(module: str, depth: int) -> str:
 
 def refused(
     offers: Iterable[Offer],
-    explored: Mapping[int, Explored],
-    parts: int,
+    explored: Mapping[Variant, Explored],
+    variant: Variant,
     point: Point,
     budget: Budget,
 ) -> tuple[Refusal, ...]:
@@ -99,10 +132,12 @@ def refused(
     for offer in offers:
         left = Left.WHOLE
         if offer.trade == "accumulate":
-            reason = _why_not_split(offer, explored, parts, point)
+            reason = _why_not_split(offer, explored, variant, point)
+        elif offer.trade == "stream":
+            reason = _why_not_stream(offer, explored, variant, point)
         else:
-            wanted = _wanted(offer, explored, parts)
-            reason = _why_not_recompute(wanted, explored[parts], point, budget)
+            wanted = _wanted(offer, explored, variant)
+            reason = _why_not_recompute(wanted, explored[variant], point, budget)
             left = Left.REST if wanted & point.again else Left.WHOLE
         if reason is not None:
             told.append(Refusal(trade=offer.trade, label=offer.label, reason=reason, left=left))
@@ -110,22 +145,36 @@ def refused(
 
 
 def _why_not_split(
-    offer: Offer, explored: Mapping[int, Explored], parts: int, point: Point
+    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> str | None:
-    degree = offer.rules[0].degree
+    degree, parts = offer.rules[0].degree, variant.parts
     if degree == parts:
         return None
-    known = explored.get(degree)
+    known = next((e for v, e in explored.items() if v.parts == degree), None)
     if known is None:
         return f"not needed: {parts} micro-batches are enough" if parts > 1 else "not needed"
+    return _why_slower(known, point)
+
+
+def _why_not_stream(
+    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, point: Point
+) -> str | None:
+    (rule,) = offer.rules
+    if rule in variant.streams:
+        return None
+    known = next((e for v, e in explored.items() if rule in v.streams), None)
+    return "not needed" if known is None else _why_slower(known, point)
+
+
+def _why_slower(known: Explored, point: Point) -> str:
     if known.plain.seconds >= point.seconds:
         alone, plan = format_seconds(known.plain.seconds), format_seconds(point.seconds)
         return f"takes ~{alone} a step before anything else, the plan ~{plan} in all"
     return "with it no faster plan fits the budget"
 
 
-def _wanted(offer: Offer, explored: Mapping[int, Explored], parts: int) -> frozenset[int]:
-    whole, tally = explored[1].tally.program.graph, explored[parts].tally
+def _wanted(offer: Offer, explored: Mapping[Variant, Explored], variant: Variant) -> frozenset[int]:
+    whole, tally = explored[Variant()].tally.program.graph, explored[variant].tally
     return tally.storages_of(carried(matching(whole, offer.rules), whole, tally))
 
 

@@ -3,7 +3,7 @@
 Not for looking at single plans (explore.py) or for saying why (explain.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.core.budget import Budget
@@ -20,11 +20,13 @@ from steelyard.search.explain import refused, taken
 from steelyard.search.explore import Explored, explore
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
+from steelyard.search.variant import Variant
 
 _POINTS = 16
 # Each number of micro-batches is another capture, which takes seconds.
 _SPLITS = 6
-_RECOMPUTE, _ACCUMULATE = "recompute", "accumulate"
+_RECOMPUTE, _STREAM = "recompute", "stream"
+_PLAIN = Variant()
 
 
 def search(
@@ -50,113 +52,154 @@ class Search:
             offers, refusals = trade.offers(program, source)
             self.offers += offers
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
-        self._splits = _spread([r.degree for o in self.offers for r in o.rules if r.degree > 1])
-        self._explored: dict[int, Explored] = {}
+        self._splits = _spread(
+            [r.degree for o in self.offers for r in o.rules if o.trade != _STREAM and r.degree > 1]
+        )
+        self._streams = _levels([r for o in self.offers for r in o.rules if r.trade == _STREAM])
+        self._explored: dict[Variant, Explored] = {}
 
-    def explored(self, micro_batches: int = 1) -> Explored:
-        """The plans of recomputation at this number of micro-batches."""
-        known = self._explored.get(micro_batches)
+    def explored(self, variant: Variant = _PLAIN) -> Explored:
+        """The plans of recomputation on this variant of the step."""
+        known = self._explored.get(variant)
         if known is None:
-            known = self._explored[micro_batches] = self._explore(micro_batches)
+            known = self._explored[variant] = self._explore(variant)
         return known
 
     def find(self, budget: Budget) -> Found:
         """The plan for one budget, in the same words for any."""
-        parts, point = self._best(budget)
-        rules = self._rules(parts, point)
+        variant, point = self._best(budget)
+        rules = self._rules(variant, point)
         program = self._strike(rules)
         prediction = predict(program, self._costs)
-        explored = self._explored[parts]
+        explored = self._explored[variant]
         assert prediction.quad.memory_bytes.value <= point.peak_bytes, "the tally is off"
         slow = too_slow(prediction, budget)
         if slow is not None:
             raise slow
-        least_parts, least = self._least()
+        least_variant, least = self._least()
         return Found(
             program=program,
             rules=rules,
             prediction=prediction,
-            micro_batches=parts,
-            taken=taken(self._explored, parts, point),
+            micro_batches=variant.parts,
+            taken=taken(self._explored, variant, point),
             refused=(
                 *self.refusals,
-                *refused(self.offers, self._explored, parts, point, budget),
+                *refused(self.offers, self._explored, variant, point, budget),
             ),
             num_offers=len(self.offers),
             frontier=self.frontier(),
-            least=predict(self._strike(self._rules(least_parts, least)), self._costs).peak,
+            least=predict(self._strike(self._rules(least_variant, least)), self._costs).peak,
             least_within=self._least_within(),
             next_cent=self._next_cent(point, budget),
             gap=_gap(explored, point, budget),
         )
 
+    def least_bytes(self, *, enough_bytes: int) -> int:
+        """The least memory of the whole batch; where some variant needs no more than is enough, of
+        the first that does."""
+        found = []
+        for streams in self._streams:
+            found.append(self.explored(Variant(streams=streams)).least.peak_bytes)
+            if found[-1] <= enough_bytes:
+                break
+        return min(found)
+
     def explore_all(self) -> None:
-        """Every number of micro-batches that is ever looked at, for the whole curve."""
-        for parts in (1, *self._splits):
-            self.explored(parts)
+        """Every variant that is ever looked at, for the whole curve."""
+        for streams in self._streams:
+            self.explored(Variant(streams=streams))
+        # In parts with what can be sliced, if anything can, in as few slices as are offered.
+        streams = self._streams[min(1, len(self._streams) - 1)]
+        for parts in self._splits:
+            self.explored(Variant(parts=parts, streams=streams))
 
     def _least_within(self) -> int:
-        untried = [parts for parts in self._splits if parts not in self._explored]
-        return max(self._explored) if untried else 0
+        tried = {variant.parts for variant in self._explored}
+        return max(tried) if set(self._splits) - tried else 0
 
     def frontier(self, *, points: int = _POINTS) -> tuple[FrontierPoint, ...]:
         """The memory-time curve over all that was explored; more memory is never slower."""
         curve = self._curve()
         low, high = curve[0][1].peak_bytes, curve[-1][1].peak_bytes
-        chosen: dict[int, tuple[int, Point]] = {}
+        chosen: dict[int, tuple[Variant, Point]] = {}
         for step in range(points):
             limit = low + (high - low) * step // (points - 1)
             fitting = [at for at, (_, point) in enumerate(curve) if point.peak_bytes <= limit]
             chosen[fitting[-1]] = curve[fitting[-1]]
-        return tuple(self._frontier_point(parts, point) for parts, point in chosen.values())
+        return tuple(self._frontier_point(variant, point) for variant, point in chosen.values())
 
-    def _frontier_point(self, parts: int, point: Point) -> FrontierPoint:
-        explored = self._explored[parts]
+    def _frontier_point(self, variant: Variant, point: Point) -> FrontierPoint:
+        explored = self._explored[variant]
         return FrontierPoint(
             memory_bytes=point.peak_bytes,
             step_seconds=point.seconds,
             flops=explored.tally.flops_of(point.again),
-            micro_batches=parts,
-            rules=self._rules(parts, point),
+            micro_batches=variant.parts,
+            rules=self._rules(variant, point),
         )
 
-    def _best(self, budget: Budget) -> tuple[int, Point]:
-        """The fastest over all numbers of micro-batches that could be it.
+    def _best(self, budget: Budget) -> tuple[Variant, Point]:
+        """The fastest over all variants that could be it.
 
-        Cutting the batch costs time even where nothing is recomputed, and from some number on the
-        more the finer it is cut: once that alone is no faster than the best, finer cuts are not
-        looked at.
+        Cutting the batch or slicing costs time even where nothing is recomputed, and from some
+        number on the more the finer it is: once that alone is no faster than the best, finer cuts
+        are not looked at.
         """
         limit = budget.memory_bytes
-        best: tuple[int, Point] | None = None
-        for parts in (1, *self._splits):
-            explored = self.explored(parts)
-            if best is not None and explored.plain.seconds >= best[1].seconds:
+        best: tuple[Variant, Point] | None = None
+        for variants in self._ladder(budget):
+            worth = False
+            for variant in variants:
+                explored = self.explored(variant)
+                if best is not None and explored.plain.seconds >= best[1].seconds:
+                    continue
+                worth = True
+                point = explored.within(limit)
+                if point is not None and (best is None or point.seconds < best[1].seconds):
+                    best = variant, point
+            if not worth and variants[0].parts > 1:
                 break
-            point = explored.within(limit)
-            if point is not None and (best is None or point.seconds < best[1].seconds):
-                best = parts, point
-            if budget == Budget():
-                break  # nothing is asked for, so nothing is traded
         if best is None:
-            parts, least = self._least()
-            program = self._strike(self._rules(parts, least))
+            variant, least = self._least()
+            program = self._strike(self._rules(variant, least))
             peak = predict(program, self._costs).peak
-            raise beyond_budget(peak, budget, parts=parts, refusals=self.refusals)
+            raise beyond_budget(peak, budget, parts=variant.parts, refusals=self.refusals)
         return best
 
-    def _least(self) -> tuple[int, Point]:
-        leasts = [(parts, e.least) for parts, e in self._explored.items()]
+    def _ladder(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
+        """Variants in the order in which they are looked at, those of one cut together.
+
+        What serves the whole batch best, sliced or not, is what its parts are tried with.
+        """
+        yield (_PLAIN,)
+        if budget == Budget():
+            return  # nothing is asked for, so nothing is traded
+        streams: tuple[tuple[Rule, ...], ...] = ((),)
+        limit = budget.memory_bytes
+        plain = self.explored().plain
+        if len(self._streams) > 1 and limit is not None and plain.peak_bytes > limit:
+            streams = self._streams
+            wholes = tuple(Variant(streams=level) for level in streams)
+            yield wholes[1:]
+            fitting = [(p.seconds, v) for v in wholes if (p := self.explored(v).within(limit))]
+            # The least memory is that of the most slices, where nothing fits.
+            streams = (min(fitting)[1].streams,) if fitting else streams[-1:]
+        for parts in self._splits:
+            yield tuple(Variant(parts=parts, streams=level) for level in streams)
+
+    def _least(self) -> tuple[Variant, Point]:
+        leasts = [(variant, e.least) for variant, e in self._explored.items()]
         return min(leasts, key=lambda found: (found[1].peak_bytes, found[0]))
 
-    def _curve(self) -> list[tuple[int, Point]]:
-        """All numbers of micro-batches that were explored, in one chain."""
-        owner: dict[int, tuple[int, Point]] = {}
+    def _curve(self) -> list[tuple[Variant, Point]]:
+        """All variants that were explored, in one chain."""
+        owner: dict[int, tuple[Variant, Point]] = {}
         archive = Archive()
-        for parts, explored in sorted(self._explored.items() or [(1, self.explored())]):
+        for variant, explored in sorted(self._explored.items() or [(_PLAIN, self.explored())]):
             for point in explored.chain:
                 if archive.add(point):
-                    owner[id(point)] = parts, point
+                    owner[id(point)] = variant, point
         return [owner[id(point)] for point in archive]
 
     def _next_cent(self, point: Point, budget: Budget) -> NextCent | None:
@@ -171,26 +214,36 @@ class Search:
         ]
         return max(ways, key=lambda w: (w.saved_seconds / w.more_bytes, w.more_bytes), default=None)
 
-    def _explore(self, parts: int) -> Explored:
-        program = self._strike((Rule(trade=_ACCUMULATE, degree=parts),) if parts > 1 else ())
+    def _explore(self, variant: Variant) -> Explored:
+        program = self._strike(variant.rules)
         recompute = self._trades.get(_RECOMPUTE)
         values: frozenset[str] = frozenset()
         if recompute is not None:
             offers, _ = recompute.offers(program, self._source)
             values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
-        known = self.explored() if parts > 1 else None
-        return explore(program, self._costs, values, known=known, thorough=parts == 1)
+        known = self.explored() if variant != _PLAIN else None
+        thorough = variant.parts == 1
+        return explore(program, self._costs, values, known=known, thorough=thorough)
 
-    def _rules(self, parts: int, point: Point) -> tuple[Rule, ...]:
-        explored = self._explored[parts]
+    def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
+        explored = self._explored[variant]
         values = explored.values(point)
         rules = to_rules(explored.tally.program.graph, values, trade=_RECOMPUTE)
-        split = (Rule(trade=_ACCUMULATE, degree=parts),) if parts > 1 else ()
-        return (*split, *rules)
+        return (*variant.rules, *rules)
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
         trades = tuple(self._trades.values())
         return strike(self.program, rules, trades=trades, source=self._source)
+
+
+def _levels(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+    """Nothing sliced; all that can be, in as few slices as are offered; in as many."""
+    by_spot: dict[Rule, list[Rule]] = {}
+    for rule in rules:
+        by_spot.setdefault(replace(rule, degree=0), []).append(rule)
+    fewest = tuple(sorted(min(same) for same in by_spot.values()))
+    most = tuple(sorted(max(same) for same in by_spot.values()))
+    return tuple(dict.fromkeys(((), fewest, most)))
 
 
 def _spread(degrees: Sequence[int]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ class Accumulate:
     pays: ClassVar[tuple[str, ...]] = ("computation",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = False
 
     def offers(
         self,

@@ -21,6 +21,7 @@ class Recompute:
     pays: ClassVar[tuple[str, ...]] = ("computation",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = True
 
     def offers(
         self,
@@ -192,6 +193,8 @@ def _why_never(graph: Graph, node: Node, written: set[int]) -> str | None:
         return f"{'is' if is_torchs else 'may be'} random: a second call would draw other numbers"
     if node.collective is not None or node.op.startswith("_c10d_functional"):
         return "communicates: every rank would have to call it again"
+    if node.body is not None:
+        return "is carried out in slices, gradients and all"
     if node.mutates:
         return "writes into its argument"
     if written.intersection(s for i in node.inputs for s in graph.storages_of(i)):

@@ -26,9 +26,9 @@ from steelyard.run.randomness import seed_everything
 from steelyard.trades import TRADES
 
 SEED = 0
-# Cut into micro-batches, a batch draws its dropout masks in another order and its gradients are
-# summed in another: exact in the mean, but not to be compared bit by bit with plain PyTorch.
-_BIT_FOR_BIT = tuple(trade for trade in TRADES if trade.name != "accumulate")
+# Cut into micro-batches, a batch draws its dropout masks in another order; in slices and in parts,
+# gradients are summed in another: exact, but not to be compared bit by bit with plain PyTorch.
+_BIT_FOR_BIT = tuple(trade for trade in TRADES if trade.is_bitwise)
 
 Role = Literal["plan", "probe", "steelyard", "plain"]
 

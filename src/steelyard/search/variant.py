@@ -1,0 +1,31 @@
+"""What is done to a step before anything is recomputed; each variant is a graph of its own.
+
+Not for choosing among them: see search.py.
+"""
+
+from dataclasses import dataclass, replace
+
+from steelyard.core.rules import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Variant:
+    """The batch in ``parts`` micro-batches; ``streams`` are rules for the whole batch."""
+
+    parts: int = 1
+    streams: tuple[Rule, ...] = ()
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """A micro-batch has fewer rows, and so takes fewer slices."""
+        split = (Rule(trade="accumulate", degree=self.parts),) if self.parts > 1 else ()
+        fewer = (replace(r, degree=round(r.degree / self.parts)) for r in self.streams)
+        return (*split, *(rule for rule in fewer if rule.degree > 1))
+
+    @property
+    def whole(self) -> "Variant":
+        return replace(self, parts=1)
+
+    @property
+    def unsliced(self) -> "Variant":
+        return replace(self, streams=())

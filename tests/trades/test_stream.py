@@ -1,0 +1,293 @@
+"""The stretch around a huge value, carried out in slices: the same step in less memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import steelyard as sy
+from steelyard.core.errors import Mismatch
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.operators import nll_loss_weight
+from steelyard.trades.accumulate import Accumulate
+from steelyard.trades.recompute import Recompute
+from steelyard.trades.stream import Stream
+from tests.harness import Outcome, Trial, costs_of, predicted_above
+from tests.zoo.hf import _RECIPES
+
+WORDS, WIDTH = 1536, 16
+STREAM = Stream()
+# What kernels round their workspace up to.
+_SMALL_CHANGE_BYTES = 64
+
+
+class Scores(nn.Module):
+    def __init__(self, *, bias: bool = True, words: int = WORDS) -> None:
+        super().__init__()
+        self.word = nn.Embedding(words, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, words, bias=bias)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.tanh(self.mix(self.word(ids))))
+        return scores
+
+
+def ids(samples: int = 8, length: int = 48) -> Tensor:
+    made = torch.randint(WORDS, (samples, length))
+    made[0, : length // 3] = -100  # as padding is
+    return made
+
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def scored(use: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """``use`` takes the scores of all rows, and what they should have been."""
+    return lambda model, batch: use(model(batch.clamp(min=0)).flatten(0, 1), batch.flatten())
+
+
+def handwritten(scores: Tensor, targets: Tensor) -> Tensor:
+    right = scores.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+    return ((scores.logsumexp(1) - right) * (targets >= 0)).sum() / (targets >= 0).sum()
+
+
+def with_penalty(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores, targets) + 1e-3 * scores.logsumexp(1).square().mean()
+
+
+def per_class(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores, targets, weight=torch.linspace(0.5, 2, WORDS))
+
+
+def next_word(model: nn.Module, batch: Tensor) -> Tensor:
+    scores = model(batch.clamp(min=0))[:, :-1]
+    return F.cross_entropy(scores.reshape(-1, WORDS), batch[:, 1:].reshape(-1))
+
+
+LOSSES: dict[str, Loss] = {
+    "mean": scored(F.cross_entropy),
+    "sum": scored(lambda s, t: F.cross_entropy(s, t, reduction="sum")),
+    "scaled": scored(lambda s, t: F.cross_entropy(s / 3.0, t) * 0.5),
+    "softcapped": scored(lambda s, t: F.cross_entropy(30 * torch.tanh(s / 30), t)),
+    "smoothed": scored(lambda s, t: F.cross_entropy(s, t, label_smoothing=0.1)),
+    "weighed": scored(per_class),
+    "with a penalty": scored(with_penalty),
+    "by hand": scored(handwritten),
+    "in double precision": scored(lambda s, t: F.cross_entropy(s.double(), t).float()),
+    "squared": scored(lambda s, t: (s - 1).square().sum() * 1e-4 + 0 * t.sum()),
+    "shifted": next_word,
+}
+
+
+def hf(name: str) -> Trial:
+    recipe = _RECIPES[name]
+    config = {**recipe.tiny, "vocab_size": WORDS}
+    model, loss, batch = replace(recipe, tiny=config).build("tiny")
+    repeats = math.ceil(512 / batch["labels"].numel())
+    return Trial(model, loss, {k: v.repeat(repeats, 1) for k, v in batch.items()})
+
+
+def struck(trial: Trial, program: Program | None = None) -> list[Program]:
+    plain = trial.plain if program is None else program
+    found, refusals = STREAM.offers(plain, trial.source)
+    assert found, refusals
+    return [STREAM.rewrite(plain, offer.rules, trial.source) for offer in found]
+
+
+def assert_same(expected: Outcome, actual: Outcome, *, within: float = 2e-6) -> None:
+    """Sums over slices are rounded otherwise: by a few units in the last place of the largest."""
+    assert actual.loss.item() == pytest.approx(expected.loss.item(), rel=within, nan_ok=True)
+    for name, gradient in expected.gradients.items():
+        ours = actual.gradients[name]
+        assert (ours is None) == (gradient is None)
+        if ours is not None and gradient is not None:
+            most = float(gradient.abs().max())
+            torch.testing.assert_close(
+                ours, gradient, rtol=0, atol=within * max(most, 1e-30), equal_nan=True
+            )
+
+
+def check(trial: Trial, *, at_most: float = 0.6) -> None:
+    plain = trial.run(trial.plain)
+    for program in struck(trial):
+        assert program.problems() == []
+        ours = trial.run(program)
+        assert_same(plain, ours)
+        assert ours.peak_bytes <= at_most * plain.peak_bytes
+        predicted = predicted_above(program, costs_of(program.graph))
+        assert abs(predicted - ours.peak_bytes) <= _SMALL_CHANGE_BYTES
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_over_many_words_is_computed_in_slices(name: str) -> None:
+    torch.manual_seed(0)
+    check(Trial(Scores(), LOSSES[name], ids()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "gemma2"])
+def test_the_heads_of_transformers_are_found_in_the_graph(name: str) -> None:
+    torch.manual_seed(0)
+    check(hf(name), at_most=0.7)
+
+
+def test_rows_need_not_be_a_multiple_of_the_slices() -> None:
+    torch.manual_seed(0)
+    trial = Trial(Scores(bias=False), LOSSES["mean"], ids(7, 53))
+    plain = trial.run(trial.plain)
+    rule = Rule(trade="stream", module="head", op="aten.mm.default", degree=9)
+    program = STREAM.rewrite(trial.plain, (rule,), trial.source)
+    assert_same(plain, trial.run(program))
+
+
+def test_half_precision_is_added_up_in_single() -> None:
+    torch.manual_seed(0)
+    model = Scores().bfloat16()
+    trial = Trial(model, LOSSES["mean"], ids(16, 64))
+    plain = trial.run(trial.plain)
+    for program in struck(trial):
+        ours = trial.run(program)
+        assert_same(plain, ours, within=2**-7)
+
+
+def test_a_batch_that_counts_nothing_gives_what_eager_gives() -> None:
+    torch.manual_seed(0)
+    batch = torch.full((8, 48), -100)
+    trial = Trial(Scores(), LOSSES["mean"], batch)
+    for program in struck(trial):
+        ours = trial.run(program)
+        assert torch.isnan(ours.loss)
+        assert_same(trial.run(trial.plain), ours)
+
+
+@pytest.mark.parametrize("weight", [None, torch.linspace(0.5, 2, 8)])
+def test_the_weight_of_a_mean_is_what_the_kernel_says(weight: Tensor | None) -> None:
+    targets = torch.randint(8, (20,))
+    targets[::3] = -100
+    scores = torch.randn(20, 8)
+    for reduction in (1, 2):
+        _, said = torch.ops.aten.nll_loss_forward(scores, targets, weight, reduction, -100)
+        ours = nll_loss_weight(None, targets, weight, reduction, -100, torch.float32)
+        assert ours.item() == pytest.approx(said.item(), rel=1e-6)
+
+
+def test_parts_of_the_batch_are_sliced_and_weighed_as_without() -> None:
+    torch.manual_seed(0)
+    trial = Trial(Scores(), LOSSES["mean"], ids(16, 48))
+    split = Accumulate().rewrite(trial.plain, (Rule(trade="accumulate", degree=2),), trial.source)
+    expected = trial.eager()
+    for program in struck(trial, split):
+        assert_same(expected, trial.run(program), within=1e-5)
+
+
+def test_what_is_left_outside_is_recomputed_as_before() -> None:
+    torch.manual_seed(0)
+    trial = Trial(Scores(), LOSSES["mean"], ids())
+    program = struck(trial)[0]
+    recompute = Recompute()
+    offers, _ = recompute.offers(program, trial.source)
+    everything = next(o for o in offers if o.label.startswith("everything"))
+    both = recompute.rewrite(program, everything.rules, trial.source)
+    assert both.again
+    assert_same(trial.run(trial.plain), trial.run(both))
+
+
+# --- where there is nothing to slice --------------------------------------------------------------
+
+
+def compared(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores, targets) + 1e-6 * scores.max() ** 2
+
+
+def across(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores - scores.mean(0, keepdim=True), targets)
+
+
+def sorted_first(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores, targets) + 1e-6 * scores.sort(0).values[0].sum()
+
+
+@pytest.mark.parametrize("use", [compared, across, sorted_first])
+def test_what_compares_rows_is_refused_with_the_reason(
+    use: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    trial = Trial(Scores(), scored(use), ids())
+    offers, refusals = STREAM.offers(trial.plain, trial.source)
+    assert not offers
+    assert all(refusal.reason for refusal in refusals)
+
+
+def test_small_values_are_left_alone() -> None:
+    trial = Trial(Scores(words=WORDS), LOSSES["mean"], ids(2, 8))
+    offers, (refusal,) = STREAM.offers(trial.plain, trial.source)
+    assert not offers
+    assert "large" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Rule(trade="stream", module="mix", op="aten.addmm.default", degree=4), "cannot be sliced"),
+        (Rule(trade="stream", module="nowhere", op="aten.mm.default", degree=4), "matches 0"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused(rule: Rule, said: str) -> None:
+    trial = Trial(Scores(), LOSSES["mean"], ids())
+    with pytest.raises(Mismatch, match=said):
+        STREAM.rewrite(trial.plain, (rule,), trial.source)
+
+
+# --- through the public names ---------------------------------------------------------------------
+
+
+def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from steelyard.api import pricing
+
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(pricing, "_CUT_CHECK_SECONDS", 1.0)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    torch.manual_seed(0)
+    batch = ids()
+    model = Scores()
+    unplanned = sy.plan(model, LOSSES["mean"], batch, optimizer=optimizer)
+    half = unplanned.plan.unplanned.peak.nbytes // 2
+    planned = unplanned.what_if(memory=half)
+    assert [t.trade for t in planned.plan.taken] == ["stream"]
+    assert "head in " in str(planned)
+    assert "stream was struck" in planned.why_not("stream")
+    assert any(r.trade == "recompute" for r in planned.plan.refused)
+    path = tmp_path / "words.plan.toml"
+    planned.save(path)
+    assert "[[stream]]" in path.read_text()
+    again = sy.load(path, model, LOSSES["mean"], batch, optimizer=optimizer)
+    assert again.plan.decisions.rules == planned.plan.decisions.rules
+    assert again.predicted.memory_bytes == planned.predicted.memory_bytes
+    twin = Scores()
+    twin.load_state_dict(model.state_dict())
+    step = again.apply(model)
+    plain = optimizer(twin.parameters())
+    for _ in range(4):
+        plain.zero_grad()
+        expected = LOSSES["mean"](twin, batch)
+        expected.backward()  # type: ignore[no-untyped-call]  # torch's
+        plain.step()
+        assert step(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    # A batch of another shape has other rows.
+    assert torch.isfinite(step(ids(4, 48)))
+    measured = step.receipt().measured.memory_bytes
+    assert measured is not None
+    assert measured <= half
