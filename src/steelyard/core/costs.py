@@ -61,7 +61,10 @@ class Costs:
 
     def workspace_bytes(self, node: Node) -> int:
         known = self.operators.get(node.signature)
-        return known.workspace_bytes if known else 0
+        if known is not None and (known.is_measured or node.body is None):
+            return known.workspace_bytes
+        # What is not measured is at least what its calls show.
+        return node.body.workspace_bytes if node.body is not None else 0
 
     def declared_seconds(self, node: Node) -> Estimate:
         if node.body is not None:

@@ -200,6 +200,44 @@ class Body:
     calls: tuple[tuple[int, tuple[Node, ...]], ...]
     gives: tuple[Sliced, ...]
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What a part holds at most besides what is given, as far as the calls themselves tell."""
+        count, nodes = self.calls[-1]
+        sums = {given.name for given in self.gives if given.along is None}
+        outside = {take.tensor.storage for take in self.takes}
+        read = {i for node in nodes for i in node.inputs}
+        sizes: dict[int, int] = {}
+        last: dict[int, int] = {}
+        on: dict[str, set[int]] = {}
+        for place, node in enumerate(nodes):
+            on[node.name] = {t.storage for t in node.outputs} - outside
+            # A product that is only added up is added by its own kernel.
+            is_added = node.name in sums - read and node.op == "aten.mm.default"
+            for tensor in () if is_added else node.outputs:
+                whole = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
+                nbytes = whole if node.name in sums else whole * count
+                if tensor.storage in on[node.name]:
+                    sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), nbytes)
+            for name in (node.name, *node.inputs):
+                last.update(dict.fromkeys(on.get(name, ()), place))
+        for given in self.gives:
+            last.update(dict.fromkeys(on[given.name], len(nodes) - 1))
+        held = most = 0
+        born: set[int] = set()
+        for place, node in enumerate(nodes):
+            for storage in on[node.name] - born:
+                held += sizes.get(storage, 0)
+            born |= on[node.name]
+            most = max(most, held)
+            held -= sum(sizes.get(s, 0) for s, end in last.items() if end == place)
+        # Sums of half precision are kept in single.
+        return most + sum(
+            given.tensor.numel * 4
+            for given in self.gives
+            if given.along is None and given.tensor.dtype in ("float16", "bfloat16")
+        )
+
     def counts(self) -> tuple[int, ...]:
         """Rows of each part: as equal as can be, the larger ones first."""
         least, more = divmod(self.rows, self.parts)

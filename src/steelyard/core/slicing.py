@@ -207,9 +207,9 @@ def _product(call: _Call) -> Acts:
 
 def _added_product(call: _Call) -> Acts:
     added, left, right = (call.name(place) for place in range(3))
-    kind = Kind.ROWS if call.shape_of(added)[:1] == call.shape[:1] else Kind.WHOLE
-    if kind is Kind.ROWS and len(call.shape_of(added)) != 2:
-        raise Unsliceable(f"{call.node.op} adds one number to each row")
+    given = call.shape_of(added)
+    is_spread = len(given) < 2 or given[0] == 1
+    kind = Kind.WHOLE if is_spread else Kind.ROWS
     return Acts(inputs={added: kind, left: Kind.ROWS, right: Kind.WHOLE}, output=Kind.ROWS)
 
 

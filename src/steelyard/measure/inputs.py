@@ -4,12 +4,12 @@ Not for calling it: see operators.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from steelyard.core.graph import Argument, Body, Graph, Node, Ref, Symbol, Tensor
+from steelyard.core.graph import Argument, Body, Graph, Node, Ref, Sliced, Symbol, Tensor
 from steelyard.operators import operator_named
 
 _NEGATED = operator_named("aten._neg_view.default")
@@ -135,6 +135,45 @@ def nbytes_of(graph: Graph, node: Node) -> int:
     """Bytes that this node's arguments and results need outside the step."""
     tensors = [graph.by_name[name].outputs[0] for name in node.inputs] + list(node.outputs)
     return sum(extent_of(t) * dtype_named(t.dtype).itemsize for t in tensors)
+
+
+def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
+    """A step of this one call alone, on so many of its slices."""
+    body = node.body
+    assert body is not None
+    count = body.calls[-1][0]
+    rows = count * parts
+
+    def short(given: Sliced) -> Sliced:
+        tensor = given.tensor
+        if given.along is None:
+            return given
+        shape, stride = list(tensor.shape), list(tensor.stride)
+        if given.along == 0:
+            shape = [rows * given.unit, *shape[given.dims :]]
+            stride = stride[given.dims - 1 :]
+        else:
+            shape[-1] = rows * given.unit
+        tensor = replace(tensor, shape=tuple(shape), stride=tuple(stride))
+        return replace(given, tensor=tensor, dims=1)
+
+    takes, gives = tuple(map(short, body.takes)), tuple(map(short, body.gives))
+    part = replace(body, rows=rows, parts=parts, takes=takes, gives=gives, calls=body.calls[-1:])
+    inputs = [
+        replace(
+            graph.by_name[t.name], op="input", args=(), kwargs=(), inputs=(), outputs=(t.tensor,)
+        )
+        for t in takes
+    ]
+    call = replace(
+        node,
+        outputs=tuple(given.tensor for given in gives),
+        signature=f"{node.signature}, {parts} slices of it",
+        flops=node.flops * rows // body.rows,
+        moved_bytes=node.moved_bytes * rows // body.rows,
+        body=part,
+    )
+    return replace(graph, nodes=(*inputs, call), outputs=(), runs=())
 
 
 def index_bounds(graph: Graph, node: Node) -> dict[str, int]:

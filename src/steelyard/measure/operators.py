@@ -19,9 +19,10 @@ from steelyard.core.cluster import Device
 from steelyard.core.costs import Costs, Missing, OperatorCost, Survey, Unmeasured
 from steelyard.core.graph import Graph, Node
 from steelyard.core.machine import available_bytes
+from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
 from steelyard.measure.clock import Clock, spread
-from steelyard.measure.inputs import Arguments, Source, nbytes_of
+from steelyard.measure.inputs import Arguments, Source, nbytes_of, shortened
 from steelyard.measure.meter import meter_once
 from steelyard.measure.neighbours import declared_from
 from steelyard.measure.warmth import distances, preparation
@@ -43,6 +44,8 @@ _SHARE_ALONE = 0.6
 _MOST_TOGETHER_BYTES = 4 << 30
 # Smaller differences are a kernel's own rounding.
 _PAGE_BYTES = 4096
+# A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
+_PART_SHARE = 0.25
 _EXCHANGES = ("_c10d_functional.", "steelyard.all_gather")
 
 
@@ -85,6 +88,7 @@ def measure_operators(
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     table = _Table(device, torch_device or torch.device("cpu"), seconds_budget)
     table.measure([s for s in subjects if s.node.signature not in known])
+    table.measure_parts([s for s in subjects if s.node.body is not None])
     if cache and table.costs:
         cache.write(context, table.costs)
     costs = Costs(device=device, operators={**known, **table.costs})
@@ -159,6 +163,27 @@ class _Table:
                 self._take_turns(sorted(ready, key=lambda s: s.position))
                 for subject in ready:
                     subject.call = None
+
+    def measure_parts(self, subjects: list[_Subject]) -> None:
+        """What is carried out in slices and takes too long as a whole: a slice or two of it."""
+        late = {u.signature for u in self.unmeasured if u.why is Missing.NO_TIME}
+        for subject in subjects:
+            body, signature = subject.node.body, subject.node.signature
+            if body is None or signature not in late:
+                continue
+            part = shortened(subject.graph, subject.node, parts=1 if body.parts < 4 else 2)
+            alone = _Table(self._plain.device, self._device, self._budget)
+            alone.measure(distinct([part]))
+            (node,) = (n for n in part.nodes if n.body is not None)
+            cost = alone.costs.get(node.signature)
+            if cost is None or node.body is None:
+                continue
+            times = body.rows / node.body.rows
+            self.costs[signature] = OperatorCost(
+                seconds=Estimate.within(cost.seconds.value * times, share=_PART_SHARE),
+                workspace_bytes=max(cost.workspace_bytes, body.workspace_bytes),
+            )
+            self.unmeasured = [u for u in self.unmeasured if u.signature != signature]
 
     def _is_able(self, subject: _Subject, most_bytes: int) -> bool:
         if subject.node.op.startswith(_EXCHANGES):

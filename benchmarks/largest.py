@@ -1,0 +1,124 @@
+"""The largest batch of a 12-layer GPT within 2 GiB, in one piece, beside plain PyTorch's.
+
+Exact trades only. Plain PyTorch's is the largest whose metered step fits; then both take steps at
+their own size, in turns, and their CPU time for a sample is compared. One thread, no GPU. A number
+as argument is another vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import steelyard as sy
+from steelyard.measure.meter import meter
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+LIMIT = 2 << 30
+LENGTH, TURNS = 256, 3
+FEWEST_TIMES, MOST_TIME = 4.0, 1.35
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    vocabulary = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
+    torch.manual_seed(0)
+    model = GPT(layers=12, width=256, heads=8, vocabulary=vocabulary, length=LENGTH)
+    theirs = largest_of_eager(copy.deepcopy(model), vocabulary)
+    planned = sy.plan(
+        model,
+        next_token_loss,
+        tokens(theirs, LENGTH, vocabulary),
+        optimizer=OPTIMIZER,
+        budget=sy.Budget(memory=LIMIT),
+        maximize="batch",
+    )
+    ours = planned.plan.decisions.made_for.batch[0].shape[0]
+    twin = copy.deepcopy(model)
+    step, eager = planned.apply(model), eager_step(twin)
+    batches = tokens(ours, LENGTH, vocabulary), tokens(theirs, LENGTH, vocabulary)
+    ratios = []
+    for turn in range(TURNS + 1):
+        ours_seconds = timed(step, batches[0]) / ours
+        theirs_seconds = timed(eager, batches[1]) / theirs
+        if turn:  # the first warms up
+            ratios.append(ours_seconds / theirs_seconds)
+    measured = step.receipt().measured.memory_bytes
+    assert measured is not None
+    assert measured <= LIMIT, measured
+    print(
+        f"{ours} samples beside {theirs}; measured {measured / 2**20:.0f} MiB, "
+        f"{median(ratios):.3f} of the time a sample; {planned.plan.slowdown}"
+    )
+    print("\n".join(f"  {t.trade} {t.label}" for t in planned.plan.taken))
+    figures: list[dict[str, Any]] = [
+        {
+            "name": f"largest batch, {vocabulary} words",
+            "value": round(ours / theirs, 3),
+            "interval": None,
+            "target": FEWEST_TIMES,
+            "ok": ours >= FEWEST_TIMES * theirs,
+        },
+        {
+            "name": f"CPU time a sample, {vocabulary} words",
+            "value": round(median(ratios), 4),
+            "interval": [round(min(ratios), 4), round(max(ratios), 4)],
+            "target": MOST_TIME,
+            "ok": median(ratios) <= MOST_TIME,
+        },
+    ]
+    print(json.dumps({**figures[0], "ok": all(f["ok"] for f in figures), "figures": figures}))
+
+
+def eager_step(model: nn.Module) -> Any:
+    optimizer = OPTIMIZER(model.parameters())
+
+    def step(batch: Any) -> None:
+        next_token_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def largest_of_eager(model: nn.Module, vocabulary: int) -> int:
+    """Peaks grow by as much for each sample; the size where they cross the limit is tried."""
+    step = eager_step(model)
+    weights = 3 * sum(p.nbytes for p in model.parameters())  # and what AdamW keeps
+
+    def peak(size: int) -> int:
+        batch = tokens(size, LENGTH, vocabulary)
+        return (
+            weights + sum(t.nbytes for t in batch.values()) + meter(lambda: step(batch)).peak_bytes
+        )
+
+    low, high = peak(2), peak(4)
+    size = 2 + int((LIMIT - low) * 2 / (high - low))
+    while peak(size) > LIMIT:
+        size -= 1
+    while peak(size + 1) <= LIMIT:
+        size += 1
+    return size
+
+
+def timed(step: Any, batch: Any) -> float:
+    start = time.process_time()
+    step(batch)
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""How long the search for a plan takes on graphs of 1,000, 5,000 and 10,000 nodes.
+
+A GPT of as many blocks as it takes, captured, on declared costs; the budget is half way between the
+least memory and that of the step without trades. CPU time of the search alone, and how far from the
+proven bound its plan may be. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from steelyard.core.budget import Budget
+from steelyard.core.costs import Costs
+from steelyard.core.program import Program
+from steelyard.search import Search
+from steelyard.trades import TRADES
+from tests.capture.stepping import source_of
+from tests.harness import DEVICE
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+SIZES = ((1_000, 10.0), (5_000, 60.0), (10_000, 120.0))
+MOST_GAP = 0.05
+_PER_BLOCK = 160
+# In one piece: each further number of micro-batches is a capture and a search of its own.
+_TRADES = tuple(trade for trade in TRADES if trade.name != "accumulate")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    asked = [size for size in SIZES if len(sys.argv) < 2 or str(size[0]) in sys.argv[1:]]
+    figures = [figure for nodes, seconds in asked for figure in measure(nodes, seconds)]
+    worst = max(figures, key=lambda f: f["value"] / f["target"])
+    print(json.dumps({**worst, "ok": all(f["ok"] for f in figures), "figures": figures}))
+
+
+def measure(nodes: int, most_seconds: float) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = GPT(layers=round(nodes / _PER_BLOCK), width=64, heads=2, vocabulary=256, length=64)
+    source = source_of((model, next_token_loss, tokens(4, 64, 256)))
+    program = Program.plain(source.graph(micro_batches=1))
+    count = sum(not node.is_input for node in program.graph.nodes)
+    start = time.process_time()
+    search = Search(program, trades=_TRADES, source=source, costs=Costs(device=DEVICE))
+    found = search.find(Budget(memory_bytes=_half_way(search)))
+    seconds = time.process_time() - start
+    assert found.gap is not None
+    print(
+        f"{count} nodes: {seconds:.1f} CPU-s, gap {found.gap.share:.2%}, "
+        f"{search.explored().trials} trials, {len(found.rules)} rules",
+        flush=True,
+    )
+    return [
+        {
+            "name": f"search of {count} nodes, CPU seconds",
+            "value": round(seconds, 2),
+            "interval": None,
+            "target": most_seconds,
+            "ok": seconds <= most_seconds,
+        },
+        {
+            "name": f"gap of its plan, {count} nodes",
+            "value": round(found.gap.share, 4),
+            "interval": None,
+            "target": MOST_GAP,
+            "ok": found.gap.share <= MOST_GAP,
+        },
+    ]
+
+
+def _half_way(search: Search) -> int:
+    explored = search.explored()
+    return (explored.least.peak_bytes + explored.plain.peak_bytes) // 2
+
+
+if __name__ == "__main__":
+    main()
