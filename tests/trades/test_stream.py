@@ -255,7 +255,36 @@ def sorted_first(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores, targets) + 1e-6 * scores.sort(0).values[0].sum()
 
 
-@pytest.mark.parametrize("use", [compared, across, sorted_first])
+def pseudo_labelled(scores: Tensor, targets: Tensor) -> Tensor:
+    sure = F.softmax(scores.detach(), 1).amax(1)
+    return F.cross_entropy(scores, torch.where(sure < 1e-3, -100, targets))
+
+
+def without_a_gradient(scores: Tensor, targets: Tensor) -> Tensor:
+    return scores.square().sum() * 1e-4 + 0.1 * F.cross_entropy(scores.detach(), targets)
+
+
+def dropped(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.dropout(scores, 0.1), targets)
+
+
+def drawing_later(scores: Tensor, targets: Tensor) -> Tensor:
+    weights = F.dropout(scores.detach().logsumexp(1), 0.3)
+    return F.cross_entropy(scores, targets) + 0.01 * weights.mean()
+
+
+def laid_out_otherwise(scores: Tensor, targets: Tensor) -> Tensor:
+    images = scores.view(16, 24, 16, 96).contiguous(memory_format=torch.channels_last)
+    return images.square().sum() * 1e-4
+
+
+REFUSED = (
+    *(compared, across, sorted_first, pseudo_labelled, without_a_gradient, dropped),
+    *(drawing_later, laid_out_otherwise),
+)
+
+
+@pytest.mark.parametrize("use", REFUSED)
 def test_what_compares_rows_is_refused_with_the_reason(
     use: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
@@ -327,8 +356,63 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
         expected.backward()  # type: ignore[no-untyped-call]  # torch's
         plain.step()
         assert step(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-    # A batch of another shape has other rows.
+    # A batch of another shape has other rows, and perhaps one.
     assert torch.isfinite(step(ids(4, 48)))
+    assert torch.isfinite(step(torch.randint(WORDS, (1, 1))))
+    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "stream")
+    (node,) = (n for n in step.live.program.graph.nodes if n.body is not None)
+    assert node.body is not None
+    assert node.body.parts == rule.degree
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= half
+
+
+def test_the_slices_that_run_are_those_that_were_planned(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number of slices needs to divide the batch, as that of micro-batches does."""
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    torch.manual_seed(0)
+    model, batch = Scores(), torch.randint(WORDS, (1, 1024))
+    budget = sy.Budget(memory="6 MiB")
+    planned = sy.plan(model, LOSSES["mean"], batch, budget=budget)
+    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "stream")
+    step = planned.apply(model)
+    for _ in range(3):
+        step(batch)
+    (node,) = (n for n in step.live.program.graph.nodes if n.body is not None)
+    assert node.body is not None
+    assert node.body.parts == rule.degree
+    measured = step.receipt().measured.memory_bytes
+    assert measured == pytest.approx(planned.predicted.memory_bytes.value, rel=0.01)
+
+
+def test_values_that_overlap_are_sliced_once() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+            self.head = nn.Linear(16, WORDS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.head(self.down(F.gelu(self.up(x))))
+            return scores
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        scores = model(batch[0])
+        right = scores.gather(1, batch[1][:, None]).squeeze(1)
+        return (scores.logsumexp(1) - right).sum() / 2048
+
+    torch.manual_seed(0)
+    batch = torch.randn(2048, 16), torch.randint(WORDS, (2048,))
+    trial = Trial(Wide(), loss, batch)
+    offers, _ = STREAM.offers(trial.plain, trial.source)
+    rules = {rule.module: rule for offer in offers for rule in offer.rules}
+    program = STREAM.rewrite(trial.plain, tuple(rules.values()), trial.source)
+    assert_same(trial.run(trial.plain), trial.run(program), within=1e-5)
+
+
+def test_rows_may_be_as_many_as_words() -> None:
+    torch.manual_seed(0)
+    check(Trial(Scores(), LOSSES["mean"], ids(16, 96)))

@@ -171,7 +171,7 @@ class Step:
     def _at(self, rule: Rule, source: StepSource) -> Rule:
         """A last batch that is no multiple of the parts is cut into the fewest no larger."""
         possible, size = source.divisors(), batch_size(source.batch)
-        if rule.degree in (0, *possible) or size is None:
+        if rule.trade != "accumulate" or rule.degree in possible or size is None:
             return rule
         most = (batch_size(self._source.batch) or 1) // rule.degree
         return replace(rule, degree=min(k for k in possible if size // k <= max(most, 1)))

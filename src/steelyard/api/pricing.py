@@ -15,7 +15,8 @@ from steelyard import _torch
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster
-from steelyard.core.costs import Costs, OperatorCost
+from steelyard.core.costs import Costs, Missing, OperatorCost
+from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph
 from steelyard.core.machine import available_bytes
 from steelyard.core.program import Program
@@ -57,6 +58,8 @@ class Prices:
             device=cluster.device, operators=self._operators, other_wholes=self._cuts
         )
         self.notes: list[str] = []
+        # What cannot even be called on its own.
+        self.failed: set[str] = set()
 
     def know(self, *graphs: Graph) -> None:
         """Measure the operators of these graphs that are not on the list yet."""
@@ -67,6 +70,7 @@ class Prices:
         self._known |= new
         costs, survey = measure_operators(graphs, self._device, cache=self._cache)
         self._operators.update(costs.operators)
+        self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
         self.notes += [note for note in survey.notes if note not in self.notes]
 
     def know_update(self, make: OptimizerFactory, update: Program) -> None:
@@ -209,6 +213,13 @@ class PricedSource:
 
     def rewritten(self, graph: Graph) -> Graph:
         self._prices.know(graph)
+        for node in graph.nodes:
+            if node.body is not None and node.signature in self._prices.failed:
+                raise Mismatch(
+                    f"what {node.path or 'the loss'} makes cannot be carried out in slices",
+                    expected="calls that work on some of the rows as on all",
+                    remedy="take the stream rule out of the plan, or plan again",
+                )
         return graph
 
     def divisors(self) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-from steelyard.core.graph import Argument, Graph, Node, Ref
+from steelyard.core.graph import Argument, Graph, Node, Ref, Symbol
 
 IsPointwise = Callable[[str], bool]
+_PLAIN_LAYOUTS = ("torch.preserve_format", "torch.contiguous_format")
 
 
 class Kind(StrEnum):
@@ -56,8 +57,13 @@ def acts(
     rule = _RULES.get(node.op)
     if rule is None and is_pointwise(node.op):
         rule = _pointwise
-    if rule is None or node.is_random or node.mutates or len(node.outputs) != 1:
+    if node.is_random:
+        raise Unsliceable(f"{node.op} draws random numbers")
+    if rule is None or node.mutates or len(node.outputs) != 1:
         raise Unsliceable(f"{node.op} is not known to work row by row")
+    layout = dict(node.kwargs).get("memory_format")
+    if isinstance(layout, Symbol) and layout.text not in _PLAIN_LAYOUTS:
+        raise Unsliceable(f"{node.op} lays its result out by {layout.text}")
     found = rule(_Call(graph=graph, node=node, known=known, rows=rows))
     for name, kind in known.items():
         if found.inputs[name] is not kind:
@@ -118,6 +124,11 @@ class _Call:
             return tuple(range(rank))
         given = argument if isinstance(argument, tuple) else (argument,)
         return tuple(d % rank for d in given if isinstance(d, int))
+
+    def one_dim(self, name: str) -> None:
+        """That the rows of a matrix are those of its first dim."""
+        if leading(self.shape_of(name), self.rows) != 1:
+            raise Unsliceable(f"{self.node.op} needs whole rows of its matrix")
 
     def within(self, dim: int) -> int:
         """``dim`` of the first argument as a slice has it."""
@@ -188,8 +199,12 @@ def _expanded(call: _Call) -> Acts:
 
 def _transposed(call: _Call) -> Acts:
     """Rows of a matrix are columns of its transpose."""
-    if len(call.shape) != 2 or call.dims(1) not in ((0, 1), (1, 0)) or call.node.args[1:] == (0, 0):
+    if len(call.shape) != 2:
         raise Unsliceable(f"{call.node.op} moves rows")
+    order = call.node.args[1] if call.node.op == "aten.permute.default" else call.node.args[1:]
+    dims = [d % 2 for d in order if isinstance(d, int)] if isinstance(order, tuple) else []
+    if dims and dims != [1, 0] and (dims != [0, 1] or call.node.op == "aten.permute.default"):
+        raise Unsliceable(f"{call.node.op} leaves rows where they are")
     if call.kind(0) is Kind.COLUMNS:
         return Acts(inputs={call.name(0): Kind.COLUMNS}, output=Kind.ROWS)
     leading(call.shape_of(call.name(0)), call.rows)
@@ -201,12 +216,15 @@ def _product(call: _Call) -> Acts:
     if call.kind(0) is Kind.COLUMNS or call.kind(1) is Kind.ROWS:
         if call.kind(1) is Kind.COLUMNS or call.kind(0) is Kind.ROWS:
             raise Unsliceable(f"{call.node.op} multiplies rows by rows")
+        call.one_dim(right)
         return Acts(inputs={left: Kind.COLUMNS, right: Kind.ROWS}, output=Kind.SUM)
+    call.one_dim(left)
     return Acts(inputs={left: Kind.ROWS, right: Kind.WHOLE}, output=Kind.ROWS)
 
 
 def _added_product(call: _Call) -> Acts:
     added, left, right = (call.name(place) for place in range(3))
+    call.one_dim(left)
     given = call.shape_of(added)
     is_spread = len(given) < 2 or given[0] == 1
     kind = Kind.WHOLE if is_spread else Kind.ROWS

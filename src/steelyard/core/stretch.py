@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from steelyard.core.graph import Graph, Node, Phase, Tensor
+from steelyard.core.graph import Graph, Node, Phase, Ref, Tensor
 from steelyard.core.slicing import Acts, IsPointwise, Kind, Unsliceable, acts
 
 # What is smaller than this share of the large value need not be sliced with it.
@@ -35,14 +35,16 @@ class Stretch:
 def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> Stretch:
     """Raises Unsliceable, with the reason, where there is none."""
     shapes = [maker.outputs[0].shape, *_looked_at(graph, maker)]
-    reasons = []
+    reasons = {}
     counts = {prod(shape[:dims]) for shape in shapes for dims in range(1, len(shape))}
     for rows in sorted(counts, reverse=True):
         try:
             return _Growing(graph, maker, rows, is_pointwise).stretch()
         except Unsliceable as error:
-            reasons.append(error)
-    raise reasons[0] if reasons else Unsliceable(f"{maker.op} gives no rows")
+            reasons[rows] = error
+    if not reasons:
+        raise Unsliceable(f"{maker.op} gives no rows")
+    raise reasons[prod(shapes[0][:-1])] if len(shapes[0]) > 1 else next(iter(reasons.values()))
 
 
 def _looked_at(graph: Graph, maker: Node) -> Iterator[tuple[int, ...]]:
@@ -122,11 +124,14 @@ class _Growing:
     def _node(self, name: str) -> Node:
         """A mean is divided afterwards: what it counts is known before."""
         node = self._graph.by_name[name]
-        if node.op != _MEAN:
+        if node.op != _MEAN or node.args[3] not in (1, 2):
             return node
         users = [self._graph.by_name[u] for u in self._graph.users[name]]
+        places = {u.args[1]: u.name for u in users if u.is_getitem}
+        if places.keys() != {0, 1}:
+            raise Unsliceable(f"{node.op} has no gradient of its own")
         self._means[name] = node
-        self._counts.update(u.name for u in users if u.is_getitem and u.args[1] == 1)
+        self._counts.add(places[1])
         return replace(
             node,
             op="steelyard.nll_loss_sum",
@@ -167,6 +172,12 @@ class _Growing:
             # What the rows of a mean count together is known before.
             if node.name not in self._counts and not later.isdisjoint(node.inputs):
                 later.add(node.name)
+                if node.is_random and node.phase is Phase.FORWARD:
+                    raise Unsliceable(f"{node.op} draws random numbers after it")
+        for mean in self._means.values():
+            for argument in mean.args[1:3]:
+                if isinstance(argument, Ref) and argument.name in later:
+                    raise Unsliceable("what a loss counts depends on the scores")
         needed = {name for name in takes if name in later}
         for node in reversed(graph.nodes):
             if node.name in needed:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs
+from steelyard.core.errors import Mismatch
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, matching, to_rules
@@ -100,7 +101,7 @@ class Search:
         the first that does."""
         found = []
         for streams in self._streams:
-            found.append(self.explored(Variant(streams=streams)).least.peak_bytes)
+            found.append(self.explored(self._possible(1, streams)).least.peak_bytes)
             if found[-1] <= enough_bytes:
                 break
         return min(found)
@@ -108,11 +109,11 @@ class Search:
     def explore_all(self) -> None:
         """Every variant that is ever looked at, for the whole curve."""
         for streams in self._streams:
-            self.explored(Variant(streams=streams))
+            self.explored(self._possible(1, streams))
         # In parts with what can be sliced, if anything can, in as few slices as are offered.
         streams = self._streams[min(1, len(self._streams) - 1)]
         for parts in self._splits:
-            self.explored(Variant(parts=parts, streams=streams))
+            self.explored(self._possible(parts, streams))
 
     def _least_within(self) -> int:
         tried = {variant.parts for variant in self._explored}
@@ -180,13 +181,23 @@ class Search:
         plain = self.explored().plain
         if len(self._streams) > 1 and limit is not None and plain.peak_bytes > limit:
             streams = self._streams
-            wholes = tuple(Variant(streams=level) for level in streams)
+            wholes = tuple(self._possible(1, level) for level in streams)
             yield wholes[1:]
             fitting = [(p.seconds, v) for v in wholes if (p := self.explored(v).within(limit))]
             # The least memory is that of the most slices, where nothing fits.
             streams = (min(fitting)[1].streams,) if fitting else streams[-1:]
         for parts in self._splits:
-            yield tuple(Variant(parts=parts, streams=level) for level in streams)
+            yield tuple(self._possible(parts, level) for level in streams)
+
+    def _possible(self, parts: int, streams: tuple[Rule, ...]) -> Variant:
+        """In slices where the parts can be sliced as the whole batch can: rows may be too few."""
+        variant = Variant(parts=parts, streams=streams)
+        if streams and variant not in self._explored:
+            try:
+                self._strike(variant.rules)
+            except Mismatch:
+                return variant.unsliced
+        return variant
 
     def _least(self) -> tuple[Variant, Point]:
         leasts = [(variant, e.least) for variant, e in self._explored.items()]

@@ -19,8 +19,8 @@ class Variant:
     def rules(self) -> tuple[Rule, ...]:
         """A micro-batch has fewer rows, and so takes fewer slices."""
         split = (Rule(trade="accumulate", degree=self.parts),) if self.parts > 1 else ()
-        fewer = (replace(r, degree=round(r.degree / self.parts)) for r in self.streams)
-        return (*split, *(rule for rule in fewer if rule.degree > 1))
+        fewer = (replace(r, degree=max(2, round(r.degree / self.parts))) for r in self.streams)
+        return (*split, *fewer)
 
     @property
     def whole(self) -> "Variant":

@@ -24,6 +24,7 @@ _FEWEST_ROWS = 128
 _LEAST_BYTES = 1 << 20
 # A value is huge beside the whole forward pass: at least this share of all that it makes.
 _HUGE_SHARE = 0.02
+_FEWEST_SLICES = 2
 # Rows of one slice: few slices cost least, many hold least.
 _SLICES_OF = (1024, 128)
 
@@ -58,7 +59,10 @@ class Stream:
             except Unsliceable as error:
                 reasons.setdefault(label, str(error))
                 continue
-            covered.update(n.name for n in stretch.nodes)
+            inside = {n.name for n in stretch.nodes}
+            if not covered.isdisjoint(inside):
+                continue
+            covered |= inside
             (rule,) = to_rules(graph, (node.name,), trade=self.name)
             offers += [
                 Offer(
@@ -80,8 +84,8 @@ class Stream:
         assert not program.again, "stream changes the graph, so it is struck before recompute"
         graph = program.graph
         for rule in rules:
-            (name,) = matching(graph, (rule,))
-            graph = _streamed(graph, graph.by_name[name], parts=rule.degree)
+            for name in sorted(matching(graph, (rule,))):
+                graph = _streamed(graph, graph.by_name[name], parts=rule.degree)
         graph = source.rewritten(graph)
         return Program.plain(graph, update=program.update).repeated(program.repeats)
 
@@ -116,6 +120,8 @@ def _parts(maker: Node, stretch: Stretch) -> list[int]:
 
 def _streamed(graph: Graph, maker: Node, *, parts: int) -> Graph:
     """The graph with one node in place of the stretch around what ``maker`` makes."""
+    if prod(maker.outputs[0].shape[:-1]) < _FEWEST_SLICES:
+        return graph  # a later batch may have one row, which is one slice
     try:
         stretch = _stretch(graph, maker)
     except Unsliceable as error:
