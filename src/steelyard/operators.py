@@ -3,7 +3,6 @@
 Also the few operators of our own that capture puts into a graph. Not for deciding which.
 """
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,20 +25,21 @@ def operator_named(op: str) -> Operator:
 def call(node: Node, values: Mapping[str, Any]) -> Any:
     """Carry out one node on live values; for the few that are not part of a program."""
 
-    args = [_live(a, values) for a in node.args]
+    args = [live(a, values) for a in node.args]
     if node.is_getitem:
         return args[0][args[1]]
-    return operator_named(node.op)(*args, **{k: _live(a, values) for k, a in node.kwargs})
+    return operator_named(node.op)(*args, **{k: live(a, values) for k, a in node.kwargs})
 
 
-def _live(argument: Argument, values: Mapping[str, Any]) -> Any:
+def live(argument: Argument, values: Mapping[str, Any]) -> Any:
+    """The argument as torch takes it."""
     match argument:
         case Ref(name):
             return values[name]
         case Symbol(text):
             return torch_object(text)
         case tuple():
-            return [_live(a, values) for a in argument]
+            return [live(a, values) for a in argument]
     return argument
 
 
@@ -56,10 +56,11 @@ def is_pointwise(op: str) -> bool:
 
 
 def torch_object(text: str) -> Any:
-    """``torch.float32``, ``torch.device('cpu')``: what a Symbol names."""
-    if text.startswith("torch.device("):
-        return torch.device(ast.literal_eval(text[len("torch.device(") : -1]))
-    return getattr(torch, text.removeprefix("torch."))
+    """``torch.float32``, ``torch.device('cpu')``: what a Symbol names, read and not evaluated."""
+    name = text.removeprefix("torch.")
+    if name.startswith("device("):
+        return torch.device(name.removeprefix("device(").removesuffix(")").strip("'\""))
+    return getattr(torch, name)
 
 
 def copy_laid_out(x: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor:
@@ -243,10 +244,10 @@ def _sliced_call(node: Node) -> _SlicedCall:
     is_product = node.op == "aten.mm.default"
 
     def call_on(values: dict[str, torch.Tensor], results: _Results) -> None:
-        args = [_live(a, values) for a in node.args]
+        args = [live(a, values) for a in node.args]
         if is_product and results.add_product(node.name, args[0], args[1]):
             return
-        kwargs = {key: _live(a, values) for key, a in node.kwargs}
+        kwargs = {key: live(a, values) for key, a in node.kwargs}
         values[node.name] = operator(*args, **kwargs)
 
     return call_on

@@ -83,13 +83,16 @@ class Session:
     printed: str = ""
     complained: str = ""
 
-    def read(self, page: str) -> None:
-        for block in blocks(page):
+    def read(self, page: str) -> int:
+        """How many blocks were done or held."""
+        found = list(blocks(page))
+        for block in found:
             try:
                 self.take(block)
             except BaseException as error:
                 error.add_note(f"in the block that begins in line {block.first + 1}")
                 raise
+        return len(found)
 
     def take(self, block: Block) -> None:
         """Do what the block says, or hold what it shows against what was printed."""

@@ -39,7 +39,9 @@ def test_what_the_page_shows_is_what_happens(
     monkeypatch.setattr(pricing, "_CUT_CHECK_SECONDS", 1.0)
     monkeypatch.setattr(sys, "path", list(sys.path))
     pages.set_the_table()
-    pages.Session().read((ROOT / name).read_text(encoding="utf-8"))
+    text = (ROOT / name).read_text(encoding="utf-8")
+    fences = re.findall(r"^```", text, re.MULTILINE)
+    assert pages.Session().read(text) == len(fences) // 2
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -81,7 +83,8 @@ def read(page: str) -> pages.Session:
 
 
 def test_names_are_shared_by_the_blocks_of_a_page() -> None:
-    read("```python\nx = 1\n```\n```python\nprint('x  is', x)\n```\n```text\nx  is 2\n```\n")
+    page = "```python\nx = 1\n```\n```python\nprint('x  is', x)\n```\n```text\nx  is 2\n```\n"
+    assert read(page).said() == "x  is 1\n"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.graph import Tensor
-from steelyard.measure.inputs import Source, extent_of, index_bounds, torch_object
-from steelyard.operators import operator_named
+from steelyard.measure.inputs import Source, extent_of, index_bounds
+from steelyard.operators import operator_named, torch_object
 from tests.measure.calls import described, graph_of
 
 SOURCE = Source(torch.device("cpu"))

@@ -118,21 +118,24 @@ def assert_same(expected: Outcome, actual: Outcome, *, within: float = 2e-6) -> 
             )
 
 
-def check(trial: Trial, *, at_most: float = 0.6) -> None:
+def shares(trial: Trial) -> list[float]:
+    """Of each number of slices: the same step, predicted to the byte; its peak beside the plain."""
     plain = trial.run(trial.plain)
+    found = []
     for program in struck(trial):
         assert program.problems() == []
         ours = trial.run(program)
         assert_same(plain, ours)
-        assert ours.peak_bytes <= at_most * plain.peak_bytes
         predicted = predicted_above(program, costs_of(program.graph))
         assert abs(predicted - ours.peak_bytes) <= _SMALL_CHANGE_BYTES
+        found.append(ours.peak_bytes / plain.peak_bytes)
+    return found
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_over_many_words_is_computed_in_slices(name: str) -> None:
     torch.manual_seed(0)
-    check(Trial(Scores(), LOSSES[name], ids()))
+    assert max(shares(Trial(Scores(), LOSSES[name], ids()))) <= 0.6
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -176,7 +179,7 @@ def test_what_takes_long_is_measured_on_some_of_its_slices(
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "gemma2"])
 def test_the_heads_of_transformers_are_found_in_the_graph(name: str) -> None:
     torch.manual_seed(0)
-    check(hf(name), at_most=0.7)
+    assert max(shares(hf(name))) <= 0.7
 
 
 def test_rows_need_not_be_a_multiple_of_the_slices() -> None:
@@ -415,4 +418,4 @@ def test_values_that_overlap_are_sliced_once() -> None:
 
 def test_rows_may_be_as_many_as_words() -> None:
     torch.manual_seed(0)
-    check(Trial(Scores(), LOSSES["mean"], ids(16, 96)))
+    assert max(shares(Trial(Scores(), LOSSES["mean"], ids(16, 96)))) <= 0.6

@@ -68,6 +68,15 @@ class Tensor:
     def nbytes(self) -> int:
         return self.numel * item_bytes(self.dtype)
 
+    @property
+    def is_contiguous(self) -> bool:
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:

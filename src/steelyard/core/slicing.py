@@ -164,7 +164,9 @@ def _pointwise(call: _Call) -> Acts:
 
 def _row_by_row(call: _Call) -> Acts:
     """All arguments in rows, along a dim within them."""
-    place = next(p for p, a in enumerate(call.node.args) if isinstance(a, int))
+    place = next((p for p, a in enumerate(call.node.args) if isinstance(a, int)), None)
+    if place is None:
+        raise Unsliceable(f"{call.node.op} is called along its first dim")
     call.within(call.number(place))
     dims = leading(call.shape_of(call.name(0)), call.rows)
     if len({call.shape_of(name)[:dims] for name in call.node.inputs}) > 1:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from steelyard.core.graph import Graph, Node, Phase, Ref, Tensor
+from steelyard.core.graph import Graph, Node, Phase, Ref
 from steelyard.core.slicing import Acts, IsPointwise, Kind, Unsliceable, acts
 
 # What is smaller than this share of the large value need not be sliced with it.
@@ -159,7 +159,7 @@ class _Growing:
                 continue
             if kind is Kind.COLUMNS or (kind is Kind.ROWS and self._is_large(node)):
                 raise Unsliceable(f"{node.op} gives a large value that leaves the model")
-            if not _is_contiguous(node.outputs[0]):
+            if not node.outputs[0].is_contiguous:
                 raise Unsliceable(f"{node.op} gives a value that lies otherwise than in order")
             gives[name] = kind
         return gives
@@ -196,15 +196,6 @@ class _Growing:
                 needed.update(node.inputs)
                 if node.phase is Phase.BACKWARD and node.is_random:
                     raise Unsliceable(f"{node.op} would draw its random numbers sooner")
-
-
-def _is_contiguous(tensor: Tensor) -> bool:
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 __all__ = ["Stretch", "stretch_around"]

@@ -54,7 +54,7 @@ def bucketed_all_reduce(
         start = 0
         for place, gradient in zip(bucket, gradients, strict=True):
             laid_out = gradient.outputs[0]
-            if len(bucket) > 1 or not _is_flat(laid_out):
+            if len(bucket) > 1 or not laid_out.is_contiguous:
                 part = replace(laid_out, storage=whole.outputs[0].storage, offset=start)
                 view = _view(whole, part, name=f"{gradient.name}_reduced")
                 outputs[place] = replace(outputs[place], node=view.name)
@@ -96,7 +96,7 @@ def _reduced(
     """Issue and wait for one bucket behind its last gradient; the value that is waited for."""
     behind = gradients[-1].name
     given = gradients[-1]
-    if len(gradients) > 1 or not _is_flat(given.outputs[0]):
+    if len(gradients) > 1 or not given.outputs[0].is_contiguous:
         flat = [
             change.put_behind(behind, _view(g, _flattened(g.outputs[0]), name=f"{g.name}_flat"))
             for g in gradients
@@ -138,16 +138,6 @@ def _flattened(tensor: Tensor) -> Tensor:
     return replace(tensor, shape=(tensor.numel,), stride=(1,))
 
 
-def _is_flat(tensor: Tensor) -> bool:
-    """Contiguous: an exchange gives it back as it lies."""
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
-
-
 def _dense(graph: Graph, output: Output) -> Tensor:
     """The gradient's tensor, which fills its stretch of memory in whatever order."""
     tensor = graph.by_name[output.node].outputs[0]
@@ -157,7 +147,7 @@ def _dense(graph: Graph, output: Output) -> Tensor:
         shape=tuple(size for _, size in reversed(by_stride)),
         stride=tuple(stride for stride, _ in reversed(by_stride)),
     )
-    if not _is_flat(ordered):
+    if not ordered.is_contiguous:
         raise BadInput(
             f"{output.target.replace(':', ' ', 1)} has gaps between its elements: shape "
             f"{list(tensor.shape)}, strides {list(tensor.stride)}",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from steelyard.core.graph import Argument, Body, Graph, Node, Ref, Sliced, Symbol, Tensor
-from steelyard.operators import operator_named
+from steelyard.core.graph import Argument, Body, Graph, Node, Ref, Sliced, Tensor
+from steelyard.operators import live, operator_named
 
 _NEGATED = operator_named("aten._neg_view.default")
 
@@ -92,30 +92,10 @@ class Source:
 
 def _filled_in(node: Node, tensors: dict[str, torch.Tensor]) -> Arguments:
     return Arguments(
-        args=tuple(bound(a, tensors) for a in node.args),
-        kwargs={key: bound(a, tensors) for key, a in node.kwargs},
+        args=tuple(live(a, tensors) for a in node.args),
+        kwargs={key: live(a, tensors) for key, a in node.kwargs},
         tensors=tensors,
     )
-
-
-def bound(argument: Argument, tensors: dict[str, torch.Tensor]) -> Any:
-    """The argument as torch takes it."""
-    match argument:
-        case Ref(name):
-            return tensors[name]
-        case Symbol(text):
-            return torch_object(text)
-        case tuple():
-            return [bound(a, tensors) for a in argument]
-    return argument
-
-
-def torch_object(text: str) -> Any:
-    """``torch.float32`` or ``torch.device('cpu')``, read rather than evaluated."""
-    name = text.removeprefix("torch.")
-    if name.startswith("device("):
-        return torch.device(name.removeprefix("device(").removesuffix(")").strip("'\""))
-    return getattr(torch, name)
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -220,10 +220,8 @@ class _Replacing:
         if kind is not Kind.ROWS:
             return Sliced(name=name, tensor=tensor, along=None)
         dims = leading(tensor.shape, self._stretch.rows)
-        size = 1
-        for extent in tensor.shape[:dims]:
-            size *= extent
-        return Sliced(name=name, tensor=tensor, along=0, dims=dims, unit=size // self._stretch.rows)
+        unit = prod(tensor.shape[:dims]) // self._stretch.rows
+        return Sliced(name=name, tensor=tensor, along=0, dims=dims, unit=unit)
 
     def _taken_apart(self, mean: Node) -> tuple[Node, Node]:
         """The nodes that take the count and the loss of a mean."""
