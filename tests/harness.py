@@ -7,6 +7,8 @@ zoo/.
 from __future__ import annotations
 
 import copy
+import functools
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +23,18 @@ from torch.utils.flop_counter import (
 
 from steelyard.capture.source import StepSource
 from steelyard.core.budget import Budget
-from steelyard.core.cluster import Device
+from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Far, Link
 from steelyard.core.costs import Costs, OperatorCost
 from steelyard.core.graph import Graph
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Trade, strike
+from steelyard.exchange.far import FarMemory
 from steelyard.measure.meter import meter_once
 from steelyard.measure.operators import measure_operators
 from steelyard.predict import predict
+from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
 from steelyard.search import Search
 from steelyard.trades import TRADES
@@ -48,7 +52,8 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> Costs:
     declared = Costs(device=device)
     metered, survey = measure_operators(graphs, DEVICE, seconds_budget=60.0)
     assert not survey.unmeasured, survey.unmeasured
-    by_signature = {n.signature: n for graph in graphs for n in graph.nodes if not n.is_free}
+    computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_far)
+    by_signature = {n.signature: n for n in computed}
     return Costs(
         device=device,
         operators={
@@ -58,6 +63,8 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> Costs:
             )
             for signature, node in by_signature.items()
         },
+        links=FAR_LINKS,
+        far_bytes=1 << 40,
     )
 
 
@@ -137,6 +144,7 @@ class Trial:
             constants=constants,
             batch=self.batch,
             reduction=self.source.reduction().value if program.repeats > 1 else "mean",
+            runner=functools.partial(emit, far=far_memory() if has_far(program) else None),
         )
 
     def eager(self, *, micro_batches: int = 1) -> Outcome:
@@ -172,6 +180,19 @@ class Trial:
         self.model.load_state_dict(self._start)
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(_SEED)
+
+
+FAR_LINK = Link(kind="declared for tests", latency_seconds=2e-4, bytes_per_second=2e8)
+FAR_LINKS = {FAR_OUT: FAR_LINK, FAR_IN: FAR_LINK}
+
+
+@functools.cache
+def far_memory() -> FarMemory:
+    return FarMemory(Far(tempfile.gettempdir(), rate="1 GB/s", size="1 GiB"))
+
+
+def has_far(program: Program) -> bool:
+    return any(node.is_far for node in program.graph.nodes)
 
 
 def predicted_above(program: Program, costs: Costs) -> int:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steelyard.api import Planned, Workload, load, plan
     from steelyard.core.budget import Budget
-    from steelyard.core.cluster import Cluster
+    from steelyard.core.cluster import Cluster, Far
     from steelyard.core.errors import SteelyardError
 
 __version__ = "0.1.0"
-__all__ = ["Budget", "Cluster", "Planned", "SteelyardError", "Workload", "load", "plan"]
+__all__ = ["Budget", "Cluster", "Far", "Planned", "SteelyardError", "Workload", "load", "plan"]
 
 _HOMES = {
     "Budget": "steelyard.core.budget",
     "Cluster": "steelyard.core.cluster",
+    "Far": "steelyard.core.cluster",
     "Planned": "steelyard.api",
     "SteelyardError": "steelyard.core.errors",
     "Workload": "steelyard.api",

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Device
+from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.core.costs import Costs, OperatorCost
 from steelyard.core.graph import Graph, Output, OutputKind
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.predict import peak_bytes, step_seconds
+from steelyard.search.roads import Way
 from steelyard.search.tally import Tally
+from steelyard.trades.offload import movable, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.search.graphs import random_step
 
@@ -57,6 +59,49 @@ def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> Non
         assert counted.excess(counted.peak_bytes) == 0.0
         # A view is made again too, but is no operator that runs.
         assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases)
+def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool]) -> None:
+    seed, repeats, measured = case
+    rng = random.Random(seed)
+    graph = random_step(seed, num_values=12)
+    rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
+    link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, call_seconds=1e-6)
+    costs = costs_with_workspace(graph, seed) if measured else Costs(device=DEVICE)
+    costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    plain = Program.plain(graph).repeated(repeats)
+    values = recomputable(graph)
+    tally = Tally(plain, costs, values, movable(plain))
+    for share in (0.0, 0.3):
+        chosen = [v for v in sorted(values) if rng.random() < share]
+        again = tally.storages_of(chosen)
+        able = [s for s in tally.far_value_on if s not in again]
+        ways = {tally.far(s, rng.choice(list(Way))) for s in able if rng.random() < 0.6}
+        counted = tally.count(again | ways)
+        program = with_copies(plain, chosen)
+        times = tally.lags_and_leads(again | ways)
+        program = with_transfers(program, times) if times else program
+        assert counted.peak_bytes == peak_bytes(program, costs)
+        # The calls themselves move what comes later by a hair.
+        assert counted.seconds == pytest.approx(step_seconds(program, costs).value, rel=1e-3)
+        assert {tally.storage(c) for c in counted.moved} == {
+            s for s, v in tally.far_value_on.items() if v in times
+        }
+
+
+def test_far_memory_that_is_too_small_fits_nothing() -> None:
+    graph = random_step(3, num_values=12)
+    link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
+    costs = Costs(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=4096)
+    plain = Program.plain(graph)
+    tally = Tally(plain, costs, (), movable(plain))
+    choices = [tally.far(s, Way.EASY) for s in sorted(tally.far_value_on)]
+    assert tally.count(frozenset(choices)).peak_bytes > 1 << 39
+    small = min(tally.far_value_on, key=lambda s: tally.nbytes[s])
+    assert tally.nbytes[small] <= 4096
+    assert tally.count(frozenset({tally.far(small, Way.EASY)})).peak_bytes < 1 << 30
 
 
 def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:

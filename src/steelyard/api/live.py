@@ -4,8 +4,10 @@ Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``:
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -18,6 +20,7 @@ from steelyard.capture.batching import batch_size
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import Captured, StepSource
 from steelyard.core.amounts import format_bytes
+from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Role
 from steelyard.core.plan import Plan
@@ -25,19 +28,19 @@ from steelyard.core.program import Program
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
+from steelyard.exchange.far import FarMemory
 from steelyard.measure.meter import meter_once
 from steelyard.measure.process import rss_peak_bytes
 from steelyard.predict import kept_gradients_bytes, peak_bytes
 from steelyard.report.lines import plain
 from steelyard.report.text import render
 from steelyard.report.tree import tree_of
-from steelyard.run.emit import emit
+from steelyard.run.emit import Emitted, emit
 from steelyard.run.inductor import compile_program
 from steelyard.run.lowered import lower
 from steelyard.run.step import CodeReads, Constants, LiveStep
 from steelyard.trades import TRADES
 
-_RUNNERS = {"python": emit, "inductor": compile_program}
 # The second call: after what only a first call allocates, before a training loop is under way.
 _METERED_CALL = 2
 
@@ -64,6 +67,8 @@ class Step:
         self._update = update
         program, captured = self._program_at(source)
         captured.reads.check()
+        far = plan.decisions.far
+        self.far = FarMemory(far) if far else None
         self.live = LiveStep(
             source.model,
             program,
@@ -72,12 +77,13 @@ class Step:
             optimizer=None if optimizer is None else optimizer(source.model.parameters()),
             reduction=source.reduction().value if program.repeats > 1 else "mean",
             other_shape=self._other_shape,
-            runner=_RUNNERS[plan.decisions.made_for.runner],
+            runner=self._runner(),
             reads=captured.reads,
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.repeats * program.graph.resident_bytes(Role.BATCH)
         self._seconds: list[float] = []
+        self._traffic = [self.traffic()]
         self._losses: list[torch.Tensor] = []
         self._metered: int | None = None
         self.notes: list[str] = []
@@ -95,6 +101,7 @@ class Step:
         begin = time.perf_counter()
         loss = self.live(batch)
         self._seconds.append(time.perf_counter() - begin)
+        self._traffic.append(self.traffic())
         self._note_loss(loss)
         return loss
 
@@ -108,6 +115,7 @@ class Step:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         losses = [float(x) for x in self._losses]
+        busy, waited = between(self._traffic)
         return ShownReceipt(
             Receipt(
                 plan=self.plan,
@@ -115,8 +123,8 @@ class Step:
                     steps=self._calls,
                     memory_bytes=self._metered,
                     rss_bytes=rss_peak_bytes(),
-                    communication_seconds=0.0,
-                    computation_seconds=seconds,
+                    communication_seconds=busy,
+                    computation_seconds=None if seconds is None else seconds - waited,
                     step_seconds=seconds,
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,
@@ -125,9 +133,15 @@ class Step:
             )
         )
 
+    def traffic(self) -> tuple[float, float]:
+        """Seconds so far that values were on their way to far memory or back; and were awaited."""
+        return (self.far.busy_seconds, self.far.waited_seconds) if self.far else (0.0, 0.0)
+
     def meter(self, call: Any) -> int:
-        """The allocator's bytes at the peak of ``call``: what is resident and what it adds."""
+        """The bytes at the peak of ``call``: what is resident and what it adds, by the allocator,
+        and beside it the pieces in which values are moved to far memory."""
         resident = resident_bytes(self.live, self._constants) + self._batch_bytes
+        resident += 2 * FAR_PIECE_BYTES if self.far else 0
         metered = meter_once(call)
         if not metered.is_clean:
             self.notes.append(
@@ -154,12 +168,18 @@ class Step:
         losses: list[torch.Tensor] = []
         self.live.zero_grad()
         self._metered = self.meter(lambda: losses.append(self.live(batch)))
+        self._traffic[-1] = self.traffic()  # it was slowed, and counts for nothing else
         self._note_loss(losses[0])
         return losses[0]
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         del self._losses[1:]
         self._losses.append(loss)
+
+    def _runner(self) -> Callable[[Program], Emitted]:
+        if self.plan.decisions.made_for.runner == "inductor":
+            return compile_program
+        return partial(emit, far=self.far)
 
     def _program_at(self, source: StepSource) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step."""
@@ -203,6 +223,13 @@ class ShownReceipt:
 
     def __str__(self) -> str:
         return plain(render(tree_of(self.receipt)))
+
+
+def between(traffic: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The median of what each step added, the first left out where there are others."""
+    added = [(b - a, w - v) for (a, v), (b, w) in pairwise(traffic)]
+    added = added[1:] or added
+    return (median(b for b, _ in added), median(w for _, w in added)) if added else (0.0, 0.0)
 
 
 def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:

@@ -17,7 +17,7 @@ from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
 from steelyard.core.budget import Budget
-from steelyard.core.cluster import Cluster
+from steelyard.core.cluster import Cluster, Far
 from steelyard.core.plan import MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
@@ -102,6 +102,10 @@ class Look:
 
     def struck(self, rules: Sequence[Rule]) -> Program:
         return strike(self.base, rules, trades=TRADES, source=self._priced_source)
+
+    def far_for(self, rules: Sequence[Rule]) -> Far | None:
+        """The far memory that these rules move values to."""
+        return self.request.cluster.far if any(r.trade == "offload" for r in rules) else None
 
     def made_for(self) -> MadeFor:
         return MadeFor(

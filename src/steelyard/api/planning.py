@@ -20,7 +20,7 @@ from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.trace import Loss
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget, Maximize
-from steelyard.core.cluster import Cluster
+from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.explanation import write_plan
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan
@@ -112,6 +112,7 @@ def plan_workload(
     budget: Budget,
     runner: Runner = "python",
     maximize: Maximize | None = None,
+    far: Far | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
@@ -120,6 +121,7 @@ def plan_workload(
         workload.loss,
         workload.first_batch(),
         optimizer=workload.optimizer,
+        cluster=Cluster.here(far=far),
         budget=budget,
         runner=runner,
         maximize=maximize,
@@ -153,7 +155,7 @@ def load(
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=Cluster.here(),
+        cluster=Cluster.here(far=decisions.far),
         budget=decisions.budget,
         runner="inductor" if made_for.runner == "inductor" else "python",
         title=title or type(model).__name__,
@@ -286,7 +288,12 @@ def planned(look: Look, budget: Budget) -> Planned:
     found, predicted = look.find(budget)
     plan = Plan(
         title=_title(look),
-        decisions=Decisions(made_for=look.made_for(), budget=budget, rules=found.rules),
+        decisions=Decisions(
+            made_for=look.made_for(),
+            budget=budget,
+            rules=found.rules,
+            far=look.far_for(found.rules),
+        ),
         before=look.before(),
         unplanned=look.unplanned,
         predicted=predicted,

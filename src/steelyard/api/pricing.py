@@ -14,7 +14,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
-from steelyard.core.cluster import Cluster
+from steelyard.core.cluster import Cluster, Link
 from steelyard.core.costs import Costs, Missing, OperatorCost
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph
@@ -22,6 +22,7 @@ from steelyard.core.machine import available_bytes
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
+from steelyard.measure.far import measured_links
 from steelyard.measure.operators import context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
 from steelyard.measure.whole_step import Runnable, beside, whole_step
@@ -54,16 +55,27 @@ class Prices:
         # Of the step in so many micro-batches, beside the uncut one.
         self._cut_times: dict[int, float] = {}
         self._base: Program
-        self.costs = Costs(
-            device=cluster.device, operators=self._operators, other_wholes=self._cuts
-        )
         self.notes: list[str] = []
+        links: dict[str, Link] = {}
+        if cluster.far is not None:
+            on_progress("measuring far memory")
+            links, notes = measured_links(cluster.far)
+            self.notes += notes
+        self.costs = Costs(
+            device=cluster.device,
+            operators=self._operators,
+            other_wholes=self._cuts,
+            links=links,
+            far_bytes=cluster.far.size_bytes if cluster.far else 0,
+        )
         # What cannot even be called on its own.
         self.failed: set[str] = set()
 
     def know(self, *graphs: Graph) -> None:
         """Measure the operators of these graphs that are not on the list yet."""
-        new = {n.signature for g in graphs for n in g.nodes if not n.is_free} - self._known
+        new = {
+            n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_far
+        } - self._known
         if not new or not self._is_here:
             return
         self._on_progress("measuring operators")

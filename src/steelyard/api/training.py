@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from steelyard.api.live import Step
+from steelyard.api.live import Step, between
 from steelyard.api.planning import Planned
 from steelyard.api.workload import Workload
 from steelyard.core.receipt import Measured, Receipt
@@ -30,10 +30,10 @@ def run_workload(
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
     step: Step = planned.apply(workload.model)
-    log = _Log()
+    log = _Log(step.traffic())
 
     def seen(report: StepReport) -> None:
-        log.add(report)
+        log.add(report, step.traffic())
         on_step(report)
 
     def noted(note: str) -> None:
@@ -68,7 +68,8 @@ def run_workload(
 class _Log:
     """What the steps reported, for the receipt."""
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: tuple[float, float]) -> None:
+        self._traffic = [traffic]
         self.notes: list[str] = []
         self._steps = 0
         self._seconds: list[float] = []
@@ -76,10 +77,13 @@ class _Log:
         self._first: float | None = None
         self._last: float | None = None
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepReport, traffic: tuple[float, float]) -> None:
         self._steps += 1
         if report.seconds is not None:
             self._seconds.append(report.seconds)
+            self._traffic.append(traffic)
+        else:
+            self._traffic[-1] = traffic
         if report.peak_bytes is not None:
             self._peak_bytes = report.peak_bytes
         self._first = report.loss if self._first is None else self._first
@@ -88,13 +92,14 @@ class _Log:
     def measured(self, steps: int) -> Measured:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
+        busy, waited = between(self._traffic)
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,
             memory_bytes=self._peak_bytes,
             rss_bytes=rss_peak_bytes(),
-            communication_seconds=0.0,
-            computation_seconds=seconds,
+            communication_seconds=busy,
+            computation_seconds=None if seconds is None else seconds - waited,
             step_seconds=seconds,
             first_loss=self._first,
             last_loss=self._last,

@@ -8,6 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
+from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput
 from steelyard.core.printable import printable
 from steelyard.report.progress import Progress
@@ -49,6 +50,21 @@ def wish(what_if: str | None) -> dict[str, str]:
             remedy="write it as --what-if memory=4GiB",
         )
     return {name: value}
+
+
+def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Far | None:
+    """All three or none: what is not said would be guessed."""
+    given = {"--far": folder, "--far-rate": rate, "--far-size": size}
+    missing = [name for name, value in given.items() if value is None]
+    if folder is None and len(missing) == len(given):
+        return None
+    if folder is None or rate is None or size is None:
+        raise BadInput(
+            f"{missing[0]} is missing",
+            expected="a folder, the rate at which it is used, and how much it may hold",
+            remedy="write --far /scratch --far-rate 500MB/s --far-size 20GiB",
+        )
+    return Far(folder, rate=rate, size=size)
 
 
 def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | bool, Path | None]:

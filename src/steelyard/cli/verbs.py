@@ -16,6 +16,7 @@ from cyclopts import App, Parameter
 from steelyard import __version__
 from steelyard.cli.arguments import (
     at_least_one,
+    far_memory,
     plan_path,
     refuse_unwritable,
     resume_from,
@@ -76,6 +77,11 @@ _Train = Annotated[
 _Runner = Annotated[
     Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
 ]
+_Far = Annotated[
+    Path | None, Parameter(help="Folder on a disk that values may be moved to and fetched from.")
+]
+_FarRate = Annotated[str | None, Parameter(help="How fast it is used, each way: 500MB/s.")]
+_FarSize = Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")]
 _COPY = "copy the plan file to a folder that can be written to"
 _OTHER_PAGE = "give another place with --html"
 _Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
@@ -103,6 +109,9 @@ def plan(
         Maximize | None, Parameter(help="Ask for the largest that fits instead.")
     ] = None,
     runner: _Runner = "python",
+    far: _Far = None,
+    far_rate: _FarRate = None,
+    far_size: _FarSize = None,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
     ] = None,
@@ -132,13 +141,13 @@ def plan(
         refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
-    question = wish(what_if)
+    question, beside_it = wish(what_if), far_memory(far, far_rate, far_size)
     if check is None:
         refuse_to_lose(path)
-    elif budget != Budget() or maximize or output:
+    elif budget != Budget() or maximize or output or beside_it:
         raise BadInput(
             "--check takes its budget from the plan file",
-            expected="no budget, --maximize or -o beside it",
+            expected="no budget, --maximize, --far or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
     with _planning(shown) as tell:
@@ -147,8 +156,8 @@ def plan(
 
         if check is None:
             planned = api.plan_workload(
-                workload, budget=budget, runner=runner, maximize=maximize, title=title(train),
-                on_progress=tell,
+                workload, budget=budget, runner=runner, maximize=maximize, far=beside_it,
+                title=title(train), on_progress=tell,
             )  # fmt: skip
         else:
             planned = api.load_planned(check, workload, title=title(train), on_progress=tell)
@@ -246,20 +255,29 @@ def run(
 
 @app.command
 def frontier(
-    train: _Train, /, *, runner: _Runner = "python", html: _Page = None, shown: Shown = _PLAINLY
+    train: _Train,
+    /,
+    *,
+    runner: _Runner = "python",
+    far: _Far = None,
+    far_rate: _FarRate = None,
+    far_size: _FarSize = None,
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
 ) -> int:
     """Show the whole memory-time curve, not one point of it."""
     from steelyard.report.show import show, write_page
     from steelyard.report.tree import tree_of
 
     refuse_unwritable(html, _OTHER_PAGE)
+    beside_it = far_memory(far, far_rate, far_size)
     with _planning(shown) as tell:
         workload = _loaded(train, tell)
         from steelyard import api
 
         planned = api.plan_workload(
-            workload, budget=Budget(), runner=runner, maximize=None, title=title(train),
-            on_progress=tell,
+            workload, budget=Budget(), runner=runner, maximize=None, far=beside_it,
+            title=title(train), on_progress=tell,
         ).charted()  # fmt: skip
     tree = tree_of(planned.plan)
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)

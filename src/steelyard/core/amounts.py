@@ -52,6 +52,13 @@ def parse_seconds(amount: str | int | float, *, what: str = "step_time") -> floa
     return _parse(amount, _SECONDS, what=what, example="120ms or 1.5 s", bare=1.0)
 
 
+def parse_rate(amount: str | int | float, *, what: str = "rate") -> float:
+    """``"500 MB/s"`` -> 5e8; a bare number is bytes a second."""
+    example = "500MB/s or 1 GiB/s"
+    text = str(amount).strip().lower().removesuffix("/s") if isinstance(amount, str) else amount
+    return _parse(text, _BYTES, what=what, example=example, bare=1.0)
+
+
 def parse_share(amount: str | int | float, *, what: str = "accuracy_loss") -> float:
     """``"0.5%"`` -> 0.005; a bare number is the share itself. Zero is allowed."""
     units = {"%": 0.01}
@@ -109,6 +116,12 @@ def spell_bytes(amount: int) -> str | int:
     """As a person would write it where that is exact, ``"300 MiB"``; else the bare number."""
     units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return _spell(amount, units, parse_bytes)
+
+
+def spell_rate(amount: float) -> str | float:
+    """``"500 MB/s"`` where that is exact; else the bare number."""
+    units = (("GB/s", 1e9), ("MB/s", 1e6), ("KB/s", 1e3))
+    return _spell(amount, units, parse_rate)
 
 
 def spell_seconds(amount: float) -> str | float:

@@ -6,6 +6,8 @@ Not for measuring: see measure/.
 from dataclasses import dataclass
 from hashlib import sha256
 
+from steelyard.core.amounts import format_bytes, parse_bytes, parse_rate
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -25,22 +27,58 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One class of link between devices, declared or measured; the rate is one way."""
+    """One class of link between devices, declared or measured; the rate is one way.
+
+    ``doubt`` is the share by which a transfer may take more or less than is said here.
+    ``call_seconds`` is what the device itself spends on one to far memory or back.
+    """
 
     kind: str
     latency_seconds: float
     bytes_per_second: float
+    doubt: float = 0.5
+    call_seconds: float = 0.0
 
     def seconds(self, nbytes: int, *, messages: int) -> float:
         return messages * self.latency_seconds + nbytes / self.bytes_per_second
 
 
+# The axes of the links to and from far memory: a rank speaks to itself, over time.
+FAR_OUT, FAR_IN = "far out", "far in"
+# Near memory for the pieces in which they are moved, one for each direction.
+FAR_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Far:
+    """A farther memory: files in ``folder``, at most ``bytes_per_second`` each way, at most
+    ``size_bytes`` of them.
+
+    ``Far("/scratch", rate="500 MB/s", size="20 GiB")`` reads amounts as people write them. The rate
+    is kept to: a transfer that could be faster waits.
+    """
+
+    folder: str
+    bytes_per_second: float
+    size_bytes: int
+
+    def __init__(self, folder: object, rate: str | float, size: str | int) -> None:
+        object.__setattr__(self, "folder", str(folder))
+        object.__setattr__(self, "bytes_per_second", parse_rate(rate))
+        object.__setattr__(self, "size_bytes", parse_bytes(size, what="size"))
+
+    def __str__(self) -> str:
+        rate, size = format_bytes(self.bytes_per_second), format_bytes(self.size_bytes)
+        return f"{size} in {self.folder} at {rate}/s"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices a plan may use."""
+    """The devices a plan may use, and the farther memory that each may move values to."""
 
     device: Device
     num_devices: int = 1
+    far: Far | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -49,8 +87,8 @@ class Cluster:
         ).hexdigest()[:16]
 
     @classmethod
-    def here(cls) -> "Cluster":
+    def here(cls, *, far: Far | None = None) -> "Cluster":
         """The machine this runs on, as the operating system describes it; touches no device."""
         from steelyard.core.machine import this_device
 
-        return cls(device=this_device())
+        return cls(device=this_device(), far=far)

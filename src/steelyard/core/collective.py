@@ -1,4 +1,4 @@
-"""What ranks exchange, in plain data: the kind, the bytes each rank sends, what is held meanwhile.
+"""What is exchanged among ranks, or with far memory: the kind, the bytes each sends, what is held.
 
 Not for how long it takes (costs.py), nor for putting it into a step: see exchange/.
 """
@@ -13,6 +13,9 @@ class Exchange(StrEnum):
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
+    # Between a rank's own near and far memory, over the axes that core/cluster.py names.
+    SEND = "send far"
+    FETCH = "fetch from far"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,11 @@ class Collective:
     sent_bytes: int
     hops: int
     held_bytes: int = 0
+
+    @property
+    def is_far(self) -> bool:
+        """Between near and far memory, not between ranks."""
+        return self.kind in (Exchange.SEND, Exchange.FETCH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ class Costs:
     ``other_wholes`` says the same of graphs, by fingerprint, that were checked apart: of the step
     in micro-batches, whose small operators lose more to what comes between them.
     ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
-    ``links`` says over which class of link the ranks of each mesh axis are joined.
+    ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
+    memory, which takes ``far_bytes``.
     """
 
     device: Device
@@ -47,10 +48,14 @@ class Costs:
     other_wholes: Mapping[str, Estimate] = field(default_factory=dict)
     update_call_seconds: Estimate = NOTHING
     links: Mapping[str, Link] = field(default_factory=dict)
+    far_bytes: int = 0
 
     def seconds(self, node: Node) -> Estimate:
         if node.is_free:
             return FREE
+        if node.is_far:
+            link = self.links.get(node.collective.axis) if node.collective else None
+            return Estimate.exactly(link.call_seconds) if link else FREE
         known = self.operators.get(node.signature)
         seconds = known.seconds if known else self.declared_seconds(node)
         return seconds + self.update_call_seconds if node.phase is Phase.UPDATE else seconds
@@ -90,13 +95,15 @@ class Costs:
             raise BadInput(
                 f"the step exchanges data over the axis {collective.axis!r}, whose link is unknown",
                 expected=f"a link for each axis; there is one for {sorted(self.links) or 'none'}",
-                remedy="declare the link that joins these ranks",
+                remedy="name a folder for far memory"
+                if collective.is_far
+                else "declare the link that joins these ranks",
             )
         seconds = link.seconds(collective.sent_bytes, messages=collective.hops)
-        return Estimate.within(seconds, share=_DECLARED_SHARE)
+        return Estimate.within(seconds, share=link.doubt)
 
     def is_measured(self, node: Node) -> bool:
-        if node.is_free:
+        if node.is_free or node.is_far:
             return True
         known = self.operators.get(node.signature)
         return known is not None and known.is_measured

@@ -111,6 +111,7 @@ def without_refs(argument: Argument) -> Argument:
     return argument
 
 
+FAR_CALLS = "steelyard.far_"
 _COPIES = ("aten.clone.default", "aten._unsafe_view.default")
 
 
@@ -150,6 +151,11 @@ class Node:
     @property
     def is_input(self) -> bool:
         return self.op == "input"
+
+    @property
+    def is_far(self) -> bool:
+        """One of the calls that move a value to far memory or back; the link sets its price."""
+        return self.op.startswith(FAR_CALLS)
 
     @property
     def is_getitem(self) -> bool:

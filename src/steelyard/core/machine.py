@@ -71,6 +71,17 @@ def process_limits_bytes() -> dict[str, int]:
     return limits
 
 
+def filesystem_of(folder: Path) -> str:
+    """The kind of file system a folder lies on; empty where that is not known."""
+    found: dict[Path, str] = {}
+    for line in _lines("/proc/self/mounts"):
+        _, place, kind, *_ = line.split()
+        # Spaces are written as octal numbers; what is mounted over another comes later.
+        found[Path(place.replace("\\040", " "))] = kind
+    resolved = folder.resolve()
+    return next((found[p] for p in (resolved, *resolved.parents) if p in found), "")
+
+
 def _held_bytes() -> dict[str, int]:
     """What each of those limits counts."""
     counted = {"VmData": "RLIMIT_DATA", "VmSize": "RLIMIT_AS"}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from steelyard.core.budget import Budget
+from steelyard.core.cluster import Far
 from steelyard.core.peak import Peak, Timeline
 from steelyard.core.quad import Estimate, Quad
 from steelyard.core.rules import Rule
@@ -38,16 +39,22 @@ class MadeFor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """All that a plan file holds; everything else follows from it."""
+    """All that a plan file holds; everything else follows from it.
+
+    ``far`` is the memory that values are moved to, where any are.
+    """
 
     made_for: MadeFor
     budget: Budget
     rules: tuple[Rule, ...] = ()
+    far: Far | None = None
 
     @property
     def name(self) -> str:
         """Four hexadecimal digits that name the decisions in print."""
-        text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{self.rules}"
+        # A plan that moves nothing is called as it was before there were lags.
+        rules = str(self.rules).replace(", lag=0, lead=0", "")
+        text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
         return sha256(text.encode()).hexdigest()[:4]
 
 

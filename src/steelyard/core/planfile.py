@@ -17,13 +17,16 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from steelyard.core.amounts import (
     parse_bytes,
+    parse_rate,
     parse_seconds,
     parse_share,
     spell_bytes,
+    spell_rate,
     spell_seconds,
     spell_share,
 )
 from steelyard.core.budget import Budget
+from steelyard.core.cluster import Far
 from steelyard.core.plan import BatchEntry, Decisions, MadeFor
 from steelyard.core.printable import printable
 from steelyard.core.rules import Rule
@@ -74,11 +77,24 @@ class _Stream(BaseModel):
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="slices")]
 
 
+class _Offload(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = _MOST_RULES
+
+    module: str
+    op: str
+    nth: _Whole = 0
+    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    lag: _Whole = 0
+    lead: _Whole = 0
+
+
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
-_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream]] = {
+_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream | _Offload]] = {
     "accumulate": _Accumulate,
     "stream": _Stream,
     "recompute": _Recompute,
+    "offload": _Offload,
 }
 
 
@@ -133,7 +149,14 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         raise refusal(source, [*problems_of(error, _Head, also=_TABLES), *problems]) from None
     if problems:
         raise refusal(source, problems)
-    return Decisions(made_for=head.made_for.value(), budget=head.budget.value(), rules=rules)
+    if head.far is None and any(rule.trade == "offload" for rule in rules):
+        raise refusal(source, ["moves values to far memory ([[offload]]) and has no [far]"])
+    return Decisions(
+        made_for=head.made_for.value(),
+        budget=head.budget.value(),
+        rules=rules,
+        far=None if head.far is None else head.far.value(),
+    )
 
 
 def _check_format(tables: dict[str, Any], source: str) -> None:
@@ -239,6 +262,17 @@ class _Budget(BaseModel):
         )
 
 
+class _Far(BaseModel):
+    model_config = STRICT
+
+    folder: str
+    rate: Annotated[float, _written(parse_rate, "rate"), _Positive]
+    size: _Bytes
+
+    def value(self) -> Far:
+        return Far(self.folder, rate=self.rate, size=self.size)
+
+
 class _Head(BaseModel):
     """All of the file but the trades."""
 
@@ -247,6 +281,7 @@ class _Head(BaseModel):
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
     made_for: _MadeFor
     budget: _Budget
+    far: _Far | None = None
 
 
 def _lines(decisions: Decisions) -> Iterator[str]:
@@ -271,6 +306,11 @@ def _lines(decisions: Decisions) -> Iterator[str]:
         if seconds is not None:
             yield f"{key} = {_toml(spell_seconds(seconds))}"
     yield f"accuracy_loss = {_toml(spell_share(budget.accuracy_loss))}"
+    if (far := decisions.far) is not None:
+        yield "\n[far]"
+        yield f"folder = {_toml(far.folder)}"
+        yield f"rate = {_toml(spell_rate(far.bytes_per_second))}"
+        yield f"size = {_toml(spell_bytes(far.size_bytes))}"
     for rule in sorted(decisions.rules):
         yield f"\n[[{rule.trade}]]"
         for field, info in _TABLES[rule.trade].model_fields.items():

@@ -4,7 +4,7 @@ What a plan file holds and what a trade is told. Not for finding decisions: see 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import BlockRun, Graph, Node, path_matches
@@ -15,7 +15,8 @@ class Rule:
     """``count`` nodes must match, else the plan is for another model.
 
     ``op`` may end in ``#k``: result k of an operator that has several. ``degree`` is the trade's
-    own number where it has one (how many micro-batches).
+    own number where it has one (how many micro-batches). ``lag`` and ``lead`` say how many
+    operators run while a transfer is under way: after a value is sent, before it is wanted back.
     """
 
     trade: str
@@ -24,6 +25,8 @@ class Rule:
     nth: int = 0
     count: int = 1
     degree: int = 0
+    lag: int = 0
+    lead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ def spot_of(graph: Graph, node: Node) -> Spot | None:
     return Spot(node.path, node.op, node.nth)
 
 
-def to_rules(graph: Graph, values: Iterable[str], *, trade: str) -> tuple[Rule, ...]:
+def to_rules(
+    graph: Graph, values: Iterable[str], *, trade: str, lag: int = 0, lead: int = 0
+) -> tuple[Rule, ...]:
     """The fewest sorted rules that name exactly these values.
 
     ``*`` stands only for the indices of a verified run of equal blocks, and only where every
@@ -75,15 +80,20 @@ def to_rules(graph: Graph, values: Iterable[str], *, trade: str) -> tuple[Rule, 
                 chosen -= members
                 rules.append(_rule(trade, pattern, len(members)))
     rules += [_rule(trade, spot, 1) for spot in chosen]
-    return tuple(sorted(rules))
+    return tuple(sorted(replace(rule, lag=lag, lead=lead) for rule in rules))
 
 
 def matching(graph: Graph, rules: Sequence[Rule]) -> frozenset[str]:
     """The values that the rules name; a rule that names more or fewer than it says is an error."""
+    return frozenset(rule_of(graph, rules))
+
+
+def rule_of(graph: Graph, rules: Sequence[Rule]) -> dict[str, Rule]:
+    """Each value that the rules name, and the (last) rule that does."""
     by_call: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for spot, name in spots(graph).items():
         by_call.setdefault((spot.op, spot.nth), []).append((spot.module, name))
-    named: set[str] = set()
+    named: dict[str, Rule] = {}
     for rule in rules:
         found = [
             name
@@ -97,8 +107,8 @@ def matching(graph: Graph, rules: Sequence[Rule]) -> frozenset[str]:
                 expected=f"{_operators(rule.count)}, as the plan says",
                 remedy="plan again for this model, or edit module, op, nth or count of that rule",
             )
-        named.update(found)
-    return frozenset(named)
+        named.update(dict.fromkeys(found, rule))
+    return named
 
 
 def _matched(graph: Graph, pattern: Spot) -> int:

@@ -109,7 +109,7 @@ def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
     found: dict[str, _Subject] = {}
     for graph in graphs:
         for node in graph.nodes:
-            if node.is_free:
+            if node.is_free or node.is_far:
                 continue
             subject = found.get(node.signature)
             if subject is None:

@@ -6,6 +6,7 @@ Not for what is alive where (liveness.py), nor when each line begins (timeline.p
 
 from dataclasses import dataclass, replace
 
+from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase, Role
 from steelyard.core.peak import Holding, Peak, Timeline
@@ -124,7 +125,12 @@ def _resident_bytes(program: Program) -> int:
     held += program.repeats * graph.resident_bytes(Role.BATCH)
     if program.update is not None:
         held += program.update.graph.resident_bytes(Role.STATE)
-    return held
+    return held + _pieces_bytes(program)
+
+
+def _pieces_bytes(program: Program) -> int:
+    """What moving values to far memory and back takes for itself."""
+    return 2 * FAR_PIECE_BYTES if any(node.is_far for node in program.graph.nodes) else 0
 
 
 def _durations(program: Program, costs: Costs) -> Durations:
@@ -167,6 +173,8 @@ def _residents(program: Program) -> list[Holding]:
         _held(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
         _held(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]
+    if pieces := _pieces_bytes(program):
+        held.append(_held(pieces, "pieces on their way to far memory", Role.BUFFER))
     if program.update is not None:
         state = program.update.graph.resident_bytes(Role.STATE)
         held.append(_held(state, "optimizer state", Role.STATE))

@@ -391,8 +391,10 @@ def _exactly(value: float, unit: Unit) -> Figure:
 
 def rule_in_words(rule: Rule) -> str:
     """A decision as one line, for plans whose reasons are not known."""
-    if rule.degree:
+    if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"
+    if rule.degree:
+        return f"{rule.trade}: {rule.op} in {rule.module or 'the loss'}, {rule.degree} slices"
     return f"{rule.trade}: {rule.op} #{rule.nth} in {rule.module or 'the loss'} ({rule.count})"
 
 
@@ -476,13 +478,13 @@ def _is_of(plan: Plan, point: FrontierPoint) -> bool:
 
 
 def _as_point(plan: Plan) -> FrontierPoint:
-    quad, then = plan.predicted.quad, plan.planned_seconds
+    quad, then, rules = plan.predicted.quad, plan.planned_seconds, plan.decisions.rules
     return FrontierPoint(
         memory_bytes=int(quad.memory_bytes.value),
         step_seconds=quad.step_seconds.value if then is None else then,
         flops=plan.predicted.flops,
-        micro_batches=max((r.degree for r in plan.decisions.rules), default=0) or 1,
-        rules=plan.decisions.rules,
+        micro_batches=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
+        rules=rules,
     )
 
 

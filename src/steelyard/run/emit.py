@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from steelyard.core.errors import RunFailed
-from steelyard.core.graph import Argument, Axis, Node, Ref, Symbol
+from steelyard.core.collective import Exchange
+from steelyard.core.errors import BadInput, RunFailed
+from steelyard.core.graph import FAR_CALLS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
+from steelyard.exchange.far import FarMemory, Slots
 from steelyard.operators import copy_laid_out
 from steelyard.run.calls import quickest
 
@@ -29,20 +31,44 @@ class Emitted:
     run: Callable[[Sequence[torch.Tensor], Sequence[Callable[[torch.Tensor], None]]], torch.Tensor]
 
 
-def emit(program: Program, *, channels: Mapping[str, Channel] = _ALONE) -> Emitted:
+def emit(
+    program: Program, *, channels: Mapping[str, Channel] = _ALONE, far: FarMemory | None = None
+) -> Emitted:
     """``channels`` are the live process groups of the mesh axes that the program speaks over."""
     check_channels(program, channels)
-    writer = _Writer(program, channels)
+    writer = _Writer(program, channels, _slots(program, far))
     source = writer.source()
     scope: dict[str, Any] = dict(writer.scope)
     exec(compile(source, "<steelyard program>", "exec"), scope)
     return Emitted(source=source, inputs=tuple(writer.inputs), run=scope["run"])
 
 
+def _slots(program: Program, far: FarMemory | None) -> Slots | None:
+    """Room in far memory for what the program moves; its sends number the slots."""
+    nodes = program.graph.by_name
+    sizes = {
+        nodes[i.node].args[0]: c.sent_bytes
+        for i in program.instructions
+        if i.sink is None and (c := nodes[i.node].collective) and c.kind is Exchange.SEND
+    }
+    if not sizes:
+        return None
+    if far is None:
+        raise BadInput(
+            f"the plan moves {len(sizes)} values to far memory, and none is named",
+            expected="a folder on a disk for them, as the plan was made for",
+            remedy='name it: --far DIR, or Cluster.here(far=Far("/scratch", ...)) in Python',
+        )
+    return far.slots([sizes[slot] for slot in range(len(sizes))])
+
+
 class _Writer:
-    def __init__(self, program: Program, channels: Mapping[str, Channel]) -> None:
+    def __init__(
+        self, program: Program, channels: Mapping[str, Channel], slots: Slots | None
+    ) -> None:
         self._program = program
         self._channels = channels
+        self._slots = slots
         self._names: dict[str, str] = {}
         self._operators: dict[Callable[..., Any], str] = {}
         self.scope: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
@@ -98,12 +124,18 @@ class _Writer:
         return repr(argument)
 
     def _operator(self, node: Node) -> str:
-        call = quickest(node)
+        call = self._far_call(node) or quickest(node)
         name = self._operators.get(call)
         if name is None:
             name = self._operators[call] = f"{node.op.split('.')[1]}_{len(self._operators)}"
             self.scope[name] = call
         return name
+
+    def _far_call(self, node: Node) -> Callable[..., Any] | None:
+        if not node.is_far:
+            return None
+        bound: Callable[..., Any] = getattr(self._slots, node.op.removeprefix(FAR_CALLS))
+        return bound
 
     def _name(self, value: str) -> str:
         name = self._names.get(value)

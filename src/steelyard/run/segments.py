@@ -86,6 +86,12 @@ def segments(program: Program) -> Segments:
 
 
 def _refuse_exchanges(graph: Graph) -> None:
+    if any(n.collective is not None and n.collective.is_far for n in graph.nodes):
+        raise BadInput(
+            "the step moves values to far memory, which Inductor would reorder",
+            expected="a step that keeps or recomputes what it needs, for this runner",
+            remedy="take runner='python', or plan without far memory",
+        )
     if graph.collectives:
         raise BadInput(
             f"the step exchanges data with other ranks ({graph.collectives[0]}), which Inductor "

@@ -1,4 +1,4 @@
-"""How fast no plan of recomputations can be: the Lagrangian dual of the cut, a true lower bound.
+"""How fast no plan can be: the Lagrangian dual of the cut, a true lower bound.
 
 Counted are only bytes that every plan holds at a line whatever else it chooses; the copies' own
 transients are left out, so the bound is loose where memory is tight. Not for finding plans.
@@ -10,20 +10,38 @@ from steelyard.search.cut import Cut
 from steelyard.search.tally import NEVER, Floats, Tally
 
 _ROUNDS = 150
+_MIXTURES = (0.0, 0.001, 0.01, 0.05, 0.2)
 _FEWEST_IMPROVEMENTS = 12
 
 
 def least_seconds(tally: Tally, cut: Cut, *, limit_bytes: int, within_seconds: float) -> float:
     """A step that computes each value at most twice, in this order, within ``limit_bytes``, takes
     at least this long. ``within_seconds`` is what some plan reaches; it only sets the steps taken.
+
+    With far memory it takes no less than its operators, nor than either link: so no less than any
+    mixture of the three.
     """
+    if not tally.far_value_on:
+        return _least(tally, cut, limit_bytes, within_seconds, far_share=0.0)
+    return max(
+        _least(tally, cut, limit_bytes, within_seconds, far_share=share) for share in _MIXTURES
+    )
+
+
+def _least(
+    tally: Tally, cut: Cut, limit_bytes: int, within_seconds: float, *, far_share: float
+) -> float:
     certain = _CertainGaps(tally, cut)
     room = limit_bytes - tally.resident_bytes - certain.always
     prices = np.zeros(tally.num_lines)
     best, slack, stale = 0.0, 2.0, 0
-    target = within_seconds - tally.plain_seconds
+    plain = (1 - far_share) * tally.plain_seconds
+    target = within_seconds - plain
+    far = None
+    if tally.far_value_on:
+        far = tally.far_seconds(cut.kept, share=far_share * tally.program.repeats / 2)
     for _ in range(_ROUNDS):
-        choice = cut.solve(certain.weights(prices))
+        choice = cut.solve(certain.weights(prices), far=far, paid=1 - far_share)
         # Capacities are rounded to ticks; what that may add is taken off again.
         value = choice.seconds - cut.rounding_seconds - float(prices @ room)
         if value > best:
@@ -32,13 +50,13 @@ def least_seconds(tally: Tally, cut: Cut, *, limit_bytes: int, within_seconds: f
             stale += 1
             if stale >= _FEWEST_IMPROVEMENTS:
                 slack, stale = slack / 2, 0
-        slope = certain.held(choice.kept) - room
+        slope = certain.held(choice.kept - choice.away) - room
         slope[(slope < 0) & (prices == 0)] = 0.0
         size = float(slope @ slope)
         if size == 0.0 or target <= value:
             break
         prices = np.maximum(0.0, prices + slack * (target - value) / size * slope)
-    return tally.plain_seconds + max(0.0, best)
+    return max(tally.plain_seconds, plain + best)
 
 
 class _CertainGaps:

@@ -21,11 +21,12 @@ _SOURCE, _SINK = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """``again`` is what to recompute and ``kept`` what to keep for that; ``seconds`` is the value
-    of the whole cut, the prices of what is kept included."""
+    """``again`` is what to recompute and ``kept`` what to keep for that, near or, where that is
+    cheaper, ``away``; ``seconds`` is the value of the whole cut, all these prices included."""
 
     again: frozenset[int]
     kept: frozenset[int]
+    away: frozenset[int]
     seconds: float
 
 
@@ -79,11 +80,24 @@ class Cut:
         self._next_node += 1
         return self._next_node - 1
 
-    def solve(self, weights: Sequence[float] | Floats, *, never: Collection[int] = ()) -> Choice:
-        """``weights``: seconds that keeping each of ``kept`` is worth avoiding; ``never`` lists
-        operators that must not run again."""
+    def solve(
+        self,
+        weights: Sequence[float] | Floats,
+        *,
+        far: Floats | None = None,
+        never: Collection[int] = (),
+        paid: float = 1.0,
+    ) -> Choice:
+        """``weights``: seconds that keeping each of ``kept`` near is worth avoiding; ``far``: that
+        keeping it away costs (infinite where it cannot leave); ``never`` lists operators that must
+        not run again; ``paid`` is the share that counts of what those take that do."""
         ticks = self._ticks.copy()
-        weighed = np.minimum(np.rint(np.asarray(weights) * _TICKS_PER_SECOND), 2.0**52)
+        if paid != 1.0:
+            places = list(self._paid_at.values())
+            ticks[places] = np.rint(ticks[places] * paid).astype(np.int64)
+        near = np.asarray(weights)
+        cheaper = near if far is None else np.minimum(near, far)
+        weighed = np.minimum(np.rint(cheaper * _TICKS_PER_SECOND), 2.0**52)
         ticks[self._first_kept :] = weighed.astype(np.int64)
         ticks[[self._paid_at[number] for number in never]] = _UNCUTTABLE
         self._flow.set_arcs_capacity(self._all, ticks)
@@ -91,14 +105,16 @@ class Cut:
         assert status == self._flow.OPTIMAL, status
         source_side = set(self._flow.get_source_side_min_cut())
         again = (s for s in self._tally.unit_of if self._enters[s] not in source_side)
-        kept = (
-            s
-            for s in self.kept
-            if self._enters[s] in source_side and self._leaves[s] not in source_side
-        )
+        is_kept = [
+            self._enters[s] in source_side and self._leaves[s] not in source_side for s in self.kept
+        ]
+        away = cheaper < near
         return Choice(
             again=frozenset(again),
-            kept=frozenset(kept),
+            kept=frozenset(s for s, stays in zip(self.kept, is_kept) if stays),
+            away=frozenset(
+                s for s, stays, is_away in zip(self.kept, is_kept, away) if stays and is_away
+            ),
             seconds=self._flow.optimal_flow() / _TICKS_PER_SECOND,
         )
 

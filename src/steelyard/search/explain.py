@@ -13,7 +13,8 @@ from steelyard.core.plan import Taken
 from steelyard.core.rules import matching, spot_of, starred, to_rules
 from steelyard.core.trade import Left, Offer, Refusal
 from steelyard.search.archive import Point
-from steelyard.search.explore import Explored, carried
+from steelyard.search.explore import Explored, carried, carried_choice
+from steelyard.search.roads import Way
 from steelyard.search.tally import Counted
 from steelyard.search.variant import Variant
 
@@ -30,8 +31,9 @@ def taken(
         told.append(_taken_split(explored, variant, point))
     if variant.streams:
         told.append(_taken_streams(explored, variant, point))
-    modules = _taken_modules(explored[variant], point)
-    told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
+    for trade in ("recompute", "offload"):
+        modules = _taken_modules(trade, explored[variant], point)
+        told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
     return tuple(told)
 
 
@@ -71,17 +73,19 @@ def _carried_to(
 ) -> Counted:
     """The same recomputations on another variant of the step."""
     ours, theirs = explored[variant], explored[other].tally
-    values = carried(ours.values(point), ours.tally.program.graph, theirs)
-    return theirs.count(theirs.storages_of(values))
+    return theirs.count(carried_choice(ours.tally, ours.choice(point), theirs))
 
 
-def _taken_modules(explored: Explored, point: Point) -> list[Taken]:
+def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
+    """What is recomputed, or what is moved, by modules."""
     tally = explored.tally
     graph = tally.program.graph
-    again = tally.storages_of(explored.values(point))
-    with_all = tally.count(again)
-    offered = _by_module(graph, tally.value_on)
-    chosen = _by_module(graph, {s: tally.value_on[s] for s in again})
+    choice, is_far = explored.choice(point), trade == "offload"
+    with_all = tally.count(choice)
+    value_on = tally.far_value_on if is_far else tally.value_on
+    offered = _by_module(graph, value_on)
+    own = {c for c in choice if tally.is_far(c) == is_far}
+    chosen = _by_module(graph, {c: value_on[tally.storage(c)] for c in own})
     deepest = max((m.count(".") + 1 for m in chosen), default=0)
     depth = next(
         (d for d in range(deepest, 1, -1) if len({_cut(m, d) for m in chosen}) <= _MOST_PARTS), 1
@@ -90,13 +94,13 @@ def _taken_modules(explored: Explored, point: Point) -> list[Taken]:
     for module in sorted({_cut(m, depth) for m in chosen}):
         inside = {s for m, members in chosen.items() if _cut(m, depth) == module for s in members}
         possible = sum(len(members) for m, members in offered.items() if _cut(m, depth) == module)
-        without = tally.count(again - inside)
+        without = tally.count(choice - inside)
         count = str(len(inside)) if len(inside) == possible else f"{len(inside)} of {possible}"
         told.append(
             Taken(
-                trade="recompute",
+                trade=trade,
                 label=f"{module or 'top level'} ({count})",
-                rules=to_rules(graph, (tally.value_on[s] for s in inside), trade="recompute"),
+                rules=to_rules(graph, (value_on[tally.storage(c)] for c in inside), trade=trade),
                 buys_bytes=without.peak_bytes - with_all.peak_bytes,
                 pays_seconds=with_all.seconds - without.seconds,
             )
@@ -105,7 +109,7 @@ def _taken_modules(explored: Explored, point: Point) -> list[Taken]:
 
 
 def _by_module(graph: Graph, values: Mapping[int, str]) -> dict[str, set[int]]:
-    """Storages by module, blocks of a run under one name."""
+    """Choices, each with its value, by module; blocks of a run under one name."""
     found: dict[str, set[int]] = {}
     for storage, value in values.items():
         spot = spot_of(graph, graph.by_name[value])
@@ -135,6 +139,11 @@ def refused(
             reason = _why_not_split(offer, explored, variant, point)
         elif offer.trade == "stream":
             reason = _why_not_stream(offer, explored, variant, point)
+        elif offer.trade == "offload":
+            able = _movable(offer, explored, variant)
+            moved = _moved(explored[variant], point)
+            reason = _why_not_offload(able, explored[variant], point, budget)
+            left = Left.REST if able & moved else Left.WHOLE
         else:
             wanted = _wanted(offer, explored, variant)
             reason = _why_not_recompute(wanted, explored[variant], point, budget)
@@ -178,6 +187,34 @@ def _wanted(offer: Offer, explored: Mapping[Variant, Explored], variant: Variant
     return tally.storages_of(carried(matching(whole, offer.rules), whole, tally))
 
 
+def _movable(
+    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant
+) -> frozenset[int]:
+    """The storages that the offer would move in this variant."""
+    whole, tally = explored[Variant()].tally, explored[variant].tally
+    storages = {value: s for s, value in whole.far_value_on.items()}
+    values = matching(whole.program.graph, offer.rules)
+    choice = frozenset(whole.far(storages[v], Way.EASY) for v in values)
+    return frozenset(tally.storage(c) for c in carried_choice(whole, choice, tally))
+
+
+def _moved(explored: Explored, point: Point) -> frozenset[int]:
+    tally = explored.tally
+    return frozenset(tally.storage(c) for c in explored.choice(point) if tally.is_far(c))
+
+
+def _why_not_offload(
+    storages: frozenset[int], explored: Explored, point: Point, budget: Budget
+) -> str | None:
+    tally, rest = explored.tally, storages - _moved(explored, point)
+    if storages and not rest:
+        return None
+    tried = tally.count(point.again | {tally.far(s, Way.EASY) for s in rest})
+    if not set(tried.moved) - point.again:
+        return "the backward pass does not read it in this plan"
+    return _not_worth(point, tried, budget)
+
+
 def _why_not_recompute(
     wanted: frozenset[int], explored: Explored, point: Point, budget: Budget
 ) -> str | None:
@@ -185,10 +222,14 @@ def _why_not_recompute(
         return None
     tally = explored.tally
     tried = tally.count(point.again | wanted)
-    buys, pays = point.peak_bytes - tried.peak_bytes, tried.seconds - point.seconds
-    if pays <= 0:
+    if tried.seconds <= point.seconds:
         return "the backward pass does not read it in this plan"
-    price = f"would pay ~{format_seconds(pays)} a step"
+    return _not_worth(point, tried, budget)
+
+
+def _not_worth(point: Point, tried: Counted, budget: Budget) -> str:
+    buys, pays = point.peak_bytes - tried.peak_bytes, tried.seconds - point.seconds
+    price = f"would pay ~{format_seconds(max(0.0, pays))} a step"
     if buys <= 0:
         return f"{price} and buy no memory at the peak"
     if budget.memory_bytes is None:

@@ -15,12 +15,12 @@ from steelyard.search.archive import Archive, Point
 from steelyard.search.cut import Cut
 from steelyard.search.moves import Moves
 from steelyard.search.seeds import simple_plans
-from steelyard.search.sweep import Gaps, packed_sweep, priced_sweep, uniform_sweep
+from steelyard.search.sweep import Gaps, far_sweep, packed_sweep, priced_sweep, uniform_sweep
 from steelyard.search.tally import Tally
 from steelyard.search.trials import Trials
 
 _LIMITS = 24
-_ROUNDS = 20
+_ROUNDS, _FAR_ROUNDS = 20, 8
 # Trials times lines of the program: small programs are searched harder, none for long.
 _KICKING_WORK = 20_000_000
 _KICKS_PER_LIMIT = 4
@@ -51,35 +51,47 @@ class Explored:
         return self.chain[-1]
 
     def values(self, point: Point) -> frozenset[str]:
-        """What to recompute; where it changes nothing, in all blocks of a run alike."""
+        """What to recompute."""
+        tally = self.tally
+        return frozenset(tally.value_on[s] for s in self.choice(point) if not tally.is_far(s))
+
+    def moved(self, point: Point) -> dict[str, tuple[int, int]]:
+        """What to move to far memory, with the lag and the lead of each."""
+        return self.tally.lags_and_leads(self.choice(point))
+
+    def choice(self, point: Point) -> frozenset[int]:
+        """What was chosen; where it changes nothing, in all blocks of a run alike."""
         again = point.again
         for group in self.groups:
             if group & again and not group <= again:
                 more = self.tally.count(again | group)
                 if more.peak_bytes <= point.peak_bytes and more.seconds <= point.seconds:
                     again |= group
-        return frozenset(self.tally.value_on[s] for s in again)
+        return again
 
 
 def explore(
     program: Program,
     costs: Costs,
     values: Iterable[str],
+    movable: Iterable[str] = (),
     *,
     known: "Explored | None" = None,
     thorough: bool = True,
 ) -> Explored:
-    """``values`` may be recomputed; plans for ``known``, this step cut otherwise, are a start."""
-    tally = Tally(program, costs, values)
+    """``values`` may be recomputed, and ``movable`` ones sent to far memory; plans for ``known``,
+    this step cut otherwise, are a start."""
+    tally = Tally(program, costs, values, movable)
     trials = Trials(tally)
     groups = _groups(tally)
-    if tally.unit_of:
+    choices = [*tally.unit_of, *tally.ways()]
+    if choices:
         if known is not None:
             _start_from(trials, known)
         _sweep(trials)
-        if len(groups) < len(tally.unit_of):
+        if len(groups) < len(choices):
             _improve(trials, Moves(trials, groups, are_whole=True), efforts=(250,))
-        moves = Moves(trials, (frozenset({s}) for s in tally.unit_of), are_whole=False)
+        moves = Moves(trials, (frozenset({s}) for s in choices), are_whole=False)
         _improve(trials, moves, efforts=(500, 1000) if thorough else (250,))
         if thorough:
             _kick(trials, moves)
@@ -88,18 +100,34 @@ def explore(
 
 
 def carried(values: Iterable[str], graph: Graph, to: Tally) -> frozenset[str]:
-    """The same values in another trace of the step, as far as that has them."""
-    there = spots(to.program.graph)
+    """The same values in another trace of the step, as far as they can be recomputed there."""
     possible = set(to.value_on.values())
-    found = (there.get(spot) for v in values if (spot := spot_of(graph, graph.by_name[v])))
-    return frozenset(name for name in found if name in possible and name is not None)
+    return frozenset(name for name in _there(values, graph, to).values() if name in possible)
+
+
+def carried_choice(tally: Tally, choice: frozenset[int], to: Tally) -> frozenset[int]:
+    """The same choice in another trace of the step, as far as it can be made there."""
+    graph = tally.program.graph
+    again = (tally.value_on[c] for c in choice if not tally.is_far(c))
+    found = set(to.storages_of(carried(again, graph, to)))
+    able = {value: storage for storage, value in to.far_value_on.items()}
+    ways = {tally.far_value_on[tally.storage(c)]: tally.way(c) for c in choice if tally.is_far(c)}
+    for value, there in _there(ways, graph, to).items():
+        if there in able:
+            found.add(to.far(able[there], ways[value]))
+    return frozenset(found)
+
+
+def _there(values: Iterable[str], graph: Graph, to: Tally) -> dict[str, str]:
+    """Names here and in the other trace."""
+    there = spots(to.program.graph)
+    found = {v: spot_of(graph, graph.by_name[v]) for v in values}
+    return {v: there[spot] for v, spot in found.items() if spot is not None and spot in there}
 
 
 def _start_from(trials: Trials, known: Explored) -> None:
-    graph = known.tally.program.graph
     for point in known.chain:
-        values = (known.tally.value_on[s] for s in point.again)
-        trials.point(trials.tally.storages_of(carried(values, graph, trials.tally)))
+        trials.point(carried_choice(known.tally, point.again, trials.tally))
 
 
 def _sweep(trials: Trials) -> None:
@@ -112,6 +140,8 @@ def _sweep(trials: Trials) -> None:
     peak = trials.plain.peak_bytes
     limits = [round(peak * (1 - i / (_LIMITS + 3))) for i in range(1, _LIMITS + 1)]
     priced_sweep(trials, cut, gaps, limits=limits, rounds=_ROUNDS)
+    if trials.tally.far_value_on:
+        far_sweep(trials, cut, gaps, limits=limits[::3], rounds=_FAR_ROUNDS)
 
 
 def _improve(trials: Trials, moves: Moves, *, efforts: tuple[int, ...]) -> None:
@@ -159,11 +189,13 @@ def _groups(tally: Tally) -> list[frozenset[int]]:
     """The same value in all blocks of a run, as one atom."""
     graph = tally.program.graph
     runs = sorted(graph.runs, key=lambda r: -len(r.prefix))
-    members: dict[Spot, set[int]] = {}
-    for storage, value in tally.value_on.items():
+    members: dict[tuple[Spot, int], set[int]] = {}
+    again = ((storage, value, -1) for storage, value in tally.value_on.items())
+    moved = ((c, tally.far_value_on[tally.storage(c)], tally.way(c)) for c in tally.ways())
+    for choice, value, how in (*again, *moved):
         spot = spot_of(graph, graph.by_name[value])
         assert spot is not None
-        members.setdefault(_pattern(spot, runs), set()).add(storage)
+        members.setdefault((_pattern(spot, runs), how), set()).add(choice)
     return [frozenset(m) for m in members.values()]
 
 

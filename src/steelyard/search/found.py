@@ -18,11 +18,12 @@ class Gap:
     """How far from the fastest this can be: a proven bound, for these costs and no others.
 
     It holds for plans that only recompute, each value at most once more and in the captured order,
-    on the same number of micro-batches.
+    or move it to far memory where there is one, on the same number of micro-batches.
     """
 
     step_seconds: float
     least_seconds: float
+    has_far: bool = False
 
     @property
     def share(self) -> float:
@@ -31,7 +32,7 @@ class Gap:
     def __str__(self) -> str:
         return (
             f"within {format_share(self.share).lstrip('+')} of the fastest possible by recomputing "
-            "each value at most once"
+            f"each value at most once{' or moving it to far memory' if self.has_far else ''}"
         )
 
 

@@ -30,8 +30,8 @@ class Moves:
         self._atom_of = {s: atom for atom in self.atoms for s in atom}
         # Less than this counts as nothing paid.
         self._trifle = 1e-9 * tally.plain_seconds
-        self._seconds = {a: tally.seconds_of({tally.unit_of[s] for s in a}) for a in self.atoms}
-        self._nbytes = {a: sum(tally.nbytes[s] for s in a) for a in self.atoms}
+        self._seconds = {a: tally.alone_seconds(a) for a in self.atoms}
+        self._nbytes = {a: sum(tally.nbytes[tally.storage(s)] for s in a) for a in self.atoms}
         # What costs much and holds little is the first to be kept after all.
         self._dearest = sorted(
             self.atoms, key=lambda a: (-self._seconds[a] / (1 + self._nbytes[a]), min(a))
@@ -51,9 +51,9 @@ class Moves:
 
     def relink(self, points: Sequence[Point], *, steps: int = 24) -> None:
         """Mixtures of neighbours: one plan's choices up to a line, the other's from there on."""
-        born = self._tally.born
+        born, storage = self._tally.born, self._tally.storage
         for left, right in pairwise(points):
-            differ = sorted(left.again ^ right.again, key=lambda s: (born[s], s))
+            differ = sorted(left.again ^ right.again, key=lambda s: (born[storage(s)], s))
             cuts = {round(i * len(differ) / steps) for i in range(1, steps)}
             for cut in sorted(cuts - {0, len(differ)}):
                 changed = frozenset(differ[:cut])
@@ -92,8 +92,9 @@ class Moves:
 
     def _surely_too_much(self, atom: frozenset[int], line: int, slack_bytes: int) -> bool:
         """Kept, it would wait across the peak; no proof, for what is upstream of it may go."""
-        waiting = sum(self._tally.nbytes[s] for s in atom if _would_wait(self._tally, s, line))
-        return waiting > slack_bytes
+        tally = self._tally
+        storages = {tally.storage(s) for s in atom}
+        return sum(tally.nbytes[s] for s in storages if _would_wait(tally, s, line)) > slack_bytes
 
     def repair(
         self, point: Point, limit_bytes: int, *, width: int = _WIDTH, steps: int = 200
@@ -133,14 +134,16 @@ class Moves:
         tally, line = self._tally, counted.peak_line()
         waiting = []
         for atom in self.atoms:
-            if any(_waits(tally, s, line, counted) for s in atom - again):
+            # What is moved may also be moved otherwise; what is made again is not there to move.
+            new = {tally.storage(s) for s in atom - again} - again
+            if any(_waits(tally, s, line, counted) for s in new):
                 closed = self._closure(atom, again)
-                paid = tally.seconds_of({tally.unit_of[s] for s in closed})
+                paid = tally.alone_seconds(closed)
                 waiting.append((paid / (1 + self._nbytes[atom]), min(atom), atom, closed))
         copied = (
             atom
             for atom in self._largest
-            if any(_is_copied(tally, s, line, counted) for s in atom & again)
+            if any(_is_copied(tally, tally.storage(s), line, counted) for s in atom & again)
         )
         for _, _, atom, closed in sorted(waiting, key=lambda w: w[:2]):
             yield again | atom
@@ -157,7 +160,9 @@ class Moves:
         tally = self._tally
         found, pending = set(atom), list(atom)
         while pending:
-            for read in tally.units[tally.unit_of[pending.pop()]].reads:
+            if tally.is_far(choice := pending.pop()):
+                continue
+            for read in tally.units[tally.unit_of[choice]].reads:
                 if read in found or read in again or read not in tally.unit_of:
                     continue
                 if tally.late_first[read] == NEVER:
@@ -176,7 +181,7 @@ class Moves:
 
     def _descended(self, least: Point, end: int) -> bool:
         tally, line = self._tally, self._trials.counted(least.again).peak_line()
-        near = [a for a in self._largest if any(_lives(tally, s, line) for s in a)]
+        near = [a for a in self._largest if any(_lives(tally, tally.storage(s), line) for s in a)]
         for atom in near + [a for a in self._largest if a not in set(near)]:
             flips = {atom: None}
             if not atom & least.again:

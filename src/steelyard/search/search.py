@@ -3,12 +3,13 @@
 Not for looking at single plans (explore.py) or for saying why (explain.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, matching, to_rules
@@ -26,8 +27,9 @@ from steelyard.search.variant import Variant
 _POINTS = 16
 # Each number of micro-batches is another capture, which takes seconds.
 _SPLITS = 6
-_RECOMPUTE, _STREAM = "recompute", "stream"
+_RECOMPUTE, _STREAM, _OFFLOAD = "recompute", "stream", "offload"
 _PLAIN = Variant()
+_NO_FAR = "there is no far memory to move to: name a folder on a disk with --far"
 
 
 def search(
@@ -50,6 +52,10 @@ class Search:
         self.offers: list[Offer] = []
         self.refusals: list[Refusal] = []
         for trade in trades:
+            if trade.name == _OFFLOAD and not costs.far_bytes:
+                refusal = Refusal(trade=_OFFLOAD, label="everything", reason=_NO_FAR)
+                self.refusals.append(replace(refusal, left=Left.NEVER))
+                continue
             offers, refusals = trade.offers(program, source)
             self.offers += offers
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
@@ -227,24 +233,43 @@ class Search:
 
     def _explore(self, variant: Variant) -> Explored:
         program = self._strike(variant.rules)
-        recompute = self._trades.get(_RECOMPUTE)
-        values: frozenset[str] = frozenset()
-        if recompute is not None:
-            offers, _ = recompute.offers(program, self._source)
-            values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
         known = self.explored() if variant != _PLAIN else None
-        thorough = variant.parts == 1
-        return explore(program, self._costs, values, known=known, thorough=thorough)
+        return explore(
+            program,
+            self._costs,
+            self._offered(_RECOMPUTE, program),
+            self._offered(_OFFLOAD, program) if self._costs.far_bytes else (),
+            known=known,
+            thorough=variant.parts == 1,
+        )
+
+    def _offered(self, trade: str, program: Program) -> frozenset[str]:
+        """The values that this trade offers something for."""
+        if trade not in self._trades:
+            return frozenset()
+        offers, _ = self._trades[trade].offers(program, self._source)
+        return matching(program.graph, sorted({r for o in offers for r in o.rules}))
 
     def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
         explored = self._explored[variant]
-        values = explored.values(point)
-        rules = to_rules(explored.tally.program.graph, values, trade=_RECOMPUTE)
-        return (*variant.rules, *rules)
+        graph = explored.tally.program.graph
+        rules = to_rules(graph, explored.values(point), trade=_RECOMPUTE)
+        return (*variant.rules, *rules, *_moving(graph, explored.moved(point)))
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
         trades = tuple(self._trades.values())
         return strike(self.program, rules, trades=trades, source=self._source)
+
+
+def _moving(graph: Graph, moved: Mapping[str, tuple[int, int]]) -> tuple[Rule, ...]:
+    by_times: dict[tuple[int, int], list[str]] = {}
+    for value, times in moved.items():
+        by_times.setdefault(times, []).append(value)
+    return tuple(
+        rule
+        for (lag, lead), values in sorted(by_times.items())
+        for rule in to_rules(graph, values, trade=_OFFLOAD, lag=lag, lead=lead)
+    )
 
 
 def _levels(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
@@ -268,10 +293,10 @@ def _spread(degrees: Sequence[int]) -> tuple[int, ...]:
 
 def _gap(explored: Explored, point: Point, budget: Budget) -> Gap | None:
     """None where no memory is bounded."""
-    if budget.memory_bytes is None or not explored.tally.unit_of:
+    if budget.memory_bytes is None or not (explored.tally.unit_of or explored.tally.far_value_on):
         return None
     tally = explored.tally
     least = least_seconds(
         tally, Cut(tally), limit_bytes=budget.memory_bytes, within_seconds=point.seconds
     )
-    return Gap(step_seconds=point.seconds, least_seconds=least)
+    return Gap(step_seconds=point.seconds, least_seconds=least, has_far=bool(tally.far_value_on))

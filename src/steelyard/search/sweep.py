@@ -3,12 +3,13 @@
 The global half of the search. Not for changes to single values: see moves.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from steelyard.search.cut import Cut
-from steelyard.search.tally import Floats, Tally
+from steelyard.search.cut import Choice, Cut
+from steelyard.search.roads import Way
+from steelyard.search.tally import Counted, Floats, Tally
 from steelyard.search.trials import Trials
 
 # From where nothing is worth recomputing to where everything is, in steps of a third.
@@ -16,6 +17,8 @@ _UNIFORM_PRICES = np.geomspace(1e-4, 1e4, 64)
 _PACKED_LEVELS = 512
 _PACKINGS = 64
 _PACKED_PRICES = (1.0, 1e4)
+# What a second on the link is worth: nothing while it would stand idle, itself where all wait.
+_LINK_PRICES = (0.0, 0.03, 0.2, 1.0)
 _GROWTH = 1.6
 _PUSH = 12.0
 
@@ -89,8 +92,39 @@ def _packed(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], li
     return taken
 
 
+def far_sweep(trials: Trials, cut: Cut, gaps: Gaps, *, limits: Sequence[int], rounds: int) -> None:
+    """The same with far memory: at several prices of the link, from nothing to all it takes."""
+    for share in _LINK_PRICES:
+        far = trials.tally.far_seconds(cut.kept, share=share)
+        for price in _UNIFORM_PRICES[::8]:
+            seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
+            weights = gaps.uniform(seconds_per_byte * price)
+            _note_far(trials, cut.solve(weights, far=far))
+        priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, far=far)
+
+
+def _note_far(trials: Trials, choice: Choice) -> Counted:
+    """Also with only those away for whom the road is long: they hardly meet on it."""
+    tally = trials.tally
+    longest = sorted(choice.away, key=lambda s: tally.born[s])
+    counted = None
+    for number in (len(longest), 3 * len(longest) // 4, len(longest) // 2, len(longest) // 4):
+        chosen = choice.again | {tally.far(s, Way.EASY) for s in longest[:number]}
+        found = trials.counted(chosen)
+        trials.noted(chosen, found)
+        counted = counted or found
+    assert counted is not None
+    return counted
+
+
 def priced_sweep(
-    trials: Trials, cut: Cut, gaps: Gaps, *, limits: Iterable[int], rounds: int
+    trials: Trials,
+    cut: Cut,
+    gaps: Gaps,
+    *,
+    limits: Iterable[int],
+    rounds: int,
+    far: Floats | None = None,
 ) -> None:
     """Multiplicative weights: lines above the limit grow dearer, the total follows the peak."""
     lines = trials.tally.num_lines
@@ -100,9 +134,12 @@ def priced_sweep(
         dearness *= 0.5
         for number in range(rounds):
             shares = np.exp(dearness - dearness.max())
-            choice = cut.solve(gaps.weights(shares * (total / shares.sum())))
-            counted = trials.counted(choice.again)
-            trials.noted(choice.again, counted)
+            choice = cut.solve(gaps.weights(shares * (total / shares.sum())), far=far)
+            if choice.away:
+                counted = _note_far(trials, choice)
+            else:
+                counted = trials.counted(choice.again)
+                trials.noted(choice.again, counted)
             over = np.clip(counted.folded() / limit - 1.0, -0.5, 0.5)
             dearness += over * (_PUSH / (1 + number / 10))
             total *= _GROWTH if counted.peak_bytes > limit else 1 / _GROWTH

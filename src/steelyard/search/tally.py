@@ -11,28 +11,33 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PIECE_BYTES
 from steelyard.core.costs import Costs
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Program
 from steelyard.predict import peak_bytes, step_seconds
+from steelyard.search.roads import NO_TRIPS, Roads, Trips, Way
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 # Later than any line.
 NEVER = 1 << 40
+_MOSTLY_HIDDEN = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
     """``active`` are the operators that really run again; a chosen value nobody reads is free.
 
-    ``held`` are the bytes at each line, copies included; ``shift`` how far copies have moved each
-    line of the plain program; ``first`` the line at which each storage is first wanted late.
+    ``moved`` are the choices to move to far memory that really do. ``held`` are the bytes at each
+    line, copies included; ``shift`` how far copies have moved each line of the plain program;
+    ``first`` the line at which each storage is first wanted late.
     """
 
     peak_bytes: int
     seconds: float
     active: tuple[int, ...]
+    moved: tuple[int, ...]
     held: Floats
     shift: Ints
     first: list[int]
@@ -66,13 +71,17 @@ class Unit:
 
 
 class Tally:
-    """A program without copies, laid out for counting; choices are sets of storages.
+    """A program without copies, laid out for counting; a choice is a set of numbers.
 
-    A forward value is the storage it lies on. Lines are the computed instructions of the plain
-    program, numbered; a copy stands just before the line of the backward pass that first needs it.
+    A forward value is the storage it lies on; the number of that storage chooses to compute the
+    value again, and ``far(storage, way)`` to move it to far memory and back. Lines are the computed
+    instructions of the plain program, numbered; a copy stands just before the line of the backward
+    pass that first needs it.
     """
 
-    def __init__(self, program: Program, costs: Costs, values: Iterable[str]) -> None:
+    def __init__(
+        self, program: Program, costs: Costs, values: Iterable[str], movable: Iterable[str] = ()
+    ) -> None:
         assert not program.again
         self.program = program
         self._lines = [i for i in program.instructions if i.sink is None]
@@ -83,10 +92,54 @@ class Tally:
         self._lay_out(costs)
         self._set_scale(costs)
         self.wanted = self._first_wanted()
+        self.far_value_on: dict[int, str] = {}
+        self._roads = None
+        if FAR_OUT in costs.links and FAR_IN in costs.links:
+            self.far_value_on = {self._on[value][0]: value for value in movable}
+            self._roads = Roads(self._lines, program, costs, self.far_value_on)
 
     @property
     def num_lines(self) -> int:
         return len(self._lines)
+
+    def far(self, storage: int, way: Way) -> int:
+        """The choice to move the value on this storage."""
+        return len(self.nbytes) * (1 + way) + storage
+
+    def storage(self, choice: int) -> int:
+        return choice % len(self.nbytes)
+
+    def way(self, choice: int) -> Way:
+        """How the value is moved, of a choice to move it."""
+        return Way(choice // len(self.nbytes) - 1)
+
+    def is_far(self, choice: int) -> bool:
+        return choice >= len(self.nbytes)
+
+    def ways(self) -> list[int]:
+        """All choices to move a value."""
+        return [self.far(s, way) for way in Way for s in self.far_value_on]
+
+    def far_seconds(self, storages: Iterable[int], *, share: float = 1.0) -> Floats:
+        """A share of what each takes there and back; infinite for what cannot leave."""
+        assert self._roads is not None
+        roads, able = self._roads, self.far_value_on
+        return np.array([share * roads.seconds_of(s) if s in able else np.inf for s in storages])
+
+    def alone_seconds(self, choices: Iterable[int]) -> float:
+        """What these would take if nothing hid it; of a transfer, a share: most are hidden."""
+        again, far = self._parted(choices)
+        seconds = self.seconds_of({self.unit_of[s] for s in again})
+        if self._roads is not None:
+            seconds += _MOSTLY_HIDDEN * sum(self._roads.seconds_of(s) for s in far)
+        return seconds
+
+    def _parted(self, choices: Iterable[int]) -> tuple[frozenset[int], dict[int, Way]]:
+        """Storages to compute again; storages to move, and how. What is made again is not moved."""
+        count = len(self.nbytes)
+        again = frozenset(c for c in choices if c < count)
+        far = {c % count: Way(c // count - 1) for c in sorted(choices) if c >= count}
+        return again, {s: way for s, way in far.items() if s not in again}
 
     def _read_lifetimes(self) -> None:
         """When each storage is born, last read in the forward pass, first and last afterwards."""
@@ -196,6 +249,7 @@ class Tally:
         self._update_bytes = peak_bytes(bare, costs) + self.left_bytes
         self.plain_seconds = step_seconds(program, costs).value
         self._factor = program.repeats * costs.whole_step_of(program.graph).value
+        self._far_bytes = costs.far_bytes
 
     def storages_of(self, values: Iterable[str]) -> frozenset[int]:
         """The choice that recomputes these values."""
@@ -203,7 +257,7 @@ class Tally:
 
     def flops_of(self, again: frozenset[int]) -> int:
         """All the program's, with those of what runs again."""
-        more = sum(self.units[u].flops for u in self._place(again).units)
+        more = sum(self.units[u].flops for u in self._place(self._parted(again)[0]).units)
         return self.program.flops + self.program.repeats * more
 
     def _first_wanted(self) -> list[int]:
@@ -216,22 +270,52 @@ class Tally:
                     wanted[storage] = min(wanted[storage], line)
         return wanted
 
-    def count(self, again: frozenset[int]) -> Counted:
+    def count(self, choice: frozenset[int]) -> Counted:
         """What the program costs when the backward pass reads copies of these."""
+        again, far = self._parted(choice)
         copies = self._place(again)
-        held = self._held(again, copies, accumulating=False)
+        trips = self._trips(far, copies)
+        held = self._held(again, copies, trips, accumulating=False)
         if self.program.repeats > 1:
-            later = self._held(again, copies, accumulating=True)
+            later = self._held(again, copies, trips, accumulating=True)
             held = np.maximum(held, later + self.left_bytes)
-        held = held + self.resident_bytes
+        pieces = 2 * FAR_PIECE_BYTES if trips.by_storage else 0
+        held = held + self.resident_bytes + pieces
+        if trips.nbytes > self._far_bytes:
+            held = held + NEVER  # there is no room: no limit is that high
+        seconds = self.seconds_of(copies.units) + self.program.repeats * trips.seconds
         return Counted(
-            peak_bytes=max(self._update_bytes, int(held.max())),
-            seconds=self.plain_seconds + self.seconds_of(copies.units),
+            peak_bytes=max(self._update_bytes + pieces, int(held.max())),
+            seconds=self.plain_seconds + seconds,
             active=copies.units,
+            moved=tuple(self.far(s, far[s]) for s in trips.by_storage),
             held=held,
             shift=copies.shift,
             first=copies.first,
         )
+
+    def lags_and_leads(self, choice: frozenset[int]) -> dict[str, tuple[int, int]]:
+        """Of each value that is moved: how many operators run while it is on its way."""
+        again, far = self._parted(choice)
+        trips = self._trips(far, self._place(again))
+        return {self.far_value_on[s]: (trip.lag, trip.lead) for s, trip in trips.by_storage.items()}
+
+    def _trips(self, far: dict[int, Way], copies: "_Copies") -> Trips:
+        if not far:
+            return NO_TRIPS
+        assert self._roads is not None
+        seconds = [self.units[u].seconds for u in copies.units]
+        position = {
+            s: min(self._at(copies, self.late_first[s]), copies.first_read.get(s, NEVER))
+            for s in far
+        }
+        return self._roads.travelled(
+            far, wanted=position, forward_last=self.forward_last, shift=copies.shift,
+            copies=copies.lines, copy_seconds=seconds,
+        )  # fmt: skip
+
+    def _at(self, copies: "_Copies", line: int) -> int:
+        return line if line == NEVER else line + int(copies.shift[line])
 
     def seconds_of(self, units: Iterable[int]) -> float:
         return self._factor * sum(self.units[u].seconds for u in units)
@@ -252,10 +336,12 @@ class Tally:
                     first[storage] = line
         placed.sort()
         last_read: dict[int, int] = {}
+        first_read: dict[int, int] = {}
         for position, (line, number) in enumerate(placed):
             unit = units[number]
             for storage in (*unit.reads, *unit.touches):
                 last_read[storage] = line + position
+                first_read.setdefault(storage, line + position)
         before = np.bincount(
             np.array([line for line, _ in placed], dtype=np.int64), minlength=self.num_lines
         )
@@ -264,10 +350,13 @@ class Tally:
             lines=tuple(line + position for position, (line, _) in enumerate(placed)),
             shift=np.cumsum(before),
             first=first,
+            first_read=first_read,
             last_read=last_read,
         )
 
-    def _held(self, again: frozenset[int], copies: "_Copies", *, accumulating: bool) -> Floats:
+    def _held(
+        self, again: frozenset[int], copies: "_Copies", trips: Trips, *, accumulating: bool
+    ) -> Floats:
         """Bytes above the resident ones at each line, copies among them."""
         shift, row = copies.shift, self._row
         length = self.num_lines + len(copies.units)
@@ -291,6 +380,12 @@ class Tally:
             at = row[storage]
             if storage not in again and line > dies[at]:
                 dies[at] = line
+        for storage, trip in trips.by_storage.items():
+            at = row[storage]
+            copy_rows.append(at)
+            copy_born.append(trip.back)
+            copy_dies.append(int(dies[at]))
+            dies[at] = max(int(self._forward_last[at]), trip.gone)
         stays = self._stays & ~self._gradients if accumulating else self._stays
         dies[stays] = length
         births = np.bincount(born, weights=self._bytes, minlength=length + 1)
@@ -316,4 +411,5 @@ class _Copies:
     lines: tuple[int, ...]
     shift: Ints
     first: list[int]
+    first_read: dict[int, int]
     last_read: dict[int, int]

@@ -20,7 +20,7 @@ class Trials:
         self.whole = Archive()
         self.made = 0
         self._known: dict[frozenset[int], Point] = {}
-        self._room = _REMEMBERED // max(1, len(tally.unit_of))
+        self._room = _REMEMBERED // max(1, len(tally.unit_of) + len(tally.far_value_on))
         self.plain = self.point(frozenset(), is_whole=True)
 
     def point(self, again: frozenset[int], *, is_whole: bool = False) -> Point:
@@ -39,6 +39,7 @@ class Trials:
         """The plan as a point of the archive, without what nobody reads; whole ones stay whole."""
         units = self.tally.units
         active = frozenset(s for u in counted.active for s in units[u].makes if s in again)
+        active |= frozenset(counted.moved)
         point = Point(peak_bytes=counted.peak_bytes, seconds=counted.seconds, again=active)
         self.archive.add(point)
         if len(self._known) >= self._room:

@@ -1,0 +1,215 @@
+"""Far memory: a file that values are written to and read from while the device works on.
+
+Kept to its declared rate, past the page cache, so that it cannot win by being memory after all. The
+file has no name from the moment it exists: whatever ends the process removes it. Not for what is
+sent, nor when: that is the program's.
+"""
+
+import ctypes
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.cluster import FAR_PIECE_BYTES, Far
+from steelyard.core.errors import BadInput, RunFailed
+from steelyard.core.machine import filesystem_of
+
+_PAGE = 4096
+# A transfer that takes this many times as long as declared, and so long at least, never ends.
+_PATIENCE, _LEAST_PATIENCE_SECONDS = 20.0, 60.0
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+
+class FarMemory:
+    """Slots of one file, and a thread for each direction. ``waited_seconds`` is what the device
+    has waited in all, ``moved_bytes`` what went either way.
+    """
+
+    def __init__(self, far: Far) -> None:
+        self.far = far
+        self.waited_seconds = 0.0
+        self.moved_bytes = 0
+        self._file = _open(far)
+        self._size = 0
+        self._out = _Lane(self._file, far.bytes_per_second, name="far out")
+        self._in = _Lane(self._file, far.bytes_per_second, name="far in")
+        self._close = weakref.finalize(self, _closed, self._file, self._out, self._in)
+
+    def close(self) -> None:
+        self._close()
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long values were on their way, in all and both ways."""
+        return self._out.busy_seconds + self._in.busy_seconds
+
+    def slots(self, sizes: Sequence[int]) -> "Slots":
+        """Room for one program's values; another program's, which runs at another time, may lie
+        in the same place.
+        """
+        rounded = [-(-size // _PAGE) * _PAGE for size in sizes]
+        total = sum(rounded)
+        if total > self.far.size_bytes:
+            raise BadInput(
+                f"the plan moves {format_bytes(total)} to {self.far.folder}, which may hold "
+                f"{format_bytes(self.far.size_bytes)}",
+                expected="a far memory as large as the plan was made for",
+                remedy="allow a larger size, or plan again",
+            )
+        if total > self._size:
+            self._reserve(total)
+        return Slots(self, list(accumulate(rounded[:-1], initial=0)))
+
+    def _reserve(self, total: int) -> None:
+        try:
+            os.posix_fallocate(self._file, 0, total)
+        except OSError as error:
+            raise _unusable(self.far, f"cannot hold {format_bytes(total)}", error) from error
+        self._size = total
+
+    def send(self, offset: int, x: torch.Tensor) -> "Future[None]":
+        self.moved_bytes += x.nbytes
+        return self._out.start(offset, x, is_write=True)
+
+    def fetch(self, offset: int, x: torch.Tensor) -> "Future[None]":
+        self.moved_bytes += x.nbytes
+        return self._in.start(offset, x, is_write=False)
+
+    def wait(self, transfer: "Future[None]", nbytes: int) -> None:
+        begin = time.perf_counter()
+        declared = nbytes / self.far.bytes_per_second
+        patience = max(_LEAST_PATIENCE_SECONDS, _PATIENCE * declared)
+        try:
+            transfer.result(timeout=patience)
+        except TimeoutError:
+            raise RunFailed(
+                f"far memory in {self.far.folder} stalls: {format_bytes(nbytes)} are not through "
+                f"after {format_seconds(patience)}",
+                expected=f"~{format_seconds(declared)}, at the declared rate",
+                remedy="name another folder for far memory, or plan without",
+            ) from None
+        except OSError as error:
+            raise RunFailed(
+                f"far memory in {self.far.folder} failed: {error.strerror or error}",
+                expected=f"a disk that takes {format_bytes(nbytes)} at a time",
+                remedy="name another folder for far memory, or plan without",
+            ) from error
+        self.waited_seconds += time.perf_counter() - begin
+
+
+@dataclass(slots=True)
+class Slots:
+    """What a program calls, by slot: send, let go, begin to fetch, hand over."""
+
+    _memory: FarMemory
+    _offsets: list[int]
+    _layouts: dict[int, torch.Tensor] = field(default_factory=dict)
+    _fetching: dict[int, "Future[None]"] = field(default_factory=dict)
+
+    def send(self, slot: int, x: torch.Tensor) -> "Future[None]":
+        # Its shape and strides without its storage.
+        self._layouts[slot] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return self._memory.send(self._offsets[slot], x)
+
+    def sent(self, slot: int, sending: "Future[None]", x: torch.Tensor) -> None:  # noqa: ARG002
+        self._memory.wait(sending, x.nbytes)
+
+    def fetch(self, slot: int, _: None) -> torch.Tensor:
+        like = self._layouts[slot]
+        x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        self._fetching[slot] = self._memory.fetch(self._offsets[slot], x)
+        return x
+
+    def fetched(self, slot: int, x: torch.Tensor) -> torch.Tensor:
+        self._memory.wait(self._fetching.pop(slot), x.nbytes)
+        return x
+
+
+class _Lane:
+    """One direction: a thread that moves one value after another, no faster than declared."""
+
+    def __init__(self, file: int, bytes_per_second: float, *, name: str) -> None:
+        self._file = file
+        self._rate = bytes_per_second
+        # Aligned to pages, as a file that is opened past the cache wants it.
+        self._buffer = mmap.mmap(-1, FAR_PIECE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        self.busy_seconds = 0.0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    def start(self, offset: int, x: torch.Tensor, *, is_write: bool) -> "Future[None]":
+        # Taken out of the box before the transfer is said to be over: no thread holds it then.
+        return self._thread.submit(self._move, offset, [x], is_write)
+
+    def stop(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _move(self, offset: int, box: list[torch.Tensor], is_write: bool) -> None:
+        x = box.pop()
+        near, nbytes = x.data_ptr(), x.nbytes
+        begin = time.perf_counter()
+        for done in range(0, nbytes, FAR_PIECE_BYTES):
+            size = min(FAR_PIECE_BYTES, nbytes - done)
+            pages = self._view[: -(-size // _PAGE) * _PAGE]
+            if is_write:
+                ctypes.memmove(self._address, near + done, size)
+                _all(os.pwrite(self._file, pages, offset + done), len(pages))
+            else:
+                _all(os.preadv(self._file, [pages], offset + done), len(pages))
+                ctypes.memmove(near + done, self._address, size)
+            early = begin + (done + size) / self._rate - time.perf_counter()
+            if early > 0:
+                time.sleep(early)
+        self.busy_seconds += time.perf_counter() - begin
+
+
+def _all(moved: int, wanted: int) -> None:
+    if moved != wanted:
+        raise OSError(f"moved {moved} of {wanted} bytes")
+
+
+def _open(far: Far) -> int:
+    folder = Path(far.folder)
+    if not folder.is_dir():
+        raise BadInput(
+            f"there is no folder {far.folder} for far memory",
+            expected="a folder on a disk, with room",
+            remedy="make it, or name another",
+        )
+    kind = filesystem_of(folder)
+    if kind in _IN_MEMORY:
+        raise BadInput(
+            f"{far.folder} is no farther memory: it is {kind}, which lies in the same",
+            expected="a folder on a disk",
+            remedy="name another folder",
+        )
+    try:
+        # Without a name: nothing is left behind, whatever ends this process.
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+    except OSError as error:
+        raise _unusable(far, "cannot be used", error) from error
+
+
+def _unusable(far: Far, what: str, error: OSError) -> BadInput:
+    return BadInput(
+        f"the far memory in {far.folder} {what}: {error.strerror}",
+        expected="a folder that can be written to, on a disk with room, read past its cache "
+        "(O_TMPFILE and O_DIRECT)",
+        remedy="name another folder, or plan without far memory",
+    )
+
+
+def _closed(file: int, *lanes: _Lane) -> None:
+    for lane in lanes:
+        lane.stop()
+    os.close(file)

@@ -1,0 +1,171 @@
+"""Far memory: the same bits come back, no faster than declared, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steelyard.core.cluster import Far
+from steelyard.core.errors import BadInput, RunFailed
+from steelyard.exchange import far as module
+from steelyard.exchange.far import FarMemory
+
+FAST = "100 GB/s"
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(3, 5),
+        torch.randn(1 << 19),  # two pieces
+        torch.randn((1 << 18) + 3),  # a piece and a bit
+        torch.randn(64, 48).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randint(0, 2, (77,), dtype=torch.bool),
+        torch.randn(9, dtype=torch.bfloat16),
+        torch.tensor([float("nan"), float("-inf"), -0.0]),
+        torch.zeros(0),
+    ],
+    ids=["small", "pieces", "odd", "turned", "channels last", "bool", "bfloat16", "nan", "empty"],
+)
+def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="64 MiB"))
+    slots = memory.slots([100, x.nbytes])
+    assert slots.sent(1, slots.send(1, x), x) is None
+    back = slots.fetched(1, slots.fetch(1, None))
+    assert back.data_ptr() != x.data_ptr() or not x.numel()
+    assert (back.shape, back.stride(), back.dtype) == (x.shape, x.stride(), x.dtype)
+    assert torch.equal(back.flatten().view(torch.uint8), x.flatten().view(torch.uint8))
+    assert memory.moved_bytes == 2 * x.nbytes
+    memory.close()
+
+
+def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="64 MiB"))
+    values = [torch.full((n,), float(n)) for n in (1000, 5000, 7, 300_000)]
+    slots = memory.slots([v.nbytes for v in values])
+    sending = [slots.send(i, v) for i, v in enumerate(values)]
+    for i, (ticket, v) in enumerate(zip(sending, values)):
+        slots.sent(i, ticket, v)
+    fetching = [slots.fetch(i, None) for i in range(len(values))]
+    for i, v in enumerate(values):
+        assert torch.equal(slots.fetched(i, fetching[i]), v)
+
+
+def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:
+    """A lower bound on time holds on any machine."""
+    memory = FarMemory(Far(tmp_path, rate="50 MB/s", size="64 MiB"))
+    x = torch.zeros(5_000_000, dtype=torch.uint8)
+    slots = memory.slots([x.nbytes])
+    begin = time.perf_counter()
+    slots.sent(0, slots.send(0, x), x)
+    slots.fetched(0, slots.fetch(0, None))
+    assert time.perf_counter() - begin >= 2 * 5 / 50
+    assert memory.busy_seconds >= 2 * 5 / 50
+    assert 0 < memory.waited_seconds <= time.perf_counter() - begin
+
+
+def test_what_it_holds_is_not_in_memory(tmp_path: Path) -> None:
+    """The file's pages are not in the page cache: mincore says of each whether it is."""
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="64 MiB"))
+    x = torch.ones(16 << 20, dtype=torch.uint8)
+    slots = memory.slots([x.nbytes])
+    slots.sent(0, slots.send(0, x), x)
+    slots.fetched(0, slots.fetch(0, None))
+    assert resident_pages(memory._file, x.nbytes) == 0
+
+
+def resident_pages(file: int, nbytes: int) -> int:
+    import ctypes
+    import mmap
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(file, nbytes) as mapped:
+        pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+        held = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(held))
+        assert libc.mincore(address, ctypes.c_size_t(nbytes), pages) == 0
+        del held
+    return sum(page & 1 for page in pages)
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "os.kill(os.getpid(), 9)", "x = 1"])
+def test_no_file_is_left_however_the_process_ends(tmp_path: Path, end: str) -> None:
+    script = f"""
+        import os, torch
+        from steelyard.core.cluster import Far
+        from steelyard.exchange.far import FarMemory
+        memory = FarMemory(Far({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
+        slots = memory.slots([4 << 20])
+        x = torch.ones(4 << 20, dtype=torch.uint8)
+        slots.send(0, x)
+        {end}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=120)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_memory_is_refused() -> None:
+    shared = Path("/dev/shm")
+    assert module.filesystem_of(shared) == "tmpfs", "as on any Linux with glibc"
+    with pytest.raises(BadInput, match="no farther memory: it is tmpfs"):
+        FarMemory(Far(shared, rate=FAST, size="1 MiB"))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="there is no folder"):
+        FarMemory(Far(tmp_path / "absent", rate=FAST, size="1 MiB"))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_folder_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module.os, "open", refuse)
+    with pytest.raises(BadInput, match=f"cannot be used: {os.strerror(number)}"):
+        FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
+
+
+def test_a_full_disk_is_said_before_anything_runs(tmp_path: Path) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="4000 TiB"))
+    with pytest.raises(BadInput, match="cannot hold"):
+        memory.slots([3 << 50])
+
+
+def test_more_than_it_may_hold_is_refused(tmp_path: Path) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
+    with pytest.raises(BadInput, match=r"moves 2\.00 MiB"):
+        memory.slots([2 << 20])
+
+
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
+    x = torch.ones(1000)
+    slots = memory.slots([x.nbytes])
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module.os, "pwrite", fail)
+    with pytest.raises(RunFailed, match="failed: Input/output error"):
+        slots.sent(0, slots.send(0, x), x)
+
+
+def test_a_disk_that_stalls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
+    monkeypatch.setattr(module, "_LEAST_PATIENCE_SECONDS", 0.05)
+    with pytest.raises(RunFailed, match=r"stalls: 1\.00 MiB are not through after 50\.0 ms"):
+        memory.wait(Future(), 1 << 20)
