@@ -115,7 +115,7 @@ class Step:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         losses = [float(x) for x in self._losses]
-        busy, waited = between(self._traffic)
+        busy, waited = between(self._traffic) or (None if self.far else 0.0, 0.0)
         return ShownReceipt(
             Receipt(
                 plan=self.plan,
@@ -225,11 +225,10 @@ class ShownReceipt:
         return plain(render(tree_of(self.receipt)))
 
 
-def between(traffic: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The median of what each step added, the first left out where there are others."""
-    added = [(b - a, w - v) for (a, v), (b, w) in pairwise(traffic)]
-    added = added[1:] or added
-    return (median(b for b, _ in added), median(w for _, w in added)) if added else (0.0, 0.0)
+def between(traffic: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """The median of what each step added, the first left out; None before the second."""
+    added = [(b - a, w - v) for (a, v), (b, w) in pairwise(traffic)][1:]
+    return (median(b for b, _ in added), median(w for _, w in added)) if added else None
 
 
 def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:

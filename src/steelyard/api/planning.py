@@ -242,6 +242,8 @@ class Planned:
         taken = [t.label for t in self.plan.taken if t.trade == trade]
         if taken:
             return f"{trade} was struck: {', '.join(taken[:5])}"
+        if trade == "offload" and self._look.request.cluster.far is None:
+            return "there is no far memory to move to: name a folder on a disk (--far, sy.Far)"
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         if not reasons and not self.plan.num_offers:
             return f"no offer of {trade} was weighed for this plan; plan anew to have the reasons"

@@ -30,7 +30,7 @@ def run_workload(
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
     step: Step = planned.apply(workload.model)
-    log = _Log(step.traffic())
+    log = _Log(step.traffic(), has_far=step.far is not None)
 
     def seen(report: StepReport) -> None:
         log.add(report, step.traffic())
@@ -68,8 +68,9 @@ def run_workload(
 class _Log:
     """What the steps reported, for the receipt."""
 
-    def __init__(self, traffic: tuple[float, float]) -> None:
+    def __init__(self, traffic: tuple[float, float], *, has_far: bool) -> None:
         self._traffic = [traffic]
+        self._has_far = has_far
         self.notes: list[str] = []
         self._steps = 0
         self._seconds: list[float] = []
@@ -92,7 +93,7 @@ class _Log:
     def measured(self, steps: int) -> Measured:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
-        busy, waited = between(self._traffic)
+        busy, waited = between(self._traffic) or (None if self._has_far else 0.0, 0.0)
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,

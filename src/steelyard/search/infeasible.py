@@ -15,7 +15,7 @@ from steelyard.core.trade import Refusal
 
 
 def beyond_budget(
-    peak: Peak, budget: Budget, *, parts: int, refusals: Sequence[Refusal]
+    peak: Peak, budget: Budget, *, parts: int, refusals: Sequence[Refusal], has_far: bool
 ) -> Infeasible:
     """``peak`` is that of the least plan, found with ``parts`` micro-batches."""
     assert budget.memory_bytes is not None
@@ -24,7 +24,7 @@ def beyond_budget(
         f"no plan fits memory <= {format_bytes(budget.memory_bytes)}: the least this step can run "
         f"in is ~{format_bytes(peak.nbytes)}{cut}",
         expected=f"at least ~{format_bytes(peak.nbytes)}, set by {_place(peak)}",
-        remedy=_remedy(peak, budget.memory_bytes, parts=parts, refusals=refusals),
+        remedy=_remedy(peak, budget.memory_bytes, parts=parts, refusals=refusals, has_far=has_far),
         least_bytes=peak.nbytes,
     )
 
@@ -37,8 +37,10 @@ def _place(peak: Peak) -> str:
     return f"{where}, {peak.phase.value} pass, of which ~{format_bytes(peak.resident_bytes)} stay"
 
 
-def _remedy(peak: Peak, limit_bytes: int, *, parts: int, refusals: Sequence[Refusal]) -> str:
-    """The first of these that could help: the optimizer, the model, the batch."""
+def _remedy(
+    peak: Peak, limit_bytes: int, *, parts: int, refusals: Sequence[Refusal], has_far: bool
+) -> str:
+    """The first of these that could help: the optimizer, the model, the batch, far memory."""
     if peak.resident_bytes >= limit_bytes:
         return (
             "parameters, buffers, batch and optimizer state alone hold "
@@ -50,12 +52,17 @@ def _remedy(peak: Peak, limit_bytes: int, *, parts: int, refusals: Sequence[Refu
             "the optimizer's step sets the peak: use foreach=False, fused=True, or an optimizer "
             "with fewer temporaries"
         )
+    far = "" if has_far else ", or give far memory (--far)"
     refusal = next((r for r in refusals if r.trade == "accumulate"), None)
     if refusal is not None:
-        return f"use a smaller batch (it cannot be cut into micro-batches: {refusal.reason})"
+        why = f"it cannot be cut into micro-batches: {refusal.reason}"
+        return f"use a smaller batch ({why}){far}"
     if parts > 1:
-        return "use a smaller model or shorter sequences; cutting the batch further does not help"
-    return "use a smaller batch, a smaller model or more memory"
+        return (
+            "use a smaller model or shorter sequences (cutting the batch further does not help)"
+            f"{far}"
+        )
+    return f"use a smaller batch, a smaller model or more memory{far}"
 
 
 def too_slow(prediction: Prediction, budget: Budget) -> Infeasible | None:

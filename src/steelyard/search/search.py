@@ -29,7 +29,6 @@ _POINTS = 16
 _SPLITS = 6
 _RECOMPUTE, _STREAM, _OFFLOAD = "recompute", "stream", "offload"
 _PLAIN = Variant()
-_NO_FAR = "there is no far memory to move to: name a folder on a disk with --far"
 
 
 def search(
@@ -53,9 +52,7 @@ class Search:
         self.refusals: list[Refusal] = []
         for trade in trades:
             if trade.name == _OFFLOAD and not costs.far_bytes:
-                refusal = Refusal(trade=_OFFLOAD, label="everything", reason=_NO_FAR)
-                self.refusals.append(replace(refusal, left=Left.NEVER))
-                continue
+                continue  # nobody asked for it
             offers, refusals = trade.offers(program, source)
             self.offers += offers
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
@@ -171,7 +168,13 @@ class Search:
             variant, least = self._least()
             program = self._strike(self._rules(variant, least))
             peak = predict(program, self._costs).peak
-            raise beyond_budget(peak, budget, parts=variant.parts, refusals=self.refusals)
+            raise beyond_budget(
+                peak,
+                budget,
+                parts=variant.parts,
+                refusals=self.refusals,
+                has_far=bool(self._costs.far_bytes),
+            )
         return best
 
     def _ladder(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:

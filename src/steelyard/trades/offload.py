@@ -44,9 +44,11 @@ class Offload:
             )
             for label, values in _by_module(graph, movable(program)).items()
         )
-        if offers:
-            return offers, ()
         reason = "no value of the forward pass is large, whole and read by the backward pass"
+        if graph.decomposition.startswith("inductor"):
+            reason = "Inductor compiles each pass as one, and would begin it with what comes back"
+        elif offers:
+            return offers, ()
         return (), (Refusal(trade=self.name, label="everything", reason=reason),)
 
     def rewrite(

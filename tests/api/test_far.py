@@ -1,0 +1,187 @@
+"""Far memory from the public names to a receipt: chosen where nothing else fits, and exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import steelyard as sy
+from steelyard.api import pricing
+from steelyard.core.errors import BadInput, Infeasible, PlanFileError
+
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
+        # No test here is about how well times are known.
+        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
+        yield
+
+
+class Rows(nn.Module):
+    """One sample, so that the batch cannot be cut; random masks, which are never made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.1)
+        return x
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out.square().mean()
+
+
+def made() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Rows().train(), torch.randn(1, 4096, 128)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("far")
+
+
+@pytest.fixture(scope="module")
+def planned(folder: Path) -> sy.Planned:
+    model, x = made()
+    far = sy.Far(folder, rate="1 GB/s", size="1 GiB")
+    whole = sy.plan(model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far))
+    return whole.what_if(memory=_between(model, x, far))
+
+
+def _between(model: nn.Module, x: Tensor, far: sy.Far) -> int:
+    """Less than can be had without far memory, more than with it."""
+    least = []
+    for cluster in (sy.Cluster.here(), sy.Cluster.here(far=far)):
+        with pytest.raises(Infeasible) as refusal:
+            sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster, budget=sy.Budget(memory=MIB))
+        assert refusal.value.least_bytes is not None
+        least.append(refusal.value.least_bytes)
+    without, with_it = least
+    assert with_it < without - MIB
+    return (without + with_it) // 2
+
+
+def test_it_fits_where_nothing_else_does(planned: sy.Planned) -> None:
+    taken = [t for t in planned.plan.taken if t.trade == "offload"]
+    assert taken
+    assert sum(t.buys_bytes for t in taken) > 0
+    assert planned.plan.decisions.far is not None
+    assert planned.predicted.memory_bytes.value <= planned.plan.decisions.budget.memory_bytes
+    assert planned.predicted.communication_bytes.value > 0
+    assert planned.predicted.accuracy_loss == "exact"
+    assert "offload" in str(planned)
+
+
+def test_losses_and_weights_are_those_of_the_unplanned_step(
+    planned: sy.Planned, folder: Path
+) -> None:
+    ours, x = made()
+    theirs = copy.deepcopy(ours)
+    step, plain = planned.apply(ours), planned.what_if().apply(theirs)
+    losses = []
+    for run in (step, plain):
+        torch.manual_seed(3)
+        losses.append([float(run(x)) for _ in range(4)])
+    assert losses[0] == losses[1]
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters()):
+        assert torch.equal(a, b), name
+    measured = step.receipt().measured
+    budget = planned.plan.decisions.budget.memory_bytes
+    assert measured.memory_bytes is not None
+    assert budget is not None
+    assert measured.memory_bytes <= budget
+    predicted = planned.predicted.memory_bytes.value
+    assert measured.memory_bytes == pytest.approx(predicted, rel=0.01)
+    assert measured.communication_seconds
+    assert measured.computation_seconds is not None
+    assert measured.step_seconds is not None
+    assert measured.computation_seconds <= measured.step_seconds
+    moved = planned.predicted.communication_bytes.value
+    assert step.far is not None
+    assert step.far.moved_bytes == 4 * moved
+    assert list(folder.iterdir()) == []
+
+
+def test_the_plan_file_says_where_and_is_read_back(planned: sy.Planned, tmp_path: Path) -> None:
+    path = tmp_path / "train.plan.toml"
+    planned.save(path)
+    text = path.read_text()
+    assert "[far]" in text
+    assert 'rate = "1 GB/s"' in text
+    assert "lag = " in text
+    model, x = made()
+    again = sy.load(path, model, loss, x, optimizer=ADAM)
+    ours, theirs = planned.plan.decisions, again.plan.decisions
+    assert (theirs.far, sorted(theirs.rules)) == (ours.far, sorted(ours.rules))
+    assert again.plan.predicted.peak.nbytes == planned.plan.predicted.peak.nbytes
+    torch.manual_seed(1)
+    assert float(again.apply(model)(x)) > 0
+
+
+def test_a_plan_that_moves_values_and_does_not_say_where_is_refused(
+    planned: sy.Planned, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.plan.toml"
+    planned.save(path)
+    text = path.read_text()
+    start = text.index("[far]")
+    path.write_text(text[:start] + text[text.index("[[", start) :])
+    model, x = made()
+    with pytest.raises(PlanFileError, match=r"has no \[far\]"):
+        sy.load(path, model, loss, x, optimizer=ADAM)
+
+
+def test_a_folder_that_has_gone_is_named_before_anything_runs(
+    planned: sy.Planned, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.plan.toml"
+    planned.save(path)
+    path.write_text(path.read_text().replace(str(folder), str(tmp_path / "gone")))
+    model, x = made()
+    with pytest.raises(BadInput, match="there is no folder"):
+        sy.load(path, model, loss, x, optimizer=ADAM)
+
+
+def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
+    model, x = made()
+    bare = sy.plan(model, loss, x)
+    assert "--far" in bare.why_not("offload")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rate": "fast", "size": "1 GiB"}, "rate = 'fast' is not an amount"),
+        ({"rate": "0 MB/s", "size": "1 GiB"}, "not a possible amount"),
+        ({"rate": "1 GB/s", "size": "much"}, "size = 'much' is not an amount"),
+        ({"rate": "1 GB/h", "size": "1 GiB"}, "is not an amount"),
+    ],
+)
+def test_an_amount_that_is_none_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        sy.Far("/scratch", **given)
+
+
+def test_inductor_moves_nothing_and_says_why(folder: Path) -> None:
+    model, x = made()
+    far = sy.Far(folder, rate="1 GB/s", size="1 GiB")
+    planned = sy.plan(model, loss, x, cluster=sy.Cluster.here(far=far), runner="inductor")
+    assert "Inductor compiles each pass as one" in planned.why_not("offload")
+    assert not planned.plan.decisions.rules
