@@ -50,6 +50,13 @@ def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor)
     memory.close()
 
 
+@pytest.mark.parametrize("x", [torch.zeros(8, 8)[:, :4], torch.zeros(4, 1).expand(4, 3)])
+def test_what_has_gaps_or_overlaps_is_not_copied_wrongly(tmp_path: Path, x: torch.Tensor) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
+    with pytest.raises(RunFailed, match="has gaps"):
+        memory.slots([x.nbytes]).send(0, x)
+
+
 def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="64 MiB"))
     values = [torch.full((n,), float(n)) for n in (1000, 5000, 7, 300_000)]

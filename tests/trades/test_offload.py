@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.core.costs import Costs
@@ -15,7 +16,11 @@ from steelyard.core.rules import Rule, to_rules
 from steelyard.predict import predict
 from steelyard.trades.offload import Offload, movable, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
+from steelyard.trades.stream import Stream
+from tests import zoo
+from tests.harness import Trial, costs_of, far_memory, predicted_above
 from tests.search.graphs import Whole, random_step, tower
+from tests.trades.test_stream import LOSSES, Scores, ids
 
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9, doubt=0.1)
 COSTS = Costs(
@@ -144,3 +149,40 @@ def test_what_cannot_leave_is_named() -> None:
     rules = (Rule(trade="offload", module="", op="aten.sum"),)
     with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be sent off"):
         Offload().rewrite(Program.plain(graph), rules, Whole(graph))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "resnet_bn", "hf_llama"])
+def test_in_micro_batches_everything_moves_each_time(name: str) -> None:
+    tried = Trial(*zoo.case(name).make())
+    if tried.source.why_not_split():
+        parts = tried.plain
+    else:
+        parts = Program.plain(tried.source.graph(micro_batches=2)).repeated(2)
+    able = sorted(movable(parts))
+    program = with_transfers(parts, dict.fromkeys(able, (2, 2)))
+    before = far_memory().moved_bytes
+    outcome = tried.run(program)
+    assert outcome.difference(tried.run(parts)) is None
+    # Once to warm up, once metered.
+    assert far_memory().moved_bytes - before == 2 * program.sent_bytes
+    predicted = predicted_above(program, costs_of(program.graph))
+    assert outcome.peak_bytes == pytest.approx(predicted, abs=64)
+
+
+@pytest.mark.slow
+def test_what_a_stream_gives_can_leave() -> None:
+    torch.manual_seed(0)
+    tried = Trial(Scores(), LOSSES["mean"], ids().clamp(min=0))
+    offers, _ = Stream().offers(tried.plain, tried.source)
+    streamed = Stream().rewrite(tried.plain, offers[-1].rules, tried.source)
+    able = movable(streamed)
+    given = {n.name for n in streamed.graph.forward() if _is_given(streamed, n.name)}
+    assert able & given
+    program = with_transfers(streamed, dict.fromkeys(sorted(able), (1, 1)))
+    assert tried.run(program).difference(tried.run(streamed)) is None
+
+
+def _is_given(program: Program, name: str) -> bool:
+    node = program.graph.by_name[name]
+    return node.is_getitem and program.graph.by_name[node.inputs[0]].body is not None

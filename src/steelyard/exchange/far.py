@@ -112,26 +112,40 @@ class Slots:
 
     _memory: FarMemory
     _offsets: list[int]
-    _layouts: dict[int, torch.Tensor] = field(default_factory=dict)
+    _layouts: dict[int, "_Layout"] = field(default_factory=dict)
     _fetching: dict[int, "Future[None]"] = field(default_factory=dict)
 
     def send(self, slot: int, x: torch.Tensor) -> "Future[None]":
-        # Its shape and strides without its storage.
-        self._layouts[slot] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        self._layouts[slot] = _layout(x)
         return self._memory.send(self._offsets[slot], x)
 
     def sent(self, slot: int, sending: "Future[None]", x: torch.Tensor) -> None:  # noqa: ARG002
         self._memory.wait(sending, x.nbytes)
 
     def fetch(self, slot: int, _: None) -> torch.Tensor:
-        like = self._layouts[slot]
-        x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        shape, stride, dtype = self._layouts[slot]
+        x = torch.empty_strided(shape, stride, dtype=dtype)
         self._fetching[slot] = self._memory.fetch(self._offsets[slot], x)
         return x
 
     def fetched(self, slot: int, x: torch.Tensor) -> torch.Tensor:
         self._memory.wait(self._fetching.pop(slot), x.nbytes)
         return x
+
+
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _layout(x: torch.Tensor) -> _Layout:
+    """How the value lies, as its kernel made it, which may be otherwise than torch describes."""
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
+    if x.numel() and span != x.numel():
+        raise RunFailed(
+            f"a value to be moved has gaps: shape {list(x.shape)}, strides {list(x.stride())}",
+            expected="a value that fills its memory, as torch described it when it was captured",
+            remedy="take its offload rule out of the plan, and report this model",
+        )
+    return x.shape, x.stride(), x.dtype
 
 
 class _Lane:

@@ -56,7 +56,7 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
             found.append(
                 Holding(
                     nbytes=graph.storages[key[0]].nbytes,
-                    what=node.op + (" (again)" if instruction.is_again else ""),
+                    what=_what(graph, instruction),
                     path=node.path,
                     line=node.line,
                     phase=node.phase,
@@ -69,6 +69,14 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
         if exchange.issue <= index and (exchange.wait is None or index <= exchange.wait)
     ]
     return tuple(sorted(found, key=lambda h: -h.nbytes))
+
+
+def _what(graph: Graph, instruction: Instruction) -> str:
+    node = graph.by_name[instruction.node]
+    if node.is_far:
+        # Named for the value that comes back.
+        return f"{graph.by_name[node.name.rpartition('.')[0]].op} (fetched)"
+    return node.op + (" (again)" if instruction.is_again else "")
 
 
 def _held(program: Program) -> list[tuple[Underway, int]]:

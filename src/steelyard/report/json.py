@@ -9,13 +9,14 @@
                   (null where there is none) and miss (measured / predicted - 1, or null).
                   A figure is {value, unit, low, high}; low and high are null in a measurement.
                   Accuracy is a word: "exact".
-    rules         the decisions: trade, module, op, nth, count, degree
+    rules         the decisions: trade, module, op, nth, count, degree, lag, lead
     taken         trade, label, pays, buys, rules
     refused       trade, label, reason, left: the "whole" offer, the "rest" of one that was taken in
                   part, or "never" of what could not be offered and is not in num_offers
     frontier      memory, step, more_flops, micro_batches, is_this_plan
     peak          nbytes, at, where, line, phase, resident_bytes, workspace_bytes, rest, and
                   alive: nbytes, share, count, where, line, what, role; largest first
+    unplanned_peak the same of the graph without trades, or null where none are struck
     as_of         of when the reasons are, where they are older than the prediction, or ""
     next_cent, least_bytes, least_within, largest, ran, notes, runner, num_offers
 
@@ -27,11 +28,11 @@ from dataclasses import asdict
 from typing import Any
 
 from steelyard.core.plan import Decisions
-from steelyard.report.tree import Cell, Figure, Tree
+from steelyard.report.tree import Cell, Figure, PeakTree, Tree
 
 
 def to_json(tree: Tree) -> dict[str, Any]:
-    peak = asdict(tree.peak)
+    bare = tree.unplanned_peak
     return {
         "schema": f"steelyard.{'receipt' if tree.is_receipt else 'plan'}/1",
         "plan": tree.name,
@@ -71,11 +72,18 @@ def to_json(tree: Tree) -> dict[str, Any]:
             }
             for p in tree.curve
         ],
-        "peak": {
-            **{k: v for k, v in peak.items() if k not in ("groups", "num_rest", "rest_bytes")},
-            "alive": peak["groups"],
-            "rest": {"num_lines": tree.peak.num_rest, "nbytes": tree.peak.rest_bytes},
-        },
+        "peak": _peak(tree.peak),
+        "unplanned_peak": None if bare is None else _peak(bare),
+    }
+
+
+def _peak(peak: PeakTree) -> dict[str, Any]:
+    fields = asdict(peak)
+    groups, rest = fields.pop("groups"), ("num_rest", "rest_bytes")
+    return {
+        **{k: v for k, v in fields.items() if k not in rest},
+        "alive": groups,
+        "rest": {"num_lines": peak.num_rest, "nbytes": peak.rest_bytes},
     }
 
 

@@ -23,6 +23,8 @@ from steelyard.report.tree import (
 )
 
 _MOST_REFUSED = 4
+# Of what would be alive without the plan.
+_FEW_GROUPS = 5
 _HEAD = 12  # the column in which the words left of each line end
 
 
@@ -235,7 +237,16 @@ def _peak(tree: Tree, width: int) -> list[Line]:
     if peak.num_rest:
         lines += indented(f"the rest, {peak.num_rest} lines: ~{format_bytes(peak.rest_bytes)}",
                            width)  # fmt: skip
-    return lines
+    return [*lines, *_unplanned_peak(tree, width)]
+
+
+def _unplanned_peak(tree: Tree, width: int) -> list[Line]:
+    """What would be alive without the plan, largest first: what an out-of-memory error was of."""
+    peak = tree.unplanned_peak
+    if peak is None:
+        return []
+    head = f"without trades, ~{format_bytes(peak.nbytes)} at {peak.at}, most of it"
+    return [*headed("", head, width, Tone.STRONG), *_groups(peak.groups[:_FEW_GROUPS], width)]
 
 
 def _groups(groups: Sequence[Group], width: int) -> list[Line]:

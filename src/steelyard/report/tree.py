@@ -132,6 +132,10 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
+    """``unplanned_peak`` is that of the graph without trades, where any are struck: what ran out
+    of memory before there was a plan.
+    """
+
     name: str
     title: str
     budget: str
@@ -157,9 +161,13 @@ class Tree:
     ran: tuple[str, ...]
     notes: tuple[str, ...]
     peak: PeakTree
+    unplanned_peak: PeakTree | None
     curve: tuple[CurvePoint, ...]
     timeline: Timeline | None
     unplanned_timeline: Timeline | None
+
+
+_PAID_IN = {"offload": "communication"}
 
 
 def tree_of(subject: Plan | Receipt) -> Tree:
@@ -196,7 +204,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
             TakenOffer(
                 trade=t.trade,
                 label=t.label,
-                pays=_about(t.pays_seconds, Unit.SECONDS, "computation"),
+                pays=_about(t.pays_seconds, Unit.SECONDS, _PAID_IN.get(t.trade, "computation")),
                 buys=_about(t.buys_bytes, Unit.BYTES, "memory"),
                 rules=t.rules,
             )
@@ -215,6 +223,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         ran=_ran(measured) if measured else (),
         notes=(*plan.notes, *(measured.notes if measured else ()), *_outside(rows)),
         peak=_peak(plan.predicted.peak),
+        unplanned_peak=_peak(plan.unplanned.peak) if plan.decisions.rules else None,
         curve=_curve(plan),
         timeline=plan.predicted.timeline,
         unplanned_timeline=plan.unplanned.timeline,

@@ -1,0 +1,129 @@
+"""Computing again and moving away, chosen together: what a step costs beside recomputing alone.
+
+A GPT on one sample (which cannot be cut), with a far memory whose rate lets half of the saved bytes
+leave during the forward pass. At each of several peaks two plans are made, without far memory and
+with it; all of them and the step without a plan then run in turns. At a link without any rate
+nothing may be moved, and at one that costs nothing nothing computed again. One thread, no GPU.
+
+    python benchmarks/joint.py [FOLDER ON A DISK]
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import steelyard as sy
+from steelyard.core.cluster import FAR_IN, FAR_OUT, Link
+from steelyard.core.graph import Phase
+from steelyard.core.plan import Prediction
+from steelyard.search import Search
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+LENGTH, VOCABULARY = 512, 1024
+# Of the peak without a plan.
+SHARES = (0.7, 0.6, 0.5, 0.45, 0.4)
+TURNS = 7
+MOST_OVERHEAD, MOST_MISS = 0.5, 0.15
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir()
+    model = GPT(layers=8, width=512, heads=8, vocabulary=VOCABULARY, length=LENGTH, fused=True)
+    batch = tokens(1, LENGTH, VOCABULARY)
+
+    def planned(far: sy.Far | None) -> sy.Planned:
+        cluster = sy.Cluster.here(far=far)
+        return sy.plan(copy.deepcopy(model), next_token_loss, batch, cluster=cluster)
+
+    alone = planned(None)
+    far = sy.Far(folder, rate=half_of(alone.plan.unplanned), size="8 GiB")
+    both = planned(far)
+    print(f"far memory: {far}", file=sys.stderr)
+    peak = alone.plan.unplanned.peak.nbytes
+    runs: dict[str, tuple[sy.Planned, Any]] = {"plain": (alone, alone.apply(copy.deepcopy(model)))}
+    for share in SHARES:
+        for name, source in (("recompute", alone), ("joint", both)):
+            plan = source.what_if(memory=round(peak * share))
+            runs[f"{name} {share}"] = (plan, plan.apply(copy.deepcopy(model)))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(TURNS + 1):
+        for name, (_, step) in runs.items():
+            begin = time.perf_counter()
+            step.backward(batch)
+            took = time.perf_counter() - begin
+            step.live.zero_grad()
+            if turn:  # the first warms up
+                seconds[name].append(took)
+    ratios, misses = [], []
+    base = alone.plan.unplanned.quad.step_seconds.value
+    for share in SHARES:
+        over = {}
+        for name in ("recompute", "joint"):
+            plan = runs[f"{name} {share}"][0]
+            predicted = plan.predicted.step_seconds.value / base
+            paired = zip(seconds[f"{name} {share}"], seconds["plain"])
+            measured = median(a / b for a, b in paired)
+            over[name] = predicted - 1
+            print(f"{name} at {share}: predicted {predicted:.3f}, measured {measured:.3f}")
+            if name == "joint":
+                misses.append(measured / predicted - 1)
+        if over["recompute"] > 0:
+            ratios.append(max(0.0, over["joint"]) / over["recompute"])
+    moved, again = at_the_ends(both, [round(peak * share) for share in SHARES])
+    worst_miss = max(misses, key=abs)
+    figures: list[dict[str, Any]] = [
+        figure("overhead beside recomputing alone, worst", max(ratios), MOST_OVERHEAD),
+        figure("step time measured over predicted, worst miss", abs(worst_miss), MOST_MISS),
+        figure("values moved over a link without any rate", moved, 0),
+        figure("values computed again beside a link that costs nothing", again, 0),
+    ]
+    print(json.dumps({**figures[0], "ok": all(f["ok"] for f in figures), "figures": figures}))
+
+
+def figure(name: str, value: float, target: float) -> dict[str, Any]:
+    return {
+        "name": name, "value": round(value, 4), "interval": None, "target": target,
+        "ok": value <= target,
+    }  # fmt: skip
+
+
+def half_of(unplanned: Prediction) -> float:
+    """The rate at which half of what waits at the turn leaves during the forward pass."""
+    timeline = unplanned.timeline
+    assert timeline is not None
+    turn = timeline.phases.index(Phase.BACKWARD)
+    saved = timeline.nbytes[turn] - unplanned.peak.resident_bytes
+    return saved / 2 / timeline.seconds[turn]
+
+
+def at_the_ends(both: sy.Planned, limits: list[int]) -> tuple[int, int]:
+    """What is moved where the link has no rate, what is computed again where it costs nothing."""
+    look = both._look
+    found = []
+    for rate in (1.0, 1e18):
+        link = Link(kind="declared", latency_seconds=0.0, bytes_per_second=rate, doubt=0.0)
+        costs = replace(look.prices.costs, links={FAR_OUT: link, FAR_IN: link})
+        search = Search(look.base, trades=look.request.trades, source=look.source, costs=costs)
+        trade = "offload" if rate == 1.0 else "recompute"
+        plans = [search.find(sy.Budget(memory=limit)) for limit in limits]
+        found.append(sum(r.count for plan in plans for r in plan.rules if r.trade == trade))
+    return found[0], found[1]
+
+
+if __name__ == "__main__":
+    main()
