@@ -136,6 +136,8 @@ class Tally:
 
     def _parted(self, choices: Iterable[int]) -> tuple[frozenset[int], dict[int, Way]]:
         """Storages to compute again; storages to move, and how. What is made again is not moved."""
+        if not self.far_value_on:
+            return frozenset(choices), {}
         count = len(self.nbytes)
         again = frozenset(c for c in choices if c < count)
         far = {c % count: Way(c // count - 1) for c in sorted(choices) if c >= count}
