@@ -18,9 +18,10 @@ import gc
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.cluster import Device
 from steelyard.core.errors import Infeasible
 from steelyard.measure.meter import meter_once
+from steelyard.search import Found
 from steelyard.trades.recompute import Recompute
 from tests import zoo
 from tests.harness import UNCOUNTED, Trial, costs_of
@@ -57,6 +59,7 @@ FLOPS_ONLY = Device(
     call_seconds=1e-9,
 )
 _SEED = 11
+Make = Callable[[], tuple[nn.Module, Any, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +97,13 @@ def main() -> None:
 
 
 def measured(name: str) -> Iterator[dict[str, Any]]:
-    ours = Ours(name)
+    make = partial(made, name)
+    ours = Ours(make)
     print(
         f"{name}: unplanned {ours.base.peak_bytes / 1e6:.2f} MB above the resident, "
         f"{ours.base.flops / 1e9:.3f} GFLOP; eager {ours.eager.peak_bytes / 1e6:.2f} MB"
     )
-    for peer in peers(name):
+    for peer in peers(make):
         plan = ours.at(peer.peak_bytes)
         yield figure(name, ours, peer, plan)
         gc.collect()
@@ -132,10 +136,10 @@ def figure(name: str, ours: Ours, peer: Reached, plan: Reached | None) -> dict[s
 
 
 class Ours:
-    """Plans on plain aten, run by generated Python."""
+    """Plans on one table of decompositions, run by generated Python."""
 
-    def __init__(self, name: str) -> None:
-        self._trial = Trial(*made(name))
+    def __init__(self, make: Make, *, decomposition: str = "python-1") -> None:
+        self._trial = Trial(*make(), decomposition=decomposition)
         graph = self._trial.source.graph(micro_batches=1)
         # Micro-batches would cost no FLOPs at all; no peer here cuts the batch, so we do not.
         self._searching = self._trial.searching(
@@ -156,6 +160,15 @@ class Ours:
             found = self._searching.find(Budget(memory_bytes=peak_bytes + self._resident))
         except Infeasible:
             return None
+        return self._run(found)
+
+    def within(self, flops: int) -> Reached:
+        """The plan of the least memory that takes no more FLOPs than these."""
+        explored = self._searching.explored()
+        cheap = [p for p in explored.chain if explored.tally.flops_of(p.again) <= flops]
+        return self._run(self._searching.find(Budget(memory_bytes=cheap[0].peak_bytes)))
+
+    def _run(self, found: Found) -> Reached:
         outcome = self._trial.run(found.program)
         return Reached(
             who="ours",
@@ -167,8 +180,9 @@ class Ours:
 
 def wrong_with_dropout(name: str) -> float:
     """How far the partitioner's gradients are from its own without a budget, under one seed."""
-    _, exact = partitioned(name, {}, 1.0, dropout=True)
-    _, gradients = partitioned(name, {}, RATIO_WITH_DROPOUT, dropout=True)
+    make = partial(made, name, dropout=True)
+    _, exact = partitioned(make, {}, 1.0)
+    _, gradients = partitioned(make, {}, RATIO_WITH_DROPOUT)
     off = error(gradients, exact)
     print(f"{name} with dropout, min-cut at {RATIO_WITH_DROPOUT}: gradients off by {off:.2g}")
     return off
@@ -190,42 +204,56 @@ def made(name: str, *, dropout: bool = False) -> tuple[nn.Module, Any, Any]:
     return model, loss, batch
 
 
-def peers(name: str) -> Iterator[Reached]:
-    yield checkpointed(name)
-    for label, decompositions in (("aten", {}), ("Inductor's decompositions", "inductor-1")):
-        named = table(decompositions) if isinstance(decompositions, str) else decompositions
-        exact: dict[str, Tensor | None] | None = None
-        for ratio in RATIOS:
-            try:
-                reached, gradients = partitioned(name, named, ratio)
-            except RuntimeError as failure:
-                line = str(failure).splitlines()[0][:60]
-                print(f"  min-cut, {label}, {ratio}: the peer fails: {line}", flush=True)
-                continue
-            exact = exact or gradients
-            yield Reached(
-                who=f"min-cut, {label}, {ratio}",
-                peak_bytes=reached.peak_bytes,
-                flops=reached.flops,
-                gradient_error=error(gradients, exact),
-            )
+def peers(make: Make) -> Iterator[Reached]:
+    yield checkpointed(make)
+    yield from swept(make, "aten", {})
+    yield from swept(make, "Inductor's decompositions", table("inductor-1"))
 
 
-def checkpointed(name: str) -> Reached:
-    """torch.utils.checkpoint around every block, as people do it."""
-    model, loss, batch = made(name)
+def swept(
+    make: Make, label: str, decompositions: dict[Any, Any], ratios: Sequence[float] = RATIOS
+) -> Iterator[Reached]:
+    """torch's partitioner over its memory ratios."""
+    exact: dict[str, Tensor | None] | None = None
+    for ratio in ratios:
+        try:
+            reached, gradients = partitioned(make, decompositions, ratio)
+        except RuntimeError as failure:
+            line = str(failure).splitlines()[0][:60]
+            print(f"  min-cut, {label}, {ratio}: the peer fails: {line}", flush=True)
+            continue
+        exact = exact or gradients
+        yield Reached(
+            who=f"min-cut, {label}, {ratio}",
+            peak_bytes=reached.peak_bytes,
+            flops=reached.flops,
+            gradient_error=error(gradients, exact),
+        )
+
+
+def checkpointed(
+    make: Make, *, who: str = "checkpoint every block", context_fn: Callable[[], Any] | None = None
+) -> Reached:
+    """torch.utils.checkpoint around every block, as people do it; ``context_fn`` makes it
+    selective.
+    """
+    model, loss, batch = make()
     for block in blocks(model):
-        block.forward = _checkpointing(block.forward)  # type: ignore[method-assign]
+        block.forward = _checkpointing(block.forward, context_fn)  # type: ignore[method-assign]
     step = Eager(model, lambda: loss(model, batch))
     peak = step.peak()
     with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         step.run()
-    return Reached(who="checkpoint every block", peak_bytes=peak, flops=counter.get_total_flops())
+    return Reached(who=who, peak_bytes=peak, flops=counter.get_total_flops())
 
 
-def _checkpointing(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointing(
+    forward: Callable[..., Any], context_fn: Callable[[], Any] | None
+) -> Callable[..., Any]:
+    contexts = {} if context_fn is None else {"context_fn": context_fn}
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     return run
 
@@ -242,10 +270,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def partitioned(
-    name: str, decompositions: dict[Any, Any], ratio: float, *, dropout: bool = False
+    make: Make, decompositions: dict[Any, Any], ratio: float
 ) -> tuple[Reached, dict[str, Tensor | None]]:
     """torch's partitioner as torch.compile calls it, its graphs run node by node."""
-    model, loss, batch = made(name, dropout=dropout)
+    model, loss, batch = make()
     flops: list[int] = []
 
     def counted(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

@@ -104,11 +104,13 @@ UNCOUNTED = {
 class Trial:
     """A model, its loss and its batch; what is tried on it starts from the same state each time."""
 
-    def __init__(self, model: nn.Module, loss: Any, batch: Any) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Any, batch: Any, *, decomposition: str = "python-1"
+    ) -> None:
         self.model = model
         self.loss = loss
         self.batch = batch
-        self.source = StepSource(model=model, loss=loss, batch=batch)
+        self.source = StepSource(model=model, loss=loss, batch=batch, decomposition=decomposition)
         self._start = copy.deepcopy(model.state_dict())
 
     @property
