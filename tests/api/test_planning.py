@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.api import pricing
-from steelyard.core.errors import Infeasible
+from steelyard.api.planning import planned
+from steelyard.core.errors import BadInput, Infeasible
 from steelyard.search.variant import Variant
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -250,7 +252,20 @@ def test_a_step_with_other_arguments_or_another_machine_is_noted(
     said = " ".join(sy.load(path, model, loss, ids, optimizer=ADAM).plan.notes)
     assert "other arguments" in said
     assert "another machine" in said
-    assert "planned with" not in said
+
+
+def test_a_plan_file_is_loaded_under_the_operators_that_it_names(
+    unplanned: sy.Planned, tmp_path: Path
+) -> None:
+    model, ids = made()
+    older = replace(unplanned._look.request, decomposition="python-1").looked_at()
+    path = tmp_path / "words.plan.toml"
+    planned(older, sy.Budget()).save(path)
+    again = sy.load(path, model, loss, ids, optimizer=ADAM)
+    assert again.plan.decisions.made_for.decomposition == "python-1"
+    path.write_text(path.read_text().replace('"python-1"', '"inductor-1"'))
+    with pytest.raises(BadInput, match="unknown table of operators, 'inductor-1'"):
+        sy.load(path, model, loss, ids, optimizer=ADAM)
 
 
 def test_the_same_rules_are_predicted_at_another_batch(tight: sy.Planned, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from steelyard.search import Found, Search
 from steelyard.trades import TRADES
 
 Runner = Literal["python", "inductor"]
-DECOMPOSITIONS = {"python": "python-1", "inductor": "inductor-1"}
+# Of each runner, the tables that it can run; new plans are made on the first.
+DECOMPOSITIONS = {"python": ("python-1",), "inductor": ("inductor-1",)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +47,7 @@ class Request:
     runner: Runner
     title: str
     on_progress: Progress
+    decomposition: str = ""
     trades: tuple[Trade, ...] = TRADES
 
     def looked_at(self) -> "Look":
@@ -55,7 +57,7 @@ class Request:
             model=self.model,
             loss=self.loss,
             batch=self.batch,
-            decomposition=DECOMPOSITIONS[self.runner],
+            decomposition=self.decomposition or DECOMPOSITIONS[self.runner][0],
         )
         if source.is_imagined:
             # What can be run is traced whole, once for planning and for running.

@@ -150,6 +150,12 @@ def load(
             expected=" or ".join(DECOMPOSITIONS),
             remedy="correct made_for.runner, or plan again",
         )
+    if made_for.decomposition not in DECOMPOSITIONS[made_for.runner]:
+        raise BadInput(
+            f"{path} is for an unknown table of operators, {made_for.decomposition[:40]!r}",
+            expected=" or ".join(DECOMPOSITIONS[made_for.runner]),
+            remedy="plan again with this version",
+        )
     request = Request(
         model=model,
         loss=loss,
@@ -158,6 +164,7 @@ def load(
         cluster=Cluster.here(far=decisions.far),
         budget=decisions.budget,
         runner="inductor" if made_for.runner == "inductor" else "python",
+        decomposition=made_for.decomposition,
         title=title or type(model).__name__,
         on_progress=on_progress,
     )
@@ -346,9 +353,6 @@ def _other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:
         )
     if ours.cluster != theirs.cluster:
         yield "planned for another machine or number of threads; predicted anew for this one"
-    if ours.decomposition != theirs.decomposition:
-        theirs_is = printable(theirs.decomposition[:20])
-        yield f"planned with the operators of {theirs_is}, not those of {ours.decomposition}"
 
 
 def _check_made_for(decisions: Decisions, look: Look) -> None:
