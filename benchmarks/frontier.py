@@ -138,7 +138,7 @@ def figure(name: str, ours: Ours, peer: Reached, plan: Reached | None) -> dict[s
 class Ours:
     """Plans on one table of decompositions, run by generated Python."""
 
-    def __init__(self, make: Make, *, decomposition: str = "python-1") -> None:
+    def __init__(self, make: Make, *, decomposition: str = "python-2") -> None:
         self._trial = Trial(*make(), decomposition=decomposition)
         graph = self._trial.source.graph(micro_batches=1)
         # Micro-batches would cost no FLOPs at all; no peer here cuts the batch, so we do not.

@@ -105,7 +105,7 @@ class Trial:
     """A model, its loss and its batch; what is tried on it starts from the same state each time."""
 
     def __init__(
-        self, model: nn.Module, loss: Any, batch: Any, *, decomposition: str = "python-1"
+        self, model: nn.Module, loss: Any, batch: Any, *, decomposition: str = "python-2"
     ) -> None:
         self.model = model
         self.loss = loss

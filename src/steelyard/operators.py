@@ -108,6 +108,22 @@ def _bernoulli_fake(
 
 _LIBRARY.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")
 torch.library.register_fake("steelyard::bernoulli", _bernoulli_fake, lib=_LIBRARY)
+_LIBRARY.define(
+    "masked_scale(Tensor x, Tensor mask, float scale) -> Tensor", tags=(torch.Tag.pointwise,)
+)
+
+
+def masked_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """``x * mask * scale``, of a boolean mask that lies in memory as ``x`` does.
+
+    A product with booleans first writes them out as numbers; these can take the result, so that
+    nothing is held but what goes in and what comes out.
+    """
+    return mask.to(x.dtype, copy=True).mul_(scale).mul_(x)
+
+
+_LIBRARY.impl("masked_scale", masked_scale, "CompositeExplicitAutograd")
+torch.library.register_fake("steelyard::masked_scale", masked_scale, lib=_LIBRARY)
 
 
 def nll_loss_sum(

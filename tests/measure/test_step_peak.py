@@ -23,7 +23,7 @@ from tests.zoo import case
 DEVICE = Device(
     kind="cpu of a test", flops_per_second=40e9, bytes_per_second=8e9, memory_bytes=1 << 30
 )
-_TABLE = "python-1"
+_TABLE = "python-2"
 
 
 def runnable(program: Program) -> Callable[[], object]:

@@ -29,8 +29,8 @@ def captured(
     model: nn.Module, loss: Any, batch: Any, *, micro_batches: int = 1
 ) -> tuple[Program, Mapping[str, Tensor], CodeReads]:
     """The plain program for ``batch`` in equal parts, the constants and what else it reads."""
-    traced = trace(model, loss, part(batch, 0, micro_batches), decompositions=table("python-1"))
-    graph = to_graph(traced, decomposition="python-1")
+    traced = trace(model, loss, part(batch, 0, micro_batches), decompositions=table("python-2"))
+    graph = to_graph(traced, decomposition="python-2")
     program = Program.plain(graph).repeated(micro_batches)
     assert program.problems() == []
     return program, traced.constants, traced.reads

@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "aten._unsafe_view.default": [((X, [6, 4]), {}), ((X, [-1, 2]), {})],
     "aten.view.default": [((X, [6, 4]), {}), ((X, [-1, 2]), {})],
     "aten.where.self": [((M, X, Y), {})],
+    "steelyard.masked_scale.default": [((X, M, 1.1111111111111112), {}), ((X.t(), M.t(), 2), {})],
 }  # fmt: skip
 
 

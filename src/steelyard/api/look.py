@@ -31,7 +31,7 @@ from steelyard.trades import TRADES
 
 Runner = Literal["python", "inductor"]
 # Of each runner, the tables that it can run; new plans are made on the first.
-DECOMPOSITIONS = {"python": ("python-1",), "inductor": ("inductor-1",)}
+DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1",)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,6 +4,7 @@ Part of a plan's fingerprint: under another table the same model has other opera
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,25 @@ from steelyard import _torch
 from steelyard.capture.trace import Decompositions
 
 aten = torch.ops.aten
+_Masked = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def in_two_products(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """For a compiler, which makes one loop of them."""
+    return x.mul(mask).mul(scale)
+
+
+def in_one_call(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same bits, with nothing held between."""
+    strides = zip(x.shape, x.stride(), mask.stride(), strict=True)
+    if any(size > 1 and ours != theirs for size, ours, theirs in strides):
+        return in_two_products(x, mask, scale)  # the result is to lie as x does
+    product: torch.Tensor = torch.ops.steelyard.masked_scale.default(x, mask, scale)
+    return product
 
 
 def native_dropout(
-    x: torch.Tensor, probability: float, train: bool | None
+    x: torch.Tensor, probability: float, train: bool | None, *, masked: _Masked = in_two_products
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout with its randomness apart: only the boolean mask is bound to the generator.
 
@@ -32,7 +48,7 @@ def native_dropout(
     order = sorted(range(x.dim()), key=lambda d: (-like.stride(d), d))
     drawn = aten.bernoulli.p(like.permute(order), 1 - probability)
     mask = drawn.permute([order.index(d) for d in range(x.dim())])
-    return x.mul(mask).mul(kept_scale(probability, x.dtype)), mask
+    return masked(x, mask, kept_scale(probability, x.dtype)), mask
 
 
 def kept_scale(probability: float, dtype: torch.dtype) -> float:
@@ -48,13 +64,15 @@ def kept_scale(probability: float, dtype: torch.dtype) -> float:
     return float(scale)
 
 
-def native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def native_dropout_backward(
+    grad: torch.Tensor, mask: torch.Tensor, scale: float, *, masked: _Masked = in_two_products
+) -> torch.Tensor:
     """What the CPU's kernel computes: torch's fake one (2.13) lays a transposed result out anew.
 
     Autograd's formula scales by an unrounded 1 / (1 - p); eager's mask holds a rounded one.
     """
     rounded = kept_scale(1 - 1 / scale, grad.dtype) if scale else scale
-    return grad.mul(mask).mul(rounded)
+    return masked(grad, mask, rounded)
 
 
 def native_layer_norm_backward(
@@ -73,22 +91,23 @@ def table(name: str) -> Decompositions:
     return _TABLES[name]()
 
 
-def _everywhere() -> Decompositions:
+def _dropout(masked: _Masked) -> Decompositions:
     return {
-        aten.native_dropout.default: native_dropout,
-        aten.native_dropout_backward.default: native_dropout_backward,
+        aten.native_dropout.default: partial(native_dropout, masked=masked),
+        aten.native_dropout_backward.default: partial(native_dropout_backward, masked=masked),
     }
 
 
-def _python() -> Decompositions:
-    return {**_everywhere(), aten.native_layer_norm_backward.default: native_layer_norm_backward}
+def _python(masked: _Masked) -> Decompositions:
+    return {**_dropout(masked), aten.native_layer_norm_backward.default: native_layer_norm_backward}
 
 
 def _inductor() -> Decompositions:
-    return {**_torch.inductor_decompositions(), **_everywhere()}
+    return {**_torch.inductor_decompositions(), **_dropout(in_two_products)}
 
 
 _TABLES: dict[str, Callable[[], Decompositions]] = {
-    "python-1": _python,
+    "python-1": partial(_python, in_two_products),
+    "python-2": partial(_python, in_one_call),
     "inductor-1": _inductor,
 }

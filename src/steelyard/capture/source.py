@@ -54,7 +54,7 @@ class StepSource:
     model: nn.Module
     loss: Loss
     batch: Any
-    decomposition: str = "python-1"
+    decomposition: str = "python-2"
     for_planning: bool = False
     _captured: dict[int, Captured] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from steelyard import _torch
 from steelyard.core.graph import Node
-from steelyard.operators import callable_of, operator_named
+from steelyard.operators import callable_of, masked_scale, operator_named
 
 # Public builtins that take an overload's arguments in its own order; with these keywords, no other.
 # Each is compared with its operator in tests/run/test_calls.py.
@@ -46,6 +46,8 @@ _PLAIN: dict[str, _Binding] = {
     "aten._unsafe_view.default": torch.reshape,
     "aten.view.default": torch.reshape,
     "aten.where.self": torch.where,
+    # Without the dispatcher, which takes longer to call Python than C++.
+    "steelyard.masked_scale.default": masked_scale,
 }
 _BINDINGS: dict[str, tuple[_Binding, frozenset[str]]] = {
     "aten.add.Tensor": (torch.add, frozenset({"alpha"})),
