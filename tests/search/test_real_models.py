@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from steelyard.core.budget import Budget
+from steelyard.core.costs import Costs, OperatorCost
+from steelyard.core.quad import Estimate
 from steelyard.predict.predict import PEAK_SHARE
+from steelyard.search import Found, Search
+from steelyard.trades.stream import Stream
 from tests import zoo
-from tests.harness import Trial, budgets, predicted_above
+from tests.harness import DEVICE, Trial, budgets, predicted_above
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
 
 pytestmark = pytest.mark.slow
 
@@ -46,3 +55,57 @@ def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
     assert outcome.difference(trial.eager(micro_batches=found.micro_batches)) is None
     predicted = predicted_above(found.program, costs)
     assert outcome.peak_bytes == pytest.approx(predicted, rel=PEAK_SHARE)
+
+
+def wordy() -> Trial:
+    """A vocabulary that is worth slicing, a batch that can be cut."""
+    model = GPT(layers=2, width=16, heads=2, vocabulary=1536, length=64)
+    return Trial(model, next_token_loss, tokens(8, 64, 1536))
+
+
+def from_least_to_more_than_plain(searching: Search) -> dict[int, Found]:
+    """By budget."""
+    low = searching.least_bytes(enough_bytes=0)
+    high = round(1.05 * searching.explored().plain.peak_bytes)
+    limits = (low + (high - low) * step // 11 for step in range(12))
+    return {limit: searching.find(Budget(memory_bytes=limit)) for limit in limits}
+
+
+def seconds_of(found: Found) -> float:
+    return found.prediction.quad.step_seconds.value
+
+
+def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
+    """Slices of the whole batch that are faster than what they are slices of."""
+    stream = Stream()
+    offers, _ = stream.offers(trial.plain, trial.source)
+    graphs = [stream.rewrite(trial.plain, o.rules, trial.source).graph for o in offers]
+    return {
+        node.signature: OperatorCost(
+            seconds=Estimate.exactly(1e-9), workspace_bytes=node.body.workspace_bytes
+        )
+        for graph in graphs
+        for node in graph.nodes
+        if node.body is not None
+    }
+
+
+def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
+    trial = wordy()
+    costs = Costs(device=DEVICE, operators=in_no_time(trial))
+    searching = trial.searching(costs, trades=(Stream(),))
+    found = [*from_least_to_more_than_plain(searching).values()]
+    assert "stream" in {r.trade for r in found[-1].rules}
+    assert all(seconds_of(tight) >= seconds_of(loose) for tight, loose in pairwise(found))
+
+
+def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None:
+    trial = wordy()
+    halved = {trial.source.graph(micro_batches=2).fingerprint: Estimate.exactly(0.1)}
+    costs = Costs(device=DEVICE, operators=in_no_time(trial), other_wholes=halved)
+    found = from_least_to_more_than_plain(trial.searching(costs))
+    fastest = min(found.values(), key=seconds_of)
+    assert [r.trade for r in fastest.rules] == ["accumulate"]
+    peak = fastest.prediction.quad.memory_bytes.value
+    for limit, planned in found.items():
+        assert peak > limit or seconds_of(planned) == seconds_of(fastest), "it would have fitted"

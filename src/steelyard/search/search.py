@@ -14,7 +14,7 @@ from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, matching, to_rules
 from steelyard.core.trade import Left, Offer, Refusal, Source, Trade, strike
-from steelyard.predict import predict
+from steelyard.predict import predict, step_seconds
 from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
@@ -72,6 +72,7 @@ class Search:
     def find(self, budget: Budget) -> Found:
         """The plan for one budget, in the same words for any."""
         variant, point = self._best(budget)
+        self.explored(variant.whole)  # which what is taken is priced beside
         rules = self._rules(variant, point)
         program = self._strike(rules)
         prediction = predict(program, self._costs)
@@ -111,12 +112,9 @@ class Search:
 
     def explore_all(self) -> None:
         """Every variant that is ever looked at, for the whole curve."""
-        for streams in self._streams:
-            self.explored(self._possible(1, streams))
-        # In parts with what can be sliced, if anything can, in as few slices as are offered.
-        streams = self._streams[min(1, len(self._streams) - 1)]
-        for parts in self._splits:
-            self.explored(self._possible(parts, streams))
+        for parts in (1, *self._splits):
+            for variant in self._levels_of(parts):
+                self.explored(variant)
 
     def _least_within(self) -> int:
         tried = {variant.parts for variant in self._explored}
@@ -155,6 +153,8 @@ class Search:
         for variants in self._ladder(budget):
             worth = False
             for variant in variants:
+                if best is not None and self._is_idle(variant, best[1], limit):
+                    continue
                 explored = self.explored(variant)
                 if best is not None and explored.plain.seconds >= best[1].seconds:
                     continue
@@ -180,23 +180,26 @@ class Search:
     def _ladder(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
         """Variants in the order in which they are looked at, those of one cut together.
 
-        What serves the whole batch best, sliced or not, is what its parts are tried with.
+        The same for every budget: or a larger one could be answered by a slower plan.
         """
         yield (_PLAIN,)
         if budget == Budget():
             return  # nothing is asked for, so nothing is traded
-        streams: tuple[tuple[Rule, ...], ...] = ((),)
-        limit = budget.memory_bytes
+        for parts in (1, *self._splits):
+            yield self._levels_of(parts)
+
+    def _levels_of(self, parts: int) -> tuple[Variant, ...]:
+        """So many parts with each level of slices; of small parts some levels are the same."""
+        levels = (self._possible(parts, streams) for streams in self._streams)
+        return tuple({variant.rules: variant for variant in levels}.values())
+
+    def _is_idle(self, variant: Variant, best: Point, limit: int | None) -> bool:
+        """Slices that no memory asks for, and that are no faster: not worth exploring."""
         plain = self.explored().plain
-        if len(self._streams) > 1 and limit is not None and plain.peak_bytes > limit:
-            streams = self._streams
-            wholes = tuple(self._possible(1, level) for level in streams)
-            yield wholes[1:]
-            fitting = [(p.seconds, v) for v in wholes if (p := self.explored(v).within(limit))]
-            # The least memory is that of the most slices, where nothing fits.
-            streams = (min(fitting)[1].streams,) if fitting else streams[-1:]
-        for parts in self._splits:
-            yield tuple(self._possible(parts, level) for level in streams)
+        if not variant.streams or (limit is not None and plain.peak_bytes > limit):
+            return False
+        program = self._strike(variant.rules)
+        return step_seconds(program, self._costs).value >= best.seconds
 
     def _possible(self, parts: int, streams: tuple[Rule, ...]) -> Variant:
         """In slices where the parts can be sliced as the whole batch can: rows may be too few."""
