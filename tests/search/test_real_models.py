@@ -9,6 +9,7 @@ import pytest
 from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs, OperatorCost
 from steelyard.core.quad import Estimate
+from steelyard.core.rules import Rule
 from steelyard.predict.predict import PEAK_SHARE
 from steelyard.search import Found, Search
 from steelyard.trades.stream import Stream
@@ -55,6 +56,13 @@ def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
     assert outcome.difference(trial.eager(micro_batches=found.micro_batches)) is None
     predicted = predicted_above(found.program, costs)
     assert outcome.peak_bytes == pytest.approx(predicted, rel=PEAK_SHARE)
+
+
+def test_parts_hold_not_a_byte_more_than_is_predicted() -> None:
+    trial = Trial(*zoo.case("gpt").make())
+    program = trial.struck([Rule(trade="accumulate", degree=4)])
+    costs = trial.costs(micro_batches=(1, 4))
+    assert trial.run(program).peak_bytes <= predicted_above(program, costs)
 
 
 def wordy() -> Trial:

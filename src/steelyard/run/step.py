@@ -223,6 +223,7 @@ class LiveStep:
                 loss = loss.detach()
                 loss = _times(loss, share)
                 total = loss if total is None else total + loss
+                del loss  # or it stands beside the total while the next part runs
         assert total is not None
         return total
 
