@@ -239,7 +239,7 @@ def checkpointed(
     """
     model, loss, batch = make()
     for block in blocks(model):
-        block.forward = _checkpointing(block.forward, context_fn)  # type: ignore[method-assign]
+        block.forward = checkpointing(block.forward, context_fn)  # type: ignore[method-assign]
     step = Eager(model, lambda: loss(model, batch))
     peak = step.peak()
     with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
@@ -247,8 +247,8 @@ def checkpointed(
     return Reached(who=who, peak_bytes=peak, flops=counter.get_total_flops())
 
 
-def _checkpointing(
-    forward: Callable[..., Any], context_fn: Callable[[], Any] | None
+def checkpointing(
+    forward: Callable[..., Any], context_fn: Callable[[], Any] | None = None
 ) -> Callable[..., Any]:
     contexts = {} if context_fn is None else {"context_fn": context_fn}
 
@@ -275,6 +275,17 @@ def partitioned(
     """torch's partitioner as torch.compile calls it, its graphs run node by node."""
     model, loss, batch = make()
     flops: list[int] = []
+    torch.compiler.reset()
+    with config.patch(activation_memory_budget=ratio):
+        backend = partitioning(decompositions, flops)
+        step = Eager(model, torch.compile(lambda: loss(model, batch), backend=backend))
+        peak = step.peak()
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return Reached(who="", peak_bytes=peak, flops=sum(flops)), gradients
+
+
+def partitioning(decompositions: dict[Any, Any], flops: list[int]) -> Callable[..., Any]:
+    """A backend of torch.compile that cuts at the activation_memory_budget and tells FLOPs."""
 
     def counted(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         flops.append(sum(node_flops(node) for node in graph.graph.nodes))
@@ -297,12 +308,7 @@ def partitioned(
         )
         return compiled
 
-    torch.compiler.reset()
-    with config.patch(activation_memory_budget=ratio):
-        step = Eager(model, torch.compile(lambda: loss(model, batch), backend=backend))
-        peak = step.peak()
-    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-    return Reached(who="", peak_bytes=peak, flops=sum(flops)), gradients
+    return backend
 
 
 def node_flops(node: torch.fx.Node) -> int:
