@@ -49,7 +49,7 @@ def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
     searching = trial.searching(costs)
     budget = budgets(searching, 2)[0]
     assert budget.memory_bytes is not None
-    less = type(budget)(memory_bytes=round(0.9 * budget.memory_bytes))
+    less = type(budget)(memory_bytes=round(0.95 * budget.memory_bytes))
     found = searching.find(less)
     assert found.micro_batches > 1
     outcome = trial.run(found.program)

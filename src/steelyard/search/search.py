@@ -194,9 +194,10 @@ class Search:
         return tuple({variant.rules: variant for variant in levels}.values())
 
     def _is_idle(self, variant: Variant, best: Point, limit: int | None) -> bool:
-        """Slices that no memory asks for, and that are no faster: not worth exploring."""
-        plain = self.explored().plain
-        if not variant.streams or (limit is not None and plain.peak_bytes > limit):
+        """Slices that are no faster, of parts or where no memory asks for them: not worth
+        exploring."""
+        is_asked = limit is not None and self.explored().plain.peak_bytes > limit
+        if not variant.streams or (variant.parts == 1 and is_asked):
             return False
         program = self._strike(variant.rules)
         return step_seconds(program, self._costs).value >= best.seconds
