@@ -30,7 +30,8 @@ class Link:
     """One class of link between devices, declared or measured; the rate is one way.
 
     ``doubt`` is the share by which a transfer may take more or less than is said here.
-    ``call_seconds`` is what the device itself spends on one to far memory or back.
+    ``call_seconds`` is what the device itself spends on one to far memory or back, and ``disturbs``
+    the share of the time that one takes by which it slows what runs beside it.
     """
 
     kind: str
@@ -38,9 +39,14 @@ class Link:
     bytes_per_second: float
     doubt: float = 0.5
     call_seconds: float = 0.0
+    disturbs: float = 0.0
 
     def seconds(self, nbytes: int, *, messages: int) -> float:
         return messages * self.latency_seconds + nbytes / self.bytes_per_second
+
+    def device_seconds(self, nbytes: int) -> float:
+        """What one to far memory or back takes of the device."""
+        return self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
 
 
 # The axes of the links to and from far memory: a rank speaks to itself, over time.

@@ -55,7 +55,10 @@ class Costs:
             return FREE
         if node.is_far:
             link = self.links.get(node.collective.axis) if node.collective else None
-            return Estimate.exactly(link.call_seconds) if link else FREE
+            if node.collective is None or link is None:
+                return FREE
+            own = link.device_seconds(node.collective.sent_bytes)
+            return Estimate.within(own, share=_DECLARED_SHARE)
         known = self.operators.get(node.signature)
         seconds = known.seconds if known else self.declared_seconds(node)
         return seconds + self.update_call_seconds if node.phase is Phase.UPDATE else seconds

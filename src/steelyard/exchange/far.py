@@ -128,6 +128,10 @@ class Slots:
         self._fetching[slot] = self._memory.fetch(self._offsets[slot], x)
         return x
 
+    def has_arrived(self, slot: int) -> bool:
+        """Whether what was last fetched from there is here."""
+        return self._fetching[slot].done()
+
     def fetched(self, slot: int, x: torch.Tensor) -> torch.Tensor:
         self._memory.wait(self._fetching.pop(slot), x.nbytes)
         return x

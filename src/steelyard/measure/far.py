@@ -4,6 +4,7 @@ Not for moving anything: see exchange/far.py.
 """
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -15,6 +16,7 @@ from steelyard.exchange.far import FarMemory, Slots
 _SECONDS = 0.25
 _FEWEST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _SMALL_BYTES, _CALLS = 4096, 20
+_ROUNDS = 5
 # Disks are shared: what was reached once is reached again within this share.
 _DOUBT = 0.1
 _REACHED = 0.9
@@ -32,6 +34,10 @@ def measured_links(far: Far) -> tuple[dict[str, Link], tuple[str, ...]]:
         _trip(slots, large)  # the first touches the buffers and the file
         trips = [_trip(slots, small) for _ in range(_CALLS)]
         whole = _trip(slots, large)
+        disturbs = [
+            max(0.0, median(_slowed(slots, large, is_sent=is_sent) for _ in range(_ROUNDS)))
+            for is_sent in (True, False)
+        ]
     finally:
         memory.close()
     links, notes = {}, []
@@ -52,6 +58,7 @@ def measured_links(far: Far) -> tuple[dict[str, Link], tuple[str, ...]]:
             bytes_per_second=rate,
             doubt=_DOUBT,
             call_seconds=median(t[2] for t in trips) / 2,
+            disturbs=disturbs[way],
         )
     return links, tuple(notes)
 
@@ -65,3 +72,30 @@ def _trip(slots: Slots, x: torch.Tensor) -> tuple[float, float, float]:
     slots.fetched(0, slots.fetch(0, None))
     back = time.perf_counter()
     return there - begin, back - there, time.thread_time() - own
+
+
+def _slowed(slots: Slots, x: torch.Tensor, *, is_sent: bool) -> float:
+    """By what share operators slow down beside a transfer: cores and the way to memory are shared
+    with the thread that moves it."""
+    end = time.perf_counter() + _SECONDS / 2
+    alone = _pace(lambda: time.perf_counter() >= end)
+    if is_sent:
+        sending = slots.send(0, x)
+        beside = _pace(sending.done)
+        slots.sent(0, sending, x)
+    else:
+        back = slots.fetch(0, None)
+        beside = _pace(lambda: slots.has_arrived(0))
+        slots.fetched(0, back)
+    return 1 - beside / alone
+
+
+def _pace(is_over: Callable[[], bool]) -> float:
+    """How often a second a product and a pass over memory are done, until it is over."""
+    matrix, vector = torch.ones(256, 256), torch.ones(1 << 20)
+    begin, count = time.perf_counter(), 0
+    while count == 0 or not is_over():
+        torch.mm(matrix, matrix)
+        torch.mul(vector, 2.0)
+        count += 1
+    return count / (time.perf_counter() - begin)

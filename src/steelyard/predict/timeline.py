@@ -106,7 +106,7 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
     whole = device(costs.whole_step_of(program.graph))
-    clock = exposed = 0.0
+    clock = exposed = beside = 0.0
     begins: list[float] = []
     idle_from: dict[str, float] = {}  # of each axis's link
     arrives: dict[int, float] = {}
@@ -119,10 +119,15 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
             stall = max(0.0, arrives[awaited[index]] - clock)
             exposed += stall
             clock += stall
-        clock += device(costs.seconds(node)) * whole
+        seconds = device(costs.seconds(node)) * whole
+        if node.is_far:
+            # Spread over what runs while the transfer is under way.
+            beside += seconds
+        else:
+            clock += seconds
         collective = node.collective
         if collective is not None:
             start = max(clock, idle_from.get(collective.axis, 0.0))
             arrives[index] = start + link(costs.exchange_seconds(collective))
             idle_from[collective.axis] = arrives[index]
-    return Played(begins=tuple(begins), seconds=clock, exposed_seconds=exposed)
+    return Played(begins=tuple(begins), seconds=clock + beside, exposed_seconds=exposed)

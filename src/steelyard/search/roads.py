@@ -92,7 +92,11 @@ class Roads:
         self._nbytes = {s: graph.storages[s].nbytes for s in values}
         self._out = {s: _takes(costs, FAR_OUT, Exchange.SEND, b) for s, b in self._nbytes.items()}
         self._in = {s: _takes(costs, FAR_IN, Exchange.FETCH, b) for s, b in self._nbytes.items()}
-        self._call = whole * sum(costs.links[axis].call_seconds for axis in (FAR_OUT, FAR_IN))
+        links = [costs.links[axis] for axis in (FAR_OUT, FAR_IN)]
+        self._own = {
+            s: whole * sum(link.device_seconds(b) for link in links)
+            for s, b in self._nbytes.items()
+        }
 
     def seconds_of(self, storage: int) -> float:
         return self._out[storage] + self._in[storage]
@@ -139,7 +143,7 @@ class Roads:
             )
         return Trips(
             by_storage=trips,
-            seconds=self._waited(moved, wanted, begins) + len(moved) * self._call,
+            seconds=self._waited(moved, wanted, begins) + sum(self._own[m.storage] for m in moved),
             nbytes=sum(-(-self._nbytes[m.storage] // _PAGE) * _PAGE for m in moved),
         )
 
