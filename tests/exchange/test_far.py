@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,31 @@ def test_no_file_is_left_however_the_process_ends(tmp_path: Path, end: str) -> N
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=120)
     assert list(tmp_path.iterdir()) == []
+
+
+def open_files() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_closed_in_the_middle_it_touches_no_other_file(tmp_path: Path) -> None:
+    before = open_files()
+    memory = FarMemory(Far(tmp_path, rate="20 MB/s", size="64 MiB"))
+    x = torch.ones(8 << 20, dtype=torch.uint8)
+    slots = memory.slots([x.nbytes])
+    first, second = slots.send(0, x), slots.send(0, x)
+    memory.close()
+    others = [(tmp_path / f"other{n}").open("wb+") for n in range(4)]  # would take its numbers
+    for transfer in (first, second):
+        with pytest.raises(CancelledError):
+            transfer.result(timeout=60)
+    for other in others:
+        other.seek(0)
+        assert other.read() == b""
+        other.close()
+    deadline = time.monotonic() + 60
+    while open_files() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert open_files() <= before
 
 
 def test_a_folder_in_memory_is_refused() -> None:

@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -40,8 +40,8 @@ class FarMemory:
         self.moved_bytes = 0
         self._file = _open(far)
         self._size = 0
-        self._out = _Lane(self._file, far.bytes_per_second, name="far out")
-        self._in = _Lane(self._file, far.bytes_per_second, name="far in")
+        self._out = _Lane(os.dup(self._file), far.bytes_per_second, name="far out")
+        self._in = _Lane(os.dup(self._file), far.bytes_per_second, name="far in")
         self._close = weakref.finalize(self, _closed, self._file, self._out, self._in)
 
     def close(self) -> None:
@@ -153,7 +153,11 @@ def _layout(x: torch.Tensor) -> _Layout:
 
 
 class _Lane:
-    """One direction: a thread that moves one value after another, no faster than declared."""
+    """One direction: a thread that moves one value after another, no faster than declared.
+
+    Its file is its own, and closed by its thread: closed by another in the middle of a transfer,
+    the number might stand for some other file by the next piece.
+    """
 
     def __init__(self, file: int, bytes_per_second: float, *, name: str) -> None:
         self._file = file
@@ -163,6 +167,7 @@ class _Lane:
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self.busy_seconds = 0.0
+        self._is_over = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, offset: int, x: torch.Tensor, *, is_write: bool) -> "Future[None]":
@@ -170,13 +175,21 @@ class _Lane:
         return self._thread.submit(self._move, offset, [x], is_write)
 
     def stop(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._is_over = True
+        try:
+            self._thread.submit(os.close, self._file)
+        except RuntimeError:
+            # The interpreter ends, and has waited for the thread.
+            os.close(self._file)
+        self._thread.shutdown(wait=False)
 
     def _move(self, offset: int, box: list[torch.Tensor], is_write: bool) -> None:
         x = box.pop()
         near, nbytes = x.data_ptr(), x.nbytes
         begin = time.perf_counter()
         for done in range(0, nbytes, FAR_PIECE_BYTES):
+            if self._is_over:
+                raise CancelledError
             size = min(FAR_PIECE_BYTES, nbytes - done)
             pages = self._view[: -(-size // _PAGE) * _PAGE]
             if is_write:
