@@ -14,6 +14,7 @@ from steelyard.core.rules import Spot, spot_of, spots, starred
 from steelyard.search.archive import Archive, Point
 from steelyard.search.cut import Cut
 from steelyard.search.moves import Moves
+from steelyard.search.roads import Way
 from steelyard.search.seeds import simple_plans
 from steelyard.search.sweep import Gaps, far_sweep, packed_sweep, priced_sweep, uniform_sweep
 from steelyard.search.tally import Tally
@@ -142,6 +143,16 @@ def _sweep(trials: Trials) -> None:
     priced_sweep(trials, cut, gaps, limits=limits, rounds=_ROUNDS)
     if trials.tally.far_value_on:
         far_sweep(trials, cut, gaps, limits=limits[::3], rounds=_FAR_ROUNDS)
+        _all_far(trials)
+
+
+def _all_far(trials: Trials) -> None:
+    """Whatever the link costs: the first value to move pays for the pieces too, and alone it may
+    buy nothing, so that no single move leads here from a plan that moves none."""
+    tally = trials.tally
+    for point in (trials.plain, *trials.archive.hull()):
+        for way in Way:
+            trials.point(point.again | {tally.far(s, way) for s in tally.far_value_on})
 
 
 def _improve(trials: Trials, moves: Moves, *, efforts: tuple[int, ...]) -> None:
