@@ -84,7 +84,8 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
     with_all = tally.count(choice)
     value_on = tally.far_value_on if is_far else tally.value_on
     offered = _by_module(graph, value_on)
-    own = {c for c in choice if tally.is_far(c) == is_far}
+    # Of a value chosen in several ways only one counts; of one that nothing reads late, none.
+    own = set(with_all.moved) if is_far else {c for c in choice if not tally.is_far(c)}
     chosen = _by_module(graph, {c: value_on[tally.storage(c)] for c in own})
     deepest = max((m.count(".") + 1 for m in chosen), default=0)
     depth = next(
@@ -94,7 +95,13 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
     for module in sorted({_cut(m, depth) for m in chosen}):
         inside = {s for m, members in chosen.items() if _cut(m, depth) == module for s in members}
         possible = sum(len(members) for m, members in offered.items() if _cut(m, depth) == module)
-        without = tally.count(choice - inside)
+        # Without one of its ways, a value would be moved in another.
+        gone = {tally.storage(c) for c in inside} if is_far else set()
+        without = tally.count(
+            frozenset(
+                c for c in choice - inside if not (tally.is_far(c) and tally.storage(c) in gone)
+            )
+        )
         count = str(len(inside)) if len(inside) == possible else f"{len(inside)} of {possible}"
         told.append(
             Taken(
