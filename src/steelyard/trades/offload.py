@@ -68,7 +68,8 @@ class Offload:
             )
         made_again = {i.node for i in program.again}
         never = [name for name in chosen if name in made_again] or sorted(
-            chosen.keys() - movable(program)
+            # A smaller batch may make them smaller than is worth it; they go all the same.
+            chosen.keys() - movable(program, least_bytes=1)
         )
         if never:
             node = program.graph.by_name[never[0]]
@@ -81,7 +82,7 @@ class Offload:
         return with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()})
 
 
-def movable(program: Program) -> frozenset[str]:
+def movable(program: Program, *, least_bytes: int = _LEAST_BYTES) -> frozenset[str]:
     """The forward values that could leave: large, whole on a storage that they alone describe, and
     read (or what is read by a copy's maker) after the forward pass."""
     graph = program.graph
@@ -107,6 +108,7 @@ def movable(program: Program) -> frozenset[str]:
             and not maker.waits_for
             and not maker.mutates
             and _fills(tensor, graph.storages[tensor.storage].nbytes)
+            and tensor.nbytes >= least_bytes
             and not (len(own) == 1 and _is_taken_apart(graph, node))
         ):
             found.add(node.name)
@@ -114,8 +116,8 @@ def movable(program: Program) -> frozenset[str]:
 
 
 def _fills(tensor: Tensor, nbytes: int) -> bool:
-    """Whether it is all that lies on its storage, in whatever order, and enough to be worth it."""
-    return not tensor.pending and tensor.offset == 0 and tensor.nbytes == nbytes >= _LEAST_BYTES
+    """Whether it is all that lies on its storage, in whatever order."""
+    return not tensor.pending and tensor.offset == 0 and tensor.nbytes == nbytes > 0
 
 
 def _looks(graph: Graph, node: Node) -> bool:
