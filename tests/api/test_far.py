@@ -159,6 +159,39 @@ def test_a_folder_that_has_gone_is_named_before_anything_runs(
         sy.load(path, model, loss, x, optimizer=ADAM)
 
 
+def test_what_far_memory_cannot_hold_is_said_by_the_check(
+    planned: sy.Planned, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.plan.toml"
+    planned.save(path)
+    path.write_text(path.read_text().replace('size = "1 GiB"', 'size = "64 KiB"'))
+    model, x = made()
+    with pytest.raises(BadInput, match=r"which may hold 64\.0 KiB"):
+        sy.load(path, model, loss, x, optimizer=ADAM)
+
+
+def test_a_smaller_batch_moves_the_same_values(planned: sy.Planned) -> None:
+    ours, x = made()
+    theirs = copy.deepcopy(ours)
+    step, plain = planned.apply(ours), planned.what_if().apply(theirs)
+    losses = []
+    for run in (step, plain):
+        torch.manual_seed(3)
+        losses.append(float(run(x[:, :2])))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("rate", ["2 GB/s", "20 MB/s"])
+def test_whether_it_fits_does_not_hang_on_the_rate(
+    planned: sy.Planned, folder: Path, rate: str
+) -> None:
+    model, x = made()
+    budget = planned.plan.decisions.budget
+    far = sy.Far(folder, rate=rate, size="1 GiB")
+    other = sy.plan(model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far), budget=budget)
+    assert {t.trade for t in other.plan.taken} >= {"offload"}
+
+
 def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
     model, x = made()
     bare = sy.plan(model, loss, x)
@@ -172,6 +205,7 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
         ({"rate": "0 MB/s", "size": "1 GiB"}, "not a possible amount"),
         ({"rate": "1 GB/s", "size": "much"}, "size = 'much' is not an amount"),
         ({"rate": "1 GB/h", "size": "1 GiB"}, "is not an amount"),
+        ({"rate": "500", "size": "1 GiB"}, "a rate of 500 B/s is no far memory"),
     ],
 )
 def test_an_amount_that_is_none_is_refused(given: dict[str, Any], said: str) -> None:

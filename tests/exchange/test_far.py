@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -199,5 +200,52 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_disk_that_stalls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
     monkeypatch.setattr(module, "_LEAST_PATIENCE_SECONDS", 0.05)
-    with pytest.raises(RunFailed, match=r"stalls: 1\.00 MiB are not through after 50\.0 ms"):
-        memory.wait(Future(), 1 << 20)
+    monkeypatch.setattr(module, "_PATIENCE", 1.0)
+    begun = threading.Event()
+
+    def stall(*_: Any) -> int:
+        begun.wait(30)
+        return 4096
+
+    monkeypatch.setattr(module.os, "pwrite", stall)
+    x = torch.ones(100)
+    slots = memory.slots([x.nbytes])
+    with pytest.raises(RunFailed, match=r"stalls: 1\.00 MiB are not through after"):
+        slots.sent(0, slots.send(0, x), x)
+    begun.set()
+
+
+def test_a_long_queue_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for first may have been sent last."""
+    monkeypatch.setattr(module, "_LEAST_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(module, "_PATIENCE", 1.0)
+    memory = FarMemory(Far(tmp_path, rate="4 MB/s", size="64 MiB"))
+    x = torch.ones(1 << 20, dtype=torch.uint8)
+    slots = memory.slots([x.nbytes] * 6)
+    sending = [slots.send(i, x) for i in range(6)]
+    begin = time.perf_counter()
+    slots.sent(5, sending[5], x)
+    assert time.perf_counter() - begin > 2 * 0.5
+
+
+def test_a_step_after_it_was_closed_is_told_so(tmp_path: Path) -> None:
+    memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
+    slots = memory.slots([400])
+    memory.close()
+    with pytest.raises(RunFailed, match="was closed"):
+        slots.send(0, torch.ones(100))
+
+
+def test_a_process_that_is_interrupted_does_not_wait_for_what_is_queued(tmp_path: Path) -> None:
+    """Twenty seconds are queued at the declared rate; what else an end takes is far less."""
+    script = f"""
+        import torch
+        from steelyard.core.cluster import Far
+        from steelyard.exchange.far import FarMemory
+        memory = FarMemory(Far({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
+        slots = memory.slots([20 << 20])
+        slots.send(0, torch.ones(20 << 20, dtype=torch.uint8))
+        raise KeyboardInterrupt
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=-3)
+    child.wait(timeout=18)

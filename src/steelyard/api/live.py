@@ -208,6 +208,12 @@ class Step:
                 expected=f"at most {format_bytes(limit)}, the plan's budget",
                 remedy="drop or pad that batch, raise the budget, or plan for this shape",
             )
+        if self.far is not None and program.far_bytes > self.far.far.size_bytes:
+            raise Mismatch(
+                f"a batch of another shape would move {format_bytes(program.far_bytes)} far",
+                expected=f"at most {format_bytes(self.far.far.size_bytes)}, what it may hold",
+                remedy="drop that batch, allow far memory a larger size, or plan for this shape",
+            )
         shapes = ", ".join(str(list(e.shape)) for e in self._source.at(batch).entries()[:2])
         cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
         self.notes.append(f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)})")

@@ -324,7 +324,14 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     program = look.struck(decisions.rules)
     predicted = look.priced(program)
     notes = [*look.notes(), *_other_than_planned(look.made_for(), decisions.made_for)]
-    limit = decisions.budget.memory_bytes
+    far, limit = decisions.far, decisions.budget.memory_bytes
+    if far is not None and program.far_bytes > far.size_bytes:
+        raise Mismatch(
+            f"the plan moves {format_bytes(program.far_bytes)} to {printable(far.folder)}, which "
+            f"may hold {format_bytes(far.size_bytes)}",
+            expected="a far memory as large as what is moved",
+            remedy="allow a larger size under [far], or plan again",
+        )
     if limit is not None and predicted.peak.nbytes > limit:
         notes.append(
             f"does not fit: predicted {format_bytes(predicted.peak.nbytes)}, budget "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from steelyard.core.amounts import format_bytes, parse_bytes, parse_rate
+from steelyard.core.errors import BudgetError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,8 @@ class Link:
         return self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
 
 
+# Slower than this nothing is gained, and a unit was forgotten more likely.
+_SLOWEST = 1e6
 # The axes of the links to and from far memory: a rank speaks to itself, over time.
 FAR_OUT, FAR_IN = "far out", "far in"
 # Near memory for the pieces in which they are moved, one for each direction.
@@ -71,6 +74,13 @@ class Far:
     def __init__(self, folder: object, rate: str | float, size: str | int) -> None:
         object.__setattr__(self, "folder", str(folder))
         object.__setattr__(self, "bytes_per_second", parse_rate(rate))
+        if self.bytes_per_second < _SLOWEST or not self.folder:
+            slow = f"a rate of {format_bytes(self.bytes_per_second)}/s"
+            raise BudgetError(
+                f"{slow if self.folder else 'an empty name'} is no far memory",
+                expected="a folder, used at 1 MB/s or more",
+                remedy='write it as 500MB/s, or Far("/scratch", rate="500 MB/s", size="20 GiB")',
+            )
         object.__setattr__(self, "size_bytes", parse_bytes(size, what="size"))
 
     def __str__(self) -> str:

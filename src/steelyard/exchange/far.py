@@ -8,10 +8,12 @@ sent, nor when: that is the program's.
 import ctypes
 import mmap
 import os
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +26,7 @@ from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import filesystem_of
 
 _PAGE = 4096
-# A transfer that takes this many times as long as declared, and so long at least, never ends.
+# A piece that takes this many times as long as declared, and so long at least, never gets through.
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 20.0, 60.0
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
@@ -84,26 +86,37 @@ class FarMemory:
         self.moved_bytes += x.nbytes
         return self._in.start(offset, x, is_write=False)
 
-    def wait(self, transfer: "Future[None]", nbytes: int) -> None:
+    def await_sent(self, transfer: "Future[None]") -> None:
+        self._wait(transfer, self._out)
+
+    def await_fetched(self, transfer: "Future[None]") -> None:
+        self._wait(transfer, self._in)
+
+    def _wait(self, transfer: "Future[None]", lane: "_Lane") -> None:
+        """However much is queued before it: what ends it is a piece that does not get through."""
         begin = time.perf_counter()
-        declared = nbytes / self.far.bytes_per_second
+        declared = FAR_PIECE_BYTES / self.far.bytes_per_second
         patience = max(_LEAST_PATIENCE_SECONDS, _PATIENCE * declared)
-        try:
-            transfer.result(timeout=patience)
-        except TimeoutError:
-            raise RunFailed(
-                f"far memory in {self.far.folder} stalls: {format_bytes(nbytes)} are not through "
-                f"after {format_seconds(patience)}",
-                expected=f"~{format_seconds(declared)}, at the declared rate",
-                remedy="name another folder for far memory, or plan without",
-            ) from None
-        except OSError as error:
+        while not transfer.done():
+            wait((transfer,), timeout=patience)
+            still = time.perf_counter() - lane.progressed
+            if not transfer.done() and still >= patience:
+                raise RunFailed(
+                    f"far memory in {self.far.folder} stalls: {format_bytes(FAR_PIECE_BYTES)} are "
+                    f"not through after {format_seconds(still)}",
+                    expected=f"~{format_seconds(declared)}, at the declared rate",
+                    remedy="name another folder for far memory, or plan without",
+                )
+        self.waited_seconds += time.perf_counter() - begin
+        error = transfer.exception()
+        if isinstance(error, OSError):
             raise RunFailed(
                 f"far memory in {self.far.folder} failed: {error.strerror or error}",
-                expected=f"a disk that takes {format_bytes(nbytes)} at a time",
+                expected="a disk that takes what it is given, and gives it back",
                 remedy="name another folder for far memory, or plan without",
             ) from error
-        self.waited_seconds += time.perf_counter() - begin
+        if error is not None:
+            raise error
 
 
 @dataclass(slots=True)
@@ -120,7 +133,7 @@ class Slots:
         return self._memory.send(self._offsets[slot], x)
 
     def sent(self, slot: int, sending: "Future[None]", x: torch.Tensor) -> None:  # noqa: ARG002
-        self._memory.wait(sending, x.nbytes)
+        self._memory.await_sent(sending)
 
     def fetch(self, slot: int, _: None) -> torch.Tensor:
         shape, stride, dtype = self._layouts[slot]
@@ -133,10 +146,11 @@ class Slots:
         return self._fetching[slot].done()
 
     def fetched(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        self._memory.wait(self._fetching.pop(slot), x.nbytes)
+        self._memory.await_fetched(self._fetching.pop(slot))
         return x
 
 
+_Job = tuple["Future[None]", int, list[torch.Tensor], bool]
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -156,7 +170,8 @@ class _Lane:
     """One direction: a thread that moves one value after another, no faster than declared.
 
     Its file is its own, and closed by its thread: closed by another in the middle of a transfer,
-    the number might stand for some other file by the next piece.
+    the number might stand for some other file by the next piece. The thread is a daemon, so that a
+    disk that never answers does not keep the process from ending.
     """
 
     def __init__(self, file: int, bytes_per_second: float, *, name: str) -> None:
@@ -167,28 +182,45 @@ class _Lane:
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self.busy_seconds = 0.0
-        self._is_over = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self.progressed = time.perf_counter()
+        self._is_over = threading.Event()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def start(self, offset: int, x: torch.Tensor, *, is_write: bool) -> "Future[None]":
+        if self._is_over.is_set():
+            raise RunFailed(
+                "far memory was closed, and a step moves values to it",
+                expected="to be open while steps are taken",
+                remedy="apply the plan again: plan.apply(model)",
+            )
+        transfer: Future[None] = Future()
         # Taken out of the box before the transfer is said to be over: no thread holds it then.
-        return self._thread.submit(self._move, offset, [x], is_write)
+        self._jobs.put((transfer, offset, [x], is_write))
+        return transfer
 
     def stop(self) -> None:
-        self._is_over = True
-        try:
-            self._thread.submit(os.close, self._file)
-        except RuntimeError:
-            # The interpreter ends, and has waited for the thread.
-            os.close(self._file)
-        self._thread.shutdown(wait=False)
+        self._is_over.set()
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            transfer, offset, box, is_write = job
+            del job
+            try:
+                self._move(offset, box, is_write)
+            except Exception as error:  # noqa: BLE001 - whoever waits has it
+                transfer.set_exception(error)
+            else:
+                transfer.set_result(None)
+        os.close(self._file)
 
     def _move(self, offset: int, box: list[torch.Tensor], is_write: bool) -> None:
         x = box.pop()
         near, nbytes = x.data_ptr(), x.nbytes
-        begin = time.perf_counter()
+        begin = self.progressed = time.perf_counter()
         for done in range(0, nbytes, FAR_PIECE_BYTES):
-            if self._is_over:
+            if self._is_over.is_set():
                 raise CancelledError
             size = min(FAR_PIECE_BYTES, nbytes - done)
             pages = self._view[: -(-size // _PAGE) * _PAGE]
@@ -200,7 +232,8 @@ class _Lane:
                 ctypes.memmove(near + done, self._address, size)
             early = begin + (done + size) / self._rate - time.perf_counter()
             if early > 0:
-                time.sleep(early)
+                self._is_over.wait(early)
+            self.progressed = time.perf_counter()
         self.busy_seconds += time.perf_counter() - begin
 
 

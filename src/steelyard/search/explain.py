@@ -207,7 +207,7 @@ def _movable(
 
 def _moved(explored: Explored, point: Point) -> frozenset[int]:
     tally = explored.tally
-    return frozenset(tally.storage(c) for c in explored.choice(point) if tally.is_far(c))
+    return frozenset(map(tally.storage, tally.count(explored.choice(point)).moved))
 
 
 def _why_not_offload(
