@@ -82,6 +82,8 @@ def test_it_fits_where_nothing_else_does(planned: sy.Planned) -> None:
     taken = [t for t in planned.plan.taken if t.trade == "offload"]
     assert taken
     assert sum(t.buys_bytes for t in taken) > 0
+    rules = [r for r in planned.plan.decisions.rules if r.trade == "offload"]
+    assert sum(r.count for t in taken for r in t.rules) == sum(r.count for r in rules)
     assert planned.plan.decisions.far is not None
     assert planned.predicted.memory_bytes.value <= planned.plan.decisions.budget.memory_bytes
     assert planned.predicted.communication_bytes.value > 0
@@ -89,19 +91,25 @@ def test_it_fits_where_nothing_else_does(planned: sy.Planned) -> None:
     assert "offload" in str(planned)
 
 
-def test_losses_and_weights_are_those_of_the_unplanned_step(
-    planned: sy.Planned, folder: Path
-) -> None:
+def trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -> Any:
+    """The planned step after so many, which lost and weigh what they do without a plan."""
     ours, x = made()
     theirs = copy.deepcopy(ours)
     step, plain = planned.apply(ours), planned.what_if().apply(theirs)
     losses = []
     for run in (step, plain):
         torch.manual_seed(3)
-        losses.append([float(run(x)) for _ in range(4)])
+        losses.append([float(run(x[:, :rows])) for _ in range(steps)])
     assert losses[0] == losses[1]
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters()):
         assert torch.equal(a, b), name
+    return step
+
+
+def test_losses_and_weights_are_those_of_the_unplanned_step(
+    planned: sy.Planned, folder: Path
+) -> None:
+    step = trained_alike(planned, steps=4)
     measured = step.receipt().measured
     budget = planned.plan.decisions.budget.memory_bytes
     assert measured.memory_bytes is not None
@@ -171,14 +179,7 @@ def test_what_far_memory_cannot_hold_is_said_by_the_check(
 
 
 def test_a_smaller_batch_moves_the_same_values(planned: sy.Planned) -> None:
-    ours, x = made()
-    theirs = copy.deepcopy(ours)
-    step, plain = planned.apply(ours), planned.what_if().apply(theirs)
-    losses = []
-    for run in (step, plain):
-        torch.manual_seed(3)
-        losses.append(float(run(x[:, :2])))
-    assert losses[0] == losses[1]
+    trained_alike(planned, steps=2, rows=2)
 
 
 @pytest.mark.parametrize("rate", ["2 GB/s", "20 MB/s"])
@@ -206,6 +207,7 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
         ({"rate": "1 GB/s", "size": "much"}, "size = 'much' is not an amount"),
         ({"rate": "1 GB/h", "size": "1 GiB"}, "is not an amount"),
         ({"rate": "500", "size": "1 GiB"}, "a rate of 500 B/s is no far memory"),
+        ({"rate": "1 GB/s", "size": "1000B"}, "a size of 1000 B holds no value"),
     ],
 )
 def test_an_amount_that_is_none_is_refused(given: dict[str, Any], said: str) -> None:

@@ -370,6 +370,29 @@ class Graph:
             if n.op in _COUNTED_MEANS and n.args[2] is None and n.args[3] == 1
         )
 
+    @cached_property
+    def reaching_backward(self) -> frozenset[str]:
+        """What the backward pass reads, and what that was made of."""
+        useful: set[str] = set()
+        for node in reversed(self.nodes):
+            if node.phase is not Phase.FORWARD or node.name in useful:
+                useful.update(node.inputs)
+        return frozenset(useful)
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Storages that some operator writes into after they were made."""
+        return frozenset(s for n in self.nodes for i in n.mutates for s in self.storages_of(i))
+
+    def is_look(self, node: Node) -> bool:
+        """A view, or a part of a view of several results; a getitem of anything else is a value."""
+        return self.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
+
+    def has_several(self, name: str) -> bool:
+        """Whether it is an operator whose results are taken apart."""
+        node = self.by_name[name]
+        return not node.is_free and any(self.by_name[u].is_getitem for u in self.users[name])
+
     def ancestors(self, name: str) -> tuple[str, ...]:
         """What must be computed for ``name``, itself last; inputs left out."""
         needed = {name}

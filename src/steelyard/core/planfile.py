@@ -77,20 +77,13 @@ class _Stream(BaseModel):
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="slices")]
 
 
-class _Offload(BaseModel):
-    model_config = STRICT
-    most: ClassVar[int] = _MOST_RULES
-
-    module: str
-    op: str
-    nth: _Whole = 0
-    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+class _Offload(_Recompute):
     lag: _Whole = 0
     lead: _Whole = 0
 
 
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
-_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream | _Offload]] = {
+_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream]] = {
     "accumulate": _Accumulate,
     "stream": _Stream,
     "recompute": _Recompute,

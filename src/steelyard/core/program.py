@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from steelyard.core.cluster import far_room
 from steelyard.core.collective import Exchange
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase
-
-_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +128,8 @@ class Program:
         """Room that is needed in far memory, in whole pages for each value."""
         nodes = self.graph.by_name
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
-        sends = (c.sent_bytes for c in issued if c is not None and c.kind is Exchange.SEND)
-        return sum(-(-nbytes // _PAGE) * _PAGE for nbytes in sends)
+        sends = (c for c in issued if c is not None and c.kind is Exchange.SEND)
+        return sum(far_room(send.sent_bytes) for send in sends)
 
     @cached_property
     def exchanges(self) -> tuple[Underway, ...]:

@@ -21,11 +21,10 @@ from pathlib import Path
 import torch
 
 from steelyard.core.amounts import format_bytes, format_seconds
-from steelyard.core.cluster import FAR_PIECE_BYTES, Far
+from steelyard.core.cluster import FAR_PIECE_BYTES, Far, far_room
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import filesystem_of
 
-_PAGE = 4096
 # A piece that takes this many times as long as declared, and so long at least, never gets through.
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 20.0, 60.0
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -58,7 +57,7 @@ class FarMemory:
         """Room for one program's values; another program's, which runs at another time, may lie
         in the same place.
         """
-        rounded = [-(-size // _PAGE) * _PAGE for size in sizes]
+        rounded = [far_room(size) for size in sizes]
         total = sum(rounded)
         if total > self.far.size_bytes:
             raise BadInput(
@@ -223,7 +222,7 @@ class _Lane:
             if self._is_over.is_set():
                 raise CancelledError
             size = min(FAR_PIECE_BYTES, nbytes - done)
-            pages = self._view[: -(-size // _PAGE) * _PAGE]
+            pages = self._view[: far_room(size)]
             if is_write:
                 ctypes.memmove(self._address, near + done, size)
                 _all(os.pwrite(self._file, pages, offset + done), len(pages))

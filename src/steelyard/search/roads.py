@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from steelyard.core.cluster import FAR_IN, FAR_OUT
+from steelyard.core.cluster import FAR_IN, FAR_OUT, far_room
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase
@@ -19,7 +19,6 @@ from steelyard.core.program import Instruction, Program
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-_PAGE = 4096
 
 
 class Way(IntEnum):
@@ -144,7 +143,7 @@ class Roads:
         return Trips(
             by_storage=trips,
             seconds=self._waited(moved, wanted, begins) + sum(self._own[m.storage] for m in moved),
-            nbytes=sum(-(-self._nbytes[m.storage] // _PAGE) * _PAGE for m in moved),
+            nbytes=sum(far_room(self._nbytes[m.storage]) for m in moved),
         )
 
     def _set_fetches(

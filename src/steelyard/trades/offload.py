@@ -13,8 +13,9 @@ from steelyard.core.cluster import FAR_IN, FAR_OUT
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
+from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, rule_of, starred, to_rules
+from steelyard.core.rules import Rule, rule_of
 from steelyard.core.trade import Offer, Refusal, Source
 
 # Smaller values cost as many calls and buy nothing.
@@ -36,14 +37,7 @@ class Offload:
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         graph = program.graph
-        offers = tuple(
-            Offer(
-                trade=self.name,
-                label=f"{label} ({len(values)})",
-                rules=to_rules(graph, values, trade=self.name),
-            )
-            for label, values in _by_module(graph, movable(program)).items()
-        )
+        offers = offers_of(self.name, graph, movable(program))
         reason = "no value of the forward pass is large, whole and read by the backward pass"
         if graph.decomposition.startswith("inductor"):
             reason = "Inductor compiles each pass as one, and would begin it with what comes back"
@@ -87,29 +81,28 @@ def movable(program: Program, *, least_bytes: int = _LEAST_BYTES) -> frozenset[s
     read (or what is read by a copy's maker) after the forward pass."""
     graph = program.graph
     leaving = {s for o in graph.outputs for s in graph.storages_of(o.node)}
-    written = {s for n in graph.nodes for i in n.mutates for s in graph.storages_of(i)}
     makers: dict[int, set[str]] = {}
     for node in graph.nodes:
-        if not _looks(graph, node):
+        if not graph.is_look(node):
             for storage in graph.storages_of(node.name):
                 makers.setdefault(storage, set()).add(node.name)
-    useful = _reaching_the_backward_pass(graph) & {i.value for i in program.instructions}
+    useful = graph.reaching_backward & {i.value for i in program.instructions}
     found = set()
     for node in graph.forward():
-        if node.name not in useful or len(node.outputs) != 1 or _looks(graph, node):
+        if node.name not in useful or len(node.outputs) != 1 or graph.is_look(node):
             continue
         (tensor,) = node.outputs
         maker = graph.by_name[node.inputs[0]] if node.is_getitem else node
         own = {node.name, maker.name} if node.is_getitem else {node.name}
         if (
-            tensor.storage not in leaving | written
+            tensor.storage not in leaving | graph.written
             and makers[tensor.storage] <= own
             and maker.collective is None
             and not maker.waits_for
             and not maker.mutates
             and _fills(tensor, graph.storages[tensor.storage].nbytes)
             and tensor.nbytes >= least_bytes
-            and not (len(own) == 1 and _is_taken_apart(graph, node))
+            and not (len(own) == 1 and graph.has_several(node.name))
         ):
             found.add(node.name)
     return frozenset(found)
@@ -118,23 +111,6 @@ def movable(program: Program, *, least_bytes: int = _LEAST_BYTES) -> frozenset[s
 def _fills(tensor: Tensor, nbytes: int) -> bool:
     """Whether it is all that lies on its storage, in whatever order."""
     return not tensor.pending and tensor.offset == 0 and tensor.nbytes == nbytes > 0
-
-
-def _looks(graph: Graph, node: Node) -> bool:
-    """A view, or a part of a view of several results; a getitem of anything else is a value."""
-    return graph.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
-
-
-def _is_taken_apart(graph: Graph, node: Node) -> bool:
-    return any(graph.by_name[user].is_getitem for user in graph.users[node.name])
-
-
-def _reaching_the_backward_pass(graph: Graph) -> set[str]:
-    useful: set[str] = set()
-    for node in reversed(graph.nodes):
-        if node.phase is not Phase.FORWARD or node.name in useful:
-            useful.update(node.inputs)
-    return useful
 
 
 def with_transfers(program: Program, chosen: Mapping[str, tuple[int, int]]) -> Program:
@@ -184,7 +160,7 @@ def _looked_at(graph: Graph, chosen: frozenset[str]) -> dict[str, tuple[str, ...
     """Forward names, and the chosen values that they are or look at."""
     of: dict[str, tuple[str, ...]] = {name: (name,) for name in chosen}
     for node in graph.forward():
-        if node.name not in of and _looks(graph, node):
+        if node.name not in of and graph.is_look(node):
             values = tuple(dict.fromkeys(v for i in node.inputs for v in of.get(i, ())))
             if values:
                 of[node.name] = values
@@ -317,21 +293,3 @@ class _Late:
         added.append(
             Instruction(node=name, value=f"{name}.back", inputs=inputs, phase=Phase.BACKWARD)
         )
-
-
-def _by_module(graph: Graph, values: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """All, each module, all blocks of a run."""
-    sets: dict[str, dict[str, None]] = {}
-    for name in sorted(values, key=graph.position.__getitem__):
-        parts = graph.by_name[name].path.split(".") if graph.by_name[name].path else []
-        paths = [".".join(parts[: i + 1]) for i in range(len(parts))] or ["top level"]
-        runs = (starred(path, run) for run in graph.runs for path in paths)
-        for label in ("everything", *paths, *(r for r in runs if r is not None)):
-            sets.setdefault(label, {})[name] = None
-    chosen: dict[str, tuple[str, ...]] = {}
-    seen: set[frozenset[str]] = set()
-    for label, members in sorted(sets.items()):
-        if frozenset(members) not in seen:
-            seen.add(frozenset(members))
-            chosen[label] = tuple(members)
-    return chosen

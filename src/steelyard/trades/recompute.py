@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node, Phase
+from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, matching, starred, to_rules
+from steelyard.core.rules import Rule, matching
 from steelyard.core.trade import Offer, Refusal, Source
 
 
@@ -29,15 +30,7 @@ class Recompute:
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         graph = program.graph
-        sets = _closed_sets(graph, recomputable(graph))
-        offers = tuple(
-            Offer(
-                trade=self.name,
-                label=f"{label} ({len(values)})",
-                rules=to_rules(graph, values, trade=self.name),
-            )
-            for label, values in sets.items()
-        )
+        offers = offers_of(self.name, graph, recomputable(graph))
         return offers, _refusals(self.name, graph)
 
     def rewrite(
@@ -94,15 +87,10 @@ def _copied(graph: Graph, again: frozenset[str]) -> frozenset[str]:
             copied.add(node.name)
             if node.is_getitem:
                 copied.add(node.inputs[0])
-        elif _is_plain_view(graph, node) and copied.intersection(node.inputs):
+        elif graph.is_look(node) and copied.intersection(node.inputs):
             # A view follows what it looks at; only views of copies are made again.
             copied.add(node.name)
     return frozenset(copied)
-
-
-def _is_plain_view(graph: Graph, node: Node) -> bool:
-    """A view, or a part of a view of several results; a getitem of anything else is a value."""
-    return graph.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
 
 
 def _needed(graph: Graph, late: Sequence[Instruction], copied: frozenset[str]) -> frozenset[str]:
@@ -129,15 +117,10 @@ def _missing(
             continue
         found.add(name)
         pending += graph.by_name[name].inputs
-        if _has_several(graph, name):
+        if graph.has_several(name):
             # All results that will be read are taken at once, so that the rest dies here.
             found.update(u for u in graph.users[name] if u in needed and u not in made)
     return sorted(found, key=graph.position.__getitem__)
-
-
-def _has_several(graph: Graph, name: str) -> bool:
-    node = graph.by_name[name]
-    return not node.is_free and any(graph.by_name[u].is_getitem for u in graph.users[name])
 
 
 def _original(graph: Graph, instruction: Instruction) -> Instruction:
@@ -164,29 +147,21 @@ def recomputable(graph: Graph) -> frozenset[str]:
     outputs = {o.node for o in graph.outputs}
     leaving = {s for name in outputs for s in graph.storages_of(name)}
     found: set[str] = set()
-    useful, written = _reaching_the_backward_pass(graph), _written(graph)
+    useful = graph.reaching_backward
     for node in graph.forward():
         maker = graph.by_name[node.inputs[0]] if node.is_getitem else node
         if node.name not in useful or node.name in outputs or maker.is_free:
             continue
-        if node is maker and _has_several(graph, node.name):
+        if node is maker and graph.has_several(node.name):
             continue
         if leaving.intersection(graph.storages_of(node.name)):
             continue
-        if _why_never(graph, maker, written) is None:
+        if _why_never(graph, maker) is None:
             found.add(node.name)
     return frozenset(found)
 
 
-def _reaching_the_backward_pass(graph: Graph) -> set[str]:
-    useful: set[str] = set()
-    for node in reversed(graph.nodes):
-        if node.phase is not Phase.FORWARD or node.name in useful:
-            useful.update(node.inputs)
-    return useful
-
-
-def _why_never(graph: Graph, node: Node, written: set[int]) -> str | None:
+def _why_never(graph: Graph, node: Node) -> str | None:
     """Why calling this operator again would not give the same, or would do more than that."""
     if node.is_random:
         is_torchs = node.op.startswith(("aten.", "steelyard."))
@@ -197,7 +172,7 @@ def _why_never(graph: Graph, node: Node, written: set[int]) -> str | None:
         return "is carried out in slices, gradients and all"
     if node.mutates:
         return "writes into its argument"
-    if written.intersection(s for i in node.inputs for s in graph.storages_of(i)):
+    if graph.written.intersection(s for i in node.inputs for s in graph.storages_of(i)):
         return "reads what another operator overwrites"
     own = list(graph.storages_of(node.name))
     if len({t.storage for t in node.outputs}) != len(node.outputs):
@@ -209,54 +184,21 @@ def _why_never(graph: Graph, node: Node, written: set[int]) -> str | None:
     return None
 
 
-def _written(graph: Graph) -> set[int]:
-    return {s for n in graph.nodes for i in n.mutates for s in graph.storages_of(i)}
-
-
 def _reads_whole(graph: Graph, node: Node, user: str) -> bool:
     """An operator of several results that is taken apart late, or not by getitem."""
     reader = graph.by_name[user]
     late = reader.phase is not Phase.FORWARD
-    return _has_several(graph, node.name) and (late or not reader.is_getitem)
-
-
-def _closed_sets(graph: Graph, values: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """What people would name: a module, all blocks of a run, one operator throughout a run."""
-    ordered = sorted(values, key=graph.position.__getitem__)
-    sets: dict[str, dict[str, None]] = {}
-    for name in ordered:
-        for label in _labels(graph, graph.by_name[name]):
-            sets.setdefault(label, {})[name] = None
-    chosen: dict[str, tuple[str, ...]] = {}
-    seen: set[frozenset[str]] = set()
-    for label, members in sorted(sets.items()):
-        if frozenset(members) not in seen:
-            seen.add(frozenset(members))
-            chosen[label] = tuple(members)
-    return chosen
-
-
-def _labels(graph: Graph, node: Node) -> list[str]:
-    maker = graph.by_name[node.inputs[0]] if node.is_getitem else node
-    parts = node.path.split(".") if node.path else []
-    paths = [".".join(parts[: i + 1]) for i in range(len(parts))] or ["top level"]
-    labels = ["everything", *paths]
-    for run in graph.runs:
-        patterns = [p for p in (starred(path, run) for path in paths) if p is not None]
-        labels += patterns
-        if patterns:
-            labels.append(f"{patterns[0]}: {maker.op}")
-    return labels
+    return graph.has_several(node.name) and (late or not reader.is_getitem)
 
 
 def _refusals(trade: str, graph: Graph) -> tuple[Refusal, ...]:
     """The operators that would have been offered if they could be called again."""
-    useful, written = _reaching_the_backward_pass(graph), _written(graph)
+    useful = graph.reaching_backward
     reasons: dict[tuple[str, str], int] = {}
     for node in graph.forward():
         if node.is_free or node.name not in useful:
             continue
-        reason = _why_never(graph, node, written)
+        reason = _why_never(graph, node)
         if reason is not None:
             reasons[node.op, reason] = reasons.get((node.op, reason), 0) + 1
     return tuple(
