@@ -35,6 +35,7 @@ from steelyard.cli.endings import (
 )
 from steelyard.cli.interrupt import heed
 from steelyard.core.budget import Budget, Maximize
+from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput
 from steelyard.report.lines import Tone, Zoom
 from steelyard.report.progress import Progress, Status
@@ -70,18 +71,31 @@ class Shown:
     debug: Annotated[bool, Parameter(negative="", help="Show tracebacks.")] = False
 
 
-_PLAINLY = Shown()
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class FarMemory:
+    """Where values may be moved to."""
+
+    far: Annotated[
+        Path | None,
+        Parameter(help="Folder on a disk that values may be moved to and fetched from."),
+    ] = None
+    far_rate: Annotated[str | None, Parameter(help="How fast it is used, each way: 500MB/s.")] = (
+        None
+    )
+    far_size: Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")] = None
+
+    def said(self) -> Far | None:
+        return far_memory(self.far, self.far_rate, self.far_size)
+
+
+_PLAINLY, _NEAR = Shown(), FarMemory()
 _Train = Annotated[
     str, Parameter(help="Script with a workload() function; of several, train.py:name.")
 ]
 _Runner = Annotated[
     Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
 ]
-_Far = Annotated[
-    Path | None, Parameter(help="Folder on a disk that values may be moved to and fetched from.")
-]
-_FarRate = Annotated[str | None, Parameter(help="How fast it is used, each way: 500MB/s.")]
-_FarSize = Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")]
 _COPY = "copy the plan file to a folder that can be written to"
 _OTHER_PAGE = "give another place with --html"
 _Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
@@ -109,9 +123,7 @@ def plan(
         Maximize | None, Parameter(help="Ask for the largest that fits instead.")
     ] = None,
     runner: _Runner = "python",
-    far: _Far = None,
-    far_rate: _FarRate = None,
-    far_size: _FarSize = None,
+    far: FarMemory = _NEAR,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
     ] = None,
@@ -141,7 +153,7 @@ def plan(
         refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
-    question, beside_it = wish(what_if), far_memory(far, far_rate, far_size)
+    question, beside_it = wish(what_if), far.said()
     if check is None:
         refuse_to_lose(path)
     elif budget != Budget() or maximize or output or beside_it:
@@ -259,9 +271,7 @@ def frontier(
     /,
     *,
     runner: _Runner = "python",
-    far: _Far = None,
-    far_rate: _FarRate = None,
-    far_size: _FarSize = None,
+    far: FarMemory = _NEAR,
     html: _Page = None,
     shown: Shown = _PLAINLY,
 ) -> int:
@@ -270,7 +280,7 @@ def frontier(
     from steelyard.report.tree import tree_of
 
     refuse_unwritable(html, _OTHER_PAGE)
-    beside_it = far_memory(far, far_rate, far_size)
+    beside_it = far.said()
     with _planning(shown) as tell:
         workload = _loaded(train, tell)
         from steelyard import api
