@@ -14,7 +14,16 @@ from steelyard.core.printable import printable
 from steelyard.core.receipt import Receipt
 from steelyard.report import svg
 from steelyard.report.lines import unbroken
-from steelyard.report.tree import Figure, Group, Row, Tree, refused_label, rule_in_words, tree_of
+from steelyard.report.tree import (
+    Figure,
+    Group,
+    PeakTree,
+    Row,
+    Tree,
+    refused_label,
+    rule_in_words,
+    tree_of,
+)
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --rule: #d9dee6;
@@ -196,7 +205,23 @@ def _curve(tree: Tree) -> str:
 
 
 def _peak(tree: Tree) -> str:
-    peak = tree.peak
+    peak, bare = tree.peak, tree.unplanned_peak
+    workspace = ""
+    if peak.workspace_bytes:
+        workspace = f", ~{format_bytes(peak.workspace_bytes)} are workspace of the kernel"
+    without = ""
+    if bare is not None:
+        without = (
+            f"\n<h2>Without trades</h2>\n<p>~{format_bytes(bare.nbytes)} would be alive at "
+            f"<code>{_safe(bare.at)}</code> {_place(bare.where, bare.line)}.</p>\n{_alive(bare)}"
+        )
+    return (
+        f"<h2>What is alive at the peak</h2>\n<p>~{format_bytes(peak.resident_bytes)} of it stay "
+        f"for the whole step{workspace}.</p>\n{_alive(peak)}{without}"
+    )
+
+
+def _alive(peak: PeakTree) -> str:
     heads = [">bytes", ">share", "", "module", "line", "made by"]
     rows = [_group(group) for group in peak.groups]
     if peak.num_rest:
@@ -204,13 +229,7 @@ def _peak(tree: Tree) -> str:
             f'<tr><td class="n">~{format_bytes(peak.rest_bytes)}</td><td></td><td></td>'
             f"<td>the rest, {peak.num_rest} lines</td><td></td><td></td></tr>"
         )
-    workspace = ""
-    if peak.workspace_bytes:
-        workspace = f", ~{format_bytes(peak.workspace_bytes)} are workspace of the kernel"
-    return (
-        f"<h2>What is alive at the peak</h2>\n<p>~{format_bytes(peak.resident_bytes)} of it stay "
-        f"for the whole step{workspace}.</p>\n{_table(heads, rows)}"
-    )
+    return _table(heads, rows)
 
 
 def _group(group: Group) -> str:
