@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import steelyard as sy
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.measure import operators
@@ -161,20 +162,37 @@ def test_what_takes_long_is_measured_on_some_of_its_slices(
         body = subject.node.body
         return has_time(table, subject, group) and (body is None or body.rows < 16 * 96)
 
+    tables: list[operators._Table] = []
+    shortest: list[Graph] = []
+    measure, shortened = operators._Table.measure, operators.shortened
+
+    def seen(table: Any, subjects: Any) -> None:
+        tables.append(table)
+        measure(table, subjects)
+
+    def shortened_seen(*given: Any, **more: Any) -> Graph:
+        shortest.append(shortened(*given, **more))
+        return shortest[-1]
+
     for program in struck(trial):
         (node,) = (n for n in program.graph.nodes if n.body is not None)
         assert node.body is not None
         whole, _ = operators.measure_operators([program.graph], DEVICE)
         with monkeypatch.context() as patched:
             patched.setattr(operators._Table, "_has_time_for", short_of_time)
+            patched.setattr(operators._Table, "measure", seen)
+            patched.setattr(operators, "shortened", shortened_seen)
             part, survey = operators.measure_operators([program.graph], DEVICE)
         assert not survey.unmeasured
         assert part.is_measured(node)
         assert part.workspace_bytes(node) == whole.workspace_bytes(node)
-        # No more is asked of times here than that neither is taken for nothing: with all cores busy
-        # one was 10.5 times the other.
-        assert part.seconds(node).value < 100 * whole.seconds(node).value
-        assert whole.seconds(node).value < 100 * part.seconds(node).value
+        # What a slice or two took, as many times as it has rows for.
+        (few,) = (n for n in shortest[-1].nodes if n.body is not None)
+        assert few.body is not None
+        assert few.body.rows < node.body.rows
+        (took,) = (t.costs[few.signature] for t in tables if few.signature in t.costs)
+        times = node.body.rows / few.body.rows
+        assert part.seconds(node).value == pytest.approx(times * took.seconds.value)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "gemma2"])
