@@ -146,4 +146,5 @@ def test_shares_shown_with_their_sign_and_never_as_minus_nothing() -> None:
 @settings(deadline=None)
 @given(BYTES)
 def test_shown_bytes_are_right_to_three_figures(amount: int) -> None:
-    assert parse_bytes(format_bytes(amount)) == pytest.approx(amount, rel=0.0051, abs=1)
+    # Half of the third figure, and less than a byte that is cut off on reading.
+    assert abs(parse_bytes(format_bytes(amount)) - amount) <= 0.005 * amount + 1
