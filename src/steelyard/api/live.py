@@ -29,6 +29,7 @@ from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.states import FarStates
 from steelyard.measure.meter import meter_once
 from steelyard.measure.process import rss_peak_bytes
 from steelyard.predict import kept_gradients_bytes, peak_bytes
@@ -69,12 +70,14 @@ class Step:
         captured.reads.check()
         far = plan.decisions.far
         self.far = FarMemory(far) if far else None
+        live_optimizer = None if optimizer is None else optimizer(source.model.parameters())
         self.live = LiveStep(
             source.model,
             program,
             constants=captured.constants,
             batch=source.batch,
-            optimizer=None if optimizer is None else optimizer(source.model.parameters()),
+            optimizer=live_optimizer,
+            states=self._states_far(live_optimizer, program.update),
             reduction=source.reduction().value if program.repeats > 1 else "mean",
             other_shape=self._other_shape,
             runner=self._runner(),
@@ -175,6 +178,16 @@ class Step:
     def _note_loss(self, loss: torch.Tensor) -> None:
         del self._losses[1:]
         self._losses.append(loss)
+
+    def _states_far(
+        self, optimizer: torch.optim.Optimizer | None, update: Program | None
+    ) -> FarStates | None:
+        """What the optimizer keeps, where the plan moves it."""
+        if optimizer is None or update is None or not update.is_moving:
+            return None
+        assert self.far is not None
+        parameters = dict(self._source.model.named_parameters())
+        return FarStates(optimizer, update, parameters=parameters, memory=self.far)
 
     def _runner(self) -> Callable[[Program], Emitted]:
         if self.plan.decisions.made_for.runner == "inductor":

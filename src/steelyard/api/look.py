@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from steelyard.api.lowering import find_lowered
-from steelyard.api.pricing import PricedSource, Prices, Progress
+from steelyard.api.pricing import PricedSource, Prices, Progress, dims_of
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
@@ -21,8 +21,9 @@ from steelyard.core.cluster import Cluster, Far
 from steelyard.core.plan import MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
-from steelyard.core.rules import Rule
+from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.trade import Trade, strike
+from steelyard.exchange.states import why_undivided
 from steelyard.predict import predict
 from steelyard.run.lowered import lower
 from steelyard.run.watch import ModelWatch
@@ -70,6 +71,9 @@ class Request:
         if update is not None:
             assert self.optimizer is not None
             prices.know_update(self.optimizer, update)
+            if self.cluster.far is not None:
+                update = replace(update, undivided=why_undivided(self.optimizer, dims_of(update)))
+                base = replace(base, update=update)
         prices.check(source, base)
         watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
         return Look(request=self, source=source, base=base, prices=prices, watch=watch)
@@ -107,7 +111,7 @@ class Look:
 
     def far_for(self, rules: Sequence[Rule]) -> Far | None:
         """The far memory that these rules move values to."""
-        return self.request.cluster.far if any(r.trade == "offload" for r in rules) else None
+        return self.request.cluster.far if any(r.trade in FAR_TRADES for r in rules) else None
 
     def made_for(self) -> MadeFor:
         return MadeFor(

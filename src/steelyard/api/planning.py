@@ -26,6 +26,7 @@ from steelyard.core.explanation import write_plan
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
+from steelyard.core.rules import FAR_TRADES
 from steelyard.predict import slowdown
 from steelyard.report.html import to_html
 from steelyard.report.lines import plain
@@ -249,7 +250,7 @@ class Planned:
         taken = [t.label for t in self.plan.taken if t.trade == trade]
         if taken:
             return f"{trade} was struck: {', '.join(taken[:5])}"
-        if trade == "offload" and self._look.request.cluster.far is None:
+        if trade in FAR_TRADES and self._look.request.cluster.far is None:
             return "there is no far memory to move to: name a folder on a disk (--far, sy.Far)"
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         if not reasons and not self.plan.num_offers:

@@ -90,8 +90,7 @@ class Prices:
         self.know(update.graph)
         if not self._is_here:
             return
-        gradients = (n for n in update.graph.inputs() if n.name.startswith("gradient:"))
-        dims = [len(n.outputs[0].shape) for n in gradients]
+        dims = dims_of(update)
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
         context = context_of(self._device)
         name = f"between the calls of {update.graph.fingerprint}"
@@ -207,6 +206,12 @@ class Prices:
         nodes = program.graph.by_name
         computed = [nodes[i.node] for i in program.instructions if i.sink is None]
         return program.repeats * sum(self.costs.seconds(node).value for node in computed)
+
+
+def dims_of(update: Program) -> list[int]:
+    """How many dimensions each parameter has that is updated."""
+    gradients = (n for n in update.graph.inputs() if n.name.startswith("gradient:"))
+    return [len(n.outputs[0].shape) for n in gradients]
 
 
 class PricedSource:

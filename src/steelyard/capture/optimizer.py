@@ -97,10 +97,11 @@ class _Recorder:
             self._enter(f"parameter:{name}", parameter, Role.PARAMETER)
             if parameter.grad is not None:
                 self._enter(f"gradient:{name}", parameter.grad, Role.GRADIENT)
-        for index, state in enumerate(optimizer.state.values()):
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for kept_for, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    self._enter(f"state:{index}.{key}", value, Role.STATE)
+                    self._enter(f"state:{names[id(kept_for)]}:{key}", value, Role.STATE)
         self.watch = StorageWatch(list(self._held), on_call=self._on_call, on_death=self._on_death)
 
     def program(self) -> Program:

@@ -29,7 +29,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.cluster import Far
 from steelyard.core.plan import BatchEntry, Decisions, MadeFor
 from steelyard.core.printable import printable
-from steelyard.core.rules import Rule
+from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.untrusted import (
     STRICT,
     problems_of,
@@ -82,12 +82,22 @@ class _Offload(_Recompute):
     lead: _Whole = 0
 
 
+class _OffloadState(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 100_000
+
+    module: Annotated[str, Field(alias="parameter")]
+    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    lead: _Whole = 0
+
+
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
-_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream]] = {
+_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream | _OffloadState]] = {
     "accumulate": _Accumulate,
     "stream": _Stream,
     "recompute": _Recompute,
     "offload": _Offload,
+    "offload_state": _OffloadState,
 }
 
 
@@ -142,8 +152,9 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         raise refusal(source, [*problems_of(error, _Head, also=_TABLES), *problems]) from None
     if problems:
         raise refusal(source, problems)
-    if head.far is None and any(rule.trade == "offload" for rule in rules):
-        raise refusal(source, ["moves values to far memory ([[offload]]) and has no [far]"])
+    moving = next((rule.trade for rule in rules if rule.trade in FAR_TRADES), "")
+    if head.far is None and moving:
+        raise refusal(source, [f"moves values to far memory ([[{moving}]]) and has no [far]"])
     return Decisions(
         made_for=head.made_for.value(),
         budget=head.budget.value(),

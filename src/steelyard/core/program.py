@@ -45,7 +45,8 @@ class Underway:
 class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
 
-    ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update.
+    ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
+    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot.
     """
 
     graph: Graph
@@ -53,6 +54,7 @@ class Program:
     loss: str = ""
     repeats: int = 1
     update: "Program | None" = None
+    undivided: str = ""
 
     @classmethod
     def plain(cls, graph: Graph, *, update: "Program | None" = None) -> Self:
@@ -121,7 +123,8 @@ class Program:
         """What this rank sends to others in a step."""
         nodes = self.graph.by_name
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
-        return self.repeats * sum(c.sent_bytes for c in issued if c is not None)
+        once = self.update.sent_bytes if self.update is not None else 0
+        return once + self.repeats * sum(c.sent_bytes for c in issued if c is not None)
 
     @cached_property
     def far_bytes(self) -> int:
@@ -129,7 +132,14 @@ class Program:
         nodes = self.graph.by_name
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
         sends = (c for c in issued if c is not None and c.kind is Exchange.SEND)
-        return sum(far_room(send.sent_bytes) for send in sends)
+        once = self.update.far_bytes if self.update is not None else 0
+        return once + sum(far_room(send.sent_bytes) for send in sends)
+
+    @cached_property
+    def is_moving(self) -> bool:
+        """Whether anything goes to far memory or comes from there."""
+        moves = any(node.is_far for node in self.graph.nodes)
+        return moves or (self.update is not None and self.update.is_moving)
 
     @cached_property
     def exchanges(self) -> tuple[Underway, ...]:

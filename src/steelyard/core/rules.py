@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import BlockRun, Graph, Node, path_matches
 
+# Trades that need far memory.
+FAR_TRADES = frozenset({"offload", "offload_state"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Rule:

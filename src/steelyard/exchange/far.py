@@ -40,7 +40,7 @@ class FarMemory:
         self.waited_seconds = 0.0
         self.moved_bytes = 0
         self._file = _open(far)
-        self._size = 0
+        self._size = self._kept = 0
         self._out = _Lane(os.dup(self._file), far.bytes_per_second, name="far out")
         self._in = _Lane(os.dup(self._file), far.bytes_per_second, name="far in")
         self._close = weakref.finalize(self, _closed, self._file, self._out, self._in)
@@ -57,8 +57,17 @@ class FarMemory:
         """Room for one program's values; another program's, which runs at another time, may lie
         in the same place.
         """
+        return Slots(self, self._offsets(sizes))
+
+    def kept(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets of room that nothing else is given from then on; before any program's."""
+        offsets = self._offsets(sizes)
+        self._kept += sum(map(far_room, sizes))
+        return offsets
+
+    def _offsets(self, sizes: Sequence[int]) -> list[int]:
         rounded = [far_room(size) for size in sizes]
-        total = sum(rounded)
+        total = self._kept + sum(rounded)
         if total > self.far.size_bytes:
             raise BadInput(
                 f"the plan moves {format_bytes(total)} to {self.far.folder}, which may hold "
@@ -68,7 +77,7 @@ class FarMemory:
             )
         if total > self._size:
             self._reserve(total)
-        return Slots(self, list(accumulate(rounded[:-1], initial=0)))
+        return list(accumulate(rounded[:-1], initial=self._kept))
 
     def _reserve(self, total: int) -> None:
         try:

@@ -8,7 +8,7 @@ with the line that waits for it. Not for seconds: see timeline.py.
 from dataclasses import dataclass
 
 from steelyard.core.costs import Costs
-from steelyard.core.graph import Graph, Node, OutputKind, Role
+from steelyard.core.graph import Graph, Node, OutputKind, Phase, Role
 from steelyard.core.peak import Holding
 from steelyard.core.program import Instruction, Program, Underway
 
@@ -73,6 +73,8 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
 
 def _what(graph: Graph, instruction: Instruction) -> str:
     node = graph.by_name[instruction.node]
+    if node.is_far and node.phase is Phase.UPDATE:
+        return "optimizer state (fetched)"
     if node.is_far:
         # Named for the value that comes back.
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} (fetched)"

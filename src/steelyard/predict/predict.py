@@ -130,7 +130,7 @@ def _resident_bytes(program: Program) -> int:
 
 def _pieces_bytes(program: Program) -> int:
     """What moving values to far memory and back takes for itself."""
-    return 2 * FAR_PIECE_BYTES if any(node.is_far for node in program.graph.nodes) else 0
+    return 2 * FAR_PIECE_BYTES if program.is_moving else 0
 
 
 def _durations(program: Program, costs: Costs) -> Durations:

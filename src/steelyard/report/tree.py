@@ -167,7 +167,7 @@ class Tree:
     unplanned_timeline: Timeline | None
 
 
-_PAID_IN = {"offload": "communication"}
+_PAID_IN = {"offload": "communication", "offload_state": "communication"}
 
 
 def tree_of(subject: Plan | Receipt) -> Tree:
@@ -402,6 +402,8 @@ def rule_in_words(rule: Rule) -> str:
     """A decision as one line, for plans whose reasons are not known."""
     if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"
+    if rule.trade == "offload_state":
+        return f"{rule.trade}: {rule.module} ({rule.count})"
     if rule.degree:
         return f"{rule.trade}: {rule.op} in {rule.module or 'the loss'}, {rule.degree} slices"
     return f"{rule.trade}: {rule.op} #{rule.nth} in {rule.module or 'the loss'} ({rule.count})"

@@ -28,6 +28,9 @@ from steelyard.run.tensorfile import (
     write_tensors,
 )
 
+# What makes a tensor from shape, stride, dtype and device.
+Empty = Callable[..., torch.Tensor]
+
 _FORMAT = "steelyard checkpoint 1"
 _MODEL, _OPTIMIZER, _RANDOM, _STATE = (
     "model.safetensors",
@@ -102,9 +105,14 @@ def save(
 
 
 def load(
-    checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    checkpoint: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    empty_for: Callable[[str], Empty] = lambda _: torch.empty_strided,
 ) -> Position:
-    """Compare all of it, then copy it into the model and the optimizer.
+    """Compare all of it, then copy it into the model and the optimizer, which is to keep tensors
+    that ``empty_for`` a parameter's name makes.
 
     Only for a checkpoint that ``folder.verify`` let pass.
     """
@@ -117,7 +125,7 @@ def load(
             names = [n for n in random.keys() if n.startswith("buffer/")]  # noqa: SIM118 - no dict
             _compare(checkpoint, {**entries(saved), **entries(random, names, "buffer/")},
                      {**live, **apart}, aliases, state.aliases)  # fmt: skip
-            put = _optimizer_loader(checkpoint, state, model, optimizer)
+            put = _optimizer_loader(checkpoint, state, model, optimizer, empty_for)
             position = _position(state, random)
             for name, tensor in live.items():
                 _copy_into(name, tensor, saved.get_tensor(name))
@@ -264,6 +272,7 @@ def _optimizer_loader(
     state: _State,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    empty_for: Callable[[str], Empty],
 ) -> Callable[[], None]:
     """Read and compare now; what comes back then cannot fail."""
     saved = state.optimizer
@@ -283,11 +292,11 @@ def _optimizer_loader(
         device = {name: p.device for name, p in parameters.items()}
         home = next(iter(device.values()))
         settings = [
-            {key: _value(file, v, home) for key, v in group["settings"].items()}
+            {k: _value(file, v, home, torch.empty_strided) for k, v in group["settings"].items()}
             for group in saved["groups"]
         ]
         states = {
-            name: {key: _value(file, v, device[name]) for key, v in values.items()}
+            name: {k: _value(file, v, device[name], empty_for(name)) for k, v in values.items()}
             for name, values in saved["state"].items()
         }
 
@@ -301,12 +310,12 @@ def _optimizer_loader(
     return put
 
 
-def _value(file: Any, spelt: Any, device: torch.device) -> Any:
+def _value(file: Any, spelt: Any, device: torch.device, empty: Empty) -> Any:
     if not isinstance(spelt, dict) or "tensor" not in spelt:
         return from_plain(spelt)
     value = from_stored(file.get_tensor(spelt["tensor"]), getattr(torch, spelt["dtype"]))
     # Laid out as it was: kernels, and so bits, may differ by strides.
-    laid_out = torch.empty_strided(
+    laid_out = empty(
         value.shape,
         spelt["stride"],
         dtype=value.dtype,

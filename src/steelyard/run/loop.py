@@ -269,7 +269,8 @@ class _Run:
             position=position or self._position(),
             plan=self._settings.plan,
         )
-        self.saved = self._folder.add(self.step, write)
+        with self.live.states_near():
+            self.saved = self._folder.add(self.step, write)
 
     def tell(self, text: str) -> None:
         if self._note is not None:
@@ -287,7 +288,13 @@ class _Run:
                     remedy=f"resume from the one before it: --resume {shlex.quote(str(before))}",
                 )
             raise error from None
-        position = checkpoint.load(chosen, model=self.live.model, optimizer=self.live.optimizer)
+        with self.live.states_loading() as empty_for:
+            position = checkpoint.load(
+                chosen,
+                model=self.live.model,
+                optimizer=self.live.optimizer,
+                empty_for=empty_for,
+            )
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)
         self.step = self._first = position.step

@@ -4,7 +4,8 @@ Computes what eager PyTorch would, or refuses before anything runs. Not for plan
 loop around it: see loop.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.program import Program
+from steelyard.exchange.states import FarStates
 from steelyard.run.bind import (
     BatchLayout,
     BoundProgram,
@@ -50,7 +52,7 @@ class LiveStep:
     ``batch`` is one like those to come; of it only shapes and kinds are kept. ``reduction`` says
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
     batch of another shape, or raises; without it such a batch is a Mismatch. ``reads`` is asked
-    before every step.
+    before every step. ``states`` is where some of what the optimizer keeps lies between steps.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class LiveStep:
         constants: Constants,
         batch: Any,
         optimizer: torch.optim.Optimizer | None = None,
+        states: FarStates | None = None,
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
         runner: Callable[[Program], Emitted] = emit,
@@ -75,6 +78,7 @@ class LiveStep:
         check_trained(program, model)
         self.model = model
         self.optimizer = optimizer
+        self.states = states
         self.program = program
         self.other: dict[Shapes, Program] = {}
         self._reduction = reduction
@@ -124,6 +128,20 @@ class LiveStep:
     def gradients(self) -> list[torch.Tensor]:
         """Those that are held now."""
         return [p.grad for p in self._parameters if p.grad is not None]
+
+    def states_near(self) -> contextlib.AbstractContextManager[None]:
+        """Within it all that the optimizer keeps can be read."""
+        return self.states.visiting() if self.states else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def states_loading(self) -> Iterator[Callable[[str], Callable[..., torch.Tensor]]]:
+        """Within it the optimizer may be given other state, in tensors that this makes for each
+        parameter; what the plan moves goes to far memory at the end."""
+        if self.states is None:
+            yield lambda _: torch.empty_strided
+        else:
+            yield self.states.empty_for
+            self.states.put_away()
 
     def _ready(self, batch: Any) -> tuple[BoundProgram, list[Any]]:
         """All that can be refused, before anything is touched."""

@@ -5,6 +5,7 @@ whole again. Not for deciding.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
@@ -14,6 +15,7 @@ from steelyard.core.rules import matching, spot_of, starred, to_rules
 from steelyard.core.trade import Left, Offer, Refusal
 from steelyard.search.archive import Point
 from steelyard.search.explore import Explored, carried, carried_choice
+from steelyard.search.levels import state_bytes
 from steelyard.search.roads import Way
 from steelyard.search.tally import Counted
 from steelyard.search.variant import Variant
@@ -27,10 +29,17 @@ def taken(
 ) -> tuple[Taken, ...]:
     """The plan by modules, what buys most first."""
     told: list[Taken] = []
+    home, moving = variant.at_home, point
+    if variant.states:
+        # Of the pass itself all is told with the optimizer's state near.
+        counted = explored[home].tally.count(explored[variant].choice(point))
+        point = replace(point, peak_bytes=counted.peak_bytes, seconds=counted.seconds)
     if variant.parts > 1:
-        told.append(_taken_split(explored, variant, point))
+        told.append(_taken_split(explored, home, point))
     if variant.streams:
-        told.append(_taken_streams(explored, variant, point))
+        told.append(_taken_streams(explored, home, point))
+    if variant.states:
+        told.append(_taken_states(explored[variant], variant, before=point, point=moving))
     for trade in ("recompute", "offload"):
         modules = _taken_modules(trade, explored[variant], point)
         told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
@@ -43,7 +52,7 @@ def _taken_split(explored: Mapping[Variant, Explored], variant: Variant, point: 
     return Taken(
         trade="accumulate",
         label=f"{variant.parts} micro-batches",
-        rules=variant.unsliced.rules,
+        rules=variant.unsliced.at_home.rules,
         buys_bytes=without.peak_bytes - point.peak_bytes,
         pays_seconds=point.seconds - without.seconds,
     )
@@ -65,6 +74,20 @@ def _taken_streams(explored: Mapping[Variant, Explored], variant: Variant, point
         rules=rules,
         buys_bytes=without.peak_bytes - with_them.peak_bytes,
         pays_seconds=with_them.seconds - without.seconds,
+    )
+
+
+def _taken_states(explored: Explored, variant: Variant, *, before: Point, point: Point) -> Taken:
+    """Beside the same plan with all of it near."""
+    update = explored.tally.program.update
+    assert update is not None
+    count = sum(rule.count for rule in variant.states)
+    return Taken(
+        trade="offload_state",
+        label=f"of {count} parameter{'s' if count > 1 else ''}, {format_bytes(update.far_bytes)}",
+        rules=variant.states,
+        buys_bytes=before.peak_bytes - point.peak_bytes,
+        pays_seconds=point.seconds - before.seconds,
     )
 
 
@@ -146,6 +169,8 @@ def refused(
             reason = _why_not_split(offer, explored, variant, point)
         elif offer.trade == "stream":
             reason = _why_not_stream(offer, explored, variant, point)
+        elif offer.trade == "offload_state":
+            reason = _why_not_states(offer, explored, variant, budget)
         elif offer.trade == "offload":
             able = _movable(offer, explored, variant)
             moved = _moved(explored[variant], point)
@@ -166,7 +191,7 @@ def _why_not_split(
     degree, parts = offer.rules[0].degree, variant.parts
     if degree == parts:
         return None
-    known = next((e for v, e in explored.items() if v.parts == degree), None)
+    known = next((e for v, e in explored.items() if v.parts == degree and not v.states), None)
     if known is None:
         return f"not needed: {parts} micro-batches are enough" if parts > 1 else "not needed"
     return _why_slower(known, point)
@@ -178,8 +203,24 @@ def _why_not_stream(
     (rule,) = offer.rules
     if rule in variant.streams:
         return None
-    known = next((e for v, e in explored.items() if rule in v.streams), None)
+    known = next((e for v, e in explored.items() if rule in v.streams and not v.states), None)
     return "not needed" if known is None else _why_slower(known, point)
+
+
+def _why_not_states(
+    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, budget: Budget
+) -> str | None:
+    (rule,) = offer.rules
+    if any(rule.module == taken.module for taken in variant.states):
+        return None
+    update = explored[Variant()].tally.program.update
+    assert update is not None
+    nbytes = state_bytes(update.graph, offer.rules)[rule]
+    asked = "is not bounded" if budget.memory_bytes is None else "the budget does not ask for"
+    return (
+        f"would move ~{format_bytes(nbytes)} there and back in each step, and free as much memory, "
+        f"which {asked}"
+    )
 
 
 def _why_slower(known: Explored, point: Point) -> str:

@@ -100,6 +100,20 @@ def explore(
     return Explored(tally=tally, chain=chain, groups=tuple(groups), trials=trials.made)
 
 
+def restruck(program: Program, costs: Costs, *, known: Explored) -> Explored:
+    """The same plans of the same pass, with another update behind it."""
+    ours = known.tally
+    trials = Trials(Tally(program, costs, ours.value_on.values(), ours.far_value_on.values()))
+    for point in known.chain:
+        trials.point(point.again)
+    return Explored(
+        tally=trials.tally,
+        chain=tuple(trials.archive),
+        groups=known.groups,
+        trials=trials.made,
+    )
+
+
 def carried(values: Iterable[str], graph: Graph, to: Tally) -> frozenset[str]:
     """The same values in another trace of the step, as far as they can be recomputed there."""
     possible = set(to.value_on.values())

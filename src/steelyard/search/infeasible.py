@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.errors import Infeasible
-from steelyard.core.graph import Phase
+from steelyard.core.graph import Phase, Role
 from steelyard.core.peak import Peak
 from steelyard.core.plan import Prediction
 from steelyard.core.trade import Refusal
@@ -42,10 +42,12 @@ def _remedy(
 ) -> str:
     """The first of these that could help: the optimizer, the model, the batch, far memory."""
     if peak.resident_bytes >= limit_bytes:
+        kept = any(holding.role is Role.STATE for holding in peak.alive)
+        away = ", or give far memory for that state (--far)" if kept and not has_far else ""
         return (
             "parameters, buffers, batch and optimizer state alone hold "
             f"~{format_bytes(peak.resident_bytes)}: use a smaller model, or an optimizer with less "
-            "state"
+            f"state{away}"
         )
     if peak.phase is Phase.UPDATE:
         return (

@@ -12,22 +12,21 @@ from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
-from steelyard.core.rules import Rule, matching, to_rules
+from steelyard.core.rules import FAR_TRADES, Rule, matching, to_rules
 from steelyard.core.trade import Left, Offer, Refusal, Source, Trade, strike
 from steelyard.predict import predict, step_seconds
 from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
 from steelyard.search.explain import refused, taken
-from steelyard.search.explore import Explored, explore
+from steelyard.search.explore import Explored, explore, restruck
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
+from steelyard.search.levels import moved_states, slices, splits
 from steelyard.search.variant import Variant
 
 _POINTS = 16
-# Each number of micro-batches is another capture, which takes seconds.
-_SPLITS = 6
-_RECOMPUTE, _STREAM, _OFFLOAD = "recompute", "stream", "offload"
+_RECOMPUTE, _STREAM, _OFFLOAD, _STATE = "recompute", "stream", "offload", "offload_state"
 _PLAIN = Variant()
 
 
@@ -51,15 +50,15 @@ class Search:
         self.offers: list[Offer] = []
         self.refusals: list[Refusal] = []
         for trade in trades:
-            if trade.name == _OFFLOAD and not costs.far_bytes:
+            if trade.name in FAR_TRADES and not costs.far_bytes:
                 continue  # nobody asked for it
             offers, refusals = trade.offers(program, source)
             self.offers += offers
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
-        self._splits = _spread(
-            [r.degree for o in self.offers for r in o.rules if o.trade != _STREAM and r.degree > 1]
-        )
-        self._streams = _levels([r for o in self.offers for r in o.rules if r.trade == _STREAM])
+        rules = [rule for offer in self.offers for rule in offer.rules]
+        self._splits = splits([r.degree for r in rules if r.trade != _STREAM and r.degree > 1])
+        self._streams = slices([r for r in rules if r.trade == _STREAM])
+        self._states = moved_states(program.update, [r for r in rules if r.trade == _STATE])
         self._explored: dict[Variant, Explored] = {}
 
     def explored(self, variant: Variant = _PLAIN) -> Explored:
@@ -72,7 +71,7 @@ class Search:
     def find(self, budget: Budget) -> Found:
         """The plan for one budget, in the same words for any."""
         variant, point = self._best(budget)
-        self.explored(variant.whole)  # which what is taken is priced beside
+        self.explored(variant.at_home.whole)  # which what is taken is priced beside
         rules = self._rules(variant, point)
         program = self._strike(rules)
         prediction = predict(program, self._costs)
@@ -104,8 +103,8 @@ class Search:
         """The least memory of the whole batch; where some variant needs no more than is enough, of
         the first that does."""
         found = []
-        for streams in self._streams:
-            found.append(self.explored(self._possible(1, streams)).least.peak_bytes)
+        for variant in self._levels_of(1):
+            found.append(self.explored(variant).least.peak_bytes)
             if found[-1] <= enough_bytes:
                 break
         return min(found)
@@ -190,14 +189,18 @@ class Search:
 
     def _levels_of(self, parts: int) -> tuple[Variant, ...]:
         """So many parts with each level of slices; of small parts some levels are the same."""
-        levels = (self._possible(parts, streams) for streams in self._streams)
+        levels = (
+            replace(self._possible(parts, streams), states=states)
+            for states in self._states
+            for streams in self._streams
+        )
         return tuple({variant.rules: variant for variant in levels}.values())
 
     def _is_idle(self, variant: Variant, best: Point, limit: int | None) -> bool:
-        """Slices that are no faster, of parts or where no memory asks for them: not worth
-        exploring."""
+        """Slices or moved states that are no faster, of parts or where no memory asks for them:
+        not worth exploring."""
         is_asked = limit is not None and self.explored().plain.peak_bytes > limit
-        if not variant.streams or (variant.parts == 1 and is_asked):
+        if not variant.states and (not variant.streams or (variant.parts == 1 and is_asked)):
             return False
         program = self._strike(variant.rules)
         return step_seconds(program, self._costs).value >= best.seconds
@@ -240,6 +243,8 @@ class Search:
 
     def _explore(self, variant: Variant) -> Explored:
         program = self._strike(variant.rules)
+        if variant.states:
+            return restruck(program, self._costs, known=self.explored(variant.at_home))
         known = self.explored() if variant != _PLAIN else None
         return explore(
             program,
@@ -277,25 +282,6 @@ def _moving(graph: Graph, moved: Mapping[str, tuple[int, int]]) -> tuple[Rule, .
         for (lag, lead), values in sorted(by_times.items())
         for rule in to_rules(graph, values, trade=_OFFLOAD, lag=lag, lead=lead)
     )
-
-
-def _levels(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
-    """Nothing sliced; all that can be, in as few slices as are offered; in as many."""
-    by_spot: dict[Rule, list[Rule]] = {}
-    for rule in rules:
-        by_spot.setdefault(replace(rule, degree=0), []).append(rule)
-    fewest = tuple(sorted(min(same) for same in by_spot.values()))
-    most = tuple(sorted(max(same) for same in by_spot.values()))
-    return tuple(dict.fromkeys(((), fewest, most)))
-
-
-def _spread(degrees: Sequence[int]) -> tuple[int, ...]:
-    """Few numbers of parts from all that are possible, the coarsest and the finest among them."""
-    ordered = sorted(set(degrees))
-    if len(ordered) <= _SPLITS:
-        return tuple(ordered)
-    places = {round(i * (len(ordered) - 1) / (_SPLITS - 1)) for i in range(_SPLITS)}
-    return tuple(ordered[place] for place in sorted(places))
 
 
 def _gap(explored: Explored, point: Point, budget: Budget) -> Gap | None:

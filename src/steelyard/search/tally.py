@@ -251,7 +251,9 @@ class Tally:
         self._update_bytes = peak_bytes(bare, costs) + self.left_bytes
         self.plain_seconds = step_seconds(program, costs).value
         self._factor = program.repeats * costs.whole_step_of(program.graph).value
-        self._far_bytes = costs.far_bytes
+        # What the optimizer's step moves takes its room, and its pieces are resident already.
+        self._far_bytes = costs.far_bytes - program.far_bytes
+        self._pieces_bytes = 0 if program.is_moving else 2 * FAR_PIECE_BYTES
 
     def storages_of(self, values: Iterable[str]) -> frozenset[int]:
         """The choice that recomputes these values."""
@@ -281,7 +283,7 @@ class Tally:
         if self.program.repeats > 1:
             later = self._held(again, copies, trips, accumulating=True)
             held = np.maximum(held, later + self.left_bytes)
-        pieces = 2 * FAR_PIECE_BYTES if trips.by_storage else 0
+        pieces = self._pieces_bytes if trips.by_storage else 0
         held = held + self.resident_bytes + pieces
         if trips.nbytes > self._far_bytes:
             held = held + NEVER  # there is no room: no limit is that high

@@ -10,17 +10,23 @@ from steelyard.core.rules import Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Variant:
-    """The batch in ``parts`` micro-batches; ``streams`` are rules for the whole batch."""
+    """The batch in ``parts`` micro-batches; ``streams`` are rules for the whole batch, ``states``
+    rules for what the optimizer keeps."""
 
     parts: int = 1
     streams: tuple[Rule, ...] = ()
+    states: tuple[Rule, ...] = ()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """A micro-batch has fewer rows, and so takes fewer slices."""
         split = (Rule(trade="accumulate", degree=self.parts),) if self.parts > 1 else ()
         fewer = (replace(r, degree=max(2, round(r.degree / self.parts))) for r in self.streams)
-        return (*split, *fewer)
+        return (*split, *fewer, *self.states)
+
+    @property
+    def at_home(self) -> "Variant":
+        return replace(self, states=())
 
     @property
     def whole(self) -> "Variant":

@@ -4,10 +4,13 @@ Not for prices, and not for what two trades share: that is exchange."""
 from steelyard.core.trade import Trade
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.offload import Offload
+from steelyard.trades.offload_state import OffloadState
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.stream import Stream
 
 __all__ = ["TRADES"]
 
 # In the order they are struck: what changes the graph comes before what only reorders it.
-TRADES: tuple[Trade, ...] = (Accumulate(), Stream(), Recompute(), Offload())
+TRADES: tuple[Trade, ...] = (
+    Accumulate(), Stream(), Recompute(), Offload(), OffloadState(),
+)  # fmt: skip

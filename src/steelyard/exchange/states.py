@@ -1,0 +1,352 @@
+"""What an optimizer keeps, in far memory: fetched for the update of its parameter, and sent back.
+
+The optimizer's own step is called for one parameter after another, in the order of the program; its
+hooks run once. Not for which parameters, nor when: that is the program's.
+"""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.graph import FAR_CALLS
+from steelyard.core.program import Program
+from steelyard.core.updates import key_of, parameter_of
+from steelyard.exchange.far import FarMemory
+
+_PROBE_STEPS = 3
+
+
+class FarStates:
+    """Takes the place of ``optimizer.step``.
+
+    Between steps the state of a moved parameter is ``Away``. ``optimizer.state_dict()`` brings all
+    of it home, and the next step sends it off again.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        update: Program,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        memory: FarMemory,
+    ) -> None:
+        self._optimizer = optimizer
+        self._memory = memory
+        self._deeds = tuple(_deeds(update))
+        self._places = _places(update, memory)
+        self._of = {name: parameters[parameter_of(name)] for name in self._places}
+        self._moved = {id(p) for p in self._of.values()}
+        self._arriving: dict[str, Any] = {}
+        self._leaving: dict[str, Any] = {}
+        self._calls = {
+            "fetch": self._fetch, "fetched": self._fetched, "send": self._send, "sent": self._sent
+        }  # fmt: skip
+        self._raw = _raw_step(optimizer)
+        hooked = torch.optim.Optimizer.profile_hook_step(self._step)
+        # On the optimizer itself: schedulers and scalers find it there.
+        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+        optimizer.register_state_dict_pre_hook(lambda _: self.bring_home())
+
+    def _step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+        if closure is not None:
+            raise BadInput(
+                "the optimizer was called with a closure, and what it keeps lies in far memory",
+                expected="optimizer.step() without one",
+                remedy="compute the loss before, or plan without far memory",
+            )
+        groups = _Groups(optimizer)
+        with groups.put_back():
+            for what, name in self._deeds:
+                if what == "update":
+                    groups.choose(partial(self._is_of, name))
+                    self._raw(optimizer)
+                else:
+                    self._calls[what](name)
+
+    def _is_of(self, name: str, parameter: torch.Tensor) -> bool:
+        """Of the portion with this name; the last takes all that is not moved."""
+        return parameter is self._of[name] if name else id(parameter) not in self._moved
+
+    # --- the four calls, for one tensor each
+
+    def _fetch(self, name: str) -> None:
+        state = self._optimizer.state.get(self._of[name])
+        if isinstance(state, Away):
+            x = state.layouts[key_of(name)].empty()
+            self._arriving[name] = self._memory.fetch(self._places[name].offset, x), x
+
+    def _fetched(self, name: str) -> None:
+        if name in self._arriving:
+            transfer, x = self._arriving.pop(name)
+            self._memory.await_fetched(transfer)
+            self._put(name, x)
+
+    def _put(self, name: str, x: torch.Tensor) -> None:
+        """Among what is kept near, in the order in which the optimizer made it."""
+        away = self._optimizer.state[self._of[name]]
+        near = {**away, key_of(name): x}
+        if len(near) == len(away.keys_in_order):
+            self._optimizer.state[self._of[name]] = {k: near[k] for k in away.keys_in_order}
+        else:
+            self._optimizer.state[self._of[name]] = away.with_near(near)
+
+    def _send(self, name: str) -> None:
+        parameter, key = self._of[name], key_of(name)
+        state = self._optimizer.state.get(parameter)
+        if not state:
+            return  # it had no gradient yet
+        place = self._places[name]
+        x = dict.get(state, key)
+        if not isinstance(x, torch.Tensor) or x.nbytes != place.nbytes:
+            raise Mismatch(
+                f"the optimizer keeps no {key} of {place.nbytes} bytes for {parameter_of(name)}",
+                expected="the state that it was planned with",
+                remedy="plan again with the optimizer as it is now",
+            )
+        away = state if isinstance(state, Away) else Away(state, tuple(state), {})
+        self._optimizer.state[parameter] = away.without(key, Layout.of(x))
+        self._leaving[name] = self._memory.send(place.offset, x), x
+
+    def _sent(self, name: str) -> None:
+        if name in self._leaving:
+            transfer, _ = self._leaving.pop(name)
+            self._memory.await_sent(transfer)
+
+    # --- all of it at once
+
+    def bring_home(self, empty: "Callable[[Layout], torch.Tensor] | None" = None) -> None:
+        for name, parameter in self._of.items():
+            state = self._optimizer.state.get(parameter)
+            if isinstance(state, Away):
+                layout = state.layouts[key_of(name)]
+                x = empty(layout) if empty else layout.empty()
+                self._memory.await_fetched(self._memory.fetch(self._places[name].offset, x))
+                self._put(name, x)
+
+    def put_away(self) -> None:
+        for name, parameter in self._of.items():
+            if key_of(name) in self._optimizer.state.get(parameter, ()):
+                self._send(name)
+                self._sent(name)
+
+    @contextlib.contextmanager
+    def visiting(self) -> Iterator[None]:
+        """All of it can be read, from files that the system may take out of memory again."""
+        state = self._optimizer.state
+        away = {p: s for p, s in state.items() if isinstance(s, Away)}
+        self.bring_home(self._mapped)
+        try:
+            yield
+        finally:
+            state.update(away)
+
+    def empty_for(self, name: str) -> Callable[..., torch.Tensor]:
+        """What makes a tensor to be kept for this parameter until it is put away."""
+        if not any(parameter_of(moved) == name for moved in self._of):
+            return torch.empty_strided
+        return lambda shape, stride, *, dtype, device: self._mapped(  # noqa: ARG005 - it is near
+            Layout(shape=torch.Size(shape), stride=tuple(stride), dtype=dtype)
+        )
+
+    def _mapped(self, layout: "Layout") -> torch.Tensor:
+        """Memory that is a file's, in the folder of far memory and gone with the tensor."""
+        if layout.nbytes < mmap.PAGESIZE:
+            return layout.empty()
+        file = os.open(self._memory.far.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            os.ftruncate(file, layout.nbytes)
+            pages = mmap.mmap(file, layout.nbytes)
+        finally:
+            os.close(file)
+        return layout.on(torch.frombuffer(pages, dtype=torch.uint8))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a tensor lies that is not here."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Layout":
+        return cls(shape=x.shape, stride=x.stride(), dtype=x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class Away(dict[str, Any]):
+    """The state of a parameter of which some lies far; what is near can be read."""
+
+    def __init__(
+        self, near: Mapping[str, Any], keys: tuple[str, ...], layouts: Mapping[str, Layout]
+    ) -> None:
+        super().__init__(near)
+        self.keys_in_order = keys
+        self.layouts = dict(layouts)
+
+    def with_near(self, near: Mapping[str, Any]) -> "Away":
+        return Away(near, self.keys_in_order, self.layouts)
+
+    def without(self, key: str, layout: Layout) -> "Away":
+        near = {k: v for k, v in self.items() if k != key}
+        return Away(near, self.keys_in_order, {**self.layouts, key: layout})
+
+    def __missing__(self, key: str) -> Any:
+        if key not in self.keys_in_order:
+            raise KeyError(key)
+        raise Mismatch(
+            f"{key} of this parameter lies in far memory",
+            expected="to be read between steps through optimizer.state_dict()",
+            remedy="call state_dict(), which brings all of it home, or plan without far memory",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    offset: int
+    nbytes: int
+
+
+def _places(update: Program, memory: FarMemory) -> dict[str, _Place]:
+    """Room in far memory for good; sends say how much each takes, their slots in which order."""
+    sends = {
+        node.args[0]: (node.inputs[0], node.collective.sent_bytes)
+        for node in update.graph.nodes
+        if node.op == f"{FAR_CALLS}send" and node.collective is not None
+    }
+    in_order = [sends[slot] for slot in range(len(sends))]
+    offsets = memory.kept([nbytes for _, nbytes in in_order])
+    return {
+        name: _Place(offset=offset, nbytes=nbytes)
+        for (name, nbytes), offset in zip(in_order, offsets, strict=True)
+    }
+
+
+def _deeds(update: Program) -> Iterator[tuple[str, str]]:
+    """The program's far calls, and one ``update`` for each portion, named for its parameter's first
+    state; for those that are not moved, for none.
+    """
+    nodes = update.graph.by_name
+    current, is_done = "", False
+    for line in update.instructions:
+        node = nodes[line.node]
+        if not node.is_far:
+            if not is_done:
+                yield "update", current
+            is_done = True
+            continue
+        what = node.op.removeprefix(FAR_CALLS)
+        name = node.name if what == "fetched" else node.name.rpartition(".")[0]
+        if what == "fetched" and (not current or parameter_of(current) != parameter_of(name)):
+            current, is_done = name, False
+        if what == "send" and current:
+            current, is_done = "", False
+        yield what, name
+
+
+class _Groups:
+    """An optimizer's groups of parameters, as they were, and with only some of these."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = [
+            (group, group["params"], {k: v for k, v in group.items() if k != "params"})
+            for group in optimizer.param_groups
+        ]
+
+    def choose(self, is_chosen: Callable[[torch.Tensor], bool]) -> None:
+        """Settings as before the step: one that counts its steps there counts each once."""
+        for group, parameters, settings in self._groups:
+            chosen = [p for p in parameters if is_chosen(p)]
+            group.clear()
+            group.update(settings, params=chosen)
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for group, parameters, _ in self._groups:
+                group["params"] = parameters
+
+
+def _raw_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
+    """Its step without the hooks around it."""
+    step = type(optimizer).step
+    return step.__wrapped__ if hasattr(step, "hooked") else step  # type: ignore[attr-defined]
+
+
+def why_undivided(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], dims: Sequence[int]
+) -> str:
+    """Why the optimizer cannot be called for one parameter at a time; empty where it can.
+
+    Tried, on parameters of one element each: some read all gradients, or count their own steps.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            whole = _tried(make, dims, one_by_one=False)
+            parted = _tried(make, dims, one_by_one=True)
+        except Exception as error:  # noqa: BLE001 - an optimizer may fail in its own way
+            return f"the optimizer fails on one parameter at a time ({type(error).__name__})"
+    same = len(whole) == len(parted) and all(map(_is_same, whole, parted))
+    return "" if same else "the optimizer's step is another for one parameter at a time"
+
+
+def _tried(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    dims: Sequence[int],
+    *,
+    one_by_one: bool,
+) -> list[object]:
+    """Parameters, settings and state after a few steps."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1,) * count for count in dims]
+    held = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    optimizer = make(held)
+    raw = _raw_step(optimizer)
+    for _ in range(_PROBE_STEPS):
+        for parameter in held:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        groups = _Groups(optimizer)
+        # From the last to the first: the order must not matter either.
+        portions: list[Collection[int]] = [{id(p)} for p in reversed(held)]
+        with groups.put_back():
+            for chosen in portions if one_by_one else [set(map(id, held))]:
+                groups.choose(partial(_is_among, chosen))
+                raw(optimizer)
+    found: list[object] = [p.detach() for p in held]
+    for group in optimizer.param_groups:
+        found += [v for k, v in group.items() if k != "params"]
+    for parameter in held:
+        found += optimizer.state[parameter].values()
+    return found
+
+
+def _is_among(chosen: Collection[int], parameter: torch.Tensor) -> bool:
+    return id(parameter) in chosen
+
+
+def _is_same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
