@@ -39,7 +39,8 @@ def test_the_measured_peak_is_within_the_budget(
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= budget
-    assert measured == pytest.approx(step.plan.predicted.peak.nbytes, rel=0.05)
+    # A convolution lays its arguments out anew inside, which is metered with them as they lie.
+    assert measured == pytest.approx(step.plan.predicted.peak.nbytes, rel=0.001)
     assert losses[-1] < losses[0]
 
 

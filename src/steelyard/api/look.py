@@ -134,6 +134,7 @@ class Look:
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
             program = lower(program)
+            self.prices.know_compiled(program.graph)
         return predict(program, self.prices.costs)
 
     def find(self, budget: Budget) -> tuple[Found, Prediction]:

@@ -17,7 +17,7 @@ from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster, Link
 from steelyard.core.costs import Costs, Missing, OperatorCost
 from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph
+from steelyard.core.graph import Graph, Node
 from steelyard.core.machine import available_bytes
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
@@ -84,6 +84,27 @@ class Prices:
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
         self.notes += [note for note in survey.notes if note not in self.notes]
+
+    def know_compiled(self, graph: Graph) -> None:
+        """Meter what convolutions hold beside results where Inductor has laid their arguments
+        out anew. Times are left alone, as those of its kernels are declared; and so is what the
+        backward calls hold: torch 2.13 crashes in that of a 1x1 convolution with a stride.
+        """
+
+        def is_wanted(node: Node) -> bool:
+            return node.op == "aten.convolution.default" and node.signature not in self._known
+
+        if not self._is_here or not any(is_wanted(n) for n in graph.nodes if not n.is_free):
+            return
+        self._on_progress("metering compiled calls")
+        costs, _ = measure_operators([graph], self._device, cache=self._cache, is_wanted=is_wanted)
+        for node in graph.nodes:
+            known = costs.operators.get(node.signature)
+            if known is not None and node.signature not in self._known:
+                self._operators[node.signature] = replace(
+                    known, seconds=self.costs.declared_seconds(node), is_measured=False
+                )
+        self._known |= costs.operators.keys()
 
     def know_update(self, make: OptimizerFactory, update: Program) -> None:
         """Measure the optimizer's operators, and its own Python between them."""

@@ -80,10 +80,11 @@ def measure_operators(
     cache: CostCache | None = None,
     seconds_budget: float = 20.0,
     torch_device: torch.device | None = None,
+    is_wanted: Callable[[Node], bool] = lambda _: True,
 ) -> tuple[Costs, Survey]:
     """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared."""
     begin = time.perf_counter()
-    subjects = distinct(graphs)
+    subjects = [s for s in distinct(graphs) if is_wanted(s.node)]
     context = context_of(device)
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     table = _Table(device, torch_device or torch.device("cpu"), seconds_budget)
