@@ -6,6 +6,7 @@ Not for moving anything: see exchange/far.py.
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from steelyard.core.cluster import FAR_IN, FAR_OUT, Far, Link
 from steelyard.exchange.far import FarMemory, Slots
 
 _SECONDS = 0.25
-_FEWEST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
+# No larger at once: a plan is also loaded where there is no more memory than its step needs.
+_FEWEST_BYTES, _MOST_BYTES = 1 << 20, 4 << 20
 _SMALL_BYTES, _CALLS = 4096, 20
 _ROUNDS = 5
 # Disks are shared: what was reached once is reached again within this share.
@@ -28,12 +30,14 @@ def measured_links(far: Far) -> tuple[dict[str, Link], tuple[str, ...]]:
     try:
         nbytes = int(min(max(far.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
         nbytes = min(nbytes, far.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
-        slots = memory.slots([nbytes])
+        # Two under way may lie in the same place: what they say is nobody's.
+        slots = Slots(memory, memory.kept([nbytes]) * 2)
         large = torch.zeros(nbytes, dtype=torch.uint8)
         small = large[:_SMALL_BYTES]
         _trip(slots, large)  # the first touches the buffers and the file
         trips = [_trip(slots, small) for _ in range(_CALLS)]
-        whole = _trip(slots, large)
+        times = max(1, round(far.bytes_per_second * _SECONDS / nbytes))
+        whole = [_trip(slots, large) for _ in range(times)]
         disturbs = [
             max(0.0, median(_slowed(slots, large, is_sent=is_sent) for _ in range(_ROUNDS)))
             for is_sent in (True, False)
@@ -43,7 +47,7 @@ def measured_links(far: Far) -> tuple[dict[str, Link], tuple[str, ...]]:
     links, notes = {}, []
     for axis, way in ((FAR_OUT, 0), (FAR_IN, 1)):
         latency = max(0.0, median(t[way] for t in trips) - _SMALL_BYTES / far.bytes_per_second)
-        reached = nbytes / max(1e-9, whole[way] - latency)
+        reached = times * nbytes / max(1e-9, sum(t[way] - latency for t in whole))
         rate = far.bytes_per_second
         if reached < _REACHED * rate:
             way_name = "written" if axis == FAR_OUT else "read"
@@ -79,15 +83,45 @@ def _slowed(slots: Slots, x: torch.Tensor, *, is_sent: bool) -> float:
     with the thread that moves it."""
     end = time.perf_counter() + _SECONDS / 2
     alone = _pace(lambda: time.perf_counter() >= end)
-    if is_sent:
-        sending = slots.send(0, x)
-        beside = _pace(sending.done)
-        slots.sent(0, sending, x)
-    else:
-        back = slots.fetch(0, None)
-        beside = _pace(lambda: slots.has_arrived(0))
-        slots.fetched(0, back)
+    busy = _Busy(slots, x, is_sent=is_sent)
+    end = time.perf_counter() + _SECONDS / 2
+    beside = _pace(lambda: busy.goes_on() and time.perf_counter() >= end)
+    busy.stop()
     return 1 - beside / alone
+
+
+class _Busy:
+    """A link with always one transfer under way and one waiting."""
+
+    def __init__(self, slots: Slots, x: torch.Tensor, *, is_sent: bool) -> None:
+        self._slots, self._x, self._is_sent = slots, x, is_sent
+        self._under_way = [self._begun(slot) for slot in (0, 1)]
+
+    def _begun(self, slot: int) -> Any:
+        return self._slots.send(slot, self._x) if self._is_sent else self._slots.fetch(slot, None)
+
+    def _is_over(self, slot: int) -> bool:
+        if self._is_sent:
+            return bool(self._under_way[slot].done())
+        return self._slots.has_arrived(slot)
+
+    def _end(self, slot: int) -> None:
+        if self._is_sent:
+            self._slots.sent(slot, self._under_way[slot], self._x)
+        else:
+            self._slots.fetched(slot, self._under_way[slot])
+
+    def goes_on(self) -> bool:
+        """Always true: what has arrived is followed by another."""
+        for slot in (0, 1):
+            if self._is_over(slot):
+                self._end(slot)
+                self._under_way[slot] = self._begun(slot)
+        return True
+
+    def stop(self) -> None:
+        for slot in (0, 1):
+            self._end(slot)
 
 
 def _pace(is_over: Callable[[], bool]) -> float:
