@@ -123,7 +123,10 @@ def test_losses_and_weights_are_those_of_the_unplanned_step(
     assert measured.computation_seconds <= measured.step_seconds
     moved = planned.predicted.communication_bytes.value
     assert step.far is not None
-    assert step.far.moved_bytes == 4 * moved
+    before = step.far.moved_bytes
+    step(made()[1])
+    # The first step fetches no state: there is none yet.
+    assert step.far.moved_bytes - before == moved
     assert list(folder.iterdir()) == []
 
 
