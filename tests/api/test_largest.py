@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import steelyard as sy
 from steelyard.api import largest as largest_module
+from steelyard.api import pricing
 from steelyard.api.largest import largest
 from steelyard.api.look import Request
 from steelyard.core.budget import Budget, Maximize
@@ -59,3 +61,30 @@ def test_few_sizes_are_tried(
     assert said.startswith(f"largest sequence that fits in one piece: {answer} (now 48)")
     assert (f"{answer + 1} is not possible: no row" in said) == (answer == possible)
     assert len(tried) == len(set(tried)) <= 14, tried
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    out: Tensor = model(batch["x"])
+    return out.square().mean()
+
+
+def test_what_fits_at_the_largest_batch_is_applied_and_takes_such_batches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())))
+    limit = 3 << 20
+    planned = sy.plan(
+        model, squares, {"x": torch.randn(16, 8, 64)}, budget=sy.Budget(memory=limit),
+        maximize="batch",
+    )  # fmt: skip
+    shape = planned.plan.decisions.made_for.batch[0].shape
+    assert shape[0] > 2 * 16
+    step, batch = planned.apply(), {"x": torch.randn(shape)}
+    for _ in range(3):
+        assert torch.equal(step(batch), squares(model, batch).detach())
+    measured = step.receipt().measured.memory_bytes
+    assert measured is not None
+    assert 0.9 * limit < measured <= limit

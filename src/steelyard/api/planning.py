@@ -16,6 +16,7 @@ from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
+from steelyard.capture.fakes import filled
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.trace import Loss
 from steelyard.core.amounts import format_bytes
@@ -272,6 +273,9 @@ class Planned:
         """The plan on the live model: a step to call in place of forward and backward."""
         look = self._look
         source = look.source.whole()
+        if source.is_imagined:
+            # The largest batch was only looked for; those to come have values.
+            source = source.at(filled(source.batch))
         if model is not None and model is not source.model:
             _check_model(model)
             # Another object of the same kind, say one that was loaded meanwhile.

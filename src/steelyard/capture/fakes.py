@@ -225,6 +225,19 @@ def on_cpu(model: nn.Module, batch: Any) -> Iterator[Any]:
         yield twin
 
 
+def filled(batch: Any) -> Any:
+    """A batch that is only imagined (meta device) with zeros for values, to be traced and run."""
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "meta":
+            return leaf
+        if leaf.is_contiguous():
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)  # takes no memory until it is written
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
+
+    return _torch.tree_map(real, batch)
+
+
 def like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
     """A fake twin on the CPU: the meta device leaves gradients out of some models."""
     device = "cpu" if tensor.device.type == "meta" else tensor.device
