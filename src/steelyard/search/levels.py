@@ -11,8 +11,9 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.updates import states
 
-# Each number of micro-batches is another capture, which takes seconds.
-_SPLITS = 6
+# Each number of micro-batches is another capture, which takes seconds. What fits in few parts is
+# fastest in the fewest: those are all looked at, and of the others some.
+_COARSEST, _FINER = 5, 3
 # Of the bytes that an optimizer keeps, those moved.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
@@ -20,10 +21,10 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 def splits(degrees: Sequence[int]) -> tuple[int, ...]:
     """Few numbers of parts from all that are possible, the coarsest and the finest among them."""
     ordered = sorted(set(degrees))
-    if len(ordered) <= _SPLITS:
-        return tuple(ordered)
-    places = {round(i * (len(ordered) - 1) / (_SPLITS - 1)) for i in range(_SPLITS)}
-    return tuple(ordered[place] for place in sorted(places))
+    coarsest, finer = ordered[:_COARSEST], ordered[_COARSEST:]
+    if len(finer) > _FINER:
+        finer = [finer[(len(finer) - 1) * (i + 1) // _FINER] for i in range(_FINER)]
+    return (*coarsest, *finer)
 
 
 def slices(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
