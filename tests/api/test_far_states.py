@@ -164,6 +164,19 @@ def test_less_ahead_is_less_memory(adam: sy.Planned) -> None:
     assert peaks[0] < adam.predicted.memory_bytes.value
 
 
+def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
+    """With nothing ahead, nothing runs beside it: what is left are the calls themselves."""
+    alone = told(adam, rules(0)).predicted
+    more = alone.computation_seconds.value - adam.predicted.computation_seconds.value
+    look = adam._look
+    links = look.prices.costs.links.values()
+    whole = look.prices.costs.whole_step.value
+    count = 2 * (LAYERS + 1)
+    calls = whole * count * sum(link.call_seconds for link in links)
+    late = whole * count * sum(link.disturbs * link.latency_seconds for link in links)
+    assert calls - late - 1e-9 <= more <= calls + 1e-9
+
+
 def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) -> None:
     with pytest.raises(Infeasible, match="--far") as refusal:
         plan(ADAM, None, memory=MIB)

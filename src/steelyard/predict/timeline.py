@@ -15,11 +15,14 @@ from steelyard.core.quad import NOTHING, Estimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One pass over the lines. ``exposed_seconds`` are those in which the device only waited."""
+    """One pass over the lines. ``exposed_seconds`` are those in which the device only waited;
+    ``spared_seconds`` what transfers would have slowed in that time, had anything run.
+    """
 
     begins: tuple[float, ...]
     seconds: float
     exposed_seconds: float
+    spared_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ def durations(program: Program, costs: Costs) -> Durations:
     ]
     expected = play(program, costs)
     return Durations(
-        computation=computation,
+        computation=_less(computation, expected.spared_seconds),
         communication=_total(communication),
         # A slower link or a faster device can only mean more waiting; both together, the most.
         exposed=Estimate(
@@ -86,6 +89,14 @@ def _total(costs: Sequence[Estimate]) -> Estimate:
     )
 
 
+def _less(estimate: Estimate, seconds: float) -> Estimate:
+    return Estimate(
+        value=estimate.value - seconds,
+        low=max(0.0, estimate.low - seconds),
+        high=estimate.high - seconds,
+    )
+
+
 _Pick = Callable[[Estimate], float]
 
 
@@ -106,7 +117,7 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
     whole = device(costs.whole_step_of(program.graph))
-    clock = exposed = beside = 0.0
+    clock = exposed = beside = spared = 0.0
     begins: list[float] = []
     idle_from: dict[str, float] = {}  # of each axis's link
     arrives: dict[int, float] = {}
@@ -116,9 +127,13 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
             continue
         node = nodes[instruction.node]
         if index in awaited:
-            stall = max(0.0, arrives[awaited[index]] - clock)
+            issue = awaited[index]
+            stall = max(0.0, arrives[issue] - clock)
             exposed += stall
             clock += stall
+            issued = nodes[program.instructions[issue].node].collective
+            if issued is not None and issued.is_far:
+                spared += stall * whole * costs.links[issued.axis].disturbs
         seconds = device(costs.seconds(node)) * whole
         if node.is_far:
             # Spread over what runs while the transfer is under way.
@@ -130,4 +145,9 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
             start = max(clock, idle_from.get(collective.axis, 0.0))
             arrives[index] = start + link(costs.exchange_seconds(collective))
             idle_from[collective.axis] = arrives[index]
-    return Played(begins=tuple(begins), seconds=clock + beside, exposed_seconds=exposed)
+    return Played(
+        begins=tuple(begins),
+        seconds=clock + beside - spared,
+        exposed_seconds=exposed,
+        spared_seconds=spared,
+    )

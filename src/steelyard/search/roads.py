@@ -92,6 +92,8 @@ class Roads:
         self._out = {s: _takes(costs, FAR_OUT, Exchange.SEND, b) for s, b in self._nbytes.items()}
         self._in = {s: _takes(costs, FAR_IN, Exchange.FETCH, b) for s, b in self._nbytes.items()}
         links = [costs.links[axis] for axis in (FAR_OUT, FAR_IN)]
+        # While the device waits, there is nothing that a transfer could slow.
+        self._spared = {1: whole * links[0].disturbs, 3: whole * links[1].disturbs}
         self._own = {
             s: whole * sum(link.device_seconds(b) for link in links)
             for s, b in self._nbytes.items()
@@ -173,7 +175,9 @@ class Roads:
             m.sent = min(max(arrived, m.made), m.fetch)
 
     def _waited(self, moved: Sequence[_Moved], wanted: Mapping[int, int], begins: Floats) -> float:
-        """How long the device only waits, when all this is played."""
+        """How long the device only waits, when all this is played; less what transfers would have
+        slowed in that time.
+        """
         events: list[tuple[int, int, int, int, _Moved]] = []
         for m in moved:
             place = wanted[m.storage]
@@ -182,7 +186,7 @@ class Roads:
                 (m.fetch, 2, place, 2, m), (m.wanted, 3, place, 3, m),
             ]  # fmt: skip
         events.sort(key=lambda e: (*e[:3], e[4].storage))
-        waited = out_idle = in_idle = 0.0
+        waited = spared = out_idle = in_idle = 0.0
         arrives: dict[tuple[int, int], float] = {}
         for number, _, _, kind, m in events:
             now = float(begins[number]) + waited
@@ -193,8 +197,10 @@ class Roads:
                 in_idle = max(now, in_idle) + self._in[m.storage]
                 arrives[m.storage, 3] = in_idle
             else:
-                waited += max(0.0, arrives[m.storage, kind] - now)
-        return waited
+                stall = max(0.0, arrives[m.storage, kind] - now)
+                waited += stall
+                spared += stall * self._spared[kind]
+        return waited - spared
 
 
 def _takes(costs: Costs, axis: str, kind: Exchange, nbytes: int) -> float:
