@@ -12,10 +12,11 @@ from steelyard.core.costs import Costs, OperatorCost
 from steelyard.core.graph import Graph, Output, OutputKind
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
+from steelyard.core.waiting import waiting
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.search.roads import Way
 from steelyard.search.tally import Tally
-from steelyard.trades.offload import movable, with_transfers
+from steelyard.trades.offload import with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.search.graphs import random_step
 
@@ -73,7 +74,7 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
     costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
-    tally = Tally(plain, costs, values, movable(plain))
+    tally = Tally(plain, costs, values, waiting(plain))
     for share in (0.0, 0.3):
         chosen = [v for v in sorted(values) if rng.random() < share]
         again = tally.storages_of(chosen)
@@ -95,7 +96,7 @@ def test_far_memory_that_is_too_small_fits_nothing() -> None:
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
     costs = Costs(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=4096)
     plain = Program.plain(graph)
-    tally = Tally(plain, costs, (), movable(plain))
+    tally = Tally(plain, costs, (), waiting(plain))
     choices = [tally.far(s, Way.EASY) for s in sorted(tally.far_value_on)]
     assert tally.count(frozenset(choices)).peak_bytes > 1 << 39
     small = min(tally.far_value_on, key=lambda s: tally.nbytes[s])

@@ -13,8 +13,9 @@ from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Phase
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, to_rules
+from steelyard.core.waiting import waiting
 from steelyard.predict import predict
-from steelyard.trades.offload import Offload, movable, with_transfers
+from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
 from steelyard.trades.stream import Stream
 from tests import zoo
@@ -39,7 +40,7 @@ def moved(seed: int) -> tuple[Program, Program, dict[str, tuple[int, int]]]:
     plain = Program.plain(random_step(seed, num_values=12))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]
     before = with_copies(plain, again)
-    able = sorted(movable(before) - {i.node for i in before.again})
+    able = sorted(waiting(before) - {i.node for i in before.again})
     times = {v: (rng.randrange(6), rng.randrange(6)) for v in able if rng.random() < 0.7}
     return before, with_transfers(before, times), times
 
@@ -119,7 +120,7 @@ def test_random_values_can_leave_though_they_are_never_made_again() -> None:
     found = 0
     for seed in range(40):
         plain = Program.plain(random_step(seed, num_values=12))
-        able = movable(plain)
+        able = waiting(plain)
         found += sum(plain.graph.by_name[v].is_random for v in able)
         leaving = {o.node for o in plain.graph.outputs}
         assert not able & leaving
@@ -159,7 +160,7 @@ def test_in_micro_batches_everything_moves_each_time(name: str) -> None:
         parts = tried.plain
     else:
         parts = Program.plain(tried.source.graph(micro_batches=2)).repeated(2)
-    able = sorted(movable(parts))
+    able = sorted(waiting(parts))
     program = with_transfers(parts, dict.fromkeys(able, (2, 2)))
     before = far_memory().moved_bytes
     outcome = tried.run(program)
@@ -176,7 +177,7 @@ def test_what_a_stream_gives_can_leave() -> None:
     tried = Trial(Scores(), LOSSES["mean"], ids().clamp(min=0))
     offers, _ = Stream().offers(tried.plain, tried.source)
     streamed = Stream().rewrite(tried.plain, offers[-1].rules, tried.source)
-    able = movable(streamed)
+    able = waiting(streamed)
     given = {n.name for n in streamed.graph.forward() if _is_given(streamed, n.name)}
     assert able & given
     program = with_transfers(streamed, dict.fromkeys(sorted(able), (1, 1)))

@@ -5,7 +5,7 @@ the near copy go, one begins to fetch, one hands the value over. Struck last, so
 count the operators that really run. Not for which values, nor when: see search/.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -17,9 +17,7 @@ from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
 from steelyard.core.rules import Rule, rule_of
 from steelyard.core.trade import Offer, Refusal, Source
-
-# Smaller values cost as many calls and buy nothing.
-_LEAST_BYTES = 1024
+from steelyard.core.waiting import Late, first_late, first_wanted, waiting
 
 
 class Offload:
@@ -37,7 +35,7 @@ class Offload:
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         graph = program.graph
-        offers = offers_of(self.name, graph, movable(program))
+        offers = offers_of(self.name, graph, waiting(program))
         reason = "no value of the forward pass is large, whole and read by the backward pass"
         if graph.decomposition.startswith("inductor"):
             reason = "Inductor compiles each pass as one, and would begin it with what comes back"
@@ -63,7 +61,7 @@ class Offload:
         made_again = {i.node for i in program.again}
         never = [name for name in chosen if name in made_again] or sorted(
             # A smaller batch may make them smaller than is worth it; they go all the same.
-            chosen.keys() - movable(program, least_bytes=1)
+            chosen.keys() - waiting(program, least_bytes=1)
         )
         if never:
             node = program.graph.by_name[never[0]]
@@ -76,43 +74,6 @@ class Offload:
         return with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()})
 
 
-def movable(program: Program, *, least_bytes: int = _LEAST_BYTES) -> frozenset[str]:
-    """The forward values that could leave: large, whole on a storage that they alone describe, and
-    read (or what is read by a copy's maker) after the forward pass."""
-    graph = program.graph
-    leaving = {s for o in graph.outputs for s in graph.storages_of(o.node)}
-    makers: dict[int, set[str]] = {}
-    for node in graph.nodes:
-        if not graph.is_look(node):
-            for storage in graph.storages_of(node.name):
-                makers.setdefault(storage, set()).add(node.name)
-    useful = graph.reaching_backward & {i.value for i in program.instructions}
-    found = set()
-    for node in graph.forward():
-        if node.name not in useful or len(node.outputs) != 1 or graph.is_look(node):
-            continue
-        (tensor,) = node.outputs
-        maker = graph.by_name[node.inputs[0]] if node.is_getitem else node
-        own = {node.name, maker.name} if node.is_getitem else {node.name}
-        if (
-            tensor.storage not in leaving | graph.written
-            and makers[tensor.storage] <= own
-            and maker.collective is None
-            and not maker.waits_for
-            and not maker.mutates
-            and _fills(tensor, graph.storages[tensor.storage].nbytes)
-            and tensor.nbytes >= least_bytes
-            and not (len(own) == 1 and graph.has_several(node.name))
-        ):
-            found.add(node.name)
-    return frozenset(found)
-
-
-def _fills(tensor: Tensor, nbytes: int) -> bool:
-    """Whether it is all that lies on its storage, in whatever order."""
-    return not tensor.pending and tensor.offset == 0 and tensor.nbytes == nbytes > 0
-
-
 def with_transfers(program: Program, chosen: Mapping[str, tuple[int, int]]) -> Program:
     """The program that sends these values off and reads what it fetches in their place.
 
@@ -121,8 +82,8 @@ def with_transfers(program: Program, chosen: Mapping[str, tuple[int, int]]) -> P
     """
     graph = program.graph
     lines = [i for i in program.instructions if i.sink is None]
-    first = next((k for k, i in enumerate(lines) if i.phase is Phase.BACKWARD), len(lines))
-    wanted = _first_wanted(graph, lines, first, chosen)
+    first = first_late(lines)
+    wanted = first_wanted(graph, lines, chosen)
     in_order = sorted(wanted, key=lambda name: (wanted[name], name))
     transfers = {name: Transfer.of(graph, name, slot) for slot, name in enumerate(in_order)}
     placed = _Gaps(graph, lines)
@@ -130,7 +91,7 @@ def with_transfers(program: Program, chosen: Mapping[str, tuple[int, int]]) -> P
         lag, lead = chosen[name]
         made = next(k for k, i in enumerate(lines) if i.value == name)
         placed.put(transfer, made=made, wanted=wanted[name], lag=lag, lead=lead)
-    late = _Late(graph, transfers)
+    late = Late(graph, {name: transfer.fetched.name for name, transfer in transfers.items()})
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
         ordered += placed.before(number)
@@ -141,30 +102,6 @@ def with_transfers(program: Program, chosen: Mapping[str, tuple[int, int]]) -> P
     result = Program.of(moved, ordered, repeats=program.repeats, update=program.update)
     assert not result.problems(), result.problems()
     return result
-
-
-def _first_wanted(
-    graph: Graph, lines: Sequence[Instruction], first: int, chosen: Iterable[str]
-) -> dict[str, int]:
-    """The late line that first reads each value, or looks at it."""
-    of = _looked_at(graph, frozenset(chosen))
-    wanted: dict[str, int] = {}
-    for number in range(first, len(lines)):
-        for name in lines[number].inputs:
-            for value in of.get(name, ()):
-                wanted.setdefault(value, number)
-    return wanted
-
-
-def _looked_at(graph: Graph, chosen: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """Forward names, and the chosen values that they are or look at."""
-    of: dict[str, tuple[str, ...]] = {name: (name,) for name in chosen}
-    for node in graph.forward():
-        if node.name not in of and graph.is_look(node):
-            values = tuple(dict.fromkeys(v for i in node.inputs for v in of.get(i, ())))
-            if values:
-                of[node.name] = values
-    return of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +162,7 @@ class _Gaps:
     _behind: dict[int, list[Instruction]] = field(default_factory=dict)
     _letting_go: dict[int, list[Instruction]] = field(default_factory=dict)
     _fetching: dict[int, list[Instruction]] = field(default_factory=dict)
+    _handing_over: dict[int, list[Instruction]] = field(default_factory=dict)
     _running: list[int] = field(default_factory=list)
     _so_far: list[int] = field(default_factory=list)
 
@@ -247,49 +185,16 @@ class _Gaps:
         ):
             place = wanted if counted == before_reader else self._running[counted]
             where.setdefault(place, []).append(_line(node, self.lines[place].phase))
+        handed = _line(transfer.fetched, Phase.BACKWARD)
+        self._handing_over.setdefault(wanted, []).append(handed)
 
     def behind(self, number: int) -> list[Instruction]:
         return self._behind.get(number, [])
 
     def before(self, number: int) -> list[Instruction]:
-        return self._letting_go.get(number, []) + self._fetching.get(number, [])
+        given = (self._letting_go, self._fetching, self._handing_over)
+        return [line for lines in given for line in lines.get(number, [])]
 
 
 def _line(node: Node, phase: Phase) -> Instruction:
     return Instruction(node=node.name, value=node.name, inputs=node.inputs, phase=phase)
-
-
-class _Late:
-    """Lines of the backward pass, reading what was fetched, and looking at it anew."""
-
-    def __init__(self, graph: Graph, transfers: Mapping[str, Transfer]) -> None:
-        self._graph = graph
-        self._transfers = transfers
-        self._of = _looked_at(graph, frozenset(transfers))
-        self._renamed: dict[str, str] = {}
-
-    def rewritten(self, line: Instruction) -> list[Instruction]:
-        added: list[Instruction] = []
-        for name in line.inputs:
-            if name in self._of:
-                self._have(name, added)
-        inputs = tuple(self._renamed.get(i, i) for i in line.inputs)
-        return [*added, replace(line, inputs=inputs)]
-
-    def _have(self, name: str, added: list[Instruction]) -> None:
-        if name in self._renamed:
-            return
-        transfer = self._transfers.get(name)
-        if transfer is not None:
-            added.append(_line(transfer.fetched, Phase.BACKWARD))
-            self._renamed[name] = transfer.fetched.name
-            return
-        node = self._graph.by_name[name]
-        for read in node.inputs:
-            if read in self._of:
-                self._have(read, added)
-        self._renamed[name] = f"{name}.back"
-        inputs = tuple(self._renamed.get(i, i) for i in node.inputs)
-        added.append(
-            Instruction(node=name, value=f"{name}.back", inputs=inputs, phase=Phase.BACKWARD)
-        )
