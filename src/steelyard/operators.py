@@ -3,11 +3,12 @@
 Also the few operators of our own that capture puts into a graph. Not for deciding which.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from steelyard.core.coding import BLOCK, coded_bytes
 from steelyard.core.graph import Argument, Body, Node, Ref, Sliced, Symbol
 
 Operator = Callable[..., Any]
@@ -124,6 +125,110 @@ def masked_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Ten
 
 _LIBRARY.impl("masked_scale", masked_scale, "CompositeExplicitAutograd")
 torch.library.register_fake("steelyard::masked_scale", masked_scale, lib=_LIBRARY)
+
+_LIBRARY.define("encode8(Tensor x, SymInt[] stride) -> Tensor")
+_LIBRARY.define("decode8(Tensor coded, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
+# A slice and its quotients stay in a core's own cache; the buffer is all that a call holds besides.
+_SLICE = 256 * BLOCK
+# The least scale whose reciprocal is finite; of smaller values nothing is lost but themselves.
+_LEAST_SCALE = 2.0**-126
+
+
+def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """``x`` in 8 bits: the scale of each block of elements in memory order, then all codes.
+
+    A scale is the largest magnitude in its block over 127; where something is not finite, nor is
+    the scale, and so nothing in that block comes back as a finite number.
+    """
+    flat = _in_memory_order(x, stride)
+    coded = torch.empty(coded_bytes(flat.numel()), dtype=torch.uint8, device=x.device)
+    scales, codes = _parted(coded, flat.numel())
+    buffer = flat.new_empty(min(_SLICE, flat.numel()), dtype=torch.float32)
+    for part, scale, code in _slices(flat, scales, codes):
+        wide = buffer[: part.numel()].view_as(part)
+        if part.dtype is not torch.float32:
+            part = wide.copy_(part)
+        torch.amax(part, 1, keepdim=True, out=scale)
+        least = torch.amin(part, 1, keepdim=True)
+        torch.maximum(scale, least.neg_(), out=scale)
+        scale.div_(127).clamp_min_(_LEAST_SCALE)
+        torch.div(part, scale, out=wide)
+        code.copy_(wide.round_())
+    return coded
+
+
+def decode8(
+    coded: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """What ``encode8`` wrote down, rounded to 8 bits, laid out as before."""
+    x = torch.empty_strided(size, stride, dtype=dtype, device=coded.device)
+    flat = x.as_strided((x.numel(),), (1,))
+    scales, codes = _parted(coded, x.numel())
+    is_narrow = dtype is not torch.float32
+    buffer = flat.new_empty(min(_SLICE, x.numel()) if is_narrow else 0, dtype=torch.float32)
+    for part, scale, code in _slices(flat, scales, codes):
+        wide = buffer[: part.numel()].view_as(part) if is_narrow else part
+        wide.copy_(code).mul_(scale)
+        if is_narrow:
+            part.copy_(wide)
+    return x
+
+
+def coding_error(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """What 8 bits would lose of ``x``, as a share of its norm; not finite where ``x`` is not."""
+    flat = _in_memory_order(x, stride)
+    lost, norm = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for part in flat.split(_SLICE):
+        back = decode8(encode8(part, (1,)), part.shape, (1,), part.dtype).double()
+        norm += part.double().square().sum()
+        lost += back.sub_(part).square().sum()
+    # Of nothing, nothing is lost; what is not finite stays so.
+    return torch.where(norm == 0, lost, lost / norm).sqrt()
+
+
+def _in_memory_order(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """Some kernels lay their result out otherwise than torch's description of them says."""
+    if not _same_steps(x.shape, x.stride(), stride):
+        x = copy_laid_out(x, list(x.shape), list(stride))
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _same_steps(size: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
+    return all(a == b for n, a, b in zip(size, ours, theirs, strict=True) if n > 1)
+
+
+def _parted(coded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scales, codes = coded.tensor_split((coded.numel() - numel,))
+    return scales.view(torch.float32), codes.view(torch.int8)
+
+
+def _slices(
+    flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Blocks as rows, each with its scale and its codes; a last block that is shorter, alone."""
+    whole = flat.numel() // BLOCK * BLOCK
+    for start in range(0, whole, _SLICE):
+        end = min(start + _SLICE, whole)
+        scale = scales[start // BLOCK : end // BLOCK].unsqueeze(1)
+        yield flat[start:end].view(-1, BLOCK), scale, codes[start:end].view(-1, BLOCK)
+    if whole < flat.numel():
+        yield flat[whole:].unsqueeze(0), scales[-1:].unsqueeze(1), codes[whole:].unsqueeze(0)
+
+
+def _encode8_fake(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(coded_bytes(x.numel()), dtype=torch.uint8)
+
+
+def _decode8_fake(
+    coded: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=coded.device)
+
+
+_LIBRARY.impl("encode8", encode8, "CompositeExplicitAutograd")
+_LIBRARY.impl("decode8", decode8, "CompositeExplicitAutograd")
+torch.library.register_fake("steelyard::encode8", _encode8_fake, lib=_LIBRARY)
+torch.library.register_fake("steelyard::decode8", _decode8_fake, lib=_LIBRARY)
 
 
 def nll_loss_sum(
@@ -274,4 +379,5 @@ _OWN: dict[str, Operator] = {
     "steelyard.nll_loss_weight": nll_loss_weight,
     "steelyard.all_gather": all_gather,
     "steelyard.copy_laid_out": copy_laid_out,
+    "steelyard.coding_error": coding_error,
 }

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from steelyard.core.graph import Node
-from steelyard.operators import operator_named
+from steelyard.operators import encode8, operator_named
 from steelyard.run.calls import _BINDINGS, quickest
 
 torch.manual_seed(0)
 X, Y, M = torch.randn(4, 6), torch.randn(4, 6), torch.rand(4, 6) > 0.5
 ONES, IDS = torch.ones(6), torch.tensor([[1, 3], [0, 2]])
+CODED = encode8(X, [6, 1])
 
 ARGUMENTS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "aten.add.Tensor": [((X, Y), {}), ((X, 2), {}), ((X, Y), {"alpha": 0.3}), ((IDS, 1.5), {})],
@@ -53,6 +54,8 @@ ARGUMENTS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "aten._unsafe_view.default": [((X, [6, 4]), {}), ((X, [-1, 2]), {})],
     "aten.view.default": [((X, [6, 4]), {}), ((X, [-1, 2]), {})],
     "aten.where.self": [((M, X, Y), {})],
+    "steelyard.decode8.default": [((CODED, [4, 6], [1, 4], torch.float16), {})],
+    "steelyard.encode8.default": [((X, [6, 1]), {}), ((X.t(), [1, 6]), {}), ((X, [1, 4]), {})],
     "steelyard.masked_scale.default": [((X, M, 1.1111111111111112), {}), ((X.t(), M.t(), 2), {})],
 }  # fmt: skip
 

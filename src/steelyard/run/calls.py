@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from steelyard import _torch
 from steelyard.core.graph import Node
-from steelyard.operators import callable_of, masked_scale, operator_named
+from steelyard.operators import callable_of, decode8, encode8, masked_scale, operator_named
 
 # Public builtins that take an overload's arguments in its own order; with these keywords, no other.
 # Each is compared with its operator in tests/run/test_calls.py.
@@ -47,6 +47,8 @@ _PLAIN: dict[str, _Binding] = {
     "aten.view.default": torch.reshape,
     "aten.where.self": torch.where,
     # Without the dispatcher, which takes longer to call Python than C++.
+    "steelyard.decode8.default": decode8,
+    "steelyard.encode8.default": encode8,
     "steelyard.masked_scale.default": masked_scale,
 }
 _BINDINGS: dict[str, tuple[_Binding, frozenset[str]]] = {

@@ -1,0 +1,153 @@
+"""Values in 8 bits come back within half a scale, in any layout; what is not finite stays so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.coding import BLOCK, DECODE, ENCODE, can_be_coded, coded_bytes
+from steelyard.core.graph import Tensor
+from steelyard.measure.meter import meter_once
+from steelyard.operators import coding_error, decode8, encode8, operator_named
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What rounding to the value's own dtype may add, as a share of the block's largest.
+OWN = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def there_and_back(x: torch.Tensor) -> torch.Tensor:
+    coded = encode8(x, x.stride())
+    assert (coded.dtype, coded.numel()) == (torch.uint8, coded_bytes(x.numel()))
+    back = decode8(coded, x.shape, x.stride(), x.dtype)
+    assert (back.shape, back.stride(), back.dtype) == (x.shape, x.stride(), x.dtype)
+    return back
+
+
+def scales_of(flat: torch.Tensor) -> torch.Tensor:
+    """Of each element: the largest magnitude in its block, over 127."""
+    blocks = flat.float().abs().split(BLOCK)
+    return torch.cat([b.max().expand_as(b) for b in blocks]) / 127
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    numel=st.one_of(st.integers(1, 700), st.integers(65_000, 70_000)),
+    spread=st.floats(0.0, 6.0),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 10**6),
+)
+def test_each_element_is_off_by_half_a_scale_at_most(
+    numel: int, spread: float, dtype: torch.dtype, seed: int
+) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=drawn) * (torch.randn(numel, generator=drawn) * spread).exp()
+    x = x.clamp(-6e4, 6e4).to(dtype)
+    scales = scales_of(x)
+    lost = (there_and_back(x).float() - x.float()).abs()
+    assert (lost <= scales * (0.5 + 127 * OWN[dtype])).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda x: x,
+        lambda x: x.transpose(0, 1),
+        lambda x: x.permute(2, 0, 3, 1),
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x[:1],
+    ],
+)
+def test_any_dense_layout_comes_back_as_it_lay(dtype: torch.dtype, laid_out: object) -> None:
+    x = laid_out(torch.randn(3, 5, 7, 11)).to(dtype)  # type: ignore[operator]
+    assert torch.allclose(there_and_back(x).float(), x.float(), atol=0.03)
+    # Blocks are of neighbours in memory, whatever order the dims have.
+    flat = x.as_strided((x.numel(),), (1,))
+    assert torch.equal(encode8(x, x.stride()), encode8(flat, (1,)))
+
+
+def test_a_kernels_own_layout_is_put_in_the_one_that_was_planned() -> None:
+    x = torch.randn(4, 8, 6)
+    planned = (1, 24, 4)
+    back = decode8(encode8(x, planned), x.shape, planned, x.dtype)
+    assert back.stride() == planned
+    assert torch.allclose(back, x, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_never_comes_back_finite(dtype: torch.dtype, odd: float) -> None:
+    x = torch.randn(3 * BLOCK + 5).to(dtype)
+    x[BLOCK + 3] = odd
+    back = there_and_back(x)
+    assert not back[BLOCK : 2 * BLOCK].isfinite().any()
+    assert back[:BLOCK].isfinite().all()
+    assert back[2 * BLOCK :].isfinite().all()
+    assert not coding_error(x, (1,)).isfinite()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.3, 1e-30, 1e-42, 6e4])
+def test_blocks_of_one_value_keep_it(value: float) -> None:
+    back = there_and_back(torch.full((2 * BLOCK + 1,), value))
+    # Below the least scale a value is lost, and it is no larger than that.
+    assert torch.allclose(back, torch.full_like(back, value), rtol=1e-6, atol=1e-38)
+    assert float(coding_error(torch.zeros(BLOCK), (1,))) == 0.0
+
+
+def test_the_same_comes_out_each_time_and_no_number_is_drawn() -> None:
+    x = torch.randn(100_000)
+    state = torch.get_rng_state()
+    assert torch.equal(there_and_back(x), there_and_back(x))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_workspace_does_not_grow_with_the_value(dtype: torch.dtype) -> None:
+    held = []
+    for numel in (1 << 18, 1 << 22):
+        x = torch.randn(numel).to(dtype)
+        coded = encode8(x, (1,))
+        written = meter_once(lambda x=x: encode8(x, (1,)))
+        read = meter_once(lambda c=coded, n=numel: decode8(c, (n,), (1,), dtype))
+        assert written.left_bytes == coded_bytes(numel)
+        assert read.left_bytes == x.nbytes
+        held.append((written.peak_bytes - written.left_bytes, read.peak_bytes - read.left_bytes))
+    assert held[0] == held[1]
+    assert max(held[0]) <= 300 * 1024
+
+
+def test_the_error_is_the_share_of_the_norm_that_is_lost() -> None:
+    x = torch.randn(70_001)
+    lost = (there_and_back(x) - x).norm() / x.norm()
+    assert float(coding_error(x, (1,))) == pytest.approx(float(lost), rel=1e-3)
+
+
+def test_torch_knows_them_by_name_and_by_shape() -> None:
+    x = torch.randn(6, 300)
+    args = (encode8(x, (300, 1)), [6, 300], [300, 1], torch.float32)
+    assert torch.equal(operator_named(ENCODE)(x, [300, 1]), args[0])
+    assert torch.equal(operator_named(DECODE)(*args), decode8(*args))
+    torch.library.opcheck(operator_named(ENCODE), (x, [300, 1]))
+    torch.library.opcheck(operator_named(DECODE), args)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dtype", "able"),
+    [
+        ((4, 6), (6, 1), "float32", True),
+        ((4, 6), (1, 4), "bfloat16", True),
+        ((4, 1, 6), (6, 99, 1), "float16", True),
+        ((4, 6), (0, 1), "float32", False),
+        ((4, 6), (3, 1), "float32", False),
+        ((4, 6), (12, 2), "float32", False),
+        ((4, 6), (6, 1), "float64", False),
+        ((4, 6), (6, 1), "int64", False),
+        ((4, 6), (6, 1), "bool", False),
+    ],
+)
+def test_which_tensors_can_be_coded(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, able: bool
+) -> None:
+    assert can_be_coded(Tensor(shape=shape, stride=stride, dtype=dtype, storage=0)) is able
