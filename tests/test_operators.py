@@ -38,15 +38,19 @@ def scales_of(flat: torch.Tensor) -> torch.Tensor:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 10**6),
 )
-def test_each_element_is_off_by_half_a_scale_at_most(
+def test_each_element_is_off_by_half_a_scale_at_most_and_keeps_its_sign(
     numel: int, spread: float, dtype: torch.dtype, seed: int
 ) -> None:
     drawn = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=drawn) * (torch.randn(numel, generator=drawn) * spread).exp()
     x = x.clamp(-6e4, 6e4).to(dtype)
     scales = scales_of(x)
-    lost = (there_and_back(x).float() - x.float()).abs()
-    assert (lost <= scales * (0.5 + 127 * OWN[dtype])).all()
+    back = there_and_back(x)
+    lost = (back.float() - x.float()).abs()
+    # Only a zero becomes a zero: what is less than half a scale comes back as a whole one.
+    half = torch.where(x.float().abs() < 0.501 * scales, 1.0, 0.501)
+    assert (lost <= scales * (half + 127 * OWN[dtype])).all()
+    assert torch.equal(back.sign(), x.sign())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,8 +95,8 @@ def test_what_is_not_finite_never_comes_back_finite(dtype: torch.dtype, odd: flo
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.3, 1e-30, 1e-42, 6e4])
 def test_blocks_of_one_value_keep_it(value: float) -> None:
     back = there_and_back(torch.full((2 * BLOCK + 1,), value))
-    # Below the least scale a value is lost, and it is no larger than that.
-    assert torch.allclose(back, torch.full_like(back, value), rtol=1e-6, atol=1e-38)
+    # What is smaller than the least scale comes back as that.
+    assert torch.allclose(back, torch.full_like(back, value), rtol=1e-6, atol=1.2e-38)
     assert float(coding_error(torch.zeros(BLOCK), (1,))) == 0.0
 
 
@@ -115,7 +119,7 @@ def test_workspace_does_not_grow_with_the_value(dtype: torch.dtype) -> None:
         assert read.left_bytes == x.nbytes
         held.append((written.peak_bytes - written.left_bytes, read.peak_bytes - read.left_bytes))
     assert held[0] == held[1]
-    assert max(held[0]) <= 300 * 1024
+    assert max(held[0]) <= 520 * 1024
 
 
 def test_the_error_is_the_share_of_the_norm_that_is_lost() -> None:

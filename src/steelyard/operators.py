@@ -128,32 +128,37 @@ torch.library.register_fake("steelyard::masked_scale", masked_scale, lib=_LIBRAR
 
 _LIBRARY.define("encode8(Tensor x, SymInt[] stride) -> Tensor")
 _LIBRARY.define("decode8(Tensor coded, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
-# A slice and its quotients stay in a core's own cache; the buffer is all that a call holds besides.
+# A slice stays in a core's own cache; two buffers of that size are all that a call holds besides.
 _SLICE = 256 * BLOCK
 # The least scale whose reciprocal is finite; of smaller values nothing is lost but themselves.
 _LEAST_SCALE = 2.0**-126
+# What is rounded to the code 1, and not to 0.
+_LEAST_CODE = 0.501
 
 
 def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """``x`` in 8 bits: the scale of each block of elements in memory order, then all codes.
 
     A scale is the largest magnitude in its block over 127; where something is not finite, nor is
-    the scale, and so nothing in that block comes back as a finite number.
+    the scale, and so nothing in that block comes back as a finite number. Codes are rounded to the
+    nearest, but only a zero becomes a zero: the derivative of a relu asks which values are none,
+    that of a division divides by them.
     """
     flat = _in_memory_order(x, stride)
     coded = torch.empty(coded_bytes(flat.numel()), dtype=torch.uint8, device=x.device)
     scales, codes = _parted(coded, flat.numel())
-    buffer = flat.new_empty(min(_SLICE, flat.numel()), dtype=torch.float32)
+    buffers = flat.new_empty(2, min(_SLICE, flat.numel()), dtype=torch.float32)
     for part, scale, code in _slices(flat, scales, codes):
-        wide = buffer[: part.numel()].view_as(part)
+        wide, sign = (buffer[: part.numel()].view_as(part) for buffer in buffers)
         if part.dtype is not torch.float32:
             part = wide.copy_(part)
         torch.amax(part, 1, keepdim=True, out=scale)
         least = torch.amin(part, 1, keepdim=True)
         torch.maximum(scale, least.neg_(), out=scale)
         scale.div_(127).clamp_min_(_LEAST_SCALE)
+        torch.sign(part, out=sign)
         torch.div(part, scale, out=wide)
-        code.copy_(wide.round_())
+        code.copy_(wide.abs_().clamp_min_(_LEAST_CODE).mul_(sign).round_())
     return coded
 
 

@@ -145,6 +145,16 @@ def random_step(seed: int, *, num_values: int = 10) -> Graph:
     return b.graph()
 
 
+def in_floats(graph: Graph) -> Graph:
+    """The same step, of as many bytes, with numbers that could be kept in 8 bits."""
+
+    def floats(tensor: Tensor) -> Tensor:
+        return replace(tensor, shape=(tensor.nbytes // 4,), dtype="float32")
+
+    nodes = (replace(n, outputs=tuple(map(floats, n.outputs))) for n in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
 def _backward(b: _Builder, rng: random.Random, values: list[str], reads: dict, flops: list[int]):
     gradient: dict[str, str] = {}
     sizes = {v: reads[v][3] for v in values[1:]}

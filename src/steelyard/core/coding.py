@@ -29,6 +29,38 @@ def can_be_coded(tensor: Tensor) -> bool:
     return tensor.dtype in _DTYPES and not tensor.pending
 
 
+def chooses(graph: Graph, node: Node) -> bool:
+    """Whether it makes indices or a mask of floating-point values: on others, it would make others.
+
+    Signs are kept in 8 bits, and may be asked for.
+    """
+    if node.op in _OF_SIGNS and len(node.args) > 1 and node.args[1] == 0:
+        return False
+    read = (t for name in node.inputs for t in graph.by_name[name].outputs)
+    is_float = any("float" in t.dtype for t in read)
+    return is_float and any("float" not in t.dtype for t in node.outputs)
+
+
+_OF_SIGNS = frozenset(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+
+
+def chosen_by(graph: Graph) -> frozenset[str]:
+    """The values that some operator chooses by, itself or by way of a look."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if chooses(graph, node) or (node.name in found and graph.is_look(node)):
+            found.update(node.inputs)
+    return frozenset(found)
+
+
+def settled(graph: Graph) -> frozenset[str]:
+    """What is not to be made of other values than in the forward pass: what some operator chooses
+    by, and what it makes of that."""
+    choosing = {node.name for node in graph.nodes if chooses(graph, node)}
+    results = {n.name for n in graph.nodes if n.is_getitem and n.inputs[0] in choosing}
+    return chosen_by(graph) | choosing | results
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
     """The two calls for one value, and the storage that lies between them."""

@@ -96,6 +96,7 @@ _TABLES: dict[str, type[_Recompute | _Accumulate | _Stream | _OffloadState]] = {
     "accumulate": _Accumulate,
     "stream": _Stream,
     "recompute": _Recompute,
+    "quantise": _Recompute,
     "offload": _Offload,
     "offload_state": _OffloadState,
 }

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from steelyard.core.cluster import far_room
+from steelyard.core.coding import ENCODE
 from steelyard.core.collective import Exchange
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase
 
@@ -112,6 +113,12 @@ class Program:
     def again(self) -> tuple[Instruction, ...]:
         """What is computed a second time."""
         return tuple(i for i in self.instructions if i.is_again)
+
+    @cached_property
+    def coded(self) -> tuple[str, ...]:
+        """The values that wait in 8 bits."""
+        nodes = (self.graph.by_name[i.node] for i in self.instructions)
+        return tuple(node.inputs[0] for node in nodes if node.op == ENCODE)
 
     @cached_property
     def flops(self) -> int:

@@ -55,6 +55,8 @@ class Estimate:
 
 
 NOTHING = Estimate.exactly(0.0)
+# Words for an accuracy loss; a third is what a probe saw, see accuracy.py.
+EXACT, UNKNOWN = "exact", "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Quad:
     larger of the two: peaks are not sums.
     """
 
-    accuracy_loss: str = "exact"
+    accuracy_loss: str = EXACT
     memory_bytes: Estimate
     communication_bytes: Estimate = NOTHING
     communication_seconds: Estimate = NOTHING

@@ -7,6 +7,7 @@ with the line that waits for it. Not for seconds: see timeline.py.
 
 from dataclasses import dataclass
 
+from steelyard.core.coding import DECODE, ENCODE
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Graph, Node, OutputKind, Phase, Role
 from steelyard.core.peak import Holding
@@ -78,6 +79,9 @@ def _what(graph: Graph, instruction: Instruction) -> str:
     if node.is_far:
         # Named for the value that comes back.
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} (fetched)"
+    for op, what in ((ENCODE, "in 8 bits"), (DECODE, "read back")):
+        if node.op == op:
+            return f"{graph.by_name[node.name.rpartition('.')[0]].op} ({what})"
     return node.op + (" (again)" if instruction.is_again else "")
 
 

@@ -12,7 +12,7 @@ from steelyard.core.graph import Phase, Role
 from steelyard.core.peak import Holding, Peak, Timeline
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
-from steelyard.core.quad import Estimate, Quad
+from steelyard.core.quad import EXACT, UNKNOWN, Estimate, Quad
 from steelyard.predict.liveness import Liveness, alive_at, liveness
 from steelyard.predict.timeline import Durations, durations, play
 
@@ -25,6 +25,7 @@ def predict(program: Program, costs: Costs) -> Prediction:
     worst = max(passes, key=lambda p: p.nbytes)
     takes = _durations(program, costs)
     quad = Quad(
+        accuracy_loss=UNKNOWN if program.coded else EXACT,
         memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
         communication_bytes=Estimate.exactly(program.sent_bytes),
         communication_seconds=takes.communication,

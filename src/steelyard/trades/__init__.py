@@ -5,6 +5,7 @@ from steelyard.core.trade import Trade
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.offload import Offload
 from steelyard.trades.offload_state import OffloadState
+from steelyard.trades.quantise import Quantise
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.stream import Stream
 
@@ -12,5 +13,5 @@ __all__ = ["TRADES"]
 
 # In the order they are struck: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
-    Accumulate(), Stream(), Recompute(), Offload(), OffloadState(),
+    Accumulate(), Stream(), Recompute(), Quantise(), Offload(), OffloadState(),
 )  # fmt: skip

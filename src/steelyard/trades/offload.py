@@ -66,6 +66,7 @@ class Offload:
         if never:
             node = program.graph.by_name[never[0]]
             why = "is computed again" if never[0] in made_again else "cannot be sent off"
+            why = "is kept in 8 bits" if never[0] in program.coded else why
             raise Mismatch(
                 f"offload rule for {node.op} in {node.path or 'the top level'}, which {why}",
                 expected="rules for values that the backward pass reads, once each",

@@ -1,0 +1,54 @@
+"""What can be said of the accuracy that a plan loses, in words, and whether a budget allows it.
+
+Not for finding it out: see api/accuracy.py.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from steelyard.core.quad import EXACT
+
+_PROBED = re.compile(r"([0-9.e+-]+) ± [0-9.e+-]+ % \(probe: .*\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far the losses of two twins lay apart in a probe, as shares: one a step."""
+
+    shares: tuple[float, ...]
+    items: int
+
+    @property
+    def largest(self) -> float:
+        """Infinite where a loss was not finite."""
+        return max(self.shares) if all(map(math.isfinite, self.shares)) else math.inf
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the steps."""
+        mean = sum(self.shares) / len(self.shares)
+        return math.sqrt(sum((s - mean) ** 2 for s in self.shares) / len(self.shares))
+
+    def __str__(self) -> str:
+        steps = len(self.shares)
+        return (
+            f"{_figures(self.largest)} ± {_figures(self.spread)} % "
+            f"(probe: {steps} steps, {self.items} items, twin run)"
+        )
+
+
+def _figures(share: float) -> str:
+    """Of a percentage, two that count."""
+    return f"{share * 100:.2g}"
+
+
+def keeps(word: str, bound: float) -> bool | None:
+    """Whether this much accuracy may be lost; None where nobody knows how much it is."""
+    if word == EXACT:
+        return True
+    if bound == 0:
+        return False
+    probed = _PROBED.fullmatch(word)
+    # The figures of the word are rounded, as is what it is held against.
+    return float(probed[1]) <= float(_figures(bound)) if probed else None
