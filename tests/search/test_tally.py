@@ -17,8 +17,9 @@ from steelyard.predict import peak_bytes, step_seconds
 from steelyard.search.roads import Way
 from steelyard.search.tally import Tally
 from steelyard.trades.offload import with_transfers
+from steelyard.trades.quantise import quantisable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
-from tests.search.graphs import random_step
+from tests.search.graphs import in_floats, random_step
 
 DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 cases = st.tuples(st.integers(min_value=0, max_value=10**6), st.sampled_from([1, 3]), st.booleans())
@@ -86,9 +87,61 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
         program = with_transfers(program, times) if times else program
         assert counted.peak_bytes == peak_bytes(program, costs)
         assert counted.seconds == pytest.approx(step_seconds(program, costs).value)
-        assert {tally.storage(c) for c in counted.moved} == {
+        assert {tally.storage(c) for c in counted.away} == {
             s for s, v in tally.far_value_on.items() if v in times
         }
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases, st.booleans())
+def test_all_four_fates_count_as_the_predictor_says(
+    case: tuple[int, int, bool], has_far: bool
+) -> None:
+    seed, repeats, measured = case
+    rng = random.Random(seed)
+    graph = in_floats(random_step(seed, num_values=12))
+    plain = Program.plain(graph).repeated(repeats)
+    able = quantisable(plain)
+    every = with_codes(plain, able).graph
+    costs = costs_with_workspace(every, seed) if measured else Costs(device=DEVICE)
+    if has_far:
+        rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
+        link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.01)
+        costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    values = recomputable(graph)
+    tally = Tally(plain, costs, values, waiting(plain), able)
+    for shares in ((0.0, 0.4), (0.3, 0.4), (0.3, 1.0), (0.0, 1.0)):
+        chosen = [v for v in sorted(values) if rng.random() < shares[0]]
+        again = tally.storages_of(chosen)
+        small = {s for s in tally.coded_value_on if s not in again and rng.random() < shares[1]}
+        rest = [s for s in tally.far_value_on if s not in again | small]
+        ways = {tally.far(s, rng.choice(list(Way))) for s in rest if rng.random() < 0.6}
+        choice = again | ways | {tally.coded(s) for s in small}
+        counted = tally.count(choice)
+        codes = {tally.coded_value_on[tally.storage(c)] for c in counted.away if tally.is_coded(c)}
+        program = with_codes(with_copies(plain, chosen), {tally.coded_value_on[s] for s in small})
+        assert frozenset(program.coded) == codes
+        times = tally.lags_and_leads(choice)
+        program = with_transfers(program, times) if times else program
+        assert counted.peak_bytes == peak_bytes(program, costs)
+        assert counted.seconds == pytest.approx(step_seconds(program, costs).value)
+        assert counted.folded().max() == counted.held.max() <= counted.peak_bytes
+        assert tally.flops_of(choice) == program.flops
+        assert len(codes) + len(times) == len(counted.away)
+
+
+def test_a_value_has_one_fate() -> None:
+    graph = in_floats(random_step(3, num_values=12))
+    link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
+    costs = Costs(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    plain = Program.plain(graph)
+    tally = Tally(plain, costs, recomputable(graph), waiting(plain), quantisable(plain))
+    both = sorted(set(tally.coded_value_on) & set(tally.unit_of))
+    assert both
+    for storage in both:
+        far, coded = tally.far(storage, Way.AT_ONCE), tally.coded(storage)
+        assert tally.count(frozenset({far, coded})).away in ((coded,), ())
+        assert tally.count(frozenset({storage, far, coded})).away == ()
 
 
 def test_far_memory_that_is_too_small_fits_nothing() -> None:

@@ -3,6 +3,7 @@
 Blocks of elements in memory order share one scale. Not for carrying it out: see operators.py.
 """
 
+import re
 from dataclasses import dataclass
 
 from steelyard.core.graph import Graph, Node, Phase, Ref, Role, Storage, Symbol, Tensor
@@ -32,15 +33,18 @@ def can_be_coded(tensor: Tensor) -> bool:
 def chooses(graph: Graph, node: Node) -> bool:
     """Whether it makes indices or a mask of floating-point values: on others, it would make others.
 
-    Signs are kept in 8 bits, and may be asked for.
+    Signs are kept in 8 bits, and may be asked for. What draws numbers is never called again.
     """
-    if node.op in _OF_SIGNS and len(node.args) > 1 and node.args[1] == 0:
+    of_sign = node.op in _OF_SIGNS and len(node.args) > 1 and node.args[1] == 0
+    if of_sign or node.is_random or _OF_FORM.match(node.op):
         return False
     read = (t for name in node.inputs for t in graph.by_name[name].outputs)
     is_float = any("float" in t.dtype for t in read)
     return is_float and any("float" not in t.dtype for t in node.outputs)
 
 
+# What looks at the shape of its argument and at none of its elements: empty_like, new_zeros.
+_OF_FORM = re.compile(r"aten\.(\w+_like|new_\w+)\.")
 _OF_SIGNS = frozenset(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 
 

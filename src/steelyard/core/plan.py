@@ -10,7 +10,7 @@ from hashlib import sha256
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Far
 from steelyard.core.peak import Peak, Timeline
-from steelyard.core.quad import Estimate, Quad
+from steelyard.core.quad import EXACT, Estimate, Quad
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Refusal
 
@@ -81,13 +81,14 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """One plan of the memory-time curve."""
+    """One plan of the memory-time curve; a lossy one that was not probed is of unknown accuracy."""
 
     memory_bytes: int
     step_seconds: float
     flops: int
     micro_batches: int
     rules: tuple[Rule, ...]
+    accuracy_loss: str = EXACT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

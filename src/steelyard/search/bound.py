@@ -6,8 +6,9 @@ transients are left out, so the bound is loose where memory is tight. Not for fi
 
 import numpy as np
 
+from steelyard.search.counted import Floats
 from steelyard.search.cut import Cut
-from steelyard.search.tally import NEVER, Floats, Tally
+from steelyard.search.tally import NEVER, Tally
 
 _ROUNDS = 150
 _MIXTURES = (0.0, 0.001, 0.01, 0.05, 0.2)
@@ -41,7 +42,7 @@ def _least(
     if tally.far_value_on:
         far = tally.far_seconds(cut.kept, share=far_share * tally.program.repeats / 2)
     for _ in range(_ROUNDS):
-        choice = cut.solve(certain.weights(prices), far=far, paid=1 - far_share)
+        choice = cut.solve(certain.weights(prices), far=far, is_coding=True, paid=1 - far_share)
         # Capacities are rounded to ticks; what that may add is taken off again.
         value = choice.seconds - cut.rounding_seconds - float(prices @ room)
         if value > best:
@@ -50,7 +51,7 @@ def _least(
             stale += 1
             if stale >= _FEWEST_IMPROVEMENTS:
                 slack, stale = slack / 2, 0
-        slope = certain.held(choice.kept - choice.away) - room
+        slope = certain.held(choice.kept - choice.away, in_8_bits=choice.coded) - room
         slope[(slope < 0) & (prices == 0)] = 0.0
         size = float(slope @ slope)
         if size == 0.0 or target <= value:
@@ -66,6 +67,7 @@ class _CertainGaps:
         lines = tally.num_lines
         self._lines = lines
         kept = self._kept = cut.kept
+        self._coded_shares = cut.coded_shares
         self._nbytes = np.array([tally.nbytes[s] for s in kept], dtype=np.float64)
         self._starts = np.array([min(tally.forward_last[s] + 1, lines) for s in kept])
         # A value that only copies read is surely held to the end of the forward pass, no longer.
@@ -102,9 +104,10 @@ class _CertainGaps:
         weights: Floats = self._nbytes * (so_far[self._ends] - so_far[self._starts])
         return weights
 
-    def held(self, kept: frozenset[int]) -> Floats:
-        """Bytes that wait at each line when these are kept."""
+    def held(self, kept: frozenset[int], *, in_8_bits: frozenset[int]) -> Floats:
+        """Bytes that wait at each line when these are kept, some in fewer."""
         keeps = np.array([s in kept for s in self._kept], dtype=np.float64)
+        keeps *= np.where([s in in_8_bits for s in self._kept], self._coded_shares, 1.0)
         change = np.zeros(self._lines + 1)
         np.add.at(change, self._starts, self._nbytes * keeps)
         np.add.at(change, self._ends, -self._nbytes * keeps)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.graph.python import max_flow
 
-from steelyard.search.tally import NEVER, Floats, Tally
+from steelyard.search.counted import Floats
+from steelyard.search.tally import NEVER, Tally
 
 # Capacities are whole numbers: picoseconds, which leaves room for steps of ten hours.
 _TICKS_PER_SECOND = 1e12
@@ -22,11 +23,13 @@ _SOURCE, _SINK = 0, 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """``again`` is what to recompute and ``kept`` what to keep for that, near or, where that is
-    cheaper, ``away``; ``seconds`` is the value of the whole cut, all these prices included."""
+    cheaper, ``away`` or ``coded``; ``seconds`` is the value of the whole cut, all these prices
+    included."""
 
     again: frozenset[int]
     kept: frozenset[int]
     away: frozenset[int]
+    coded: frozenset[int]
     seconds: float
 
 
@@ -43,6 +46,7 @@ class Cut:
         self._paid_at: dict[int, int] = {}
         self.kept: list[int] = []
         self._build()
+        self._coded_seconds, self.coded_shares = tally.coded_prices(self.kept)
         tails, heads, capacities = (np.array(column) for column in zip(*self._arcs))
         self._first_kept = len(self._arcs) - len(self.kept)
         self._ticks = capacities
@@ -85,6 +89,7 @@ class Cut:
         weights: Sequence[float] | Floats,
         *,
         far: Floats | None = None,
+        is_coding: bool = False,
         never: Collection[int] = (),
         paid: float = 1.0,
     ) -> Choice:
@@ -96,7 +101,12 @@ class Cut:
             places = list(self._paid_at.values())
             ticks[places] = np.rint(ticks[places] * paid).astype(np.int64)
         near = np.asarray(weights)
-        cheaper = near if far is None else np.minimum(near, far)
+        # What is coded waits as well, in fewer bytes.
+        coded = np.full_like(near, np.inf)
+        if is_coding:
+            coded = paid * self._coded_seconds + near * self.coded_shares
+        away = np.full_like(near, np.inf) if far is None else far
+        cheaper = np.minimum(np.minimum(near, coded), away)
         weighed = np.minimum(np.rint(cheaper * _TICKS_PER_SECOND), 2.0**52)
         ticks[self._first_kept :] = weighed.astype(np.int64)
         ticks[[self._paid_at[number] for number in never]] = _UNCUTTABLE
@@ -108,13 +118,13 @@ class Cut:
         is_kept = [
             self._enters[s] in source_side and self._leaves[s] not in source_side for s in self.kept
         ]
-        away = cheaper < near
+        kept = [(s, place) for place, (s, stays) in enumerate(zip(self.kept, is_kept)) if stays]
+        left = [(s, place) for s, place in kept if cheaper[place] < near[place]]
         return Choice(
             again=frozenset(again),
-            kept=frozenset(s for s, stays in zip(self.kept, is_kept) if stays),
-            away=frozenset(
-                s for s, stays, is_away in zip(self.kept, is_kept, away) if stays and is_away
-            ),
+            kept=frozenset(s for s, _ in kept),
+            away=frozenset(s for s, place in left if away[place] <= coded[place]),
+            coded=frozenset(s for s, place in left if coded[place] < away[place]),
             seconds=self._flow.optimal_flow() / _TICKS_PER_SECOND,
         )
 

@@ -4,7 +4,7 @@ Parts are modules; each is priced by taking it out of the plan, or putting it in
 whole again. Not for deciding.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from steelyard.core.amounts import format_bytes, format_seconds
@@ -14,10 +14,11 @@ from steelyard.core.plan import Taken
 from steelyard.core.rules import matching, spot_of, starred, to_rules
 from steelyard.core.trade import Left, Offer, Refusal
 from steelyard.search.archive import Point
+from steelyard.search.counted import Counted
 from steelyard.search.explore import Explored, carried, carried_choice
 from steelyard.search.levels import state_bytes
 from steelyard.search.roads import Way
-from steelyard.search.tally import Counted
+from steelyard.search.tally import Tally
 from steelyard.search.variant import Variant
 
 # More lines than this are read by nobody; deeper modules are then told under their parents.
@@ -40,7 +41,7 @@ def taken(
         told.append(_taken_streams(explored, home, point))
     if variant.states:
         told.append(_taken_states(explored[variant], variant, before=point, point=moving))
-    for trade in ("recompute", "offload"):
+    for trade in ("recompute", "quantise", "offload"):
         modules = _taken_modules(trade, explored[variant], point)
         told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
     return tuple(told)
@@ -100,16 +101,18 @@ def _carried_to(
 
 
 def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
-    """What is recomputed, or what is moved, by modules."""
+    """What is recomputed, moved or kept in 8 bits, by modules."""
     tally = explored.tally
     graph = tally.program.graph
-    choice, is_far = explored.choice(point), trade == "offload"
+    choice = explored.choice(point)
     with_all = tally.count(choice)
-    value_on = tally.far_value_on if is_far else tally.value_on
+    value_on, is_of_trade = _fate(trade, tally)
     offered = _by_module(graph, value_on)
     # Of a value chosen in several ways only one counts; of one that nothing reads late, none.
-    own = set(with_all.moved) if is_far else {c for c in choice if not tally.is_far(c)}
-    chosen = _by_module(graph, {c: value_on[tally.storage(c)] for c in own})
+    own = choice if trade == "recompute" else frozenset(with_all.away)
+    chosen = _by_module(
+        graph, {c: value_on[tally.storage(c)] for c in sorted(own) if is_of_trade(c)}
+    )
     deepest = max((m.count(".") + 1 for m in chosen), default=0)
     depth = next(
         (d for d in range(deepest, 1, -1) if len({_cut(m, d) for m in chosen}) <= _MOST_PARTS), 1
@@ -119,10 +122,10 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
         inside = {s for m, members in chosen.items() if _cut(m, depth) == module for s in members}
         possible = sum(len(members) for m, members in offered.items() if _cut(m, depth) == module)
         # Without one of its ways, a value would be moved in another.
-        gone = {tally.storage(c) for c in inside} if is_far else set()
+        gone = set() if trade == "recompute" else {tally.storage(c) for c in inside}
         without = tally.count(
             frozenset(
-                c for c in choice - inside if not (tally.is_far(c) and tally.storage(c) in gone)
+                c for c in choice - inside if tally.is_again(c) or tally.storage(c) not in gone
             )
         )
         count = str(len(inside)) if len(inside) == possible else f"{len(inside)} of {possible}"
@@ -136,6 +139,15 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
             )
         )
     return told
+
+
+def _fate(trade: str, tally: Tally) -> tuple[Mapping[int, str], Callable[[int], bool]]:
+    """The values that may have it, by their storage; and which choices are of it."""
+    if trade == "offload":
+        return tally.far_value_on, tally.is_far
+    if trade == "quantise":
+        return tally.coded_value_on, tally.is_coded
+    return tally.value_on, tally.is_again
 
 
 def _by_module(graph: Graph, values: Mapping[int, str]) -> dict[str, set[int]]:
@@ -171,11 +183,11 @@ def refused(
             reason = _why_not_stream(offer, explored, variant, point)
         elif offer.trade == "offload_state":
             reason = _why_not_states(offer, explored, variant, budget)
-        elif offer.trade == "offload":
-            able = _movable(offer, explored, variant)
-            moved = _moved(explored[variant], point)
-            reason = _why_not_offload(able, explored[variant], point, budget)
-            left = Left.REST if able & moved else Left.WHOLE
+        elif offer.trade in ("offload", "quantise"):
+            able = _able_to_wait(offer, explored, variant)
+            away = _away(offer.trade, explored[variant], point)
+            reason = _why_not_away(offer.trade, able, explored[variant], point, budget)
+            left = Left.REST if able & away else Left.WHOLE
         else:
             wanted = _wanted(offer, explored, variant)
             reason = _why_not_recompute(wanted, explored[variant], point, budget)
@@ -235,30 +247,37 @@ def _wanted(offer: Offer, explored: Mapping[Variant, Explored], variant: Variant
     return tally.storages_of(carried(matching(whole, offer.rules), whole, tally))
 
 
-def _movable(
+def _able_to_wait(
     offer: Offer, explored: Mapping[Variant, Explored], variant: Variant
 ) -> frozenset[int]:
-    """The storages that the offer would move in this variant."""
+    """The storages that the offer would move, or keep in 8 bits, in this variant."""
     whole, tally = explored[Variant()].tally, explored[variant].tally
-    storages = {value: s for s, value in whole.far_value_on.items()}
+    value_on, _ = _fate(offer.trade, whole)
+    storages = {value: s for s, value in value_on.items()}
     values = matching(whole.program.graph, offer.rules)
-    choice = frozenset(whole.far(storages[v], Way.EASY) for v in values)
+    choice = frozenset(_waiting(offer.trade, whole, storages[v]) for v in values)
     return frozenset(tally.storage(c) for c in carried_choice(whole, choice, tally))
 
 
-def _moved(explored: Explored, point: Point) -> frozenset[int]:
+def _waiting(trade: str, tally: Tally, storage: int) -> int:
+    return tally.coded(storage) if trade == "quantise" else tally.far(storage, Way.EASY)
+
+
+def _away(trade: str, explored: Explored, point: Point) -> frozenset[int]:
     tally = explored.tally
-    return frozenset(map(tally.storage, tally.count(explored.choice(point)).moved))
+    _, is_of_trade = _fate(trade, tally)
+    away = tally.count(explored.choice(point)).away
+    return frozenset(tally.storage(c) for c in away if is_of_trade(c))
 
 
-def _why_not_offload(
-    storages: frozenset[int], explored: Explored, point: Point, budget: Budget
+def _why_not_away(
+    trade: str, storages: frozenset[int], explored: Explored, point: Point, budget: Budget
 ) -> str | None:
-    tally, rest = explored.tally, storages - _moved(explored, point)
+    tally, rest = explored.tally, storages - _away(trade, explored, point)
     if storages and not rest:
         return None
-    tried = tally.count(point.again | {tally.far(s, Way.EASY) for s in rest})
-    if not set(tried.moved) - point.again:
+    tried = tally.count(point.again | {_waiting(trade, tally, s) for s in rest})
+    if not set(tried.away) - point.again:
         return "the backward pass does not read it in this plan"
     return _not_worth(point, tried, budget)
 

@@ -16,7 +16,14 @@ from steelyard.search.cut import Cut
 from steelyard.search.moves import Moves
 from steelyard.search.roads import Way
 from steelyard.search.seeds import simple_plans
-from steelyard.search.sweep import Gaps, far_sweep, packed_sweep, priced_sweep, uniform_sweep
+from steelyard.search.sweep import (
+    Gaps,
+    coded_sweep,
+    far_sweep,
+    packed_sweep,
+    priced_sweep,
+    uniform_sweep,
+)
 from steelyard.search.tally import Tally
 from steelyard.search.trials import Trials
 
@@ -54,11 +61,17 @@ class Explored:
     def values(self, point: Point) -> frozenset[str]:
         """What to recompute."""
         tally = self.tally
-        return frozenset(tally.value_on[s] for s in self.choice(point) if not tally.is_far(s))
+        return frozenset(tally.value_on[s] for s in self.choice(point) if tally.is_again(s))
 
     def moved(self, point: Point) -> dict[str, tuple[int, int]]:
         """What to move to far memory, with the lag and the lead of each."""
         return self.tally.lags_and_leads(self.choice(point))
+
+    def coded(self, point: Point) -> frozenset[str]:
+        """What to keep in 8 bits."""
+        tally = self.tally
+        away = tally.count(self.choice(point)).away
+        return frozenset(tally.value_away(c) for c in away if tally.is_coded(c))
 
     def choice(self, point: Point) -> frozenset[int]:
         """What was chosen; where it changes nothing, in all blocks of a run alike."""
@@ -76,16 +89,17 @@ def explore(
     costs: Costs,
     values: Iterable[str],
     movable: Iterable[str] = (),
+    codable: Iterable[str] = (),
     *,
     known: "Explored | None" = None,
     thorough: bool = True,
 ) -> Explored:
-    """``values`` may be recomputed, and ``movable`` ones sent to far memory; plans for ``known``,
-    this step cut otherwise, are a start."""
-    tally = Tally(program, costs, values, movable)
+    """``values`` may be recomputed, ``movable`` ones sent to far memory, ``codable`` ones kept in 8
+    bits; plans for ``known``, this step cut otherwise, are a start."""
+    tally = Tally(program, costs, values, movable, codable)
     trials = Trials(tally)
     groups = _groups(tally)
-    choices = [*tally.unit_of, *tally.ways()]
+    choices = [*tally.unit_of, *tally.elsewhere()]
     if choices:
         if known is not None:
             _start_from(trials, known)
@@ -103,7 +117,8 @@ def explore(
 def restruck(program: Program, costs: Costs, *, known: Explored) -> Explored:
     """The same plans of the same pass, with another update behind it."""
     ours = known.tally
-    trials = Trials(Tally(program, costs, ours.value_on.values(), ours.far_value_on.values()))
+    same = (v.values() for v in (ours.value_on, ours.far_value_on, ours.coded_value_on))
+    trials = Trials(Tally(program, costs, *same))
     for point in known.chain:
         trials.point(point.again)
     return Explored(
@@ -123,13 +138,16 @@ def carried(values: Iterable[str], graph: Graph, to: Tally) -> frozenset[str]:
 def carried_choice(tally: Tally, choice: frozenset[int], to: Tally) -> frozenset[int]:
     """The same choice in another trace of the step, as far as it can be made there."""
     graph = tally.program.graph
-    again = (tally.value_on[c] for c in choice if not tally.is_far(c))
+    again = (tally.value_on[c] for c in choice if tally.is_again(c))
     found = set(to.storages_of(carried(again, graph, to)))
-    able = {value: storage for storage, value in to.far_value_on.items()}
-    ways = {tally.far_value_on[tally.storage(c)]: tally.way(c) for c in choice if tally.is_far(c)}
-    for value, there in _there(ways, graph, to).items():
-        if there in able:
-            found.add(to.far(able[there], ways[value]))
+    far = {value: storage for storage, value in to.far_value_on.items()}
+    coded = {value: storage for storage, value in to.coded_value_on.items()}
+    away = {tally.value_away(c): c for c in choice if not tally.is_again(c)}
+    for value, there in _there(away, graph, to).items():
+        if tally.is_coded(away[value]):
+            found.update([to.coded(coded[there])] if there in coded else [])
+        elif there in far:
+            found.add(to.far(far[there], tally.way(away[value])))
     return frozenset(found)
 
 
@@ -155,6 +173,9 @@ def _sweep(trials: Trials) -> None:
     peak = trials.plain.peak_bytes
     limits = [round(peak * (1 - i / (_LIMITS + 3))) for i in range(1, _LIMITS + 1)]
     priced_sweep(trials, cut, gaps, limits=limits, rounds=_ROUNDS)
+    if trials.tally.coded_value_on:
+        coded_sweep(trials, cut, gaps, limits=limits[::2], rounds=_ROUNDS)
+        _all_coded(trials)
     if trials.tally.far_value_on:
         far_sweep(trials, cut, gaps, limits=limits[::3], rounds=_FAR_ROUNDS)
         _all_far(trials)
@@ -167,6 +188,13 @@ def _all_far(trials: Trials) -> None:
     for point in (trials.plain, *trials.archive.hull()):
         for way in Way:
             trials.point(point.again | {tally.far(s, way) for s in tally.far_value_on})
+
+
+def _all_coded(trials: Trials) -> None:
+    """All that could be kept in 8 bits, beside what is made again in each plan so far."""
+    everything = {trials.tally.coded(s) for s in trials.tally.coded_value_on}
+    for point in (trials.plain, *trials.archive.hull()):
+        trials.point(point.again | everything)
 
 
 def _improve(trials: Trials, moves: Moves, *, efforts: tuple[int, ...]) -> None:
@@ -215,9 +243,9 @@ def _groups(tally: Tally) -> list[frozenset[int]]:
     graph = tally.program.graph
     runs = sorted(graph.runs, key=lambda r: -len(r.prefix))
     members: dict[tuple[Spot, int], set[int]] = {}
-    again = ((storage, value, -1) for storage, value in tally.value_on.items())
-    moved = ((c, tally.far_value_on[tally.storage(c)], tally.way(c)) for c in tally.ways())
-    for choice, value, how in (*again, *moved):
+    again = ((storage, value, 0) for storage, value in tally.value_on.items())
+    away = ((c, tally.value_away(c), c // len(tally.nbytes)) for c in tally.elsewhere())
+    for choice, value, how in (*again, *away):
         spot = spot_of(graph, graph.by_name[value])
         assert spot is not None
         members.setdefault((_pattern(spot, runs), how), set()).add(choice)

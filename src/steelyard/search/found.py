@@ -18,21 +18,31 @@ class Gap:
     """How far from the fastest this can be: a proven bound, for these costs and no others.
 
     It holds for plans that only recompute, each value at most once more and in the captured order,
-    or move it to far memory where there is one, on the same number of micro-batches.
+    or move it to far memory where there is one, or keep it in 8 bits where that is allowed, on the
+    same number of micro-batches.
     """
 
     step_seconds: float
     least_seconds: float
     has_far: bool = False
+    has_codes: bool = False
 
     @property
     def share(self) -> float:
         return self.step_seconds / self.least_seconds - 1 if self.least_seconds else 0.0
 
     def __str__(self) -> str:
+        others = [
+            f" or {how}"
+            for how, is_there in (
+                ("moving it to far memory", self.has_far),
+                ("keeping it in 8 bits", self.has_codes),
+            )
+            if is_there
+        ]
         return (
             f"within {format_share(self.share).lstrip('+')} of the fastest possible by recomputing "
-            f"each value at most once{' or moving it to far memory' if self.has_far else ''}"
+            f"each value at most once{''.join(others)}"
         )
 
 

@@ -9,7 +9,8 @@ from itertools import pairwise
 from random import Random
 
 from steelyard.search.archive import Archive, Point
-from steelyard.search.tally import NEVER, Counted, Tally
+from steelyard.search.counted import Counted
+from steelyard.search.tally import NEVER, Tally
 from steelyard.search.trials import Trials
 
 _WIDTH = 8
@@ -160,7 +161,7 @@ class Moves:
         tally = self._tally
         found, pending = set(atom), list(atom)
         while pending:
-            if tally.is_far(choice := pending.pop()):
+            if not tally.is_again(choice := pending.pop()):
                 continue
             for read in tally.units[tally.unit_of[choice]].reads:
                 if read in found or read in again or read not in tally.unit_of:

@@ -111,8 +111,10 @@ class Roads:
         shift: Ints,
         copies: Sequence[int],
         copy_seconds: Sequence[float],
+        added_early: int,
     ) -> Trips:
-        """``wanted`` is the line, copies counted, that first reads each value late."""
+        """``wanted`` is the line, copies counted, that first reads each value late; ``copies`` are
+        all lines that were added, so many of them before the turn."""
         length = len(self._seconds) + len(copies)
         own = np.arange(len(self._seconds)) + shift
         seconds, runs = np.zeros(length), np.ones(length, dtype=bool)
@@ -121,13 +123,13 @@ class Roads:
         before = np.concatenate(([0], np.cumsum(runs)))
         places = np.flatnonzero(runs)
         begins = np.concatenate(([0.0], np.cumsum(seconds[places])))
-        turn = int(before[self._first_late])
+        turn = int(before[self._first_late + added_early])
         moved = [
             _Moved(
                 storage=s,
                 way=way,
-                made=int(before[self._made[s] + 1]),
-                freed=int(before[max(forward_last[s], self._made[s]) + 1]),
+                made=int(before[own[self._made[s]] + 1]),
+                freed=int(before[own[max(forward_last[s], self._made[s])] + 1]),
                 wanted=int(before[wanted[s]]),
             )
             for s, way in far.items()

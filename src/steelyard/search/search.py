@@ -6,15 +6,19 @@ Not for looking at single plans (explore.py) or for saying why (explain.py).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
+from steelyard.core.coding import settled
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph
+from steelyard.core.offers import offers_of
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
-from steelyard.core.rules import FAR_TRADES, Rule, matching, to_rules
+from steelyard.core.quad import EXACT, UNKNOWN
+from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, spot_of, to_rules
 from steelyard.core.trade import Left, Offer, Refusal, Source, Trade, strike
-from steelyard.predict import predict, step_seconds
+from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
@@ -26,8 +30,10 @@ from steelyard.search.levels import moved_states, slices, splits
 from steelyard.search.variant import Variant
 
 _POINTS = 16
-_RECOMPUTE, _STREAM, _OFFLOAD, _STATE = "recompute", "stream", "offload", "offload_state"
+_RECOMPUTE, _STREAM, _QUANTISE = "recompute", "stream", "quantise"
+_OFFLOAD, _STATE = "offload", "offload_state"
 _PLAIN = Variant()
+ALLOWS_NONE = "is lossy and the accuracy budget is 0"
 
 
 def search(
@@ -38,22 +44,37 @@ def search(
 
 
 class Search:
-    """One training step, explored once for all budgets; more micro-batches only when asked for."""
+    """One training step, explored once for all budgets; more micro-batches only when asked for.
+
+    ``lossy`` are the values that a lossy trade may be struck on, by where they are made; without
+    any, such trades are offered and refused for the reason that ``find`` is told.
+    """
 
     def __init__(
-        self, program: Program, *, trades: Sequence[Trade], source: Source, costs: Costs
+        self,
+        program: Program,
+        *,
+        trades: Sequence[Trade],
+        source: Source,
+        costs: Costs,
+        lossy: frozenset[Spot] = frozenset(),
     ) -> None:
         self.program = program
         self._trades = {trade.name: trade for trade in trades}
         self._source = source
         self._costs = costs
+        self._lossy = lossy
         self.offers: list[Offer] = []
         self.refusals: list[Refusal] = []
         for trade in trades:
             if trade.name in FAR_TRADES and not costs.far_bytes:
                 continue  # nobody asked for it
             offers, refusals = trade.offers(program, source)
-            self.offers += offers
+            if trade.is_exact:
+                self.offers += offers
+            elif lossy:
+                able = self._allowed(program.graph, offers)
+                self.offers += offers_of(trade.name, program.graph, able)
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
         self._splits = splits([r.degree for r in rules if r.trade != _STREAM and r.degree > 1])
@@ -68,8 +89,9 @@ class Search:
             known = self._explored[variant] = self._explore(variant)
         return known
 
-    def find(self, budget: Budget) -> Found:
-        """The plan for one budget, in the same words for any."""
+    def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
+        """The plan for one budget, in the same words for any. ``barred`` says why no lossy trade
+        may be struck, where none may."""
         variant, point = self._best(budget)
         self.explored(variant.at_home.whole)  # which what is taken is priced beside
         rules = self._rules(variant, point)
@@ -81,6 +103,7 @@ class Search:
         if slow is not None:
             raise slow
         least_variant, least = self._least()
+        lossless = () if self._lossy else self._barred(variant, barred)
         return Found(
             program=program,
             rules=rules,
@@ -90,14 +113,40 @@ class Search:
             refused=(
                 *self.refusals,
                 *refused(self.offers, self._explored, variant, point, budget),
+                *lossless,
             ),
-            num_offers=len(self.offers),
+            num_offers=len(self.offers) + len(lossless),
             frontier=self.frontier(),
             least=predict(self._strike(self._rules(least_variant, least)), self._costs).peak,
             least_within=self._least_within(),
             next_cent=self._next_cent(point, budget),
             gap=_gap(explored, point, budget),
         )
+
+    def _barred(self, variant: Variant, reason: str) -> tuple[Refusal, ...]:
+        """The widest offer of each lossy trade, and what it would buy if it were the only trade.
+
+        One look at the peak, for what is not to be struck is not worth exploring.
+        """
+        told = []
+        for trade in self._trades.values():
+            if trade.is_exact:
+                continue
+            program = self._strike(variant.rules)
+            offers, _ = trade.offers(program, self._source)
+            if not offers:
+                continue
+            values = matching(program.graph, _rules_of(offers))
+            rules = to_rules(program.graph, values, trade=trade.name)
+            struck = trade.rewrite(program, rules, self._source)
+            before, after = (peak_bytes(p, self._costs) for p in (program, struck))
+            bought = "no memory at the peak"
+            if after < before:
+                bought = f"~{format_bytes(before - after)} of memory"
+            widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
+            said = f"would alone buy {bought}, but {reason}"
+            told.append(Refusal(trade=trade.name, label=widest.label, reason=said))
+        return tuple(told)
 
     def least_bytes(self, *, enough_bytes: int) -> int:
         """The least memory of the whole batch; where some variant needs no more than is enough, of
@@ -135,6 +184,7 @@ class Search:
         return FrontierPoint(
             memory_bytes=point.peak_bytes,
             step_seconds=point.seconds,
+            accuracy_loss=UNKNOWN if explored.coded(point) else EXACT,
             flops=explored.tally.flops_of(point.again),
             micro_batches=variant.parts,
             rules=self._rules(variant, point),
@@ -246,11 +296,21 @@ class Search:
         if variant.states:
             return restruck(program, self._costs, known=self.explored(variant.at_home))
         known = self.explored() if variant != _PLAIN else None
+        again = self._offered(_RECOMPUTE, program)
+        coded = self._offered(_QUANTISE, program) if self._lossy else frozenset()
+        if coded:
+            again -= settled(program.graph)
+            rules = to_rules(program.graph, coded, trade=_QUANTISE)
+            # So that what they cost is known.
+            self._source.rewritten(
+                self._trades[_QUANTISE].rewrite(program, rules, self._source).graph
+            )
         return explore(
             program,
             self._costs,
-            self._offered(_RECOMPUTE, program),
+            again,
             self._offered(_OFFLOAD, program) if self._costs.far_bytes else (),
+            coded,
             known=known,
             thorough=variant.parts == 1,
         )
@@ -260,13 +320,21 @@ class Search:
         if trade not in self._trades:
             return frozenset()
         offers, _ = self._trades[trade].offers(program, self._source)
-        return matching(program.graph, sorted({r for o in offers for r in o.rules}))
+        if not self._trades[trade].is_exact:
+            return self._allowed(program.graph, offers)
+        return matching(program.graph, _rules_of(offers))
+
+    def _allowed(self, graph: Graph, offers: Sequence[Offer]) -> frozenset[str]:
+        """Of what a lossy trade offers: the values that may lose something."""
+        values = matching(graph, _rules_of(offers))
+        return frozenset(v for v in values if spot_of(graph, graph.by_name[v]) in self._lossy)
 
     def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
         explored = self._explored[variant]
         graph = explored.tally.program.graph
         rules = to_rules(graph, explored.values(point), trade=_RECOMPUTE)
-        return (*variant.rules, *rules, *_moving(graph, explored.moved(point)))
+        coded = to_rules(graph, explored.coded(point), trade=_QUANTISE)
+        return (*variant.rules, *rules, *coded, *_moving(graph, explored.moved(point)))
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
         trades = tuple(self._trades.values())
@@ -284,12 +352,21 @@ def _moving(graph: Graph, moved: Mapping[str, tuple[int, int]]) -> tuple[Rule, .
     )
 
 
+def _rules_of(offers: Sequence[Offer]) -> list[Rule]:
+    return sorted({rule for offer in offers for rule in offer.rules})
+
+
 def _gap(explored: Explored, point: Point, budget: Budget) -> Gap | None:
     """None where no memory is bounded."""
-    if budget.memory_bytes is None or not (explored.tally.unit_of or explored.tally.far_value_on):
-        return None
     tally = explored.tally
+    if budget.memory_bytes is None or not (tally.unit_of or tally.elsewhere()):
+        return None
     least = least_seconds(
         tally, Cut(tally), limit_bytes=budget.memory_bytes, within_seconds=point.seconds
     )
-    return Gap(step_seconds=point.seconds, least_seconds=least, has_far=bool(tally.far_value_on))
+    return Gap(
+        step_seconds=point.seconds,
+        least_seconds=least,
+        has_far=bool(tally.far_value_on),
+        has_codes=bool(tally.coded_value_on),
+    )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from steelyard.search.counted import Counted, Floats
 from steelyard.search.cut import Choice, Cut
 from steelyard.search.roads import Way
-from steelyard.search.tally import Counted, Floats, Tally
+from steelyard.search.tally import Tally
 from steelyard.search.trials import Trials
 
 # From where nothing is worth recomputing to where everything is, in steps of a third.
@@ -92,24 +93,36 @@ def _packed(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], li
     return taken
 
 
+def coded_sweep(
+    trials: Trials, cut: Cut, gaps: Gaps, *, limits: Sequence[int], rounds: int
+) -> None:
+    """The same where values may wait in 8 bits instead."""
+    seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
+    for price in _UNIFORM_PRICES[::2]:
+        _note(trials, cut.solve(gaps.uniform(seconds_per_byte * price), is_coding=True))
+    priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, is_coding=True)
+
+
 def far_sweep(trials: Trials, cut: Cut, gaps: Gaps, *, limits: Sequence[int], rounds: int) -> None:
     """The same with far memory: at several prices of the link, from nothing to all it takes."""
+    is_coding = bool(trials.tally.coded_value_on)
     for share in _LINK_PRICES:
         far = trials.tally.far_seconds(cut.kept, share=share)
         for price in _UNIFORM_PRICES[::8]:
             seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
             weights = gaps.uniform(seconds_per_byte * price)
-            _note_far(trials, cut.solve(weights, far=far))
-        priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, far=far)
+            _note(trials, cut.solve(weights, far=far, is_coding=is_coding))
+        priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, far=far, is_coding=is_coding)
 
 
-def _note_far(trials: Trials, choice: Choice) -> Counted:
-    """Also with only those away for whom the road is long: they hardly meet on it."""
+def _note(trials: Trials, choice: Choice) -> Counted:
+    """Of those that go far, also only those for whom the road is long: they hardly meet on it."""
     tally = trials.tally
+    near = choice.again | {tally.coded(s) for s in choice.coded}
     longest = sorted(choice.away, key=lambda s: tally.born[s])
     counted = None
-    for number in (len(longest), 3 * len(longest) // 4, len(longest) // 2, len(longest) // 4):
-        chosen = choice.again | {tally.far(s, Way.EASY) for s in longest[:number]}
+    for number in dict.fromkeys(len(longest) * quarters // 4 for quarters in (4, 3, 2, 1)):
+        chosen = near | {tally.far(s, Way.EASY) for s in longest[:number]}
         found = trials.counted(chosen)
         trials.noted(chosen, found)
         counted = counted or found
@@ -125,6 +138,7 @@ def priced_sweep(
     limits: Iterable[int],
     rounds: int,
     far: Floats | None = None,
+    is_coding: bool = False,
 ) -> None:
     """Multiplicative weights: lines above the limit grow dearer, the total follows the peak."""
     lines = trials.tally.num_lines
@@ -134,12 +148,8 @@ def priced_sweep(
         dearness *= 0.5
         for number in range(rounds):
             shares = np.exp(dearness - dearness.max())
-            choice = cut.solve(gaps.weights(shares * (total / shares.sum())), far=far)
-            if choice.away:
-                counted = _note_far(trials, choice)
-            else:
-                counted = trials.counted(choice.again)
-                trials.noted(choice.again, counted)
+            prices = shares * (total / shares.sum())
+            counted = _note(trials, cut.solve(gaps.weights(prices), far=far, is_coding=is_coding))
             over = np.clip(counted.folded() / limit - 1.0, -0.5, 0.5)
             dearness += over * (_PUSH / (1 + number / 10))
             total *= _GROWTH if counted.peak_bytes > limit else 1 / _GROWTH

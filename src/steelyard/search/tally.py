@@ -6,81 +6,42 @@ is returned has been written out and predicted whole.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PIECE_BYTES
 from steelyard.core.costs import Costs
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Program
 from steelyard.predict import peak_bytes, step_seconds
+from steelyard.search.counted import Coder, Counted, Floats, Unit
+from steelyard.search.placing import NO_CODES, Codes, Copies, placed
 from steelyard.search.roads import NO_TRIPS, Roads, Trips, Way
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 # Later than any line.
 NEVER = 1 << 40
 _MOSTLY_HIDDEN = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """``active`` are the operators that really run again; a chosen value nobody reads is free.
-
-    ``moved`` are the choices to move to far memory that really do. ``held`` are the bytes at each
-    line, copies included; ``shift`` how far copies have moved each line of the plain program;
-    ``first`` the line at which each storage is first wanted late.
-    """
-
-    peak_bytes: int
-    seconds: float
-    active: tuple[int, ...]
-    moved: tuple[int, ...]
-    held: Floats
-    shift: Ints
-    first: list[int]
-
-    def excess(self, peak_bytes: int) -> float:
-        """Bytes above the limit, added over the lines."""
-        return float(np.maximum(self.held - peak_bytes, 0.0).sum())
-
-    def folded(self) -> Floats:
-        """Peak bytes at each line of the plain program, the copies before it counted with it."""
-        starts = np.arange(len(self.shift)) + np.concatenate(([0], self.shift[:-1]))
-        folded: Floats = np.maximum.reduceat(self.held, starts)
-        return folded
-
-    def peak_line(self) -> int:
-        """The line of the plain program at, or just before, which most is held."""
-        return int(self.folded().argmax())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """One operator that can be called again: what it makes and reads, as storages."""
-
-    node: str
-    makes: tuple[int, ...]
-    reads: tuple[int, ...]
-    touches: tuple[int, ...]
-    seconds: float
-    flops: int
-    workspace_bytes: int
+# Choices are storages, then storages to move in each way, then storages to keep in 8 bits.
+_IN_8_BITS = 1 + len(Way)
 
 
 class Tally:
     """A program without copies, laid out for counting; a choice is a set of numbers.
 
     A forward value is the storage it lies on; the number of that storage chooses to compute the
-    value again, and ``far(storage, way)`` to move it to far memory and back. Lines are the computed
-    instructions of the plain program, numbered; a copy stands just before the line of the backward
-    pass that first needs it.
+    value again, ``far(storage, way)`` to move it to far memory and back, and ``coded(storage)`` to
+    keep it in 8 bits. Lines are the computed instructions of the plain program, numbered; a copy
+    stands just before the line of the backward pass that first needs it.
     """
 
     def __init__(
-        self, program: Program, costs: Costs, values: Iterable[str], movable: Iterable[str] = ()
+        self,
+        program: Program,
+        costs: Costs,
+        values: Iterable[str],
+        movable: Iterable[str] = (),
+        codable: Iterable[str] = (),
     ) -> None:
         assert not program.again
         self.program = program
@@ -97,6 +58,10 @@ class Tally:
         if FAR_OUT in costs.links and FAR_IN in costs.links:
             self.far_value_on = {self._on[value][0]: value for value in movable}
             self._roads = Roads(self._lines, program, costs, self.far_value_on)
+        self.coded_value_on = {self._on[value][0]: value for value in codable}
+        self._coders = {
+            s: Coder.of(program.graph, value, costs) for s, value in self.coded_value_on.items()
+        }
 
     @property
     def num_lines(self) -> int:
@@ -106,6 +71,10 @@ class Tally:
         """The choice to move the value on this storage."""
         return len(self.nbytes) * (1 + way) + storage
 
+    def coded(self, storage: int) -> int:
+        """The choice to keep the value on this storage in 8 bits."""
+        return len(self.nbytes) * _IN_8_BITS + storage
+
     def storage(self, choice: int) -> int:
         return choice % len(self.nbytes)
 
@@ -113,12 +82,24 @@ class Tally:
         """How the value is moved, of a choice to move it."""
         return Way(choice // len(self.nbytes) - 1)
 
-    def is_far(self, choice: int) -> bool:
-        return choice >= len(self.nbytes)
+    def is_again(self, choice: int) -> bool:
+        return choice < len(self.nbytes)
 
-    def ways(self) -> list[int]:
-        """All choices to move a value."""
-        return [self.far(s, way) for way in Way for s in self.far_value_on]
+    def is_far(self, choice: int) -> bool:
+        return 1 <= choice // len(self.nbytes) < _IN_8_BITS
+
+    def is_coded(self, choice: int) -> bool:
+        return choice // len(self.nbytes) == _IN_8_BITS
+
+    def value_away(self, choice: int) -> str:
+        """The value that such a choice moves or keeps in 8 bits."""
+        values = self.coded_value_on if self.is_coded(choice) else self.far_value_on
+        return values[self.storage(choice)]
+
+    def elsewhere(self) -> list[int]:
+        """All choices to move a value, or to keep it in 8 bits."""
+        far = [self.far(s, way) for way in Way for s in self.far_value_on]
+        return far + [self.coded(s) for s in self.coded_value_on]
 
     def far_seconds(self, storages: Iterable[int], *, share: float = 1.0) -> Floats:
         """A share of what each takes there and back; infinite for what cannot leave."""
@@ -128,20 +109,42 @@ class Tally:
 
     def alone_seconds(self, choices: Iterable[int]) -> float:
         """What these would take if nothing hid it; of a transfer, a share: most are hidden."""
-        again, far = self._parted(choices)
+        again, far, coded = self._parted(choices)
         seconds = self.seconds_of({self.unit_of[s] for s in again})
+        seconds += sum(self._coding_seconds(s) for s in coded)
         if self._roads is not None:
             seconds += _MOSTLY_HIDDEN * sum(self._roads.seconds_of(s) for s in far)
         return seconds
 
-    def _parted(self, choices: Iterable[int]) -> tuple[frozenset[int], dict[int, Way]]:
-        """Storages to compute again; storages to move, and how. What is made again is not moved."""
-        if not self.far_value_on:
-            return frozenset(choices), {}
+    def coded_prices(self, storages: Iterable[int]) -> tuple[Floats, Floats]:
+        """Of each, seconds to write it down and read it back (infinite for what cannot be), and its
+        bytes in between as a share of its own."""
+        able = list(storages)
+        seconds = [self._coding_seconds(s) if s in self._coders else np.inf for s in able]
+        shares = [
+            self._coders[s].nbytes / self.nbytes[s] if s in self._coders else 1.0 for s in able
+        ]
+        return np.array(seconds), np.array(shares)
+
+    def _coding_seconds(self, storage: int) -> float:
+        return self._factor * self._coders[storage].seconds
+
+    def _parted(
+        self, choices: Iterable[int]
+    ) -> tuple[frozenset[int], dict[int, Way], tuple[int, ...]]:
+        """Storages to compute again; to move, and how; to keep in 8 bits.
+
+        A value has one fate: it is made again rather than coded, and coded rather than moved.
+        """
+        if not self.far_value_on and not self.coded_value_on:
+            return frozenset(choices), {}, ()
         count = len(self.nbytes)
-        again = frozenset(c for c in choices if c < count)
-        far = {c % count: Way(c // count - 1) for c in sorted(choices) if c >= count}
-        return again, {s: way for s, way in far.items() if s not in again}
+        in_order = sorted(choices)
+        again = frozenset(c for c in in_order if c < count)
+        coded = tuple(c % count for c in in_order if self.is_coded(c) and c % count not in again)
+        far = {c % count: self.way(c) for c in in_order if self.is_far(c)}
+        taken = again.union(coded)
+        return again, {s: way for s, way in far.items() if s not in taken}, coded
 
     def _read_lifetimes(self) -> None:
         """When each storage is born, last read in the forward pass, first and last afterwards."""
@@ -276,23 +279,27 @@ class Tally:
 
     def count(self, choice: frozenset[int]) -> Counted:
         """What the program costs when the backward pass reads copies of these."""
-        again, far = self._parted(choice)
+        again, far, coded = self._parted(choice)
         copies = self._place(again)
-        trips = self._trips(far, copies)
-        held = self._held(again, copies, trips, accumulating=False)
+        codes = self._code(coded, copies) if coded else NO_CODES
+        copies = codes.copies or copies
+        trips = self._trips(far, copies, codes)
+        held = self._held(again, copies, codes, trips, accumulating=False)
         if self.program.repeats > 1:
-            later = self._held(again, copies, trips, accumulating=True)
+            later = self._held(again, copies, codes, trips, accumulating=True)
             held = np.maximum(held, later + self.left_bytes)
         pieces = self._pieces_bytes if trips.by_storage else 0
         held = held + self.resident_bytes + pieces
         if trips.nbytes > self._far_bytes:
             held = held + NEVER  # there is no room: no limit is that high
         seconds = self.seconds_of(copies.units) + self.program.repeats * trips.seconds
+        seconds += sum(self._coding_seconds(s) for s in codes.by_storage)
+        moved = (self.far(s, far[s]) for s in trips.by_storage)
         return Counted(
             peak_bytes=max(self._update_bytes + pieces, int(held.max())),
             seconds=self.plain_seconds + seconds,
             active=copies.units,
-            moved=tuple(self.far(s, far[s]) for s in trips.by_storage),
+            away=(*moved, *(self.coded(s) for s in codes.by_storage)),
             held=held,
             shift=copies.shift,
             first=copies.first,
@@ -300,58 +307,81 @@ class Tally:
 
     def lags_and_leads(self, choice: frozenset[int]) -> dict[str, tuple[int, int]]:
         """Of each value that is moved: how many operators run while it is on its way."""
-        again, far = self._parted(choice)
-        trips = self._trips(far, self._place(again))
+        again, far, coded = self._parted(choice)
+        copies = self._place(again)
+        codes = self._code(coded, copies)
+        trips = self._trips(far, codes.copies or copies, codes)
         return {self.far_value_on[s]: (trip.lag, trip.lead) for s, trip in trips.by_storage.items()}
 
-    def _trips(self, far: dict[int, Way], copies: "_Copies") -> Trips:
+    def _trips(self, far: dict[int, Way], copies: Copies, codes: Codes) -> Trips:
         if not far:
             return NO_TRIPS
         assert self._roads is not None
         seconds = [self.units[u].seconds for u in copies.units]
-        position = {
-            s: min(self._at(copies, self.late_first[s]), copies.first_read.get(s, NEVER))
-            for s in far
-        }
+        added = [line for lines in codes.by_storage.values() for line in lines]
+        takes = [
+            seconds
+            for s in codes.by_storage
+            for seconds in (self._coders[s].encode_seconds, self._coders[s].decode_seconds)
+        ]
         return self._roads.travelled(
-            far, wanted=position, forward_last=self.forward_last, shift=copies.shift,
-            copies=copies.lines, copy_seconds=seconds,
-        )  # fmt: skip
+            far,
+            wanted={s: self._first_late_read(s, copies) for s in far},
+            forward_last=self.forward_last,
+            shift=copies.shift,
+            copies=[*copies.lines, *added],
+            copy_seconds=[*seconds, *takes],
+            added_early=len(codes.by_storage),
+        )
 
-    def _at(self, copies: "_Copies", line: int) -> int:
-        return line if line == NEVER else line + int(copies.shift[line])
+    def _first_late_read(self, storage: int, copies: Copies) -> int:
+        line = self.late_first[storage]
+        own = line if line == NEVER else line + int(copies.shift[line])
+        return min(own, copies.first_read.get(storage, NEVER))
+
+    def _code(self, coded: tuple[int, ...], copies: Copies) -> Codes:
+        """Where values are written down and read back, and all lines moved by that."""
+        wanted = {s: self._first_late_read(s, copies) for s in coded}
+        return placed(
+            [s for s in coded if wanted[s] < NEVER],
+            copies,
+            num_lines=self.num_lines,
+            nbytes=self.nbytes,
+            behind=self.forward_last,
+            before=wanted,
+        )
 
     def seconds_of(self, units: Iterable[int]) -> float:
         return self._factor * sum(self.units[u].seconds for u in units)
 
-    def _place(self, again: frozenset[int]) -> "_Copies":
+    def _place(self, again: frozenset[int]) -> Copies:
         """Which operators run again, and before which line: the first that needs them."""
         first = self.late_first.copy()
         units, unit_of = self.units, self.unit_of
-        placed: list[tuple[int, int]] = []
+        running: list[tuple[int, int]] = []
         for number in sorted({unit_of[s] for s in again}, reverse=True):
             unit = units[number]
             line = min(first[s] for s in unit.makes if s in again)
             if line == NEVER:
                 continue
-            placed.append((line, number))
+            running.append((line, number))
             for storage in unit.reads:
                 if line < first[storage]:
                     first[storage] = line
-        placed.sort()
+        running.sort()
         last_read: dict[int, int] = {}
         first_read: dict[int, int] = {}
-        for position, (line, number) in enumerate(placed):
+        for position, (line, number) in enumerate(running):
             unit = units[number]
             for storage in (*unit.reads, *unit.touches):
                 last_read[storage] = line + position
                 first_read.setdefault(storage, line + position)
         before = np.bincount(
-            np.array([line for line, _ in placed], dtype=np.int64), minlength=self.num_lines
+            np.array([line for line, _ in running], dtype=np.int64), minlength=self.num_lines
         )
-        return _Copies(
-            units=tuple(number for _, number in placed),
-            lines=tuple(line + position for position, (line, _) in enumerate(placed)),
+        return Copies(
+            units=tuple(number for _, number in running),
+            lines=tuple(line + position for position, (line, _) in enumerate(running)),
             shift=np.cumsum(before),
             first=first,
             first_read=first_read,
@@ -359,14 +389,23 @@ class Tally:
         )
 
     def _held(
-        self, again: frozenset[int], copies: "_Copies", trips: Trips, *, accumulating: bool
+        self,
+        again: frozenset[int],
+        copies: Copies,
+        codes: Codes,
+        trips: Trips,
+        *,
+        accumulating: bool,
     ) -> Floats:
         """Bytes above the resident ones at each line, copies among them."""
         shift, row = copies.shift, self._row
-        length = self.num_lines + len(copies.units)
+        length = self.num_lines + len(copies.units) + 2 * len(codes.by_storage)
         born = self._born + shift[self._born]
         late = np.where(self._late_last >= 0, self._late_last + shift[self._late_last], -1)
-        dies = np.maximum(self._forward_last, late)
+        forward_last = self._forward_last
+        if codes.by_storage:
+            forward_last = np.where(forward_last >= 0, forward_last + shift[forward_last], -1)
+        dies = np.maximum(forward_last, late)
         copy_born: list[int] = []
         copy_dies: list[int] = []
         copy_rows: list[int] = []
@@ -376,7 +415,7 @@ class Tally:
                 copy_rows.append(at)
                 copy_born.append(line)
                 if storage in again:
-                    dies[at] = self._forward_last[at]
+                    dies[at] = forward_last[at]
                     copy_dies.append(max(line, int(late[at]), copies.last_read.get(storage, -1)))
                 else:
                     copy_dies.append(line)
@@ -389,7 +428,13 @@ class Tally:
             copy_rows.append(at)
             copy_born.append(trip.back)
             copy_dies.append(int(dies[at]))
-            dies[at] = max(int(self._forward_last[at]), trip.gone)
+            dies[at] = max(int(forward_last[at]), trip.gone)
+        for storage, (encode, decode) in codes.by_storage.items():
+            at = row[storage]
+            copy_rows.append(at)
+            copy_born.append(decode)
+            copy_dies.append(int(dies[at]))
+            dies[at] = encode
         stays = self._stays & ~self._gradients if accumulating else self._stays
         dies[stays] = length
         births = np.bincount(born, weights=self._bytes, minlength=length + 1)
@@ -399,21 +444,15 @@ class Tally:
             sizes = self._bytes[copy_rows]
             held += np.bincount(copy_born, weights=sizes, minlength=length + 1)
             held -= np.bincount(np.array(copy_dies) + 1, weights=sizes, minlength=length + 1)
+        for storage, (encode, decode) in codes.by_storage.items():
+            held[encode] += self._coders[storage].nbytes
+            held[decode + 1] -= self._coders[storage].nbytes
         held = np.cumsum(held)[:length]
         workspace = np.zeros(length)
         workspace[np.arange(self.num_lines) + shift] = self.workspace
         workspace[list(copies.lines)] = [self.units[u].workspace_bytes for u in copies.units]
+        for storage, (encode, decode) in codes.by_storage.items():
+            workspace[encode] = self._coders[storage].encode_workspace
+            workspace[decode] = self._coders[storage].decode_workspace
         total: Floats = held + workspace
         return total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Copies:
-    """Operators that run again and their lines in the longer program; how far others moved."""
-
-    units: tuple[int, ...]
-    lines: tuple[int, ...]
-    shift: Ints
-    first: list[int]
-    first_read: dict[int, int]
-    last_read: dict[int, int]

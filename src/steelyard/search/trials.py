@@ -5,7 +5,8 @@ question has the same answer on any machine. Not for what to try: see sweep.py a
 """
 
 from steelyard.search.archive import Archive, Point
-from steelyard.search.tally import Counted, Tally
+from steelyard.search.counted import Counted
+from steelyard.search.tally import Tally
 
 # So many storages may be held by remembered sets; beyond that all are forgotten at once.
 _REMEMBERED = 4_000_000
@@ -20,7 +21,8 @@ class Trials:
         self.whole = Archive()
         self.made = 0
         self._known: dict[frozenset[int], Point] = {}
-        self._room = _REMEMBERED // max(1, len(tally.unit_of) + len(tally.far_value_on))
+        able = len(tally.unit_of) + len(tally.far_value_on) + len(tally.coded_value_on)
+        self._room = _REMEMBERED // max(1, able)
         self.plain = self.point(frozenset(), is_whole=True)
 
     def point(self, again: frozenset[int], *, is_whole: bool = False) -> Point:
@@ -39,7 +41,7 @@ class Trials:
         """The plan as a point of the archive, without what nobody reads; whole ones stay whole."""
         units = self.tally.units
         active = frozenset(s for u in counted.active for s in units[u].makes if s in again)
-        active |= frozenset(counted.moved)
+        active |= frozenset(counted.away)
         point = Point(peak_bytes=counted.peak_bytes, seconds=counted.seconds, again=active)
         self.archive.add(point)
         if len(self._known) >= self._room:

@@ -18,6 +18,8 @@ from steelyard.core.rules import Rule, matching
 from steelyard.core.trade import Offer, Refusal, Source
 from steelyard.core.waiting import LEAST_BYTES, Late, first_late, first_wanted, waiting
 
+_NOT_UNDER_INDUCTOR = "Inductor compiles each pass as one, and decides by itself when it reads back"
+
 
 class Quantise:
     """Pays accuracy of the gradients and a little computation, buys memory."""
@@ -35,12 +37,11 @@ class Quantise:
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         graph = program.graph
         offers = offers_of(self.name, graph, quantisable(program))
-        reason = "no floating-point value of the forward pass is large, whole and read by the "
-        reason += "backward pass"
-        if graph.decomposition.startswith("inductor"):
-            reason = "Inductor compiles each pass as one, and plans by itself what that keeps"
-        elif offers:
-            return offers, ()
+        reason = _NOT_UNDER_INDUCTOR
+        if not graph.decomposition.startswith("inductor"):
+            if offers:
+                return offers, ()
+            reason = "no floating-point value is large, whole and read by the backward pass alone"
         return (), (Refusal(trade=self.name, label="everything", reason=reason),)
 
     def rewrite(
@@ -51,6 +52,12 @@ class Quantise:
     ) -> Program:
         if not rules:
             return program
+        if program.graph.decomposition.startswith("inductor"):
+            raise Mismatch(
+                f"quantise rules in a plan for Inductor: {_NOT_UNDER_INDUCTOR}",
+                expected="a plan for the runner python",
+                remedy="take the quantise rules out of the plan, or plan again for that runner",
+            )
         chosen = matching(program.graph, rules)
         if len(chosen) < sum(rule.count for rule in rules):
             raise Mismatch(
