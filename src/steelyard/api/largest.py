@@ -15,8 +15,9 @@ from steelyard.trades import TRADES
 
 # No size is asked about that is larger than this many times the one given.
 _MOST_TIMES = 1 << 12
-# Cutting the batch is left out: in parts small enough any batch fits, which answers nothing.
-_IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate")
+# Cutting the batch is left out: in parts small enough any batch fits, which answers nothing. So is
+# what is lossy: on a batch that is only imagined nobody can say how much is lost.
+_IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
 
 
 def largest(request: Request, maximize: Maximize) -> Planned:
@@ -42,6 +43,8 @@ def largest(request: Request, maximize: Maximize) -> Planned:
     said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
     if high in attempts.why:
         said += f"; {high} is not possible: {attempts.why[high]}"
+    if request.budget.accuracy_loss:
+        said += "; nothing is kept in 8 bits, which cannot be probed on a batch that is imagined"
     answer.plan = replace(answer.plan, largest=said)
     return answer
 

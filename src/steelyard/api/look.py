@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from steelyard.api.accuracy import Lossy
 from steelyard.api.lowering import find_lowered
 from steelyard.api.pricing import PricedSource, Prices, Progress, dims_of
 from steelyard.capture.optimizer import OptimizerFactory
@@ -21,7 +22,7 @@ from steelyard.core.cluster import Cluster, Far
 from steelyard.core.plan import MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
-from steelyard.core.rules import FAR_TRADES, Rule
+from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
 from steelyard.core.trade import Trade, strike
 from steelyard.exchange.states import why_undivided
 from steelyard.predict import predict
@@ -95,19 +96,41 @@ class Look:
     @cached_property
     def search(self) -> Search:
         """Explored once, asked for any budget; its memory is that of generated Python."""
+        return self.searching()
+
+    def searching(self, *, lossy: frozenset[Spot] = frozenset()) -> Search:
+        """``lossy`` are the values that may lose accuracy."""
         return Search(
             self.base,
             trades=self.request.trades,
             source=self._priced_source,
             costs=self.prices.costs,
+            lossy=lossy,
         )
+
+    @cached_property
+    def lossy(self) -> Lossy:
+        return Lossy(look=self)
 
     @cached_property
     def _priced_source(self) -> PricedSource:
         return PricedSource(self.source, self.prices)
 
     def struck(self, rules: Sequence[Rule]) -> Program:
-        return strike(self.base, rules, trades=TRADES, source=self._priced_source)
+        program = strike(self.base, rules, trades=TRADES, source=self._priced_source)
+        if program.coded:
+            # Their own operators exist only now.
+            self.prices.know(program.graph)
+        return program
+
+    def recomputed(self, rules: Sequence[Rule]) -> Program:
+        """The program after these rules, with all computed again that can be."""
+        program = self.struck(rules)
+        (trade,) = (trade for trade in TRADES if trade.name == "recompute")
+        offers, _ = trade.offers(program, self._priced_source)
+        values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
+        again = to_rules(program.graph, values, trade=trade.name)
+        return trade.rewrite(program, again, self._priced_source)
 
     def far_for(self, rules: Sequence[Rule]) -> Far | None:
         """The far memory that these rules move values to."""
@@ -141,6 +164,8 @@ class Look:
         """The fastest plan whose program, as its runner runs it, stays within the budget."""
         if self.request.runner == "inductor" and budget.memory_bytes is not None:
             return find_lowered(self, budget)
+        if self.request.runner == "python" and budget.accuracy_loss:
+            return self.lossy.find(budget)
         found = self.search.find(budget)
         return found, found.prediction if self.request.runner == "python" else self.unplanned
 

@@ -24,9 +24,10 @@ from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.explanation import write_plan
-from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan
+from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan, Prediction
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
+from steelyard.core.program import Program
 from steelyard.core.rules import FAR_TRADES
 from steelyard.predict import slowdown
 from steelyard.report.html import to_html
@@ -51,7 +52,7 @@ def plan(
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
     """The cheapest step that stays inside ``budget``, with its reasons."""
-    del metric  # no lossy trade is offered yet, so there is nothing to score
+    del metric  # a lossy trade promises the drift of its probe, and no score of the model
     _check_step(model, loss, title, on_progress)
     _check_wish(cluster, budget, runner, maximize)
     request = Request(
@@ -226,7 +227,7 @@ class Planned:
         if self.plan.frontier and not self.plan.least_within:
             return self
         look.request.on_progress("exploring the whole curve")
-        look.search.explore_all()
+        look.lossy.search_for(self.plan.decisions.budget).explore_all()
         if look.request.runner == "inductor":
             curve = lowered_frontier(look)
         elif self.plan.frontier:
@@ -327,8 +328,8 @@ def planned(look: Look, budget: Budget) -> Planned:
 def _replanned(look: Look, decisions: Decisions) -> Planned:
     """Decisions from a file on this step: nothing is searched, everything is predicted."""
     program = look.struck(decisions.rules)
-    predicted = look.priced(program)
-    notes = [*look.notes(), *_other_than_planned(look.made_for(), decisions.made_for)]
+    predicted, lost = _lossy(look, decisions, program)
+    notes = [*lost, *look.notes(), *_other_than_planned(look.made_for(), decisions.made_for)]
     far, limit = decisions.far, decisions.budget.memory_bytes
     if far is not None and program.far_bytes > far.size_bytes:
         raise Mismatch(
@@ -352,6 +353,29 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
         notes=tuple(notes),
     )
     return Planned(look, plan)
+
+
+def _lossy(look: Look, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:
+    """The program priced; where it is lossy, probed anew if its budget allows any loss."""
+    predicted, bound = look.priced(program), decisions.budget.accuracy_loss
+    if not program.coded:
+        return predicted, []
+    kept = (
+        f"{len(program.coded)} value{'s are' if len(program.coded) > 1 else ' is'} kept in 8 bits"
+    )
+    if not bound:
+        return predicted, [f"does not fit: {kept}, and the accuracy budget is 0"]
+    barred = look.lossy.why_not_probed()
+    seen = barred or look.lossy.drift_of(decisions.rules, program)
+    if isinstance(seen, str):
+        return predicted, [f"{kept}, and what that costs is not known: {seen}"]
+    quad = replace(predicted.quad, accuracy_loss=str(seen))
+    notes = []
+    if seen.largest > bound:
+        notes.append(
+            f"does not fit: a probe drifted {seen}, and the accuracy budget is {bound:.2%}"
+        )
+    return replace(predicted, quad=quad), notes
 
 
 def _other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:

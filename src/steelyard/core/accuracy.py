@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from steelyard.core.quad import EXACT
 
-_PROBED = re.compile(r"([0-9.e+-]+) ± [0-9.e+-]+ % \(probe: .*\)")
+_PROBED = re.compile(r"([0-9.]+|inf) ± ([0-9.]+|inf) % \(probe: .*\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Drift:
     @property
     def spread(self) -> float:
         """The standard deviation over the steps."""
+        if not math.isfinite(self.largest):
+            return math.inf
         mean = sum(self.shares) / len(self.shares)
         return math.sqrt(sum((s - mean) ** 2 for s in self.shares) / len(self.shares))
 
@@ -39,8 +41,11 @@ class Drift:
 
 
 def _figures(share: float) -> str:
-    """Of a percentage, two that count."""
-    return f"{share * 100:.2g}"
+    """Of a percentage, two that count: ``1.2``, ``0.00034``."""
+    if not math.isfinite(share):
+        return "inf"
+    rounded = float(f"{share * 100:.2g}")
+    return f"{rounded:.12f}".rstrip("0").rstrip(".")
 
 
 def keeps(word: str, bound: float) -> bool | None:

@@ -197,10 +197,11 @@ def _curve(tree: Tree) -> str:
     rows = (
         f"<tr><td>{'this plan' if p.is_this_plan else ''}</td>"
         f'<td class="n">{_safe(p.memory)}</td><td class="n">{_safe(p.step)}</td>'
-        f'<td class="n">{format_share(p.more_flops)}</td><td class="n">{p.micro_batches}</td></tr>'
+        f'<td class="n">{format_share(p.more_flops)}</td><td class="n">{p.micro_batches}</td>'
+        f"<td>{_safe(p.accuracy_loss)}</td></tr>"
         for p in tree.curve
     )
-    heads = ["", ">memory", ">step", ">FLOPs beside no trades", ">micro-batches"]
+    heads = ["", ">memory", ">step", ">FLOPs beside no trades", ">micro-batches", "accuracy loss"]
     return f"<h2>The memory-time curve</h2>\n{svg.curve(tree.curve)}\n{_table(heads, rows)}"
 
 

@@ -3,17 +3,18 @@
     schema        "steelyard.plan/1" or "steelyard.receipt/1"
     plan, title   the plan's name and what it is for
     budget        text; budget_bytes: the bound on memory or null
-    fits          whether the peak (measured, else predicted) is within the budget
+    fits          whether the peak (measured, else predicted) and what is known of the accuracy loss
+                  are within the budget
     amounts       in order: accuracy_loss, memory_bytes, communication_seconds,
                   computation_seconds, step_seconds; each has before, unplanned, plan, measured
                   (null where there is none) and miss (measured / predicted - 1, or null).
                   A figure is {value, unit, low, high}; low and high are null in a measurement.
-                  Accuracy is a word: "exact".
+                  Accuracy is a word: "exact", "unknown", or what a probe saw, "0.02 ± 0.01 %".
     rules         the decisions: trade, module, op, nth, count, degree, lag, lead
     taken         trade, label, pays, buys, rules
     refused       trade, label, reason, left: the "whole" offer, the "rest" of one that was taken in
                   part, or "never" of what could not be offered and is not in num_offers
-    frontier      memory, step, more_flops, micro_batches, is_this_plan
+    frontier      memory, step, more_flops, micro_batches, is_this_plan, accuracy_loss
     peak          nbytes, at, where, line, phase, resident_bytes, workspace_bytes, rest, and
                   alive: nbytes, share, count, where, line, what, role; largest first
     unplanned_peak the same of the graph without trades, or null where none are struck
@@ -69,6 +70,7 @@ def to_json(tree: Tree) -> dict[str, Any]:
                 "more_flops": p.more_flops,
                 "micro_batches": p.micro_batches,
                 "is_this_plan": p.is_this_plan,
+                "accuracy_loss": p.accuracy_loss,
             }
             for p in tree.curve
         ],

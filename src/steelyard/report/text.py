@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from steelyard.core.amounts import format_bytes, format_share
 from steelyard.core.plan import Plan
 from steelyard.core.printable import printable
+from steelyard.core.quad import EXACT
 from steelyard.core.receipt import Receipt
 from steelyard.report.lines import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
 from steelyard.report.tree import (
@@ -293,7 +294,7 @@ def _frontier(tree: Tree, width: int) -> list[Line]:
     for p in tree.curve:
         text = (
             f"{'*' if p.is_this_plan else ' '} {p.memory!s:>9}  {p.step!s:>9} "
-            f"{_whole_share(p.more_flops):>7}  {p.micro_batches}"
+            f"{_whole_share(p.more_flops):>7}  {p.micro_batches}{_accuracy(p)}"
         )
         lines.append(((text, Tone.STRONG if p.is_this_plan else Tone.PLAIN),))
     lines += _plot(tree.curve, width)
@@ -302,6 +303,11 @@ def _frontier(tree: Tree, width: int) -> list[Line]:
         lines += headed("", said, width, Tone.FAINT)
     lines += _as_of(tree, width)
     return [*lines, *_last(tree, width)]
+
+
+def _accuracy(point: CurvePoint) -> str:
+    """Said where some is lost, or may be."""
+    return "" if point.accuracy_loss == EXACT else f"  accuracy loss {point.accuracy_loss}"
 
 
 def _whole_share(share: float) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from steelyard.core.accuracy import keeps
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.peak import Holding, Peak, Timeline
 from steelyard.core.plan import FrontierPoint, Plan, Prediction
-from steelyard.core.quad import Estimate, Quad
+from steelyard.core.quad import EXACT, Estimate, Quad
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
@@ -128,6 +129,7 @@ class CurvePoint:
     more_flops: float
     micro_batches: int
     is_this_plan: bool
+    accuracy_loss: str = EXACT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         least_is=_least_is(plan),
         largest=plan.largest,
         ran=_ran(measured) if measured else (),
-        notes=(*plan.notes, *(measured.notes if measured else ()), *_outside(rows)),
+        notes=(*_probe(plan), *plan.notes, *(measured.notes if measured else ()), *_outside(rows)),
         peak=_peak(plan.predicted.peak),
         unplanned_peak=_peak(plan.unplanned.peak) if plan.decisions.rules else None,
         curve=_curve(plan),
@@ -242,7 +244,8 @@ def _rows(plan: Plan, measured: Measured | None) -> tuple[Row, ...]:
             label="accuracy loss",
             before=before.accuracy_loss,
             unplanned=bare.accuracy_loss,
-            plan=after.accuracy_loss,
+            # How it was probed is said in a note.
+            plan=after.accuracy_loss.partition(" (")[0],
         ),
         _row("memory_bytes", "memory (peak/rank)", plan, found.memory_bytes),
         _row("communication_seconds", "communication", plan, found.communication_seconds),
@@ -305,8 +308,29 @@ def _outside(rows: Sequence[Row]) -> list[str]:
 # --- the lines below it ---------------------------------------------------------------------------
 
 
+def _probe(plan: Plan) -> list[str]:
+    """What stands behind the word for a lossy plan's accuracy."""
+    _, _, probe = plan.predicted.quad.accuracy_loss.partition(" (")
+    said = "how far the loss drifted from that of a twin without; no promise of a final accuracy"
+    return [f"accuracy loss ({probe}: {said}"] if probe else []
+
+
 def _verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
     """Whether it fits, which is the question most people came with."""
+    said, fits = _memory_verdict(plan, measured)
+    bound = plan.decisions.budget.accuracy_loss
+    lost = plan.predicted.quad.accuracy_loss
+    match keeps(lost, bound):
+        case None:
+            said += "; how much accuracy it loses is not known"
+        case False:
+            short = lost.partition(" (")[0]
+            said = f"DOES NOT FIT: accuracy loss {short}, at most {bound * 100:g} % allowed; {said}"
+            fits = False
+    return said, fits
+
+
+def _memory_verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
     budget = plan.decisions.budget.memory_bytes
     if budget is None:
         return "no bound on memory was given", True
@@ -496,6 +520,7 @@ def _as_point(plan: Plan) -> FrontierPoint:
         flops=plan.predicted.flops,
         micro_batches=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
         rules=rules,
+        accuracy_loss=quad.accuracy_loss,
     )
 
 
@@ -504,13 +529,15 @@ def _by_memory(point: FrontierPoint) -> tuple[int, float]:
 
 
 def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
-    flops = plan.unplanned.flops
+    flops, is_this = plan.unplanned.flops, _is_of(plan, point)
+    this = plan.predicted.quad.accuracy_loss
     return CurvePoint(
         memory=_predicted(point.memory_bytes, plan.predicted, "memory_bytes"),
         step=_predicted(point.step_seconds, plan.predicted, "step_seconds"),
         more_flops=point.flops / flops - 1 if flops else 0.0,
         micro_batches=point.micro_batches,
-        is_this_plan=_is_of(plan, point),
+        is_this_plan=is_this,
+        accuracy_loss=(this if is_this else point.accuracy_loss).partition(" (")[0],
     )
 
 

@@ -1,0 +1,218 @@
+"""Plans that may lose accuracy: which values may be kept in 8 bits, and whether a plan is believed.
+
+A value must be near enough to itself, and a plan's loss must not drift further in a probe than the
+budget allows. What is found is of the probe: nobody promises a final accuracy. Not for running
+anything: see probing.py.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING
+
+from steelyard import _torch
+from steelyard.api.probing import STEPS, coding_errors, drift
+from steelyard.core.accuracy import Drift
+from steelyard.core.amounts import format_bytes
+from steelyard.core.budget import Budget
+from steelyard.core.coding import settled
+from steelyard.core.errors import Infeasible
+from steelyard.core.machine import available_bytes
+from steelyard.core.plan import Prediction
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule, Spot, matching, spot_of
+from steelyard.core.trade import Left, Refusal
+from steelyard.predict import peak_bytes
+from steelyard.search import Found, Search
+
+if TYPE_CHECKING:
+    from steelyard.api.look import Look
+
+QUANTISE = "quantise"
+# A bell-shaped value loses 0.7 % of its norm. What loses more than this has few values that are
+# far larger than the others, which then share a handful of codes.
+_MOST_ERROR = 0.05
+# Each is a search and two short runs.
+_ROUNDS = 4
+_SHARE_OF_FREE_MEMORY = 0.5
+
+
+@dataclass(kw_only=True, eq=False)
+class Lossy:
+    """The plans of one step where accuracy may be lost; what was measured is kept."""
+
+    look: "Look"
+    _searches: dict[frozenset[Spot], Search] = field(default_factory=dict)
+    _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
+    _answered: dict[Budget, Search] = field(default_factory=dict)
+
+    def find(self, budget: Budget) -> tuple[Found, Prediction]:
+        """The fastest plan whose drift was seen to be within the budget."""
+        barred = self._why_no_need(budget) or self.why_not_probed()
+        if barred:
+            return self._exactly(budget, barred)
+        found, predicted = self._probed(budget)
+        return self._told(found), predicted
+
+    def search_for(self, budget: Budget) -> Search:
+        """The search that answered this."""
+        return self._answered.get(budget, self.look.search)
+
+    def why_not_probed(self) -> str:
+        """Why nobody could say what 8 bits do to this step; empty where it can be tried."""
+        look, source = self.look, self.look.source
+        if QUANTISE not in {trade.name for trade in look.request.trades}:
+            return "a batch that is only imagined cannot be probed"
+        if source.is_imagined or not look.request.cluster.device.is_here:
+            return "is lossy, and a step that cannot be run here cannot be probed"
+        if look.request.optimizer is None:
+            return "is lossy, and without an optimizer there is no drift of the loss to probe"
+        if _torch.any_hooks(list(source.model.parameters())):
+            return "is lossy, and a probe would not run the hooks of the parameters"
+        return ""
+
+    def drift_of(self, rules: Sequence[Rule], program: Program) -> Drift | str:
+        """Of this plan beside the same without 8 bits; or why that cannot be seen."""
+        key = tuple(sorted(rules))
+        if key not in self._drifts:
+            exact = self._exact_twin(rules)
+            needed = max(peak_bytes(p, self.look.prices.costs) for p in (program, exact))
+            free = int(_SHARE_OF_FREE_MEMORY * available_bytes())
+            if needed > free:
+                return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
+            request = self.look.request
+            assert request.optimizer is not None
+            request.on_progress(f"probing {STEPS} steps in 8 bits, and without")
+            self._drifts[key] = drift(
+                self.look.source,
+                program,
+                exact,
+                optimizer=request.optimizer,
+                far=request.cluster.far,
+            )
+        return self._drifts[key]
+
+    def _exact_twin(self, rules: Sequence[Rule]) -> Program:
+        """The plan without its 8 bits, or, to the same bits in less memory, with all that can be
+        computed again instead of what waits elsewhere."""
+        kept = [r for r in rules if r.trade not in (QUANTISE, "offload")]
+        before = [r for r in kept if r.trade != "recompute"]
+        again = self.look.recomputed(before)
+        costs = self.look.prices.costs
+        return min((self.look.struck(kept), again), key=lambda p: peak_bytes(p, costs))
+
+    def _why_no_need(self, budget: Budget) -> str:
+        """8 bits buy nothing but memory, and never time."""
+        if budget.memory_bytes is None:
+            return "is lossy, and memory is not bounded"
+        if self.look.search.explored().plain.peak_bytes <= budget.memory_bytes:
+            return "is lossy, and the step fits without it"
+        return ""
+
+    def _probed(self, budget: Budget) -> tuple[Found, Prediction]:
+        errors = self._errors
+        allowed = frozenset(spot for spot, error in errors.items() if error <= _MOST_ERROR)
+        barred = f"no value is within {_MOST_ERROR:.0%} of itself in 8 bits"
+        for number in range(_ROUNDS):
+            if not allowed:
+                break
+            search = self._search(allowed)
+            found = self._at_best(search, budget)
+            coded = self._spots(found.program)
+            if not coded and number:
+                break
+            if not coded:
+                self._answered[budget] = search
+                return found, found.prediction
+            seen = self.drift_of(found.rules, found.program)
+            if isinstance(seen, str):
+                barred = f"is lossy, and {seen}"
+                break
+            if seen.largest <= budget.accuracy_loss:
+                self._answered[budget] = search
+                quad = replace(found.prediction.quad, accuracy_loss=str(seen))
+                return found, replace(found.prediction, quad=quad)
+            barred = (
+                f"a probe of {STEPS} steps drifted {_percent(seen.largest)}, and the accuracy "
+                f"budget is {_percent(budget.accuracy_loss)}"
+            )
+            # Those that lose most are given up, and whatever loses as much.
+            bound = median(errors[spot] for spot in coded)
+            allowed = frozenset(spot for spot in allowed if errors[spot] < bound)
+        return self._exactly(budget, barred)
+
+    def _exactly(self, budget: Budget, barred: str) -> tuple[Found, Prediction]:
+        self._answered[budget] = self.look.search
+        found = self.look.search.find(budget, barred=barred)
+        return found, found.prediction
+
+    def _at_best(self, search: Search, budget: Budget) -> Found:
+        """Beside 8 bits, what is compared or sorted is not computed again: where there is such, the
+        plan without 8 bits may be the faster."""
+        if not settled(self.look.base.graph):
+            return search.find(budget)
+        try:
+            found = search.find(budget)
+        except Infeasible:
+            return self.look.search.find(budget, barred="with it no plan fits the budget")
+        try:
+            exact = self.look.search.find(budget, barred="with it no plan is faster")
+        except Infeasible:
+            return found
+        both = (found, exact)
+        return min(both, key=lambda f: f.prediction.quad.step_seconds.value)
+
+    def _search(self, allowed: frozenset[Spot]) -> Search:
+        if allowed not in self._searches:
+            self._searches[allowed] = self.look.searching(lossy=allowed)
+        return self._searches[allowed]
+
+    def _spots(self, program: Program) -> list[Spot]:
+        graph = program.graph
+        spots = (spot_of(graph, graph.by_name[value]) for value in program.coded)
+        return [spot for spot in spots if spot is not None]
+
+    @cached_property
+    def _errors(self) -> dict[Spot, float]:
+        """By where it is made: what each value that could be kept in 8 bits would lose."""
+        look = self.look
+        look.request.on_progress("measuring what 8 bits lose")
+        graph = look.base.graph
+        (trade,) = (t for t in look.request.trades if t.name == QUANTISE)
+        offers, _ = trade.offers(look.base, look.source)
+        values = matching(graph, sorted({r for o in offers for r in o.rules}))
+        found = coding_errors(look.source, look.base, values)
+        spots = ((spot_of(graph, graph.by_name[v]), error) for v, error in found.items())
+        return {
+            spot: error if math.isfinite(error) else math.inf
+            for spot, error in spots
+            if spot is not None
+        }
+
+    def _told(self, found: Found) -> Found:
+        """With the values that are too far from themselves."""
+        bad: dict[str, list[float]] = defaultdict(list)
+        for spot, error in sorted(self._errors.items(), key=lambda e: str(e[0])):
+            if error > _MOST_ERROR:
+                bad[spot.op].append(error)
+        refusals = (
+            Refusal(
+                trade=QUANTISE, label=f"{op} ({len(lost)})", reason=_too_far(lost), left=Left.NEVER
+            )
+            for op, lost in bad.items()
+        )
+        return replace(found, refused=(*found.refused, *refusals))
+
+
+def _too_far(lost: list[float]) -> str:
+    if math.inf in lost:
+        return "holds something that is not finite in 8 bits"
+    most = f"at most {_MOST_ERROR:.0%} may be lost"
+    return f"loses up to {_percent(max(lost))} of its norm in 8 bits, and {most}"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.2g} %" if math.isfinite(share) else "to what is not finite"

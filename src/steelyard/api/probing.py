@@ -1,0 +1,174 @@
+"""What keeping values in 8 bits does to a step: what each value loses, how far losses drift.
+
+Runs the captured step, on tensors of its own wherever it writes: the user's model, optimizer,
+gradients, buffers and random state stay as they are. Not for deciding: see accuracy.py.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.batching import batch_size
+from steelyard.capture.optimizer import OptimizerFactory
+from steelyard.capture.source import StepSource
+from steelyard.core.accuracy import Drift
+from steelyard.core.cluster import Far
+from steelyard.core.graph import Node, Output, OutputKind, Phase, Ref, Role, Storage, Tensor
+from steelyard.core.program import Instruction, Program
+from steelyard.core.waiting import first_late
+from steelyard.exchange.far import FarMemory
+from steelyard.run.bind import BatchLayout, BoundProgram, live_tensors, shapes_of
+from steelyard.run.emit import emit
+from steelyard.run.step import LiveStep
+
+STEPS = 10
+_SEED = 0
+
+
+def coding_errors(source: StepSource, base: Program, values: Iterable[str]) -> dict[str, float]:
+    """What 8 bits lose of each value on the user's batch, as a share of its norm.
+
+    Only the forward pass runs, and holds no more than one without a backward pass does.
+    """
+    captured = source.captured()
+    program = _looking(base, values)
+    layout = BatchLayout(source.batch, unread=captured.reads.unread)
+    leaves = layout.leaves(source.batch)
+    bound = BoundProgram(
+        program,
+        emit(program),
+        live=live_tensors(source.model, captured.constants),
+        names=layout.names,
+        shapes=shapes_of(leaves),
+    )
+    found: dict[str, float] = {}
+
+    def noting(value: str) -> Callable[[torch.Tensor], None]:
+        return lambda error: found.update({value: float(error)})
+
+    sinks = [noting(i.sink.target) for i in program.instructions if i.sink is not None]
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _torch.below_autograd():
+        bound.run(bound.inputs(leaves, 0, torch.zeros(())), sinks)
+    return found
+
+
+def _looking(base: Program, values: Iterable[str]) -> Program:
+    """The forward pass alone, with a look at each of these values behind the line that makes it;
+    what it would write into the model goes nowhere."""
+    graph = base.graph
+    errors = {
+        value: _error_of(graph.by_name[value], number=len(graph.storages) + place)
+        for place, value in enumerate(sorted(values))
+    }
+    lines = [i for i in base.instructions if i.sink is None]
+    looking: list[Instruction] = []
+    for line in lines[: first_late(lines)]:
+        looking.append(line)
+        if line.value in errors:
+            node = errors[line.value]
+            looking.append(
+                Instruction(
+                    node=node.name, value=node.name, inputs=node.inputs, phase=Phase.FORWARD
+                )
+            )
+    losses = tuple(o for o in graph.outputs if o.kind is OutputKind.LOSS)
+    looks = tuple(
+        Output(kind=OutputKind.GRADIENT, node=node.name, target=value)
+        for value, node in errors.items()
+    )
+    looked_at = replace(
+        graph,
+        nodes=(*graph.nodes, *errors.values()),
+        storages=(*graph.storages, *(Storage(nbytes=8, role=Role.ACTIVATION) for _ in errors)),
+        outputs=(*losses, *looks),
+    )
+    return Program.of(looked_at, looking)
+
+
+def _error_of(node: Node, *, number: int) -> Node:
+    (tensor,) = node.outputs
+    return Node(
+        name=f"{node.name}.error",
+        op="steelyard.coding_error",
+        args=(Ref(node.name), tensor.stride),
+        inputs=(node.name,),
+        outputs=(Tensor(shape=(), stride=(), dtype="float64", storage=number),),
+        phase=Phase.BACKWARD,
+        signature="steelyard.coding_error",
+    )
+
+
+def drift(
+    source: StepSource,
+    coded: Program,
+    exact: Program,
+    *,
+    optimizer: OptimizerFactory,
+    far: Far | None,
+) -> Drift:
+    """How far the losses of two twins of the model lie apart, step by step."""
+    run = partial(_losses, source, optimizer=optimizer, far=far)
+    ours, theirs = run(coded), run(exact)
+    shares = tuple(_share(a, b) for a, b in zip(ours, theirs, strict=True))
+    return Drift(shares=shares, items=batch_size(source.batch) or 1)
+
+
+def _share(ours: float, theirs: float) -> float:
+    """Infinite, or not a number, where a loss is."""
+    if ours == theirs:
+        return 0.0 * ours
+    return abs(ours - theirs) / abs(theirs) if theirs else float("inf")
+
+
+def _losses(
+    source: StepSource, program: Program, *, optimizer: OptimizerFactory, far: Far | None
+) -> list[float]:
+    """Of a twin of the model as it is now, trained on the one batch from one seed."""
+    captured = source.captured(micro_batches=program.repeats)
+    twin = _twin(source.model)
+    batch = _torch.tree_map(_own, source.batch)
+    moves = any(node.is_far for node in program.graph.nodes)
+    step = LiveStep(
+        twin,
+        program,
+        constants={name: _own(tensor) for name, tensor in captured.constants.items()},
+        batch=batch,
+        optimizer=optimizer(twin.parameters()),
+        reduction=source.reduction().value if program.repeats > 1 else "mean",
+        runner=partial(emit, far=FarMemory(far) if far is not None and moves else None),
+        reads=captured.reads,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return [float(step(batch)) for _ in range(STEPS)]
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """Parameters and buffers of the same names and values, and nothing that computes: a step is
+    its program. Tied weights have one name, and are one in the twin."""
+    twin = nn.Module()
+    for name, parameter in model.named_parameters():
+        own = nn.Parameter(_own(parameter), requires_grad=parameter.requires_grad)
+        _module_of(twin, name).register_parameter(name.rpartition(".")[2], own)
+    for name, buffer in model.named_buffers():
+        _module_of(twin, name).register_buffer(name.rpartition(".")[2], _own(buffer))
+    return twin
+
+
+def _module_of(twin: nn.Module, name: str) -> nn.Module:
+    for part in name.split(".")[:-1]:
+        inner = getattr(twin, part, None)
+        if inner is None:
+            inner = nn.Module()
+            twin.add_module(part, inner)
+        twin = inner
+    return twin
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
