@@ -1,0 +1,181 @@
+"""Values that may lose accuracy make no plan slower, and none that may not changes any plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.budget import Budget
+from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.core.costs import Costs, OperatorCost
+from steelyard.core.graph import Graph
+from steelyard.core.program import Program
+from steelyard.core.quad import Estimate
+from steelyard.core.rules import Spot, spots
+from steelyard.core.trade import strike
+from steelyard.predict import predict
+from steelyard.search import Search
+from steelyard.search.bound import least_seconds
+from steelyard.search.cut import Cut
+from steelyard.search.tally import Tally
+from steelyard.trades import TRADES
+from steelyard.trades.quantise import Quantise, quantisable, with_codes
+from steelyard.trades.recompute import recomputable
+from tests.search.graphs import Whole, in_floats, random_step, tower
+
+DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
+LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e6)
+EXACT = tuple(trade for trade in TRADES if trade.is_exact)
+
+
+def searching(
+    graph: Graph, *, lossy: bool = True, trades: Any = TRADES, costs: Costs | None = None
+) -> Search:
+    plain = Program.plain(graph)
+    able = quantisable(plain)
+    allowed = frozenset(s for s, name in spots(graph).items() if name in able)
+    return Search(
+        plain,
+        trades=trades,
+        source=Whole(graph),
+        costs=costs or Costs(device=DEVICE),
+        lossy=allowed if lossy else frozenset[Spot](),
+    )
+
+
+def budgets(search: Search, count: int = 5) -> list[Budget]:
+    explored = search.explored()
+    low, high = explored.least.peak_bytes, explored.plain.peak_bytes
+    return [Budget(memory_bytes=low + (high - low) * k // (count - 1)) for k in range(count)]
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("graph", [in_floats(tower(5)), in_floats(random_step(4, num_values=14))])
+def test_where_nothing_may_be_lost_plans_are_those_without_the_trade(
+    graph: Graph, far: bool
+) -> None:
+    links = {FAR_OUT: LINK, FAR_IN: LINK} if far else {}
+    costs = Costs(device=DEVICE, links=links, far_bytes=1 << 40 if far else 0)
+    with_it = searching(graph, lossy=False, costs=costs)
+    without = searching(graph, lossy=False, trades=EXACT, costs=costs)
+    assert with_it.explored().trials == without.explored().trials
+    for budget in (Budget(), *budgets(without)):
+        ours, theirs = with_it.find(budget), without.find(budget)
+        assert ours.rules == theirs.rules
+        assert ours.prediction == theirs.prediction
+        assert (ours.taken, ours.frontier, ours.gap) == (theirs.taken, theirs.frontier, theirs.gap)
+        (refusal,) = (r for r in ours.refused if r.trade == "quantise")
+        assert [r for r in ours.refused if r is not refusal] == list(theirs.refused)
+        assert "would alone buy ~" in refusal.reason
+        assert refusal.reason.endswith("but is lossy and the accuracy budget is 0")
+        assert ours.num_offers == theirs.num_offers + 1
+
+
+def test_the_reason_is_the_one_that_was_given() -> None:
+    found = searching(in_floats(tower(5)), lossy=False).find(Budget(), barred="rains too much")
+    (refusal,) = found.why_not("quantise")
+    assert refusal.reason.endswith(" KiB of memory, but rains too much")
+
+
+@settings(deadline=None, max_examples=6)
+@given(st.integers(0, 10**6))
+def test_a_loss_that_is_allowed_makes_no_plan_slower(seed: int) -> None:
+    graph = in_floats(random_step(seed, num_values=10))
+    lossy, exact = searching(graph), searching(graph, lossy=False)
+    assert lossy.explored().least.peak_bytes <= exact.explored().least.peak_bytes
+    for budget in budgets(exact, 3):
+        ours, theirs = lossy.find(budget), exact.find(budget)
+        seconds = ours.prediction.quad.step_seconds.value
+        assert seconds <= theirs.prediction.quad.step_seconds.value * 1.0011
+        assert ours.prediction.peak.nbytes <= budget.memory_bytes
+        if ours.gap is not None:
+            assert ours.gap.least_seconds <= seconds * (1 + 1e-9)
+
+
+def dear(graph: Graph) -> Costs:
+    """Everything takes long to compute again, and next to nothing to write down in 8 bits."""
+    quick = {"steelyard.encode8.default", "steelyard.decode8.default"}
+    plain = Program.plain(graph)
+    nodes = with_codes(plain, quantisable(plain)).graph.nodes
+    return Costs(
+        device=DEVICE,
+        operators={
+            n.signature: OperatorCost(
+                seconds=Estimate.exactly(1e-6 if n.op in quick else 1e-2), workspace_bytes=0
+            )
+            for n in nodes
+            if not n.is_free
+        },
+    )
+
+
+def test_what_is_dear_to_compute_again_is_kept_in_8_bits() -> None:
+    graph = in_floats(tower(6))
+    costs = dear(graph)
+    lossy, exact = searching(graph, costs=costs), searching(graph, lossy=False, costs=costs)
+    assert lossy.explored().least.peak_bytes < exact.explored().least.peak_bytes
+    budget = budgets(exact)[2]
+    found, without = lossy.find(budget), exact.find(budget)
+    rules = [r for r in found.rules if r.trade == "quantise"]
+    assert rules
+    assert found.prediction.quad.accuracy_loss == "unknown"
+    assert found.prediction.quad.step_seconds.value < without.prediction.quad.step_seconds.value
+    taken = [t for t in found.taken if t.trade == "quantise"]
+    assert sum(r.count for t in taken for r in t.rules) == sum(r.count for r in rules)
+    assert all(t.buys_bytes >= 0 for t in taken)
+    assert "keeping it in 8 bits" in str(found.gap)
+    words = {p.accuracy_loss for p in found.frontier}
+    assert words == {"exact", "unknown"}
+    struck = strike(Program.plain(graph), found.rules, trades=TRADES, source=Whole(graph))
+    assert predict(struck, costs) == found.prediction
+
+
+def test_only_what_may_lose_something_is_coded() -> None:
+    graph = in_floats(tower(6))
+    costs, plain = dear(graph), Program.plain(graph)
+    allowed = frozenset({Spot("blocks.2", "aten.gelu", 0)})
+    search = Search(plain, trades=TRADES, source=Whole(graph), costs=costs, lossy=allowed)
+    found = search.find(budgets(search)[1])
+    for point in found.frontier:
+        coded = [r for r in point.rules if r.trade == "quantise"]
+        assert {(r.module, r.op, r.count) for r in coded} <= {("blocks.2", "aten.gelu", 1)}
+    offers = [o for o in search.offers if o.trade == "quantise"]
+    assert sum(r.count for o in offers for r in o.rules) == 1
+
+
+def test_the_bound_is_below_every_plan_that_was_found() -> None:
+    for seed in range(4):
+        graph = in_floats(random_step(seed, num_values=9))
+        plain = Program.plain(graph)
+        costs = dear(graph)
+        tally = Tally(plain, costs, recomputable(graph), codable=quantisable(plain))
+        cut = Cut(tally)
+        for point in searching(graph, costs=costs).explored().chain:
+            bound = least_seconds(
+                tally, cut, limit_bytes=point.peak_bytes, within_seconds=point.seconds
+            )
+            assert tally.plain_seconds <= bound <= point.seconds * (1 + 1e-9)
+
+
+def test_all_of_a_choice_is_carried_to_another_trace() -> None:
+    from steelyard.search.explore import carried_choice
+
+    graph = in_floats(tower(4))
+    plain = Program.plain(graph)
+    tallies = [
+        Tally(plain, dear(graph), recomputable(graph), codable=quantisable(plain))
+        for plain in (plain, replace(plain))
+    ]
+    ours, theirs = tallies
+    first, *rest = sorted(ours.coded_value_on)
+    choice = frozenset({ours.coded(first), *sorted(set(ours.unit_of) & set(rest))[:1]})
+    assert carried_choice(ours, choice, theirs) == choice
+
+
+def test_quantise_says_what_it_is() -> None:
+    assert Quantise.pays == ("accuracy", "computation")
+    assert not Quantise.is_exact
