@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,6 +138,16 @@ def test_what_is_coded_is_not_moved_as_well() -> None:
     rules = to_rules(graph, ["blocks.1:act"], trade="offload")
     with pytest.raises(Mismatch, match="is kept in 8 bits"):
         Offload().rewrite(program, rules, Whole(graph))
+
+
+def test_a_plan_for_inductor_has_none_and_says_why() -> None:
+    graph = replace(in_floats(tower(3)), decomposition="inductor-1")
+    offers, (refusal,) = Quantise().offers(Program.plain(graph), Whole(graph))
+    assert not offers
+    assert "only plans for generated Python are probed" in refusal.reason
+    rules = to_rules(graph, ["blocks.1:act"], trade="quantise")
+    with pytest.raises(Mismatch, match="in a plan for Inductor"):
+        Quantise().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
 def test_what_cannot_be_coded_is_named() -> None:

@@ -79,9 +79,11 @@ def _what(graph: Graph, instruction: Instruction) -> str:
     if node.is_far:
         # Named for the value that comes back.
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} (fetched)"
-    for op, what in ((ENCODE, "in 8 bits"), (DECODE, "read back")):
-        if node.op == op:
-            return f"{graph.by_name[node.name.rpartition('.')[0]].op} ({what})"
+    if node.op == ENCODE:
+        return f"{graph.by_name[node.inputs[0]].op} (in 8 bits)"
+    if node.op == DECODE:
+        (encode,) = node.inputs
+        return f"{graph.by_name[graph.by_name[encode].inputs[0]].op} (read back)"
     return node.op + (" (again)" if instruction.is_again else "")
 
 

@@ -18,7 +18,7 @@ from steelyard.core.rules import Rule, matching
 from steelyard.core.trade import Offer, Refusal, Source
 from steelyard.core.waiting import LEAST_BYTES, Late, first_late, first_wanted, waiting
 
-_NOT_UNDER_INDUCTOR = "Inductor compiles each pass as one, and decides by itself when it reads back"
+_NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"
 
 
 class Quantise:
