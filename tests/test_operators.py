@@ -19,7 +19,7 @@ OWN = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 def there_and_back(x: torch.Tensor) -> torch.Tensor:
     coded = encode8(x, x.stride())
-    assert (coded.dtype, coded.numel()) == (torch.uint8, coded_bytes(x.numel()))
+    assert (coded.dtype, coded.numel()) == (torch.uint8, coded_bytes(x.numel(), dims=x.dim()))
     back = decode8(coded, x.shape, x.stride(), x.dtype)
     assert (back.shape, back.stride(), back.dtype) == (x.shape, x.stride(), x.dtype)
     return back
@@ -65,19 +65,32 @@ def test_each_element_is_off_by_half_a_scale_at_most_and_keeps_its_sign(
     ],
 )
 def test_any_dense_layout_comes_back_as_it_lay(dtype: torch.dtype, laid_out: object) -> None:
+    torch.manual_seed(0)
     x = laid_out(torch.randn(3, 5, 7, 11)).to(dtype)  # type: ignore[operator]
-    assert torch.allclose(there_and_back(x).float(), x.float(), atol=0.03)
+    assert torch.allclose(there_and_back(x).float(), x.float(), atol=0.06)
     # Blocks are of neighbours in memory, whatever order the dims have.
     flat = x.as_strided((x.numel(),), (1,))
-    assert torch.equal(encode8(x, x.stride()), encode8(flat, (1,)))
+    numbers = encode8(x, x.stride())[8 * x.dim() :]
+    assert torch.equal(numbers, encode8(flat, (1,))[8:])
+    assert torch.equal(coding_error(x), coding_error(flat))
 
 
-def test_a_kernels_own_layout_is_put_in_the_one_that_was_planned() -> None:
-    x = torch.randn(4, 8, 6)
-    planned = (1, 24, 4)
+def test_a_kernels_own_layout_comes_back_and_not_the_one_that_was_planned() -> None:
+    """Without a copy of it, which nobody planned either."""
+    x = torch.randn(64, 64, 512).to(torch.bfloat16)
+    planned = (1, 64 * 512, 64)
     back = decode8(encode8(x, planned), x.shape, planned, x.dtype)
-    assert back.stride() == planned
-    assert torch.allclose(back, x, atol=0.03)
+    assert back.stride() == x.stride()
+    assert torch.allclose(back, x, atol=0.06)
+    metered = meter_once(lambda: encode8(x, planned))
+    assert metered.peak_bytes - metered.left_bytes <= 520 * 1024
+
+
+def test_what_is_not_dense_is_laid_out_as_planned() -> None:
+    x = torch.randn(8, 16)[:, ::2]
+    back = decode8(encode8(x, (8, 1)), x.shape, (8, 1), x.dtype)
+    assert back.stride() == (8, 1)
+    assert torch.allclose(back, x, atol=0.06)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +102,7 @@ def test_what_is_not_finite_never_comes_back_finite(dtype: torch.dtype, odd: flo
     assert not back[BLOCK : 2 * BLOCK].isfinite().any()
     assert back[:BLOCK].isfinite().all()
     assert back[2 * BLOCK :].isfinite().all()
-    assert not coding_error(x, (1,)).isfinite()
+    assert not coding_error(x).isfinite()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.3, 1e-30, 1e-42, 6e4])
@@ -97,7 +110,7 @@ def test_blocks_of_one_value_keep_it(value: float) -> None:
     back = there_and_back(torch.full((2 * BLOCK + 1,), value))
     # What is smaller than the least scale comes back as that.
     assert torch.allclose(back, torch.full_like(back, value), rtol=1e-6, atol=1.2e-38)
-    assert float(coding_error(torch.zeros(BLOCK), (1,))) == 0.0
+    assert float(coding_error(torch.zeros(BLOCK))) == 0.0
 
 
 def test_the_same_comes_out_each_time_and_no_number_is_drawn() -> None:
@@ -115,7 +128,7 @@ def test_workspace_does_not_grow_with_the_value(dtype: torch.dtype) -> None:
         coded = encode8(x, (1,))
         written = meter_once(lambda x=x: encode8(x, (1,)))
         read = meter_once(lambda c=coded, n=numel: decode8(c, (n,), (1,), dtype))
-        assert written.left_bytes == coded_bytes(numel)
+        assert written.left_bytes == coded_bytes(numel, dims=1)
         assert read.left_bytes == x.nbytes
         held.append((written.peak_bytes - written.left_bytes, read.peak_bytes - read.left_bytes))
     assert held[0] == held[1]
@@ -125,7 +138,7 @@ def test_workspace_does_not_grow_with_the_value(dtype: torch.dtype) -> None:
 def test_the_error_is_the_share_of_the_norm_that_is_lost() -> None:
     x = torch.randn(70_001)
     lost = (there_and_back(x) - x).norm() / x.norm()
-    assert float(coding_error(x, (1,))) == pytest.approx(float(lost), rel=1e-3)
+    assert float(coding_error(x)) == pytest.approx(float(lost), rel=1e-3)
 
 
 def test_torch_knows_them_by_name_and_by_shape() -> None:

@@ -3,12 +3,13 @@
 Also the few operators of our own that capture puts into a graph. Not for deciding which.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from steelyard.core.coding import BLOCK, coded_bytes
+from steelyard.core.coding import BLOCK, coded_bytes, is_dense
 from steelyard.core.graph import Argument, Body, Node, Ref, Sliced, Symbol
 
 Operator = Callable[..., Any]
@@ -137,16 +138,21 @@ _LEAST_CODE = 0.501
 
 
 def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """``x`` in 8 bits: the scale of each block of elements in memory order, then all codes.
+    """``x`` in 8 bits: its strides, the scale of each block of elements in memory order, all codes.
 
     A scale is the largest magnitude in its block over 127; where something is not finite, nor is
     the scale, and so nothing in that block comes back as a finite number. Codes are rounded to the
     nearest, but only a zero becomes a zero: the derivative of a relu asks which values are none,
     that of a division divides by them.
     """
-    flat = _in_memory_order(x, stride)
-    coded = torch.empty(coded_bytes(flat.numel()), dtype=torch.uint8, device=x.device)
-    scales, codes = _parted(coded, flat.numel())
+    if not is_dense(x.shape, x.stride()):
+        x = copy_laid_out(x, list(x.shape), list(stride))
+    flat = x.as_strided((x.numel(),), (1,))
+    coded = _encode8_fake(x, stride)
+    strides, scales, codes = _parted(coded, x.dim(), x.numel())
+    # Some kernels lay their result out otherwise than torch's description of them says; what is
+    # read back lies as it did.
+    strides.copy_(torch.tensor(x.stride()))
     buffers = flat.new_empty(2, min(_SLICE, flat.numel()), dtype=torch.float32)
     for part, scale, code in _slices(flat, scales, codes):
         wide, sign = (buffer[: part.numel()].view_as(part) for buffer in buffers)
@@ -166,9 +172,11 @@ def decode8(
     coded: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """What ``encode8`` wrote down, rounded to 8 bits, laid out as before."""
-    x = torch.empty_strided(size, stride, dtype=dtype, device=coded.device)
+    strides, scales, codes = _parted(coded, len(size), math.prod(size))
+    real = strides.tolist()
+    laid_out = real if is_dense(size, real) else stride
+    x = torch.empty_strided(size, laid_out, dtype=dtype, device=coded.device)
     flat = x.as_strided((x.numel(),), (1,))
-    scales, codes = _parted(coded, x.numel())
     is_narrow = dtype is not torch.float32
     buffer = flat.new_empty(min(_SLICE, x.numel()) if is_narrow else 0, dtype=torch.float32)
     for part, scale, code in _slices(flat, scales, codes):
@@ -179,9 +187,9 @@ def decode8(
     return x
 
 
-def coding_error(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def coding_error(x: torch.Tensor) -> torch.Tensor:
     """What 8 bits would lose of ``x``, as a share of its norm; not finite where ``x`` is not."""
-    flat = _in_memory_order(x, stride)
+    flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.flatten()
     lost, norm = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part in flat.split(_SLICE):
         back = decode8(encode8(part, (1,)), part.shape, (1,), part.dtype).double()
@@ -191,20 +199,9 @@ def coding_error(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return torch.where(norm == 0, lost, lost / norm).sqrt()
 
 
-def _in_memory_order(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Some kernels lay their result out otherwise than torch's description of them says."""
-    if not _same_steps(x.shape, x.stride(), stride):
-        x = copy_laid_out(x, list(x.shape), list(stride))
-    return x.as_strided((x.numel(),), (1,))
-
-
-def _same_steps(size: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
-    return all(a == b for n, a, b in zip(size, ours, theirs, strict=True) if n > 1)
-
-
-def _parted(coded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    scales, codes = coded.tensor_split((coded.numel() - numel,))
-    return scales.view(torch.float32), codes.view(torch.int8)
+def _parted(coded: torch.Tensor, dims: int, numel: int) -> tuple[torch.Tensor, ...]:
+    strides, scales, codes = coded.tensor_split((8 * dims, coded.numel() - numel))
+    return strides.view(torch.int64), scales.view(torch.float32), codes.view(torch.int8)
 
 
 def _slices(
@@ -221,7 +218,7 @@ def _slices(
 
 
 def _encode8_fake(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:  # noqa: ARG001
-    return x.new_empty(coded_bytes(x.numel()), dtype=torch.uint8)
+    return x.new_empty(coded_bytes(x.numel(), dims=x.dim()), dtype=torch.uint8)
 
 
 def _decode8_fake(

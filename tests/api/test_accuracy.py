@@ -240,6 +240,19 @@ def test_without_an_optimizer_nothing_can_be_probed() -> None:
     assert "without an optimizer there is no drift" in refused.why_not("quantise")
 
 
+def test_a_loss_that_is_not_finite_anyway_is_said_once() -> None:
+    model, x = made()
+
+    def broken(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) * float("nan")
+
+    whole = sy.plan(model, broken, x, optimizer=ADAM)
+    between = (least(whole) + whole.plan.predicted.peak.nbytes) // 2
+    refused = whole.what_if(memory=between, accuracy_loss="1%")
+    assert refused.predicted.accuracy_loss == "exact"
+    assert "the loss is not finite, even without" in refused.why_not("quantise")
+
+
 def test_a_loss_that_is_not_finite_is_no_small_drift() -> None:
     assert not probing._share(float("nan"), float("nan")) <= 1
     assert not probing._share(float("inf"), float("inf")) <= 1

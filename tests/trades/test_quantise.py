@@ -93,7 +93,7 @@ def test_the_peak_falls_by_what_codes_save() -> None:
     value = "blocks.0:act"
     before, after = predict(plain, COSTS), predict(with_codes(plain, [value]), COSTS)
     nbytes = plain.graph.by_name[value].outputs[0].nbytes
-    assert before.peak.nbytes - after.peak.nbytes == nbytes - coded_bytes(nbytes // 4)
+    assert before.peak.nbytes - after.peak.nbytes == nbytes - coded_bytes(nbytes // 4, dims=1)
     assert after.peak.resident_bytes == before.peak.resident_bytes
     assert any(h.what == "aten.gelu (in 8 bits)" for h in after.peak.alive)
     assert after.quad.step_seconds.value > before.quad.step_seconds.value
@@ -101,9 +101,9 @@ def test_the_peak_falls_by_what_codes_save() -> None:
 
 
 def test_a_scale_is_shared_by_a_block() -> None:
-    assert coded_bytes(1) == 5
-    assert coded_bytes(BLOCK) == BLOCK + 4
-    assert coded_bytes(BLOCK + 1) == BLOCK + 1 + 8
+    assert coded_bytes(1, dims=0) == 5
+    assert coded_bytes(BLOCK, dims=2) == BLOCK + 4 + 16
+    assert coded_bytes(BLOCK + 1, dims=1) == BLOCK + 1 + 8 + 8
 
 
 def test_whole_numbers_and_random_masks_stay_as_they_are() -> None:
@@ -245,6 +245,23 @@ def test_twice_used_tied_viewed_and_taken_apart(dtype: torch.dtype) -> None:
     predicted = predicted_above(program, costs_of(program.graph))
     assert outcome.peak_bytes == pytest.approx(predicted, abs=64)
     assert tried.run(program).difference(outcome) is None, "nothing in it is drawn"
+
+
+@pytest.mark.slow
+def test_a_layout_that_only_the_kernel_knows_costs_no_copy() -> None:
+    """Convolutions of channels_last say that they give something else."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    x = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last)
+    tried = Trial(nn.Sequential(*layers), lambda m, b: (m(b) - 1).square().mean(), x)
+    program = with_codes(tried.plain, quantisable(tried.plain))
+    assert program.coded
+    outcome, plain = tried.run(program), tried.run(tried.plain)
+    predicted = predicted_above(program, costs_of(program.graph))
+    assert outcome.peak_bytes <= predicted * 1.01
+    assert torch.equal(outcome.loss, plain.loss)
+    assert 0 < _lost(outcome, plain) < 0.05
 
 
 CHOOSING = {

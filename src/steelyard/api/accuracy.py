@@ -85,13 +85,16 @@ class Lossy:
             request = self.look.request
             assert request.optimizer is not None
             request.on_progress(f"probing {STEPS} steps in 8 bits, and without")
-            self._drifts[key] = drift(
+            seen = drift(
                 self.look.source,
                 program,
                 exact,
                 optimizer=request.optimizer,
                 far=request.cluster.far,
             )
+            if seen is None:
+                return f"within {STEPS} steps the loss is not finite, even without"
+            self._drifts[key] = seen
         return self._drifts[key]
 
     def _exact_twin(self, rules: Sequence[Rule]) -> Program:

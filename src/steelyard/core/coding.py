@@ -4,6 +4,7 @@ Blocks of elements in memory order share one scale. Not for carrying it out: see
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steelyard.core.graph import Graph, Node, Phase, Ref, Role, Storage, Symbol, Tensor
@@ -14,20 +15,25 @@ ENCODE, DECODE = "steelyard.encode8.default", "steelyard.decode8.default"
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
-def coded_bytes(numel: int) -> int:
-    """Codes, and before them the scales."""
-    return 4 * -(-numel // BLOCK) + numel
+def coded_bytes(numel: int, *, dims: int) -> int:
+    """Strides, then scales, then codes."""
+    return 8 * dims + 4 * -(-numel // BLOCK) + numel
+
+
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Each element at a place of its own, and no gap between."""
+    dense = 1
+    for step, count in sorted((step, count) for count, step in zip(size, stride) if count > 1):
+        if step != dense:
+            return False
+        dense *= count
+    return True
 
 
 def can_be_coded(tensor: Tensor) -> bool:
-    """Floating point in up to 32 bits, each element at a place of its own and no gap between."""
-    extents = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride) if size > 1)
-    dense = 1
-    for step, size in extents:
-        if step != dense:
-            return False
-        dense *= size
-    return tensor.dtype in _DTYPES and not tensor.pending
+    """Floating point in up to 32 bits, and nothing put off to whoever reads it."""
+    is_floating = tensor.dtype in _DTYPES and not tensor.pending
+    return is_floating and is_dense(tensor.shape, tensor.stride)
 
 
 def chooses(graph: Graph, node: Node) -> bool:
@@ -79,7 +85,7 @@ class Coding:
         """``number`` is that of the storage between, which the graph is to get."""
         node = graph.by_name[value]
         (tensor,) = node.outputs
-        nbytes = coded_bytes(tensor.numel)
+        nbytes = coded_bytes(tensor.numel, dims=len(tensor.shape))
         coded = Tensor(shape=(nbytes,), stride=(1,), dtype="uint8", storage=number)
         like = f"{tensor.dtype}{list(tensor.shape)};{list(tensor.stride)}"
         encode = Node(
