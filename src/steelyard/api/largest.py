@@ -17,7 +17,7 @@ from steelyard.trades import TRADES
 _MOST_TIMES = 1 << 12
 # Cutting the batch is left out: in parts small enough any batch fits, which answers nothing. So is
 # what is lossy: on a batch that is only imagined nobody can say how much is lost.
-_IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
+IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
 
 
 def largest(request: Request, maximize: Maximize) -> Planned:
@@ -55,7 +55,7 @@ class _Attempts:
     """
 
     def __init__(self, request: Request, maximize: Maximize) -> None:
-        self._request = replace(request, trades=_IN_ONE_PIECE)
+        self._request = replace(request, trades=IN_ONE_PIECE)
         self._sizes = sizes_of(request.batch, maximize)
         self._maximize = maximize
         self._least: dict[int, int] = {}
