@@ -59,7 +59,7 @@ class Prices:
         links: dict[str, Link] = {}
         if cluster.far is not None:
             on_progress("measuring far memory")
-            links, notes = measured_links(cluster.far)
+            links, notes = measured_links(cluster.far, cache=self._cache)
             self.notes += notes
         self.costs = Costs(
             device=cluster.device,

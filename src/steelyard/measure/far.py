@@ -5,6 +5,7 @@ Not for moving anything: see exchange/far.py.
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from steelyard.core.amounts import format_bytes
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Far, Link
 from steelyard.exchange.far import FarMemory, Slots
+from steelyard.measure.cache import CostCache
 
 _SECONDS = 0.25
 # No larger at once: a plan is also loaded where there is no more memory than its step needs.
@@ -22,49 +24,79 @@ _ROUNDS = 5
 # Disks are shared: what was reached once is reached again within this share.
 _DOUBT = 0.1
 _REACHED = 0.9
+# What is remembered is above zero.
+_NEXT_TO_NONE = 1e-12
 
 
-def measured_links(far: Far) -> tuple[dict[str, Link], tuple[str, ...]]:
-    """The links there and back; a note where the declared rate is not reached."""
-    memory = FarMemory(far)
+def measured_links(
+    far: Far, *, cache: CostCache | None = None
+) -> tuple[dict[str, Link], tuple[str, ...]]:
+    """The links there and back; a note where the declared rate is not reached.
+
+    Measured once for a folder and a rate: two plans of a step, and its run, say the same of it.
+    """
+    memory = FarMemory(far)  # which refuses what cannot be used, each time
     try:
-        nbytes = int(min(max(far.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
-        nbytes = min(nbytes, far.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
-        # Two under way may lie in the same place: what they say is nobody's.
-        slots = Slots(memory, memory.kept([nbytes]) * 2)
-        large = torch.zeros(nbytes, dtype=torch.uint8)
-        small = large[:_SMALL_BYTES]
-        _trip(slots, large)  # the first touches the buffers and the file
-        trips = [_trip(slots, small) for _ in range(_CALLS)]
-        times = max(1, round(far.bytes_per_second * _SECONDS / nbytes))
-        whole = [_trip(slots, large) for _ in range(times)]
-        disturbs = [
-            max(0.0, median(_slowed(slots, large, is_sent=is_sent) for _ in range(_ROUNDS)))
-            for is_sent in (True, False)
-        ]
+        context = f"far memory in {Path(far.folder).resolve()} at {far.bytes_per_second} B/s"
+        found = cache.read_rates(context) if cache else {}
+        if not found.keys() >= _FIGURES:
+            found = _measured(memory)
+            if cache:
+                cache.write_rates(context, found)
     finally:
         memory.close()
     links, notes = {}, []
-    for axis, way in ((FAR_OUT, 0), (FAR_IN, 1)):
-        latency = max(0.0, median(t[way] for t in trips) - _SMALL_BYTES / far.bytes_per_second)
-        reached = times * nbytes / max(1e-9, sum(t[way] - latency for t in whole))
-        rate = far.bytes_per_second
+    for axis in (FAR_OUT, FAR_IN):
+        rate, reached = far.bytes_per_second, found[f"{axis} reached"]
         if reached < _REACHED * rate:
-            way_name = "written" if axis == FAR_OUT else "read"
+            way = "written" if axis == FAR_OUT else "read"
             notes.append(
-                f"far memory in {far.folder} is {way_name} at {format_bytes(reached)}/s, not at "
+                f"far memory in {far.folder} is {way} at {format_bytes(reached)}/s, not at "
                 f"the {format_bytes(rate)}/s declared: predicted with what was measured"
             )
             rate = reached
         links[axis] = Link(
             kind="far memory",
-            latency_seconds=latency,
+            latency_seconds=found[f"{axis} latency"],
             bytes_per_second=rate,
             doubt=_DOUBT,
-            call_seconds=median(t[2] for t in trips) / 2,
-            disturbs=disturbs[way],
+            call_seconds=found[f"{axis} call"],
+            disturbs=found[f"{axis} disturbs"],
         )
     return links, tuple(notes)
+
+
+_FIGURES = {
+    f"{axis} {what}"
+    for axis in (FAR_OUT, FAR_IN)
+    for what in ("reached", "latency", "call", "disturbs")
+}
+
+
+def _measured(memory: FarMemory) -> dict[str, float]:
+    """Bytes a second, seconds of a small one, seconds that a call takes, the share it slows."""
+    far = memory.far
+    nbytes = int(min(max(far.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
+    nbytes = min(nbytes, far.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
+    # Two under way may lie in the same place: what they say is nobody's.
+    slots = Slots(memory, memory.kept([nbytes]) * 2)
+    large = torch.zeros(nbytes, dtype=torch.uint8)
+    small = large[:_SMALL_BYTES]
+    _trip(slots, large)  # the first touches the buffers and the file
+    trips = [_trip(slots, small) for _ in range(_CALLS)]
+    times = max(1, round(far.bytes_per_second * _SECONDS / nbytes))
+    whole = [_trip(slots, large) for _ in range(times)]
+    found: dict[str, float] = {}
+    for axis, way in ((FAR_OUT, 0), (FAR_IN, 1)):
+        slowed = (_slowed(slots, large, is_sent=axis == FAR_OUT) for _ in range(_ROUNDS))
+        latency = max(0.0, median(t[way] for t in trips) - _SMALL_BYTES / far.bytes_per_second)
+        found |= {
+            f"{axis} latency": max(latency, _NEXT_TO_NONE),
+            f"{axis} reached": times * nbytes / max(1e-9, sum(t[way] - latency for t in whole)),
+            f"{axis} call": max(median(t[2] for t in trips) / 2, _NEXT_TO_NONE),
+            f"{axis} disturbs": max(median(slowed), _NEXT_TO_NONE),
+        }
+    return found
 
 
 def _trip(slots: Slots, x: torch.Tensor) -> tuple[float, float, float]:

@@ -1,0 +1,49 @@
+"""The link to far memory: measured once for a folder and a rate; refused each time it cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import steelyard as sy
+from steelyard.core.cluster import FAR_IN, FAR_OUT
+from steelyard.core.errors import BadInput
+from steelyard.measure import far as measure
+from steelyard.measure.cache import CostCache
+
+
+def test_two_plans_are_told_the_same_of_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = sy.Far(tmp_path, rate="50 MB/s", size="20 KiB")
+    cache = CostCache(tmp_path / "costs.sqlite")
+    first = measure.measured_links(far, cache=cache)
+    links, _ = first
+    assert set(links) == {FAR_OUT, FAR_IN}
+    for link in links.values():
+        assert 0 < link.bytes_per_second <= 50e6
+        assert min(link.latency_seconds, link.call_seconds, link.disturbs) > 0
+    asked: list[Any] = []
+    real = measure._measured
+    monkeypatch.setattr(measure, "_measured", lambda m: asked.append(m) or real(m))
+    assert measure.measured_links(far, cache=CostCache(tmp_path / "costs.sqlite")) == first
+    assert not asked
+    measure.measured_links(sy.Far(tmp_path, rate="40 MB/s", size="20 KiB"), cache=cache)
+    measure.measured_links(far)
+    assert len(asked) == 2
+    cache.forget()
+    measure.measured_links(far, cache=cache)
+    assert len(asked) == 3
+
+
+def test_a_folder_that_is_gone_is_refused_though_its_link_is_known(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "far", CostCache(tmp_path / "costs.sqlite")
+    folder.mkdir()
+    far = sy.Far(folder, rate="50 MB/s", size="20 KiB")
+    measure.measured_links(far, cache=cache)
+    shutil.rmtree(folder)
+    with pytest.raises(BadInput, match="there is no folder"):
+        measure.measured_links(far, cache=cache)
