@@ -26,7 +26,7 @@ ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
 PROBED = r"[0-9.]+ ± [0-9.]+ % \(probe: 10 steps, 1 items, twin run\)"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("accuracy")]
 
 
 @pytest.fixture(scope="module", autouse=True)

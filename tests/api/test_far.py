@@ -20,6 +20,9 @@ ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
 
 
+pytestmark = pytest.mark.xdist_group("far")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:

@@ -45,6 +45,9 @@ def made(seed: int = 0) -> tuple[nn.Module, Tensor]:
     return Words(), torch.randint(256, (8, 32))
 
 
+pytestmark = pytest.mark.xdist_group("planning")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
