@@ -21,6 +21,7 @@ from steelyard.api.planning import Planned
 from steelyard.core.errors import BadInput, Infeasible, Mismatch, PlanFileError
 from steelyard.core.rules import Rule
 from steelyard.exchange.states import why_undivided
+from steelyard.predict import predict
 from steelyard.run import checkpoint
 from steelyard.run.checkpoint import Position
 from steelyard.run.randomness import random_state
@@ -178,6 +179,15 @@ def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
     calls = whole * count * sum(link.call_seconds for link in links)
     late = whole * count * sum(link.disturbs * link.latency_seconds for link in links)
     assert calls - late - 1e-9 <= more <= calls + 1e-9
+
+
+def test_waiting_longer_than_a_transfer_takes_spares_no_more(adam: sy.Planned) -> None:
+    look = adam._look
+    costs = look.prices.costs
+    slow = {a: replace(k, latency_seconds=1.0, disturbs=0.9) for a, k in costs.links.items()}
+    late = predict(look.struck(rules(0)), replace(costs, links=slow)).quad
+    assert late.exposed_communication_seconds.value > 1.0
+    assert late.computation_seconds.value >= adam.predicted.computation_seconds.value
 
 
 def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
     whole = device(costs.whole_step_of(program.graph))
-    clock = exposed = beside = spared = 0.0
+    clock = exposed = beside = spared = at_most = 0.0
     begins: list[float] = []
     idle_from: dict[str, float] = {}  # of each axis's link
     arrives: dict[int, float] = {}
@@ -133,7 +133,10 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
             clock += stall
             issued = nodes[program.instructions[issue].node].collective
             if issued is not None and issued.is_far:
-                spared += stall * whole * costs.links[issued.axis].disturbs
+                far = costs.links[issued.axis]
+                spared += stall * whole * far.disturbs
+                # Of a transfer: waiting may take longer.
+                at_most += issued.sent_bytes / far.bytes_per_second * whole * far.disturbs
         seconds = device(costs.seconds(node)) * whole
         if node.is_far:
             # Spread over what runs while the transfer is under way.
@@ -145,6 +148,7 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
             start = max(clock, idle_from.get(collective.axis, 0.0))
             arrives[index] = start + link(costs.exchange_seconds(collective))
             idle_from[collective.axis] = arrives[index]
+    spared = min(spared, at_most)
     return Played(
         begins=tuple(begins),
         seconds=clock + beside - spared,

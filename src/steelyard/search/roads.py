@@ -94,6 +94,10 @@ class Roads:
         links = [costs.links[axis] for axis in (FAR_OUT, FAR_IN)]
         # While the device waits, there is nothing that a transfer could slow.
         self._spared = {1: whole * links[0].disturbs, 3: whole * links[1].disturbs}
+        self._slowed = {
+            s: whole * sum(link.disturbs * b / link.bytes_per_second for link in links)
+            for s, b in self._nbytes.items()
+        }
         self._own = {
             s: whole * sum(link.device_seconds(b) for link in links)
             for s, b in self._nbytes.items()
@@ -202,7 +206,7 @@ class Roads:
                 stall = max(0.0, arrives[m.storage, kind] - now)
                 waited += stall
                 spared += stall * self._spared[kind]
-        return waited - spared
+        return waited - min(spared, sum(self._slowed[m.storage] for m in moved))
 
 
 def _takes(costs: Costs, axis: str, kind: Exchange, nbytes: int) -> float:
