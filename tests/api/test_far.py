@@ -94,7 +94,7 @@ def test_it_fits_where_nothing_else_does(planned: sy.Planned) -> None:
     assert "offload" in str(planned)
 
 
-def trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -> Any:
+def assert_trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -> Any:
     """The planned step after so many, which lost and weigh what they do without a plan."""
     ours, x = made()
     theirs = copy.deepcopy(ours)
@@ -112,7 +112,7 @@ def trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -> Any:
 def test_losses_and_weights_are_those_of_the_unplanned_step(
     planned: sy.Planned, folder: Path
 ) -> None:
-    step = trained_alike(planned, steps=4)
+    step = assert_trained_alike(planned, steps=4)
     measured = step.receipt().measured
     budget = planned.plan.decisions.budget.memory_bytes
     assert measured.memory_bytes is not None
@@ -185,7 +185,7 @@ def test_what_far_memory_cannot_hold_is_said_by_the_check(
 
 
 def test_a_smaller_batch_moves_the_same_values(planned: sy.Planned) -> None:
-    trained_alike(planned, steps=2, rows=2)
+    assert_trained_alike(planned, steps=2, rows=2)
 
 
 @pytest.mark.parametrize("rate", ["2 GB/s", "20 MB/s"])
