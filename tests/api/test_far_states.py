@@ -98,8 +98,10 @@ def adam(far: sy.Far) -> sy.Planned:
 
 def rules(lead: int = 1) -> tuple[Rule, ...]:
     return (
-        Rule(trade="offload_state", module="layers.*.weight", count=LAYERS, lead=lead),
-        Rule(trade="offload_state", module="tall.weight", count=1, lead=lead),
+        Rule(
+            trade="offload_state", op="optimizer", module="layers.*.weight", count=LAYERS, lead=lead
+        ),
+        Rule(trade="offload_state", op="optimizer", module="tall.weight", count=1, lead=lead),
     )
 
 
@@ -391,7 +393,10 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
     [
         ((replace(rules()[0], count=3),), "matches 12 parameters"),
         ((replace(rules()[0], module="layers.99.weight"),), "matches 0 parameters"),
-        ((*rules(), replace(rules()[1], lead=3)), "two offload_state rules name tall.weight"),
+        (
+            (*rules(), replace(rules()[1], lead=3)),
+            "two offload_state rules name optimizer of tall.weight",
+        ),
     ],
 )
 def test_rules_that_do_not_hold_are_refused(

@@ -19,24 +19,59 @@ def test_the_coarsest_cuts_and_the_finest_are_looked_at(size: int) -> None:
     assert set(chosen) <= set(divisors)
 
 
-def kept(**nbytes: int) -> Program:
-    """An update that keeps one tensor for each parameter."""
-    nodes, storages = [], []
+def step(**nbytes: int) -> Program:
+    """A pass that reads a weight of this size for each name, and an update that keeps as much."""
+    nodes: dict[str, list[Node]] = {"parameter:": [], "state:": []}
+    storages = []
     for number, (name, size) in enumerate(nbytes.items()):
         tensor = Tensor(shape=(size,), stride=(1,), dtype="int8", storage=number)
-        nodes.append(
-            Node(name=f"state:{name}:sum", op="input", outputs=(tensor,), phase=Phase.UPDATE)
-        )
+        for kind, called in (("parameter:", name), ("state:", f"{name}:sum")):
+            nodes[kind].append(
+                Node(name=kind + called, op="input", outputs=(tensor,), phase=Phase.UPDATE)
+            )
         storages.append(Storage(nbytes=size, role=Role.STATE))
-    graph = Graph(nodes=tuple(nodes), storages=tuple(storages), outputs=(), decomposition="")
-    return Program(graph=graph, instructions=())
+    of_pass, of_update = (
+        Graph(nodes=tuple(own), storages=tuple(storages), outputs=(), decomposition="")
+        for own in nodes.values()
+    )
+    return Program(graph=of_pass, instructions=(), update=Program(graph=of_update, instructions=()))
+
+
+def rules(what: str, names: str = "abcd") -> list[Rule]:
+    return [Rule(trade="offload_state", op=what, module=name, lead=1) for name in names]
+
+
+SIZES = {"a": 10, "b": 70, "c": 15, "d": 5}
 
 
 def test_the_largest_states_are_moved_first_and_at_last_all_with_one_near() -> None:
-    rules = [Rule(trade="offload_state", module=name, lead=1) for name in "abcd"]
-    levels = moved_states(kept(a=10, b=70, c=15, d=5), rules)
+    levels = moved_states(step(**SIZES), rules("optimizer"))
     assert [[rule.module for rule in level] for level in levels] == [
         [], ["b"], ["b", "c"], ["a", "b", "c", "d"], ["a", "b", "c", "d"],
     ]  # fmt: skip
     assert [{rule.lead for rule in level} for level in levels] == [set(), {1}, {1}, {1}, {0}]
-    assert moved_states(None, rules) == moved_states(kept(), []) == ((),)
+    assert moved_states(step(), []) == ((),)
+
+
+def test_gradients_and_then_weights_follow_what_the_optimizer_keeps() -> None:
+    offered = [*rules("optimizer"), *rules("gradient", "ab"), *rules("weight", "abc")]
+    levels = moved_states(step(**SIZES), offered)
+
+    def told(level: tuple[Rule, ...]) -> dict[str, str]:
+        whats = dict.fromkeys(rule.op for rule in level)
+        return {w: "".join(r.module for r in level if r.op == w) for w in whats}
+
+    both = {"gradient": "ab", "optimizer": "abcd"}
+    assert [told(level) for level in levels] == [
+        {}, {"optimizer": "b"}, {"optimizer": "bc"}, {"optimizer": "abcd"}, both,
+        {**both, "weight": "b"}, {**both, "weight": "abc"}, {"gradient": "ab"}, {"weight": "abc"},
+        {**both, "weight": "abc"},
+    ]  # fmt: skip
+    assert {rule.lead for rule in levels[-1]} == {0}
+
+
+def test_without_an_optimizer_weights_are_moved_alone() -> None:
+    levels = moved_states(step(**SIZES), rules("weight"))
+    assert [[rule.module for rule in level] for level in levels] == [
+        [], ["b"], ["a", "b", "c", "d"], ["a", "b", "c", "d"],
+    ]  # fmt: skip

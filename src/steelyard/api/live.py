@@ -71,16 +71,17 @@ class Step:
         far = plan.decisions.far
         self.far = FarMemory(far) if far else None
         live_optimizer = None if optimizer is None else optimizer(source.model.parameters())
+        states = self._states_far(live_optimizer, program)
         self.live = LiveStep(
             source.model,
             program,
             constants=captured.constants,
             batch=source.batch,
             optimizer=live_optimizer,
-            states=self._states_far(live_optimizer, program.update),
+            states=states,
             reduction=source.reduction().value if program.repeats > 1 else "mean",
             other_shape=self._other_shape,
-            runner=self._runner(),
+            runner=self._runner(states),
             reads=captured.reads,
         )
         self._constants = tuple(captured.constants.values())
@@ -180,19 +181,19 @@ class Step:
         self._losses.append(loss)
 
     def _states_far(
-        self, optimizer: torch.optim.Optimizer | None, update: Program | None
+        self, optimizer: torch.optim.Optimizer | None, program: Program
     ) -> FarStates | None:
-        """What the optimizer keeps, where the plan moves it."""
-        if optimizer is None or update is None or not update.is_moving:
+        """Weights, gradients and what the optimizer keeps, where the plan moves them."""
+        if not program.far_rooms:
             return None
         assert self.far is not None
         parameters = dict(self._source.model.named_parameters())
-        return FarStates(optimizer, update, parameters=parameters, memory=self.far)
+        return FarStates(optimizer, program, parameters=parameters, memory=self.far)
 
-    def _runner(self) -> Callable[[Program], Emitted]:
+    def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
         if self.plan.decisions.made_for.runner == "inductor":
             return compile_program
-        return partial(emit, far=self.far)
+        return partial(emit, far=self.far, tensors=states.tensors if states else None)
 
     def _program_at(self, source: StepSource) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step."""
@@ -258,6 +259,8 @@ def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> in
     if live.optimizer is not None:
         for state in live.optimizer.state.values():
             tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+    if live.states is not None:
+        tensors = [t for t in tensors if not live.states.tensors.holds(t)]
     return sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -262,6 +262,8 @@ class Body:
 class OutputKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
+    # One that is sent to far memory and does not stay.
+    FAR_GRADIENT = "gradient, far"
     UPDATE = "update"
 
 

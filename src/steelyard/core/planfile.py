@@ -11,7 +11,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
@@ -87,6 +87,7 @@ class _OffloadState(BaseModel):
     most: ClassVar[int] = 100_000
 
     module: Annotated[str, Field(alias="parameter")]
+    op: Annotated[Literal["optimizer", "gradient", "weight"], Field(alias="what")] = "optimizer"
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
     lead: _Whole = 0
 

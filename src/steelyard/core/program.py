@@ -10,8 +10,7 @@ from typing import Self
 
 from steelyard.core.cluster import far_room
 from steelyard.core.coding import ENCODE
-from steelyard.core.collective import Exchange
-from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase
+from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +135,19 @@ class Program:
     @cached_property
     def far_bytes(self) -> int:
         """Room that is needed in far memory, in whole pages for each value."""
+        slots = [n for name, n in self._far_sizes().items() if not isinstance(name, str)]
+        return sum(map(far_room, (*self.far_rooms.values(), *slots)))
+
+    @cached_property
+    def far_rooms(self) -> dict[str, int]:
+        """What has a place of its own in far memory for good, by name, and its bytes."""
+        update = {} if self.update is None else self.update.far_rooms
+        return update | {k: n for k, n in self._far_sizes().items() if isinstance(k, str)}
+
+    def _far_sizes(self) -> dict[Argument, int]:
         nodes = self.graph.by_name
-        issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
-        sends = (c for c in issued if c is not None and c.kind is Exchange.SEND)
-        once = self.update.far_bytes if self.update is not None else 0
-        return once + sum(far_room(send.sent_bytes) for send in sends)
+        moving = (nodes[self.instructions[e.issue].node] for e in self.exchanges)
+        return {n.args[0]: n.collective.sent_bytes for n in moving if n.is_far and n.collective}
 
     @cached_property
     def is_moving(self) -> bool:

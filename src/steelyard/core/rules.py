@@ -20,6 +20,7 @@ class Rule:
     ``op`` may end in ``#k``: result k of an operator that has several. ``degree`` is the trade's
     own number where it has one (how many micro-batches). ``lag`` and ``lead`` say how many
     operators run while a transfer is under way: after a value is sent, before it is wanted back.
+    Where a trade is on parameters and not on calls, ``op`` says what of them.
     """
 
     trade: str

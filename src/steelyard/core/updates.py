@@ -7,9 +7,11 @@ traced: see capture/optimizer.py.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from steelyard.core.graph import Graph, Role
+from steelyard.core.graph import Graph, Node, Role
 from steelyard.core.program import Instruction, Program
 
+# How the names of weights and of their gradients begin.
+WEIGHT, GRADIENT = "parameter:", "gradient:"
 _OWNED = frozenset({Role.PARAMETER, Role.GRADIENT, Role.STATE})
 
 
@@ -23,6 +25,9 @@ def owners(graph: Graph) -> Mapping[str, str] | None:
             (tensor,) = node.outputs
             is_owned = graph.storages[tensor.storage].role in _OWNED
             owner[node.name] = parameter_of(node.name) if is_owned else ""
+            continue
+        if node.is_far:
+            owner[node.name] = parameter_of(far_name(node))
             continue
         found = {owner[name] for name in node.inputs} - {""}
         if len(found) > 1 or any(not owner[name] for name in node.mutates):
@@ -42,6 +47,13 @@ def parameter_of(name: str) -> str:
     """``state:blocks.0.weight:exp_avg`` is kept for ``blocks.0.weight``."""
     kind, _, rest = name.partition(":")
     return rest.rpartition(":")[0] if kind == "state" else rest
+
+
+def far_name(node: Node) -> str:
+    """Which of a parameter's tensors this call moves."""
+    name = node.args[0]
+    assert isinstance(name, str)
+    return name
 
 
 def key_of(name: str) -> str:

@@ -65,6 +65,12 @@ class FarMemory:
         self._kept += sum(map(far_room, sizes))
         return offsets
 
+    def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
+        """What lies there, as memory that can be read and written, and that the system may take
+        out of memory again."""
+        pages = mmap.mmap(self._file, far_room(nbytes), offset=offset)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+
     def _offsets(self, sizes: Sequence[int]) -> list[int]:
         rounded = [far_room(size) for size in sizes]
         total = self._kept + sum(rounded)

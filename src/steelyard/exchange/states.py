@@ -1,4 +1,5 @@
-"""What an optimizer keeps, in far memory: fetched for the update of its parameter, and sent back.
+"""Weights, gradients and what an optimizer keeps, in far memory: fetched for the update of their
+parameter, and sent back.
 
 The optimizer's own step is called for one parameter after another, in the order of the program; its
 hooks run once. Not for which parameters, nor when: that is the program's.
@@ -19,14 +20,16 @@ from torch import nn
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import FAR_CALLS
 from steelyard.core.program import Program
-from steelyard.core.updates import key_of, parameter_of
+from steelyard.core.updates import GRADIENT, WEIGHT, far_name, key_of, owners, parameter_of
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.tensors import FarTensors, Layout
 
 _PROBE_STEPS = 3
 
 
 class FarStates:
-    """Takes the place of ``optimizer.step``.
+    """Takes the place of ``optimizer.step``, if there is an optimizer; ``tensors`` are the weights
+    and gradients.
 
     Between steps the state of a moved parameter is ``Away``. ``optimizer.state_dict()`` brings all
     of it home, and the next step sends it off again.
@@ -34,20 +37,33 @@ class FarStates:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        update: Program,
+        optimizer: torch.optim.Optimizer | None,
+        program: Program,
         *,
         parameters: Mapping[str, nn.Parameter],
         memory: FarMemory,
     ) -> None:
-        self._optimizer = optimizer
         self._memory = memory
-        self._deeds = tuple(_deeds(update))
-        self._places = _places(update, memory)
+        rooms = program.far_rooms
+        places = dict(zip(rooms, memory.kept(list(rooms.values())), strict=True))
+        self.tensors = FarTensors(
+            {n: (parameters[parameter_of(n)], places[n]) for n in places if not _is_state(n)},
+            memory=memory,
+        )
+        self._places = {
+            n: _Place(offset=places[n], nbytes=rooms[n]) for n in filter(_is_state, places)
+        }
         self._of = {name: parameters[parameter_of(name)] for name in self._places}
-        self._moved = {id(p) for p in self._of.values()}
         self._arriving: dict[str, Any] = {}
         self._leaving: dict[str, Any] = {}
+        if optimizer is None or program.update is None or not program.update.is_moving:
+            return
+        self._optimizer = optimizer
+        self._deeds = tuple(_deeds(program.update))
+        self._portions = {
+            name: parameters[name] for what, name in self._deeds if what == "update" and name
+        }
+        self._moved = {id(p) for p in self._portions.values()}
         self._calls = {
             "fetch": self._fetch, "fetched": self._fetched, "send": self._send, "sent": self._sent
         }  # fmt: skip
@@ -70,12 +86,15 @@ class FarStates:
                 if what == "update":
                     groups.choose(partial(self._is_of, name))
                     self._raw(optimizer)
-                else:
+                    self.tensors.updated(name)
+                elif _is_state(name):
                     self._calls[what](name)
+                else:
+                    self.tensors.calls[what](name)
 
     def _is_of(self, name: str, parameter: torch.Tensor) -> bool:
         """Of the portion with this name; the last takes all that is not moved."""
-        return parameter is self._of[name] if name else id(parameter) not in self._moved
+        return parameter is self._portions[name] if name else id(parameter) not in self._moved
 
     # --- the four calls, for one tensor each
 
@@ -171,29 +190,6 @@ class FarStates:
         return layout.on(torch.frombuffer(pages, dtype=torch.uint8))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How a tensor lies that is not here."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> "Layout":
-        return cls(shape=x.shape, stride=x.stride(), dtype=x.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-
-    def on(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self.dtype).as_strided(self.shape, self.stride)
-
-
 class Away(dict[str, Any]):
     """The state of a parameter of which some lies far; what is near can be read."""
 
@@ -227,41 +223,28 @@ class _Place:
     nbytes: int
 
 
-def _places(update: Program, memory: FarMemory) -> dict[str, _Place]:
-    """Room in far memory for good; sends say how much each takes, their slots in which order."""
-    sends = {
-        node.args[0]: (node.inputs[0], node.collective.sent_bytes)
-        for node in update.graph.nodes
-        if node.op == f"{FAR_CALLS}send" and node.collective is not None
-    }
-    in_order = [sends[slot] for slot in range(len(sends))]
-    offsets = memory.kept([nbytes for _, nbytes in in_order])
-    return {
-        name: _Place(offset=offset, nbytes=nbytes)
-        for (name, nbytes), offset in zip(in_order, offsets, strict=True)
-    }
+def _is_state(name: str) -> bool:
+    return not name.startswith((WEIGHT, GRADIENT))
 
 
 def _deeds(update: Program) -> Iterator[tuple[str, str]]:
-    """The program's far calls, and one ``update`` for each portion, named for its parameter's first
-    state; for those that are not moved, for none.
+    """The program's far calls, each with the name of what it moves, and one ``update`` for each
+    portion, with the name of its parameter; for those of which nothing is moved, with none.
     """
     nodes = update.graph.by_name
-    current, is_done = "", False
+    owner = owners(update.graph)
+    assert owner is not None
+    moved = {parameter_of(far_name(node)) for node in nodes.values() if node.is_far}
+    done: set[str] = set()
     for line in update.instructions:
         node = nodes[line.node]
-        if not node.is_far:
-            if not is_done:
-                yield "update", current
-            is_done = True
+        if node.is_far:
+            yield node.op.removeprefix(FAR_CALLS).partition("_")[0], far_name(node)
             continue
-        what = node.op.removeprefix(FAR_CALLS)
-        name = node.name if what == "fetched" else node.name.rpartition(".")[0]
-        if what == "fetched" and (not current or parameter_of(current) != parameter_of(name)):
-            current, is_done = name, False
-        if what == "send" and current:
-            current, is_done = "", False
-        yield what, name
+        portion = owner[line.node] if owner[line.node] in moved else ""
+        if portion not in done:
+            yield "update", portion
+        done.add(portion)
 
 
 class _Groups:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from steelyard.core.coding import DECODE, ENCODE
 from steelyard.core.costs import Costs
-from steelyard.core.graph import Graph, Node, OutputKind, Phase, Role
+from steelyard.core.graph import FAR_CALLS, Graph, Node, OutputKind, Role
 from steelyard.core.peak import Holding
 from steelyard.core.program import Instruction, Program, Underway
 
@@ -74,8 +74,8 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
 
 def _what(graph: Graph, instruction: Instruction) -> str:
     node = graph.by_name[instruction.node]
-    if node.is_far and node.phase is Phase.UPDATE:
-        return "optimizer state (fetched)"
+    if node.is_far and node.op in _FETCHES:
+        return f"{_FETCHES[node.op]} (fetched)"
     if node.is_far:
         # Named for the value that comes back.
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} (fetched)"
@@ -85,6 +85,13 @@ def _what(graph: Graph, instruction: Instruction) -> str:
         (encode,) = node.inputs
         return f"{graph.by_name[graph.by_name[encode].inputs[0]].op} (read back)"
     return node.op + (" (again)" if instruction.is_again else "")
+
+
+_FETCHES = {
+    f"{FAR_CALLS}{call}_{kind}": said
+    for call in ("fetch", "fetched")
+    for kind, said in (("weight", "weight"), ("gradient", "gradient"), ("state", "optimizer state"))
+}
 
 
 def _held(program: Program) -> list[tuple[Underway, int]]:

@@ -427,7 +427,7 @@ def rule_in_words(rule: Rule) -> str:
     if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"
     if rule.trade == "offload_state":
-        return f"{rule.trade}: {rule.module} ({rule.count})"
+        return f"{rule.trade}: {rule.op} of {rule.module} ({rule.count})"
     if rule.degree:
         return f"{rule.trade}: {rule.op} in {rule.module or 'the loss'}, {rule.degree} slices"
     return f"{rule.trade}: {rule.op} #{rule.nth} in {rule.module or 'the loss'} ({rule.count})"

@@ -103,7 +103,9 @@ class BoundProgram:
         live: Mapping[str, Any],
         names: Sequence[str],
         shapes: Shapes,
+        far_sink: Callable[[nn.Parameter], Sink | None] = lambda _: None,
     ) -> None:
+        """``far_sink`` says where a gradient goes that does not stay."""
         self.repeats = program.repeats
         counted = program.graph.counted if program.repeats > 1 else ()
         self.counters = [TargetCounter(program.graph, mean) for mean in counted]
@@ -133,7 +135,10 @@ class BoundProgram:
         self._targets: list[tuple[OutputKind, Any, int | None]] = [
             (o.kind, live.get(o.target), slots.get(o.target)) for o in outputs
         ]
-        self._sinks = [_sink(kind, target) for kind, target, _ in self._targets]
+        self._sinks = [
+            far_sink(target) if kind is OutputKind.FAR_GRADIENT else _sink(kind, target)
+            for kind, target, _ in self._targets
+        ]
         self._writes_batch = None in self._sinks
 
     def check_strides(self, leaves: Sequence[Any]) -> None:
@@ -164,7 +169,8 @@ class BoundProgram:
             return self._sinks
         sinks = list(self._sinks)
         for index, (kind, target, slot) in enumerate(self._targets):
-            if kind is OutputKind.GRADIENT and late is not None and _torch.any_hooks([target]):
+            is_gradient = kind in (OutputKind.GRADIENT, OutputKind.FAR_GRADIENT)
+            if is_gradient and late is not None and _torch.any_hooks([target]):
                 sinks[index] = _put_off(target, late)
             elif target is None:
                 assert slot is not None

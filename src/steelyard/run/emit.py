@@ -16,6 +16,7 @@ from steelyard.core.graph import FAR_CALLS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory, Slots
+from steelyard.exchange.tensors import FarTensors
 from steelyard.operators import copy_laid_out
 from steelyard.run.calls import quickest
 
@@ -32,11 +33,16 @@ class Emitted:
 
 
 def emit(
-    program: Program, *, channels: Mapping[str, Channel] = _ALONE, far: FarMemory | None = None
+    program: Program,
+    *,
+    channels: Mapping[str, Channel] = _ALONE,
+    far: FarMemory | None = None,
+    tensors: FarTensors | None = None,
 ) -> Emitted:
-    """``channels`` are the live process groups of the mesh axes that the program speaks over."""
+    """``channels`` are the live process groups of the mesh axes that the program speaks over,
+    ``tensors`` the weights and gradients that lie in far memory."""
     check_channels(program, channels)
-    writer = _Writer(program, channels, _slots(program, far))
+    writer = _Writer(program, channels, _slots(program, far), tensors)
     source = writer.source()
     scope: dict[str, Any] = dict(writer.scope)
     exec(compile(source, "<steelyard program>", "exec"), scope)
@@ -49,7 +55,10 @@ def _slots(program: Program, far: FarMemory | None) -> Slots | None:
     sizes = {
         nodes[i.node].args[0]: c.sent_bytes
         for i in program.instructions
-        if i.sink is None and (c := nodes[i.node].collective) and c.kind is Exchange.SEND
+        if i.sink is None
+        and (c := nodes[i.node].collective)
+        and c.kind is Exchange.SEND
+        and isinstance(nodes[i.node].args[0], int)
     }
     if not sizes:
         return None
@@ -64,11 +73,16 @@ def _slots(program: Program, far: FarMemory | None) -> Slots | None:
 
 class _Writer:
     def __init__(
-        self, program: Program, channels: Mapping[str, Channel], slots: Slots | None
+        self,
+        program: Program,
+        channels: Mapping[str, Channel],
+        slots: Slots | None,
+        tensors: FarTensors | None,
     ) -> None:
         self._program = program
         self._channels = channels
         self._slots = slots
+        self._tensors = tensors
         self._names: dict[str, str] = {}
         self._operators: dict[Callable[..., Any], str] = {}
         self.scope: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
@@ -134,7 +148,9 @@ class _Writer:
     def _far_call(self, node: Node) -> Callable[..., Any] | None:
         if not node.is_far:
             return None
-        bound: Callable[..., Any] = getattr(self._slots, node.op.removeprefix(FAR_CALLS))
+        # What has a place for good is named; what has one for a step has a number.
+        caller = self._tensors if isinstance(node.args[0], str) else self._slots
+        bound: Callable[..., Any] = getattr(caller, node.op.removeprefix(FAR_CALLS))
         return bound
 
     def _name(self, value: str) -> str:

@@ -52,7 +52,8 @@ class LiveStep:
     ``batch`` is one like those to come; of it only shapes and kinds are kept. ``reduction`` says
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
     batch of another shape, or raises; without it such a batch is a Mismatch. ``reads`` is asked
-    before every step. ``states`` is where some of what the optimizer keeps lies between steps.
+    before every step. ``states`` are the weights, gradients and what the optimizer keeps that lie
+    in far memory.
     """
 
     def __init__(
@@ -147,6 +148,8 @@ class LiveStep:
         """All that can be refused, before anything is touched."""
         self._refuse_modes()
         self._watch.check()
+        if self.states is not None:
+            self.states.tensors.put_away()
         if self._optimizer_watch is not None:
             self._optimizer_watch.check()
         leaves = self._layout.leaves(batch)
@@ -218,6 +221,7 @@ class LiveStep:
             live=live_tensors(self.model, constants),
             names=self._layout.names,
             shapes=shapes,
+            far_sink=self.states.tensors.sink if self.states else lambda _: None,
         )
 
     def _accumulate(

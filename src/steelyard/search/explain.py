@@ -16,7 +16,7 @@ from steelyard.core.trade import Left, Offer, Refusal
 from steelyard.search.archive import Point
 from steelyard.search.counted import Counted
 from steelyard.search.explore import Explored, carried, carried_choice
-from steelyard.search.levels import state_bytes
+from steelyard.search.levels import moved_bytes
 from steelyard.search.roads import Way
 from steelyard.search.tally import Tally
 from steelyard.search.variant import Variant
@@ -40,7 +40,7 @@ def taken(
     if variant.streams:
         told.append(_taken_streams(explored, home, point))
     if variant.states:
-        told.append(_taken_states(explored[variant], variant, before=point, point=moving))
+        told += _taken_states(explored[home], variant, before=point, point=moving)
     for trade in ("recompute", "quantise", "offload"):
         modules = _taken_modules(trade, explored[variant], point)
         told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
@@ -78,18 +78,24 @@ def _taken_streams(explored: Mapping[Variant, Explored], variant: Variant, point
     )
 
 
-def _taken_states(explored: Explored, variant: Variant, *, before: Point, point: Point) -> Taken:
-    """Beside the same plan with all of it near."""
-    update = explored.tally.program.update
-    assert update is not None
-    count = sum(rule.count for rule in variant.states)
-    return Taken(
-        trade="offload_state",
-        label=f"of {count} parameter{'s' if count > 1 else ''}, {format_bytes(update.far_bytes)}",
-        rules=variant.states,
-        buys_bytes=before.peak_bytes - point.peak_bytes,
-        pays_seconds=point.seconds - before.seconds,
-    )
+def _taken_states(home: Explored, variant: Variant, *, before: Point, point: Point) -> list[Taken]:
+    """Beside the same plan with all of it near; priced as one, and shared out by bytes."""
+    nbytes = moved_bytes(home.tally.program, variant.states)
+    total = sum(nbytes.values())
+    told = []
+    for what in dict.fromkeys(rule.op for rule in variant.states):
+        rules = tuple(rule for rule in variant.states if rule.op == what)
+        own, count = sum(nbytes[rule] for rule in rules), sum(rule.count for rule in rules)
+        told.append(
+            Taken(
+                trade="offload_state",
+                label=f"{what} of {count} parameter{'s' if count > 1 else ''}, {format_bytes(own)}",
+                rules=rules,
+                buys_bytes=round((before.peak_bytes - point.peak_bytes) * own / total),
+                pays_seconds=(point.seconds - before.seconds) * own / total,
+            )
+        )
+    return told
 
 
 def _carried_to(
@@ -223,11 +229,9 @@ def _why_not_states(
     offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, budget: Budget
 ) -> str | None:
     (rule,) = offer.rules
-    if any(rule.module == taken.module for taken in variant.states):
+    if any((rule.module, rule.op) == (taken.module, taken.op) for taken in variant.states):
         return None
-    update = explored[Variant()].tally.program.update
-    assert update is not None
-    nbytes = state_bytes(update.graph, offer.rules)[rule]
+    nbytes = moved_bytes(explored[Variant()].tally.program, offer.rules)[rule]
     asked = "is not bounded" if budget.memory_bytes is None else "the budget does not ask for"
     return (
         f"would move ~{format_bytes(nbytes)} there and back in each step, and free as much memory, "

@@ -4,7 +4,7 @@ One exploration answers every budget, so that a larger budget is never answered 
 Not for choosing among what was found: see search.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from steelyard.core.costs import Costs
@@ -127,6 +127,13 @@ def restruck(program: Program, costs: Costs, *, known: Explored) -> Explored:
         groups=known.groups,
         trials=trials.made,
     )
+
+
+def few(chain: Sequence[Point], count: int) -> list[Point]:
+    """Some of these plans: the one of least memory, the fastest, others between."""
+    last = len(chain) - 1
+    numbers = dict.fromkeys(last * i // (count - 1) for i in range(count))
+    return [chain[number] for number in numbers]
 
 
 def carried(values: Iterable[str], graph: Graph, to: Tally) -> frozenset[str]:

@@ -3,19 +3,23 @@
 Each level is a step of its own to explore. Not for choosing among them: see search.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from steelyard.core.graph import Graph, path_matches
+from steelyard.core.graph import path_matches
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
-from steelyard.core.updates import states
+from steelyard.core.updates import WEIGHT, parameter_of, states
 
 # Each number of micro-batches is another capture, which takes seconds. What fits in few parts is
 # fastest in the fewest: those are all looked at, and of the others some.
 _COARSEST, _FINER = 5, 3
-# Of the bytes that an optimizer keeps, those moved.
-_SHARES = (0.25, 0.5, 0.75, 1.0)
+_OPTIMIZER, _GRADIENT, _WEIGHT = "optimizer", "gradient", "weight"
+# Of the bytes of each, those moved before all of them are.
+_SHARES: Mapping[str, tuple[float, ...]] = {
+    _OPTIMIZER: (0.25, 0.5, 0.75), _GRADIENT: (), _WEIGHT: (0.5,)
+}  # fmt: skip
+_ALONE = (_GRADIENT, _WEIGHT)
 
 
 def splits(degrees: Sequence[int]) -> tuple[int, ...]:
@@ -37,31 +41,52 @@ def slices(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
     return tuple(dict.fromkeys(((), fewest, most)))
 
 
-def moved_states(update: Program | None, rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
-    """Nothing moved; some of it, the largest first; all; all, with only one parameter's near."""
-    if update is None or not rules:
-        return ((),)
-    nbytes = state_bytes(update.graph, rules)
-    largest_first = sorted(rules, key=lambda rule: (-nbytes[rule], rule))
-    levels: list[tuple[Rule, ...]] = [()]
-    for share in _SHARES:
-        enough, so_far, chosen = share * sum(nbytes.values()), 0, []
-        for rule in largest_first:
-            if so_far < enough:
-                chosen.append(rule)
-                so_far += nbytes[rule]
-        levels.append(tuple(sorted(chosen)))
-    levels.append(tuple(sorted(replace(rule, lead=0) for rule in rules)))
-    return tuple(dict.fromkeys(levels))
+def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+    """What is moved of weights, gradients and what the optimizer keeps, from nothing to all.
+
+    What the optimizer keeps first, some of it, the largest first: it is wanted once a step. Then
+    gradients, then weights, which each pass wants again; each of the two alone as well. At last all
+    with only one parameter's near.
+    """
+    nbytes = moved_bytes(program, rules)
+    by_what: dict[str, list[Rule]] = {}
+    for rule in sorted(rules, key=lambda rule: (-nbytes[rule], rule)):
+        by_what.setdefault(rule.op, []).append(rule)
+    levels: list[Sequence[Rule]] = [()]
+    for what, shares in _SHARES.items():
+        before = levels[-1]
+        own = by_what.get(what, ())
+        levels += [(*before, *_share_of(own, share, nbytes)) for share in shares]
+        levels.append((*before, *own))
+    levels += [by_what.get(what, ()) for what in _ALONE]
+    levels.append([replace(rule, lead=0) for rule in rules])
+    return tuple(dict.fromkeys(tuple(sorted(level)) for level in levels))
 
 
-def state_bytes(update: Graph, rules: Sequence[Rule]) -> dict[Rule, int]:
-    """What the optimizer keeps for the parameters that each rule names."""
-    kept = {
-        parameter: sum(update.by_name[name].outputs[0].nbytes for name in names)
-        for parameter, names in states(update).items()
-    }
+def _share_of(
+    largest_first: Sequence[Rule], share: float, nbytes: Mapping[Rule, int]
+) -> list[Rule]:
+    enough, so_far, chosen = share * sum(nbytes[rule] for rule in largest_first), 0, []
+    for rule in largest_first:
+        if so_far < enough:
+            chosen.append(rule)
+            so_far += nbytes[rule]
+    return chosen
+
+
+def moved_bytes(program: Program, rules: Sequence[Rule]) -> dict[Rule, int]:
+    """What lies far of the parameters that each rule names."""
+    graph, update = program.graph, program.update
+    of: dict[str, dict[str, int]] = {_OPTIMIZER: {}, _GRADIENT: {}, _WEIGHT: {}}
+    for node in graph.inputs():
+        if node.name.startswith(WEIGHT):
+            nbytes = node.outputs[0].nbytes
+            of[_WEIGHT][parameter_of(node.name)] = of[_GRADIENT][parameter_of(node.name)] = nbytes
+    if update is not None:
+        for parameter, names in states(update.graph).items():
+            kept = (update.graph.by_name[name].outputs[0].nbytes for name in names)
+            of[_OPTIMIZER][parameter] = sum(kept)
     return {
-        rule: sum(n for parameter, n in kept.items() if path_matches(parameter, rule.module))
+        rule: sum(n for p, n in of[rule.op].items() if path_matches(p, rule.module))
         for rule in rules
     }

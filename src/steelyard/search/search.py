@@ -23,13 +23,15 @@ from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
 from steelyard.search.explain import refused, taken
-from steelyard.search.explore import Explored, explore, restruck
+from steelyard.search.explore import Explored, explore, few, restruck
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.levels import moved_states, slices, splits
 from steelyard.search.variant import Variant
 
 _POINTS = 16
+# Plans that are looked at again with weights or gradients moved; each is written out whole.
+_MOVED_POINTS = 8
 _RECOMPUTE, _STREAM, _QUANTISE = "recompute", "stream", "quantise"
 _OFFLOAD, _STATE = "offload", "offload_state"
 _PLAIN = Variant()
@@ -79,8 +81,9 @@ class Search:
         rules = [rule for offer in self.offers for rule in offer.rules]
         self._splits = splits([r.degree for r in rules if r.trade != _STREAM and r.degree > 1])
         self._streams = slices([r for r in rules if r.trade == _STREAM])
-        self._states = moved_states(program.update, [r for r in rules if r.trade == _STATE])
+        self._states = moved_states(program, [r for r in rules if r.trade == _STATE])
         self._explored: dict[Variant, Explored] = {}
+        self._written: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
 
     def explored(self, variant: Variant = _PLAIN) -> Explored:
         """The plans of recomputation on this variant of the step."""
@@ -120,7 +123,7 @@ class Search:
             least=predict(self._strike(self._rules(least_variant, least)), self._costs).peak,
             least_within=self._least_within(),
             next_cent=self._next_cent(point, budget),
-            gap=_gap(explored, point, budget),
+            gap=_gap(explored, point, budget, is_moved=variant.moves_in_passes),
         )
 
     def _barred(self, variant: Variant, reason: str) -> tuple[Refusal, ...]:
@@ -293,6 +296,8 @@ class Search:
 
     def _explore(self, variant: Variant) -> Explored:
         program = self._strike(variant.rules)
+        if variant.moves_in_passes:
+            return self._with_moves(variant)
         if variant.states:
             return restruck(program, self._costs, known=self.explored(variant.at_home))
         known = self.explored() if variant != _PLAIN else None
@@ -315,6 +320,31 @@ class Search:
             thorough=variant.parts == 1,
         )
 
+    def _with_moves(self, variant: Variant) -> Explored:
+        """Some plans of the same step with all near, each predicted anew: where weights come and go
+        depends on what else runs."""
+        home = self.explored(variant.at_home)
+        archive = Archive()
+        for again, near in self._written_out(variant.at_home):
+            program = self._trades[_STATE].rewrite(near, variant.states, self._source)
+            if program.far_bytes <= self._costs.far_bytes:
+                nbytes = peak_bytes(program, self._costs)
+                seconds = step_seconds(program, self._costs).value
+                archive.add(Point(peak_bytes=nbytes, seconds=seconds, again=again))
+        return replace(home, chain=tuple(archive), groups=(), trials=len(archive))
+
+    def _written_out(self, home: Variant) -> list[tuple[frozenset[int], Program]]:
+        """A few of its plans, as choices and as programs."""
+        if home not in self._written:
+            explored = self.explored(home)
+            found = []
+            for point in few(explored.chain, _MOVED_POINTS):
+                again = explored.choice(point)
+                own = self._own_rules(explored, replace(point, again=again))
+                found.append((again, self._strike((*home.rules, *own))))
+            self._written[home] = found
+        return self._written[home]
+
     def _offered(self, trade: str, program: Program) -> frozenset[str]:
         """The values that this trade offers something for."""
         if trade not in self._trades:
@@ -330,11 +360,14 @@ class Search:
         return frozenset(v for v in values if spot_of(graph, graph.by_name[v]) in self._lossy)
 
     def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
-        explored = self._explored[variant]
+        return (*variant.rules, *self._own_rules(self._explored[variant], point))
+
+    def _own_rules(self, explored: Explored, point: Point) -> tuple[Rule, ...]:
+        """What is recomputed, kept in 8 bits and moved within the variant."""
         graph = explored.tally.program.graph
         rules = to_rules(graph, explored.values(point), trade=_RECOMPUTE)
         coded = to_rules(graph, explored.coded(point), trade=_QUANTISE)
-        return (*variant.rules, *rules, *coded, *_moving(graph, explored.moved(point)))
+        return (*rules, *coded, *_moving(graph, explored.moved(point)))
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
         trades = tuple(self._trades.values())
@@ -356,14 +389,17 @@ def _rules_of(offers: Sequence[Offer]) -> list[Rule]:
     return sorted({rule for offer in offers for rule in offer.rules})
 
 
-def _gap(explored: Explored, point: Point, budget: Budget) -> Gap | None:
-    """None where no memory is bounded."""
+def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) -> Gap | None:
+    """None where no memory is bounded. With weights or gradients moved, the bound is the step in
+    which nothing is: the tally knows no memory without them."""
     tally = explored.tally
     if budget.memory_bytes is None or not (tally.unit_of or tally.elsewhere()):
         return None
-    least = least_seconds(
-        tally, Cut(tally), limit_bytes=budget.memory_bytes, within_seconds=point.seconds
-    )
+    least = min(tally.plain_seconds, point.seconds)
+    if not is_moved:
+        least = least_seconds(
+            tally, Cut(tally), limit_bytes=budget.memory_bytes, within_seconds=point.seconds
+        )
     return Gap(
         step_seconds=point.seconds,
         least_seconds=least,

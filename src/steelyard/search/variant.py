@@ -11,7 +11,7 @@ from steelyard.core.rules import Rule
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Variant:
     """The batch in ``parts`` micro-batches; ``streams`` are rules for the whole batch, ``states``
-    rules for what the optimizer keeps."""
+    rules for weights, gradients and what the optimizer keeps."""
 
     parts: int = 1
     streams: tuple[Rule, ...] = ()
@@ -27,6 +27,11 @@ class Variant:
     @property
     def at_home(self) -> "Variant":
         return replace(self, states=())
+
+    @property
+    def moves_in_passes(self) -> bool:
+        """Whether more than the update is another: weights or gradients come and go in a pass."""
+        return any(rule.op != "optimizer" for rule in self.states)
 
     @property
     def whole(self) -> "Variant":

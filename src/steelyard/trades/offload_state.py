@@ -1,26 +1,37 @@
-"""Offload state: what an optimizer keeps lies in farther memory between steps.
+"""Offload state: weights, their gradients and what an optimizer keeps lie in farther memory.
 
-ZeRO-Offload's and ZeRO-Infinity's trade (Rajbhandari et al., SC 2021), one parameter after another:
-what is kept for it is fetched, it is updated, what is kept goes back. Strikes only the program's
-update. Not for which parameters: see search/.
+ZeRO-Offload's and ZeRO-Infinity's trade (Rajbhandari et al., SC 2021), of each parameter apart: a
+weight is fetched for the operators that read it, a gradient sent once it is complete; the update
+fetches what it needs of one parameter after another and sends back what it changed. Struck last, so
+that it counts the operators that really run. Not for which parameters: see search/.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.cluster import FAR_IN, FAR_OUT
-from steelyard.core.collective import Collective, Exchange
 from steelyard.core.errors import Mismatch
-from steelyard.core.graph import FAR_CALLS, BlockRun, Graph, Node, Phase, Ref, Role, path_matches
-from steelyard.core.program import Instruction, Program
+from steelyard.core.graph import BlockRun, Graph, Node, OutputKind, Role, path_matches
+from steelyard.core.program import Program
 from steelyard.core.rules import Rule, starred
 from steelyard.core.trade import Offer, Refusal, Source
-from steelyard.core.updates import owners, portions, states
+from steelyard.core.trips import with_gradients_far, with_states_far, with_weights_far
+from steelyard.core.updates import GRADIENT, WEIGHT, owners, states
 
 # Of a parameter; less costs as many calls and buys nothing. A smaller tensor, such as the number of
 # the step, stays where it is.
 _LEAST_BYTES, _LEAST_TENSOR_BYTES = 64 << 10, 1024
+# What of a parameter can be moved, each by rules of its own.
+OPTIMIZER, GRADIENTS, WEIGHTS = "optimizer", "gradient", "weight"
+MOVABLE = (OPTIMIZER, GRADIENTS, WEIGHTS)
+_NOTHING_LARGE = {
+    OPTIMIZER: "the optimizer keeps nothing large",
+    GRADIENTS: "no gradient is large and whole",
+    WEIGHTS: "no weight is large, whole and only read",
+}
+# A weight is read in the middle of a pass: fetching it begins some operators earlier.
+_LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
 
 
 class OffloadState:
@@ -38,25 +49,29 @@ class OffloadState:
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         """One for each parameter, those of equal blocks together."""
-        reason = _why_not(program)
-        if not reason:
-            assert program.update is not None
-            by_pattern: dict[str, int] = {}
-            for parameter in movable(program.update):
-                pattern = _pattern(parameter, program.graph.runs)
-                by_pattern[pattern] = by_pattern.get(pattern, 0) + 1
-            offers = [
-                Offer(
-                    trade=self.name,
-                    label=pattern if count == 1 else f"{pattern} ({count})",
-                    rules=(Rule(trade=self.name, module=pattern, count=count, lead=1),),
-                )
-                for pattern, count in by_pattern.items()
-            ]
-            if offers:
-                return tuple(offers), ()
-            reason = "the optimizer keeps nothing large"
-        return (), (Refusal(trade=self.name, label="everything", reason=reason),)
+        offers = {what: self._offers(program, what) for what in MOVABLE}
+        refusals = tuple(
+            Refusal(trade=self.name, label=what, reason=_why_not(program) or _NOTHING_LARGE[what])
+            for what, found in offers.items()
+            if not found
+        )
+        return tuple(offer for found in offers.values() for offer in found), refusals
+
+    def _offers(self, program: Program, what: str) -> list[Offer]:
+        by_pattern: dict[str, int] = {}
+        for parameter in movable(program, what):
+            pattern = _pattern(parameter, program.graph.runs)
+            by_pattern[pattern] = by_pattern.get(pattern, 0) + 1
+        return [
+            Offer(
+                trade=self.name,
+                label=f"{what} of {pattern}{f' ({count})' if count > 1 else ''}",
+                rules=(
+                    Rule(trade=self.name, module=pattern, op=what, count=count, lead=_LEADS[what]),
+                ),
+            )
+            for pattern, count in by_pattern.items()
+        ]
 
     def rewrite(
         self,
@@ -66,24 +81,45 @@ class OffloadState:
     ) -> Program:
         if not rules:
             return program
-        if reason := _why_not(program):
-            raise Mismatch(
-                f"the plan moves what the optimizer keeps, and {reason}",
-                expected="the optimizer that was planned with, or one like it",
-                remedy="take the offload_state rules out of the plan, or plan again",
+        leads = {
+            what: _leads(
+                movable(program, what, least_bytes=1), [r for r in rules if r.op == what], program
             )
-        assert program.update is not None
-        leads = _leads(movable(program.update, least_bytes=1), rules)
-        return replace(program, update=with_states_far(program.update, leads))
+            for what in MOVABLE
+        }
+        program = _with_update(program, leads)
+        program = with_weights_far(program, leads[WEIGHTS])
+        return with_gradients_far(program, leads[GRADIENTS])
+
+
+def _with_update(program: Program, leads: Mapping[str, Mapping[str, int]]) -> Program:
+    """What is far between steps comes near for the update."""
+    update = program.update
+    if update is None:
+        return program
+    kept = states(update.graph)
+    moved: dict[str, tuple[str, ...]] = {}
+    for parameter in _trained(program):
+        names = (
+            *([WEIGHT + parameter] if parameter in leads[WEIGHTS] else ()),
+            *([GRADIENT + parameter] if parameter in leads[GRADIENTS] else ()),
+            *(_large(update.graph, kept[parameter]) if parameter in leads[OPTIMIZER] else ()),
+        )
+        if names:
+            moved[parameter] = names
+    if not moved:
+        return program
+    ahead = {p: max(given.get(p, 0) for given in leads.values()) for p in moved}
+    return replace(program, update=with_states_far(update, moved, ahead))
 
 
 def _why_not(program: Program) -> str:
-    """Why nothing that an optimizer keeps can be moved; empty where something may be."""
+    """Why nothing that is updated can be moved; empty where something may be."""
     update = program.update
-    if update is None:
-        return "there is no optimizer in the plan"
     if program.graph.decomposition.startswith("inductor"):
         return "far memory is used by the runner python alone"
+    if update is None:
+        return "there is no optimizer in the plan"
     if update.undivided:
         return update.undivided
     if owners(update.graph) is None:
@@ -91,26 +127,93 @@ def _why_not(program: Program) -> str:
     return ""
 
 
-def movable(update: Program, *, least_bytes: int = _LEAST_BYTES) -> dict[str, tuple[str, ...]]:
-    """Of each parameter whose state could leave, the names of what is kept for it that would."""
+def _trained(program: Program) -> list[str]:
+    """The parameters that the update changes, in its order."""
+    assert program.update is not None
+    names = (node.name for node in program.update.graph.inputs())
+    return [name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)]
+
+
+def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> dict[str, int]:
+    """The parameters of which this could be moved, in the order of the step, and its bytes."""
+    reason = _why_not(program)
+    if what == WEIGHTS:
+        found = _weights(program, is_updated=not reason)
+    elif reason:
+        found = {}
+    else:
+        found = _gradients(program) if what == GRADIENTS else _kept(program)
+    return {parameter: nbytes for parameter, nbytes in found.items() if nbytes >= least_bytes}
+
+
+def _weights(program: Program, *, is_updated: bool) -> dict[str, int]:
+    """Those that lie alone, are only read, and of which nothing leaves the step."""
+    graph = program.graph
+    if graph.decomposition.startswith("inductor"):
+        return {}
+    changing = {o.target for o in graph.outputs if o.kind is OutputKind.UPDATE}
+    if not is_updated:
+        changing |= {o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT}
+        changing |= {WEIGHT + parameter for parameter in graph.unused}
+    stay = graph.written | {s for o in graph.outputs for s in graph.storages_of(o.node)}
+    return {
+        node.name.removeprefix(WEIGHT): node.outputs[0].nbytes
+        for node in _alone(graph)
+        if node.name.startswith(WEIGHT)
+        and node.name not in changing
+        and node.outputs[0].storage not in stay
+    }
+
+
+def _gradients(program: Program) -> dict[str, int]:
+    """Those that are made whole, and leave the step as nothing else."""
+    graph, trained = program.graph, set(_trained(program))
+    leaving = Counter(s for o in graph.outputs for s in graph.storages_of(o.node))
     found = {}
-    for parameter, names in states(update.graph).items():
-        large = tuple(n for n in names if _nbytes(update.graph, n) >= _LEAST_TENSOR_BYTES)
-        whole = all(_fills(update.graph, name) for name in large)
-        if whole and sum(_nbytes(update.graph, name) for name in large) >= least_bytes:
-            found[parameter] = large
+    for output in graph.outputs:
+        parameter = output.target.removeprefix(WEIGHT)
+        (tensor, *others) = graph.by_name[output.node].outputs
+        storage = graph.storages[tensor.storage]
+        is_whole = tensor.nbytes == storage.nbytes and not tensor.pending and not others
+        if (
+            output.kind is OutputKind.GRADIENT
+            and parameter in trained
+            and is_whole
+            and storage.role is Role.ACTIVATION
+            and leaving[tensor.storage] == 1
+        ):
+            found[parameter] = tensor.nbytes
     return found
+
+
+def _kept(program: Program) -> dict[str, int]:
+    """What the optimizer keeps, where each large tensor lies alone."""
+    assert program.update is not None
+    update = program.update.graph
+    alone = {node.name for node in _alone(update)}
+    return {
+        parameter: sum(_nbytes(update, name) for name in _large(update, names))
+        for parameter, names in states(update).items()
+        if alone.issuperset(_large(update, names))
+    }
+
+
+def _large(update: Graph, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(n for n in names if _nbytes(update, n) >= _LEAST_TENSOR_BYTES)
 
 
 def _nbytes(graph: Graph, name: str) -> int:
     return graph.by_name[name].outputs[0].nbytes
 
 
-def _fills(graph: Graph, name: str) -> bool:
-    """Whether it is all that lies on its storage, and lies there alone."""
-    (tensor,) = graph.by_name[name].outputs
-    others = [n for n in graph.inputs() if n.outputs[0].storage == tensor.storage]
-    return len(others) == 1 and tensor.nbytes == graph.storages[tensor.storage].nbytes
+def _alone(graph: Graph) -> Iterator[Node]:
+    """Inputs that fill their storage, and are all that lies there."""
+    on = Counter(t.storage for node in graph.inputs() for t in node.outputs)
+    for node in graph.inputs():
+        if len(node.outputs) == 1:
+            (tensor,) = node.outputs
+            if on[tensor.storage] == 1 and tensor.nbytes == graph.storages[tensor.storage].nbytes:
+                yield node
 
 
 def _pattern(parameter: str, runs: Sequence[BlockRun]) -> str:
@@ -118,120 +221,24 @@ def _pattern(parameter: str, runs: Sequence[BlockRun]) -> str:
     return next((p for p in patterns if p is not None), parameter)
 
 
-def _leads(able: Mapping[str, object], rules: Sequence[Rule]) -> dict[str, int]:
+def _leads(able: Mapping[str, int], rules: Sequence[Rule], program: Program) -> dict[str, int]:
     """Each parameter that the rules name, in the order of the step, and its lead."""
     leads: dict[str, int] = {}
     for rule in rules:
         named = [p for p in able if path_matches(p, rule.module)]
         if len(named) != rule.count:
+            reason = _why_not(program)
             raise Mismatch(
-                f"offload_state rule for {rule.module} matches {len(named)} parameters of which "
-                "the optimizer keeps something",
+                f"offload_state rule for {rule.op} of {rule.module} matches {len(named)} "
+                f"parameters of which it can be moved{f': {reason}' if reason else ''}",
                 expected=f"{rule.count}, as the plan says",
                 remedy="plan again for this model, or edit parameter or count of that rule",
             )
         if twice := next((p for p in named if p in leads), None):
             raise Mismatch(
-                f"two offload_state rules name {twice}",
+                f"two offload_state rules name {rule.op} of {twice}",
                 expected="each parameter in one rule",
                 remedy="take one of them out of the plan, or plan again",
             )
         leads |= dict.fromkeys(named, rule.lead)
     return {parameter: leads[parameter] for parameter in able if parameter in leads}
-
-
-def with_states_far(update: Program, leads: Mapping[str, int]) -> Program:
-    """One parameter after another: fetch, update, send.
-
-    ``leads``: so many parameters earlier fetching begins, and so many later what was sent is let
-    go.
-    """
-    graph, owner = update.graph, owners(update.graph)
-    assert owner is not None
-    large = movable(update, least_bytes=1)
-    trips = _Trips.of(graph, [name for parameter in leads for name in large[parameter]])
-    groups = list(portions(update, owner, leads))
-    moved = [portion for portion, _ in groups if portion]
-    lines: list[Instruction] = []
-    for place, (portion, own) in enumerate(groups):
-        for later, parameter in enumerate(moved):
-            if max(0, later - leads[parameter]) == place:
-                lines += [trips.line("fetch", name) for name in large[parameter]]
-        if portion:
-            lines += [trips.line("fetched", name) for name in large[portion]]
-        lines += own
-        if portion:
-            lines += [trips.line("send", name) for name in large[portion]]
-        for earlier, parameter in enumerate(moved):
-            if min(earlier + leads[parameter], len(moved) - 1) == place:
-                lines += [trips.line("sent", name) for name in large[parameter]]
-    result = replace(update, graph=trips.graph(), instructions=tuple(lines))
-    assert not result.problems(), result.problems()
-    return result
-
-
-class _Trips:
-    """The four calls by which each of these states comes and goes. What is fetched has the name
-    that the state had, so that whatever reads it need not change."""
-
-    def __init__(self, graph: Graph, nodes: Mapping[tuple[str, str], Node]) -> None:
-        self._graph = graph
-        self._nodes = nodes
-
-    @classmethod
-    def of(cls, graph: Graph, names: Sequence[str]) -> "_Trips":
-        nodes: dict[tuple[str, str], Node] = {}
-        for slot, name in enumerate(names):
-            (tensor,) = graph.by_name[name].outputs
-
-            def call(what: str, called: str, *reads: str, slot: int = slot) -> Node:
-                return Node(
-                    name=called,
-                    op=f"{FAR_CALLS}{what}",
-                    args=(slot, *(Ref(i) for i in reads)),
-                    inputs=reads,
-                    phase=Phase.UPDATE,
-                    path="optimizer",
-                    signature=f"{FAR_CALLS}{what}",
-                )
-
-            def over(axis: str, kind: Exchange, nbytes: int = tensor.nbytes) -> Collective:
-                return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
-
-            fetch = replace(
-                call("fetch", f"{name}.fetch"),
-                outputs=(tensor,),
-                collective=over(FAR_IN, Exchange.FETCH),
-            )
-            send = replace(
-                call("send", f"{name}.send", name), collective=over(FAR_OUT, Exchange.SEND)
-            )
-            nodes["fetch", name] = fetch
-            nodes["fetched", name] = replace(
-                call("fetched", name, fetch.name), outputs=(tensor,), waits_for=fetch.name
-            )
-            nodes["send", name] = send
-            nodes["sent", name] = replace(
-                call("sent", f"{name}.sent", send.name, name), waits_for=send.name
-            )
-        return cls(graph, nodes)
-
-    def line(self, what: str, name: str) -> Instruction:
-        node = self._nodes[what, name]
-        return Instruction(node=node.name, value=node.name, inputs=node.inputs, phase=Phase.UPDATE)
-
-    def graph(self) -> Graph:
-        """With what is moved no longer there from the start."""
-        moved = {name for _, name in self._nodes}
-        gone = {t.storage for name in moved for t in self._graph.by_name[name].outputs}
-        first = [n for (what, _), n in self._nodes.items() if what in ("fetch", "fetched")]
-        last = [n for (what, _), n in self._nodes.items() if what in ("send", "sent")]
-        rest = (n for n in self._graph.nodes if n.name not in moved)
-        return replace(
-            self._graph,
-            nodes=(*first, *rest, *last),
-            storages=tuple(
-                replace(s, role=Role.ACTIVATION) if number in gone else s
-                for number, s in enumerate(self._graph.storages)
-            ),
-        )

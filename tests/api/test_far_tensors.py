@@ -1,0 +1,358 @@
+"""Weights and gradients in far memory: the same bits, the bytes that were said, always live."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import steelyard as sy
+from steelyard.api import pricing
+from steelyard.api.live import resident_bytes
+from steelyard.capture.optimizer import capture_update
+from steelyard.core.errors import Mismatch
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.waiting import waiting
+from steelyard.exchange.far import FarMemory
+from steelyard.exchange.states import FarStates
+from steelyard.run.emit import emit
+from steelyard.run.step import LiveStep
+from steelyard.trades.offload import with_transfers
+from steelyard.trades.offload_state import MOVABLE, OffloadState, movable
+from steelyard.trades.recompute import recomputable, with_copies
+from tests import zoo
+from tests.api.test_far_states import (
+    ADAM,
+    LAYERS,
+    MIB,
+    Wide,
+    assert_same_state,
+    assert_same_weights,
+    loss,
+    made,
+    optimizer_of,
+    pair,
+    plan,
+    told,
+)
+from tests.run.live import captured
+from tests.search.graphs import Whole
+
+pytestmark = pytest.mark.xdist_group("states")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
+        # No test here is about how well times are known.
+        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> sy.Far:
+    return sy.Far(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+
+
+@pytest.fixture(scope="module")
+def adam(far: sy.Far) -> sy.Planned:
+    return plan(ADAM, far)
+
+
+def rules(*whats: str, lead: int = 1) -> tuple[Rule, ...]:
+    layers = Rule(trade="offload_state", module="layers.*.weight", count=LAYERS, lead=lead)
+    tall = Rule(trade="offload_state", module="tall.weight", count=1, lead=lead)
+    return tuple(replace(rule, op=what) for what in whats for rule in (layers, tall))
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2, 5])
+@pytest.mark.parametrize("whats", [("weight",), ("gradient",), ("gradient", "weight"), MOVABLE])
+def test_the_same_bits_in_the_bytes_that_were_said(
+    whats: Sequence[str], lead: int, adam: sy.Planned
+) -> None:
+    chosen = rules(*whats, lead=lead)
+    ours, theirs, x = pair(adam, chosen)
+    for _ in range(4):
+        assert torch.equal(ours(x), theirs(x))
+    assert_same_weights(ours, theirs)
+    for a, b in zip(ours.live.model.parameters(), theirs.live.model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad)
+    said = told(adam, chosen).predicted.memory_bytes.value
+    measured = ours.receipt().measured.memory_bytes
+    assert measured is not None
+    # The loss of the step before, of which torch keeps the tangent.
+    assert abs(said - measured) <= 4
+    if lead < 5:
+        assert said < adam.predicted.memory_bytes.value
+    ours.live.zero_grad()
+    theirs.live.zero_grad()
+    weights = (LAYERS * 256 + 900) * 256 * 4
+    gone = sum({"weight": 1, "gradient": 0, "optimizer": 2}[what] for what in whats)
+    assert resident_bytes(ours.live) == resident_bytes(theirs.live) - gone * weights
+    assert_same_state(optimizer_of(ours), optimizer_of(theirs))
+
+
+def test_micro_batches_add_to_what_was_sent(adam: sy.Planned) -> None:
+    split = Rule(trade="accumulate", degree=2)
+    ours, x = made()
+    theirs = copy.deepcopy(ours)
+    planned = told(adam, (split, *rules(*MOVABLE)))
+    a = planned.apply(ours)
+    b = told(adam, (split,)).apply(theirs)
+    for _ in range(3):
+        assert torch.equal(a(x), b(x))
+    assert_same_weights(a, b)
+    measured = a.receipt().measured.memory_bytes
+    assert measured is not None
+    assert abs(planned.predicted.memory_bytes.value - measured) <= 4
+
+
+# Of each kind something: dropout, buffers that change, tied weights, a weight used twice, hooks
+# that read, weights that are views, no gradient at all.
+MODELS = ("mlp", "gpt", "gpt_sdpa", "lstm", "resnet_bn", "moe", "edge_tied_module",
+          "edge_tied_transposed", "edge_frozen_block", "edge_where_masked")  # fmt: skip
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", [c.name for c in zoo.CASES if c.name in MODELS])
+def test_with_copies_and_transfers_at_random_every_model_trains_the_same(
+    name: str, parts: int, tmp_path: Path
+) -> None:
+    case, rng = zoo.case(name), random.Random(name)
+    model, criterion, batch = case.make()
+    twin = copy.deepcopy(model)
+    before, constants, reads = captured(model, criterion, batch, micro_batches=parts)
+    without = frozenset(before.graph.unused)
+    before = replace(before, update=capture_update(model, ADAM, without_gradient=without))
+    memory = FarMemory(sy.Far(tmp_path, rate="4 GB/s", size="1 GiB"))
+    program = _at_random(before, rng)
+    optimizer = ADAM(p for p in model.parameters() if p.requires_grad)
+    named = dict(model.named_parameters())
+    states = FarStates(optimizer, program, parameters=named, memory=memory)
+    ours = LiveStep(
+        model, program, constants=constants, batch=batch, optimizer=optimizer, states=states,
+        runner=partial(emit, far=memory, tensors=states.tensors), reads=reads,
+    )  # fmt: skip
+    plain, constants, reads = captured(twin, criterion, batch, micro_batches=parts)
+    theirs = LiveStep(
+        twin, plain, constants=constants, batch=batch, reads=reads,
+        optimizer=ADAM(p for p in twin.parameters() if p.requires_grad),
+    )  # fmt: skip
+    for given in case.batches(3):
+        torch.manual_seed(1)
+        a = ours(given)
+        torch.manual_seed(1)
+        assert _is_same(a, theirs(given))
+    for (key, a), b in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert _is_same(a, b), key
+    memory.close()
+
+
+def _at_random(before: Program, rng: random.Random) -> Program:
+    again = [v for v in sorted(recomputable(before.graph)) if rng.random() < 0.3]
+    copied = with_copies(before, again)
+    able = sorted(waiting(copied) - {i.node for i in copied.again})
+    times = {v: (rng.randrange(4), rng.randrange(4)) for v in able if rng.random() < 0.3}
+    moving = with_transfers(copied, times)
+    found = [
+        Rule(trade="offload_state", op=what, module=name, lead=rng.randrange(4))
+        for what in MOVABLE
+        for name in movable(moving, what, least_bytes=1)
+    ]
+    assert {rule.op for rule in found} >= {"gradient", "weight"}
+    chosen = [rule for rule in found if rng.random() < 0.8]
+    program = OffloadState().rewrite(moving, chosen, Whole(before.graph))
+    assert program.problems() == []
+    assert program.graph.fingerprint == before.graph.fingerprint
+    assert program.flops == copied.flops
+    return program
+
+
+def test_it_is_read_and_written_between_steps_as_ever(adam: sy.Planned) -> None:
+    ours, theirs, x = pair(adam, rules(*MOVABLE))
+    kept = {}
+    for step in (ours, theirs):
+        model = step.live.model
+        tall, first = model.get_parameter("tall.weight"), model.get_parameter("layers.0.weight")
+        step(x)
+        kept[step] = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            tall.mul_(0.5)
+            first.data = first.data + 1.0  # other memory: what lies far is as it was before
+        step(x)
+        assert model(x).shape == (2, 900)
+        model.load_state_dict(kept[step])
+        step(x)
+    for name, value in kept[theirs].items():
+        assert torch.equal(kept[ours][name], value)
+    assert_same_weights(ours, theirs)
+
+
+def test_a_loop_of_ones_own_clips_adds_up_and_reads_gradients(adam: sy.Planned) -> None:
+    ours, theirs, x = pair(adam, rules(*MOVABLE))
+    norms = []
+    for step in (ours, theirs):
+        for _ in range(3):
+            step.live.zero_grad()
+            step.backward(x)
+            step.backward(2 * x)
+            weights = step.live.model.parameters()
+            norms.append(torch.nn.utils.clip_grad_norm_(weights, 1e-3))
+            optimizer_of(step).step()
+    assert norms[:3] == norms[3:]
+    assert_same_weights(ours, theirs)
+
+
+def test_gradients_of_ones_own_are_added_to_where_they_are(adam: sy.Planned) -> None:
+    ours, theirs, x = pair(adam, rules("gradient"))
+    for step in (ours, theirs):
+        tall = step.live.model.get_parameter("tall.weight")
+        tall.grad = torch.ones_like(tall)
+        step.backward(x)
+        optimizer_of(step).step()
+    assert_same_weights(ours, theirs)
+
+
+def test_hooks_of_parameters_run_and_change_what_they_change(adam: sy.Planned) -> None:
+    ours, theirs, x = pair(adam, rules(*MOVABLE))
+    seen: list[str] = []
+    for step in (ours, theirs):
+        tall = step.live.model.get_parameter("tall.weight")
+        tall.register_hook(lambda g: g * 2)
+        tall.register_post_accumulate_grad_hook(lambda p: seen.append(str(p.grad.shape)))
+        for _ in range(2):
+            step(x)
+    assert seen == [seen[0]] * 4
+    assert_same_weights(ours, theirs)
+
+
+def test_frozen_weights_need_no_optimizer(far: sy.Far) -> None:
+    model, x = made()
+    assert isinstance(model, Wide)
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    planned = sy.plan(model, loss, x, cluster=sy.Cluster.here(far=far))
+    frozen = Rule(trade="offload_state", op="weight", module="layers.*.weight", count=LAYERS)
+    trained = Rule(trade="offload_state", op="weight", module="tall.weight")
+    assert "would move" in planned.why_not("offload_state")
+    with pytest.raises(Mismatch, match="no optimizer"):
+        told(planned, (trained,))
+    fitting = told(planned, (frozen,))
+    step, plain = fitting.apply(model), planned.what_if().apply(twin)
+    for _ in range(2):
+        assert torch.equal(step.backward(x), plain.backward(x))
+    assert_same_gradients(model, twin)
+    assert fitting.predicted.memory_bytes.value < planned.predicted.memory_bytes.value
+    # Once a step and weight there and back: nothing of it is ever sent.
+    assert step.far is not None
+    passes = {i.node for i in look_at(fitting).instructions if i.node.endswith(".send")}
+    assert passes == set()
+
+
+def look_at(planned: sy.Planned) -> Program:
+    return planned._look.struck(planned.plan.decisions.rules)
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad), name
+
+
+def test_it_is_chosen_where_moving_what_the_optimizer_keeps_is_not_enough(
+    adam: sy.Planned, tmp_path: Path
+) -> None:
+    least = adam.what_if(memory=10 * MIB)
+    whats = {rule.op for rule in least.plan.decisions.rules if rule.trade == "offload_state"}
+    assert whats == set(MOVABLE)
+    told_of = [t for t in least.plan.taken if t.trade == "offload_state"]
+    assert {t.label.split()[0] for t in told_of} == set(MOVABLE)
+    assert all(t.buys_bytes > 0 and t.pays_seconds > 0 for t in told_of)
+    path = tmp_path / "a.plan.toml"
+    least.save(path)
+    assert 'what = "gradient"' in path.read_text()
+    model, x = made()
+    again = sy.load(path, model, loss, x, optimizer=ADAM)
+    assert again.plan.decisions.rules == least.plan.decisions.rules
+    assert again.predicted.memory_bytes.value == least.predicted.memory_bytes.value <= 10 * MIB
+    step = again.apply(model)
+    for _ in range(3):
+        step(x)
+    assert step.receipt().measured.memory_bytes <= 10 * MIB
+
+
+def test_a_plan_of_before_moves_what_the_optimizer_keeps(adam: sy.Planned, tmp_path: Path) -> None:
+    path = tmp_path / "a.plan.toml"
+    told(adam, rules("optimizer")).save(path)
+    path.write_text(path.read_text().replace('what = "optimizer"\n', ""))
+    model, x = made()
+    assert sy.load(path, model, loss, x, optimizer=ADAM).plan.decisions.rules == rules("optimizer")
+
+
+def test_the_model_outlives_its_step(adam: sy.Planned) -> None:
+    ours, theirs, x = pair(adam, rules(*MOVABLE))
+    for step in (ours, theirs):
+        step(x)
+    model = ours.live.model
+    assert ours.far is not None
+    ours.far.close()
+    del ours
+    for a, b in zip(model.parameters(), theirs.live.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(model(x), theirs.live.model(x))
+
+
+def test_a_disk_that_fails_is_named(adam: sy.Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    ours, _, x = pair(adam, rules("weight"))
+    ours(x)
+
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(sy.SteelyardError, match="Input/output error"):
+        ours(x)
+
+
+def test_no_page_of_what_a_step_moved_stays_in_memory(adam: sy.Planned) -> None:
+    """It goes past the page cache: only who reads a weight between steps brings it there."""
+    ours, _, x = pair(adam, rules(*MOVABLE))
+    for _ in range(2):
+        ours(x)
+    assert ours.far is not None
+    assert cached_bytes(ours.far) == 0
+    tall = ours.live.model.get_parameter("tall.weight")
+    tall.detach().sum()
+    assert cached_bytes(ours.far) >= tall.nbytes
+
+
+def cached_bytes(memory: FarMemory) -> int:
+    """How much of its file the system holds in memory, by mincore."""
+    import ctypes
+    import mmap
+    import os
+
+    size = os.fstat(memory._file).st_size
+    pages = mmap.mmap(memory._file, size)
+    found = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found) == 0
+    return sum(page & 1 for page in found) * mmap.PAGESIZE
