@@ -21,6 +21,8 @@ from steelyard.core.explanation import read_plan
 from steelyard.core.rules import Rule
 from steelyard.report.json import to_json
 from steelyard.report.tree import tree_of
+from steelyard.trades.offload_state import MOVABLE, movable
+from steelyard.trades.quantise import Quantise
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
@@ -357,6 +359,29 @@ def test_far_memory_and_8_bits_are_chosen_together(tight: int, tmp_path: Path) -
     assert [float(step(x)) for _ in range(3)][-1] > 0
     measured = step.receipt().measured.memory_bytes
     assert measured == pytest.approx(both.predicted.memory_bytes.value, rel=0.01)
+
+
+def test_a_probe_holds_weights_where_the_plan_does(tight: int, tmp_path: Path) -> None:
+    model, x = made()
+    far = sy.Far(tmp_path, rate="1 GB/s", size="1 GiB")
+    planned = sy.plan(
+        model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far),
+        budget=sy.Budget(memory=tight + 2 * MIB, accuracy_loss="1%"),
+    )  # fmt: skip
+    look = planned._look
+    coded = tuple(r for r in planned.plan.decisions.rules if r.trade == "quantise")
+    if not coded:
+        offers, _ = Quantise().offers(look.base, look.source)
+        coded = tuple(rule for offer in offers for rule in offer.rules)[:1]
+    moved = tuple(
+        Rule(trade="offload_state", op=what, module=name, lead=1)
+        for what in MOVABLE
+        for name in movable(look.base, what)
+    )
+    assert {rule.op for rule in moved} == set(MOVABLE)
+    near = look.lossy.drift_of(coded, look.struck(coded))
+    away = look.lossy.drift_of((*coded, *moved), look.struck((*coded, *moved)))
+    assert near == away
 
 
 def test_a_transformers_model_keeps_its_values_in_8_bits() -> None:

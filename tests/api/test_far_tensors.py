@@ -23,7 +23,10 @@ from steelyard.core.rules import Rule
 from steelyard.core.waiting import waiting
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
+from steelyard.run import checkpoint
+from steelyard.run.checkpoint import Position
 from steelyard.run.emit import emit
+from steelyard.run.randomness import random_state
 from steelyard.run.step import LiveStep
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.offload_state import MOVABLE, OffloadState, movable
@@ -329,6 +332,64 @@ def test_a_disk_that_fails_is_named(adam: sy.Planned, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(sy.SteelyardError, match="Input/output error"):
         ours(x)
+
+
+def test_what_an_update_left_half_done_is_not_taken_for_news(
+    adam: sy.Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next update begins anew: nothing that was on its way then arrives in it."""
+    ours, theirs, x = pair(adam, rules(*MOVABLE, lead=2))
+    for step in (ours, theirs):
+        step(x)
+    optimizer = optimizer_of(ours)
+    assert ours.live.states is not None
+    raw = ours.live.states._raw
+    calls = iter([False] * 3 + [True] + [False] * 1000)
+
+    def failing(given: torch.optim.Optimizer) -> object:
+        if next(calls):
+            raise RuntimeError("the plug was pulled")
+        return raw(given)
+
+    monkeypatch.setattr(ours.live.states, "_raw", failing)
+    with pytest.raises(RuntimeError, match="plug"):
+        ours(x)
+    # As it was before that step, from the twin: a checkpoint, say.
+    ours.live.model.load_state_dict(theirs.live.model.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(optimizer_of(theirs).state_dict()))
+    for _ in range(2):
+        assert torch.equal(ours(x), theirs(x))
+    assert_same_weights(ours, theirs)
+    assert_same_state(optimizer, optimizer_of(theirs))
+
+
+def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
+    adam: sy.Planned, tmp_path: Path
+) -> None:
+    ours, theirs, x = pair(adam, rules(*MOVABLE))
+    now = random_state({})
+    position = Position(step=1, epoch=0, taken=0, now=now, began=now)
+    for step, name in ((ours, "ours"), (theirs, "theirs")):
+        step(x)
+        (tmp_path / name).mkdir()
+        with step.live.states_near():
+            checkpoint.save(
+                tmp_path / name, model=step.live.model, optimizer=step.optimizer,
+                position=position, plan="",
+            )  # fmt: skip
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    for _ in range(2):
+        ours(x)
+    near = resident_bytes(ours.live)
+    with ours.live.states_loading() as empty_for:
+        checkpoint.load(
+            tmp_path / "ours", model=ours.live.model, optimizer=ours.optimizer, empty_for=empty_for
+        )
+    assert resident_bytes(ours.live) == near
+    for step in (ours, theirs):
+        step(x)
+    assert_same_weights(ours, theirs)
 
 
 def test_no_page_of_what_a_step_moved_stays_in_memory(adam: sy.Planned) -> None:

@@ -125,12 +125,11 @@ class Look:
 
     def recomputed(self, rules: Sequence[Rule]) -> Program:
         """The program after these rules, with all computed again that can be."""
-        program = self.struck(rules)
+        program = self.struck([rule for rule in rules if rule.trade != "offload_state"])
         (trade,) = (trade for trade in TRADES if trade.name == "recompute")
         offers, _ = trade.offers(program, self._priced_source)
         values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
-        again = to_rules(program.graph, values, trade=trade.name)
-        return trade.rewrite(program, again, self._priced_source)
+        return self.struck((*rules, *to_rules(program.graph, values, trade=trade.name)))
 
     def far_for(self, rules: Sequence[Rule]) -> Far | None:
         """The far memory that these rules move values to."""

@@ -23,6 +23,7 @@ from steelyard.core.graph import Node, Output, OutputKind, Phase, Ref, Role, Sto
 from steelyard.core.program import Instruction, Program
 from steelyard.core.waiting import first_late
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.states import FarStates
 from steelyard.run.bind import BatchLayout, BoundProgram, live_tensors, shapes_of
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
@@ -136,15 +137,20 @@ def _losses(
     captured = source.captured(micro_batches=program.repeats)
     twin = _twin(source.model)
     batch = _torch.tree_map(_own, source.batch)
-    moves = any(node.is_far for node in program.graph.nodes)
+    memory = FarMemory(far) if far is not None and program.is_moving else None
+    own, states = optimizer(twin.parameters()), None
+    if memory is not None and program.far_rooms:
+        named = dict(twin.named_parameters())
+        states = FarStates(own, program, parameters=named, memory=memory)
     step = LiveStep(
         twin,
         program,
         constants={name: _own(tensor) for name, tensor in captured.constants.items()},
         batch=batch,
-        optimizer=optimizer(twin.parameters()),
+        optimizer=own,
+        states=states,
         reduction=source.reduction().value if program.repeats > 1 else "mean",
-        runner=partial(emit, far=FarMemory(far) if far is not None and moves else None),
+        runner=partial(emit, far=memory, tensors=states.tensors if states else None),
         reads=captured.reads,
     )
     with torch.random.fork_rng(devices=[]):

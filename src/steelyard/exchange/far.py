@@ -61,7 +61,7 @@ class FarMemory:
 
     def kept(self, sizes: Sequence[int]) -> list[int]:
         """Offsets of room that nothing else is given from then on; before any program's."""
-        offsets = self._offsets(sizes)
+        offsets = self._offsets(sizes) if sizes else []
         self._kept += sum(map(far_room, sizes))
         return offsets
 

@@ -80,6 +80,9 @@ class FarStates:
                 expected="optimizer.step() without one",
                 remedy="compute the loss before, or plan without far memory",
             )
+        self.tensors.begin()
+        self._arriving.clear()
+        self._leaving.clear()
         groups = _Groups(optimizer)
         with groups.put_back():
             for what, name in self._deeds:

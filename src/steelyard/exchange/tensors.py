@@ -80,6 +80,12 @@ class FarTensors:
         }  # fmt: skip
         self.put_away()
 
+    def begin(self) -> None:
+        """Before a step or an update: nothing is left under way by one that failed."""
+        for unfinished in (self._arriving, self._leaving, self._taken, self._near):
+            unfinished.clear()
+        self.put_away()
+
     def put_away(self) -> None:
         """Weights that were given other memory meanwhile, as at first all were."""
         for home in self._weights:

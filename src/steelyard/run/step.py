@@ -149,7 +149,7 @@ class LiveStep:
         self._refuse_modes()
         self._watch.check()
         if self.states is not None:
-            self.states.tensors.put_away()
+            self.states.tensors.begin()
         if self._optimizer_watch is not None:
             self._optimizer_watch.check()
         leaves = self._layout.leaves(batch)
