@@ -19,7 +19,7 @@ from steelyard.api.live import resident_bytes
 from steelyard.capture.optimizer import capture_update
 from steelyard.core.errors import Mismatch
 from steelyard.core.program import Program
-from steelyard.core.rules import Rule
+from steelyard.core.rules import Rule, to_rules
 from steelyard.core.waiting import waiting
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
@@ -332,6 +332,114 @@ def test_a_disk_that_fails_is_named(adam: sy.Planned, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(sy.SteelyardError, match="Input/output error"):
         ours(x)
+
+
+SGD = partial(torch.optim.SGD, lr=1e-2)
+
+
+class Frozen(nn.Module):
+    """Products with frozen weights both ways round, one without a bias, one read twice."""
+
+    def __init__(self, rows: int = 1024, columns: int = 1024) -> None:
+        super().__init__()
+        self.first = nn.Linear(columns, columns)
+        self.biased = nn.Linear(columns, rows).requires_grad_(False)
+        self.bare = nn.Linear(rows, columns, bias=False).requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(columns, rows) / 32, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        x = torch.tanh(self.bare(torch.relu(self.biased(x))))
+        return torch.tanh(self.bare(torch.relu(x @ self.turned)))
+
+
+def frozen(*names: str, slices: int) -> tuple[Rule, ...]:
+    return tuple(
+        Rule(trade="offload_state", op="weight", module=name, degree=slices, lead=1)
+        for name in names
+    )
+
+
+@pytest.fixture(scope="module")
+def thawed(far: sy.Far) -> sy.Planned:
+    """A step whose weights are mostly frozen."""
+    torch.manual_seed(0)
+    cluster = sy.Cluster.here(far=far)
+    return sy.plan(Frozen(), loss, torch.randn(64, 1024), optimizer=SGD, cluster=cluster)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("slices", [2, 3, 7])
+def test_products_read_a_frozen_weight_slice_by_slice(
+    slices: int, again: bool, thawed: sy.Planned
+) -> None:
+    moved = frozen("biased.weight", "bare.weight", "turned", slices=slices)
+    look = thawed._look
+    graph = look.base.graph
+    copies = to_rules(graph, sorted(recomputable(graph)), trade="recompute") if again else ()
+    torch.manual_seed(0)
+    model, x = Frozen(), torch.randn(64, 1024)
+    twin = copy.deepcopy(model)
+    planned = told(thawed, (*copies, *moved))
+    ours, theirs = planned.apply(model), thawed.what_if().apply(twin)
+    for _ in range(3):
+        assert float(ours(x)) == pytest.approx(float(theirs(x)), rel=1e-6)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    measured = ours.receipt().measured.memory_bytes
+    assert measured is not None
+    assert abs(planned.predicted.memory_bytes.value - measured) <= 4
+    whole = told(thawed, (*copies, *(replace(rule, degree=0) for rule in moved)))
+    if slices > 2:
+        assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
+    # Read in the same four products forward, and again in three backward or made again.
+    once = sum(p.nbytes for n, p in twin.named_parameters() if n in {r.module for r in moved})
+    assert ours.far is not None
+    assert planned.predicted.communication_bytes.value >= 2 * once
+    moved_bytes = ours.far.moved_bytes
+    ours(x)
+    assert planned.predicted.communication_bytes.value == ours.far.moved_bytes - moved_bytes
+
+
+def test_slices_of_a_weight_that_is_trained_are_refused(thawed: sy.Planned) -> None:
+    with pytest.raises(Mismatch, match=r"first\.weight in slices, and trains it"):
+        told(thawed, frozen("first.weight", slices=2))
+
+
+def test_what_not_only_products_read_is_fetched_whole(far: sy.Far) -> None:
+    class Both(Frozen):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.turned.sum()
+
+    torch.manual_seed(0)
+    planned = sy.plan(
+        Both(), loss, torch.randn(64, 1024), optimizer=ADAM, cluster=sy.Cluster.here(far=far)
+    )
+    program = planned._look.struck(frozen("turned", "bare.weight", slices=4))
+    begun = {str(n.args[0]) for n in program.graph.nodes if n.op.endswith("begin_weight")}
+    assert begun == {"parameter:bare.weight"}
+
+
+def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path: Path) -> None:
+    """Of 4 MiB there is none; of 16 MiB there are two."""
+    assert {r.degree for r in states_offered(thawed)} == {0}
+    torch.manual_seed(0)
+    model, x = Frozen(rows=4096), torch.randn(16, 1024)
+    cluster = sy.Cluster.here(far=sy.Far(tmp_path, rate="2 GB/s", size="1 GiB"))
+    large = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
+    found = {r.module: r.degree for r in states_offered(large) if r.op == "weight"}
+    assert found == {"first.weight": 0, "biased.weight": 2, "bare.weight": 2, "turned": 2}
+    path = tmp_path / "a.plan.toml"
+    fitting = told(large, tuple(r for r in states_offered(large) if r.op == "weight"))
+    fitting.save(path)
+    assert "slices = 2" in path.read_text()
+    again = sy.load(path, model, loss, x, optimizer=ADAM)
+    assert set(again.plan.decisions.rules) == set(fitting.plan.decisions.rules)
+
+
+def states_offered(planned: sy.Planned) -> list[Rule]:
+    offers = planned._look.search.offers
+    return [rule for o in offers if o.trade == "offload_state" for rule in o.rules]
 
 
 def test_what_an_update_left_half_done_is_not_taken_for_news(

@@ -50,7 +50,7 @@ class Link:
         return self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
 
 
-_PAGE = 4096
+FAR_PAGE_BYTES = 4096
 # Slower than this nothing is gained, and a unit was forgotten more likely.
 _SLOWEST = 1e6
 # The axes of the links to and from far memory: a rank speaks to itself, over time.
@@ -61,7 +61,7 @@ FAR_PIECE_BYTES = 1 << 20
 
 def far_room(nbytes: int) -> int:
     """What a value takes in far memory: whole pages."""
-    return -(-nbytes // _PAGE) * _PAGE
+    return -(-nbytes // FAR_PAGE_BYTES) * FAR_PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -88,7 +88,7 @@ class Far:
                 remedy='write it as 500MB/s, or Far("/scratch", rate="500 MB/s", size="20 GiB")',
             )
         object.__setattr__(self, "size_bytes", parse_bytes(size, what="size"))
-        if self.size_bytes < _PAGE:
+        if self.size_bytes < FAR_PAGE_BYTES:
             raise BudgetError(
                 f"a size of {format_bytes(self.size_bytes)} holds no value",
                 expected="room for what is to be moved",

@@ -112,6 +112,8 @@ def without_refs(argument: Argument) -> Argument:
 
 
 FAR_CALLS = "steelyard.far_"
+# Products that read a weight from far memory, a slice of it after another.
+FAR_PRODUCTS = "steelyard.product_far_"
 _COPIES = ("aten.clone.default", "aten._unsafe_view.default")
 
 
@@ -156,6 +158,10 @@ class Node:
     def is_far(self) -> bool:
         """One of the calls that move a value to far memory or back; the link sets its price."""
         return self.op.startswith(FAR_CALLS)
+
+    @property
+    def is_far_product(self) -> bool:
+        return self.op.startswith(FAR_PRODUCTS)
 
     @property
     def is_getitem(self) -> bool:

@@ -89,6 +89,7 @@ class _OffloadState(BaseModel):
     module: Annotated[str, Field(alias="parameter")]
     op: Annotated[Literal["optimizer", "gradient", "weight"], Field(alias="what")] = "optimizer"
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    degree: Annotated[int, Field(ge=0, le=_LARGEST, alias="slices")] = 0
     lead: _Whole = 0
 
 

@@ -6,12 +6,14 @@ for which of them, nor how far ahead: see trades/. Not for carrying them out: se
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import gcd
 
-from steelyard.core.cluster import FAR_IN, FAR_OUT
+from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PAGE_BYTES
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.graph import (
     FAR_CALLS,
+    FAR_PRODUCTS,
     Graph,
     Node,
     OutputKind,
@@ -57,14 +59,20 @@ def with_states_far(
     return result
 
 
-def with_weights_far(program: Program, leads: Mapping[str, int]) -> Program:
+def with_weights_far(
+    program: Program, leads: Mapping[str, int], slices: Mapping[str, int]
+) -> Program:
     """Each of these parameters is fetched for the lines that read it, and let go behind them.
 
     Fetching begins ``lead`` operators before the first of them. Where that would be before the
-    weight was last read, it stays instead.
+    weight was last read, it stays instead. Those with more than one slice are never here whole:
+    each product that reads one does so slice by slice, two of them near at a time.
     """
     if not leads:
         return program
+    if parted := {p: count for p, count in slices.items() if count > 1}:
+        program = _with_products_far(program, parted, leads)
+        leads = {parameter: lead for parameter, lead in leads.items() if parameter not in parted}
     calls = _Calls(program.graph, Phase.BACKWARD)
     looks = _Looks(program, [WEIGHT + parameter for parameter in leads])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
@@ -88,6 +96,82 @@ def with_weights_far(program: Program, leads: Mapping[str, int]) -> Program:
     result = Program.of(calls.graph(), ordered, repeats=program.repeats, update=program.update)
     assert not result.problems(), result.problems()
     return result
+
+
+def sliceable(program: Program, parameter: str) -> bool:
+    """Whether nothing reads this weight but products of which it is the right side."""
+    looks = _Looks(program, [WEIGHT + parameter])
+    nodes = program.graph.by_name
+    (tensor,) = nodes[WEIGHT + parameter].outputs
+    row_major = tensor.stride == (*(tensor.shape[1:]), 1) and len(tensor.shape) == 2
+    lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
+    reads = looks.reads(lines).get(WEIGHT + parameter, ())
+    products = (_Product.of(nodes[lines[k].node], program.graph, looks) for k in reads)
+    return row_major and bool(reads) and all(products)
+
+
+def _with_products_far(
+    program: Program, slices: Mapping[str, int], leads: Mapping[str, int]
+) -> Program:
+    """Around each product: begin to fetch slices, let the last two go."""
+    graph = program.graph
+    calls = _Calls(graph, Phase.BACKWARD)
+    looks = _Looks(program, [WEIGHT + parameter for parameter in slices])
+    calls.drop(looks.names)
+    lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
+    running = _Running(graph, lines)
+    beginning: dict[int, list[Instruction]] = {}
+    products: dict[int, tuple[_Product, Instruction]] = {}
+    for weight, reads in looks.reads(lines).items():
+        parameter = weight.removeprefix(WEIGHT)
+        for number, read in enumerate(reads):
+            product = _Product.of(graph.by_name[lines[read].node], graph, looks)
+            assert product is not None
+            begin, end = calls.slices(weight, number, slices[parameter])
+            place = running.before(read, leads[parameter])
+            beginning.setdefault(place, []).append(replace(begin, phase=lines[place].phase))
+            products[read] = product, replace(end, phase=lines[read].phase)
+    ordered: list[Instruction] = []
+    for number, line in enumerate(lines):
+        ordered += beginning.get(number, [])
+        if number in products:
+            product, end = products[number]
+            own = calls.product(product)
+            ordered += [replace(own, value=line.value, inputs=product.without(line.inputs)), end]
+        else:
+            ordered.append(line)
+    result = Program.of(calls.graph(), ordered, repeats=program.repeats, update=program.update)
+    assert not result.problems(), result.problems()
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """``mm`` or ``addmm`` whose right side is a weight (a sum over its rows), or that weight
+    transposed (its rows are the columns of the result)."""
+
+    node: Node
+    weight: str
+    place: int
+    by_columns: bool
+
+    @classmethod
+    def of(cls, node: Node, graph: Graph, looks: "_Looks") -> "_Product | None":
+        place = {"aten.mm.default": 1, "aten.addmm.default": 2}.get(node.op)
+        if place is None or node.kwargs or len(set(node.inputs)) != len(node.args):
+            return None
+        *others, right = node.inputs
+        weight = looks.weight_of(right)
+        if not weight or any(looks.weight_of(name) for name in others):
+            return None
+        (own,), (seen,) = graph.by_name[weight].outputs, graph.by_name[right].outputs
+        by_columns = (seen.shape, seen.stride) == (own.shape[::-1], own.stride[::-1])
+        if not by_columns and ((seen.shape, seen.stride) != (own.shape, own.stride) or place == 2):
+            return None
+        return cls(node=node, weight=weight, place=place, by_columns=by_columns)
+
+    def without(self, inputs: Sequence[str]) -> tuple[str, ...]:
+        return tuple(name for place, name in enumerate(inputs) if place != self.place)
 
 
 def with_gradients_far(program: Program, lags: Mapping[str, int]) -> Program:
@@ -136,6 +220,8 @@ class _Calls:
         self._phase = phase
         self._first: dict[str, Node] = {}
         self._last: dict[str, Node] = {}
+        self._products: dict[str, Node] = {}
+        self._gone: frozenset[str] = frozenset()
         self._storages = list(graph.storages)
 
     def fetch(self, name: str, number: int = 0) -> Instruction:
@@ -143,6 +229,38 @@ class _Calls:
 
     def fetched(self, name: str, number: int = 0) -> Instruction:
         return self._fetched(name, self._graph.by_name[name].outputs[0], number)
+
+    def drop(self, names: frozenset[str]) -> None:
+        """Of these there is nothing any more."""
+        self._gone = names
+
+    def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
+        """Begin to fetch, in room for two slices; let them go."""
+        (tensor,) = self._graph.by_name[weight].outputs
+        rows = rows_of_slice(tensor.shape[0], tensor.nbytes // tensor.shape[0], count)
+        room = replace(tensor, shape=(2, rows, tensor.shape[1]), stride=(0, 0, 0))
+        self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
+        room = replace(room, storage=len(self._storages) - 1)
+        begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
+        begin = replace(
+            begin,
+            args=(weight, count),
+            collective=_over(FAR_IN, Exchange.FETCH, tensor.nbytes),
+        )
+        end = self._call("end", weight, _numbered(f"{weight}.end", number), (begin.name,))
+        return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
+
+    def product(self, product: _Product) -> Instruction:
+        node = product.node
+        args = [a for place, a in enumerate(node.args) if place != product.place]
+        how = "columns" if product.by_columns else "sum"
+        self._products[node.name] = replace(
+            node,
+            op=f"{FAR_PRODUCTS}{how}",
+            args=(product.weight, *args),
+            inputs=product.without(node.inputs),
+        )
+        return _line(self._products[node.name])
 
     def before(self, name: str, value: str) -> tuple[Instruction, Instruction]:
         """Fetch what this value is added to, in room of its own."""
@@ -203,8 +321,17 @@ class _Calls:
     def graph(self) -> Graph:
         """With what is fetched no longer there from the start."""
         inputs = {node.name: node for node in self._graph.inputs()}
-        gone = {t.storage for name in self._first if name in inputs for t in inputs[name].outputs}
-        rest = (n for n in self._graph.nodes if n.name not in self._first)
+        gone = {
+            t.storage
+            for name in {*self._first, *self._gone}
+            if name in inputs
+            for t in inputs[name].outputs
+        }
+        rest = (
+            self._products.get(n.name, n)
+            for n in self._graph.nodes
+            if n.name not in self._first and n.name not in self._gone
+        )
         return replace(
             self._graph,
             nodes=(*self._first.values(), *rest, *self._last.values()),
@@ -216,6 +343,12 @@ class _Calls:
 
 
 _KINDS = {"parameter": "weight", "gradient": "gradient"}
+
+
+def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:
+    """Of each slice but the last: so many that each begins on a page of far memory."""
+    step = FAR_PAGE_BYTES // gcd(row_bytes, FAR_PAGE_BYTES)
+    return min(rows, -(-rows // (count * step)) * step)
 
 
 def _over(axis: str, kind: Exchange, nbytes: int) -> Collective:
@@ -285,11 +418,17 @@ class _Looks:
         """The lines that read each weight, or a look at it."""
         found: dict[str, list[int]] = {}
         for number, line in enumerate(lines):
-            looked = dict.fromkeys(self._weight.get(self.of.get(i, i), "") for i in line.inputs)
-            for weight in looked:
+            for weight in dict.fromkeys(map(self.weight_of, line.inputs)):
                 if weight:
                     found.setdefault(weight, []).append(number)
         return found
+
+    def weight_of(self, value: str) -> str:
+        return self._weight.get(self.of.get(value, value), "")
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._weight)
 
     def begin_anew(self, weight: str, number: int) -> None:
         """From here on it is this copy that is read."""

@@ -89,7 +89,7 @@ def _what(graph: Graph, instruction: Instruction) -> str:
 
 _FETCHES = {
     f"{FAR_CALLS}{call}_{kind}": said
-    for call in ("fetch", "fetched")
+    for call in ("fetch", "fetched", "begin")
     for kind, said in (("weight", "weight"), ("gradient", "gradient"), ("state", "optimizer state"))
 }
 

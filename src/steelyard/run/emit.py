@@ -12,7 +12,7 @@ import torch
 
 from steelyard.core.collective import Exchange
 from steelyard.core.errors import BadInput, RunFailed
-from steelyard.core.graph import FAR_CALLS, Argument, Axis, Node, Ref, Symbol
+from steelyard.core.graph import FAR_CALLS, FAR_PRODUCTS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory, Slots
@@ -146,6 +146,9 @@ class _Writer:
         return name
 
     def _far_call(self, node: Node) -> Callable[..., Any] | None:
+        if node.is_far_product:
+            product: Callable[..., Any] = getattr(self._tensors, node.op.removeprefix(FAR_PRODUCTS))
+            return product
         if not node.is_far:
             return None
         # What has a place for good is named; what has one for a step has a number.

@@ -16,7 +16,12 @@ from steelyard.core.graph import BlockRun, Graph, Node, OutputKind, Role, path_m
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, starred
 from steelyard.core.trade import Offer, Refusal, Source
-from steelyard.core.trips import with_gradients_far, with_states_far, with_weights_far
+from steelyard.core.trips import (
+    sliceable,
+    with_gradients_far,
+    with_states_far,
+    with_weights_far,
+)
 from steelyard.core.updates import GRADIENT, WEIGHT, owners, states
 
 # Of a parameter; less costs as many calls and buys nothing. A smaller tensor, such as the number of
@@ -30,18 +35,23 @@ _NOTHING_LARGE = {
     GRADIENTS: "no gradient is large and whole",
     WEIGHTS: "no weight is large, whole and only read",
 }
+# Of a weight that is fetched in slices; smaller ones make products slow.
+_SLICE_BYTES = 8 << 20
 # A weight is read in the middle of a pass: fetching it begins some operators earlier.
 _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
 
 
 class OffloadState:
-    """Pays communication with far memory, buys memory for the whole step."""
+    """Pays communication with far memory, buys memory for the whole step.
+
+    To the bit, but for weights that are read in slices: there sums are added in another order.
+    """
 
     name: ClassVar[str] = "offload_state"
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
-    is_bitwise: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = False
 
     def offers(
         self,
@@ -58,19 +68,28 @@ class OffloadState:
         return tuple(offer for found in offers.values() for offer in found), refusals
 
     def _offers(self, program: Program, what: str) -> list[Offer]:
-        by_pattern: dict[str, int] = {}
-        for parameter in movable(program, what):
+        by_pattern: dict[str, list[int]] = {}
+        for parameter, nbytes in movable(program, what).items():
             pattern = _pattern(parameter, program.graph.runs)
-            by_pattern[pattern] = by_pattern.get(pattern, 0) + 1
+            by_pattern.setdefault(pattern, []).append(
+                _parts(program, parameter, nbytes) if what == WEIGHTS else 0
+            )
         return [
             Offer(
                 trade=self.name,
-                label=f"{what} of {pattern}{f' ({count})' if count > 1 else ''}",
+                label=f"{what} of {pattern}{f' ({len(parts)})' if len(parts) > 1 else ''}",
                 rules=(
-                    Rule(trade=self.name, module=pattern, op=what, count=count, lead=_LEADS[what]),
+                    Rule(
+                        trade=self.name,
+                        module=pattern,
+                        op=what,
+                        count=len(parts),
+                        degree=min(parts),
+                        lead=_LEADS[what],
+                    ),
                 ),
             )
-            for pattern, count in by_pattern.items()
+            for pattern, parts in by_pattern.items()
         ]
 
     def rewrite(
@@ -87,8 +106,9 @@ class OffloadState:
             )
             for what in MOVABLE
         }
+        slices = _slices(program, leads[WEIGHTS], [r for r in rules if r.op == WEIGHTS])
         program = _with_update(program, leads)
-        program = with_weights_far(program, leads[WEIGHTS])
+        program = with_weights_far(program, leads[WEIGHTS], slices)
         return with_gradients_far(program, leads[GRADIENTS])
 
 
@@ -144,6 +164,35 @@ def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> 
     else:
         found = _gradients(program) if what == GRADIENTS else _kept(program)
     return {parameter: nbytes for parameter, nbytes in found.items() if nbytes >= least_bytes}
+
+
+def _parts(program: Program, parameter: str, nbytes: int) -> int:
+    """Slices of a weight that is large and frozen: the gradient of any other is as large as it is,
+    and whole. 0 where it is fetched whole."""
+    parts = nbytes // _SLICE_BYTES
+    if parts < 2 or _is_updated(program, parameter):
+        return 0
+    return parts if sliceable(program, parameter) else 0
+
+
+def _is_updated(program: Program, parameter: str) -> bool:
+    return any(
+        o.target == WEIGHT + parameter and o.kind is OutputKind.GRADIENT
+        for o in program.graph.outputs
+    )
+
+
+def _slices(program: Program, weights: Mapping[str, int], rules: Sequence[Rule]) -> dict[str, int]:
+    """Of each weight that is fetched in slices, how many; whole where something but products reads
+    it now: another trade or another batch may have changed that."""
+    found = {p: r.degree for r in rules for p in weights if path_matches(p, r.module) and r.degree}
+    if updated := next((p for p in found if _is_updated(program, p)), None):
+        raise Mismatch(
+            f"the plan fetches {updated} in slices, and trains it",
+            expected="slices of frozen weights: a gradient is whole",
+            remedy="set slices of that rule to 0, or plan again",
+        )
+    return {parameter: n for parameter, n in found.items() if sliceable(program, parameter)}
 
 
 def _weights(program: Program, *, is_updated: bool) -> dict[str, int]:
