@@ -17,7 +17,7 @@ import steelyard as sy
 from steelyard.api import pricing
 from steelyard.api.live import resident_bytes
 from steelyard.capture.optimizer import capture_update
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, to_rules
 from steelyard.core.waiting import waiting
@@ -297,6 +297,18 @@ def test_it_is_chosen_where_moving_what_the_optimizer_keeps_is_not_enough(
     for _ in range(3):
         step(x)
     assert step.receipt().measured.memory_bytes <= 10 * MIB
+
+
+def test_what_8_bits_would_buy_is_said_beside_it(far: sy.Far) -> None:
+    model, _ = made()
+    cluster = sy.Cluster.here(far=far)
+    planned = sy.plan(model, loss, torch.randn(256, 256), optimizer=ADAM, cluster=cluster)
+    with pytest.raises(Infeasible) as refusal:
+        planned.what_if(memory=MIB)
+    assert refusal.value.least_bytes is not None
+    least = planned.what_if(memory=refusal.value.least_bytes)
+    assert {r.op for r in least.plan.decisions.rules if r.trade == "offload_state"} == set(MOVABLE)
+    assert "the accuracy budget is 0" in least.why_not("quantise")
 
 
 def test_a_plan_of_before_moves_what_the_optimizer_keeps(adam: sy.Planned, tmp_path: Path) -> None:

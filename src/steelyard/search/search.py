@@ -135,7 +135,7 @@ class Search:
         for trade in self._trades.values():
             if trade.is_exact:
                 continue
-            program = self._strike(variant.rules)
+            program = self._strike(variant.at_home.rules)
             offers, _ = trade.offers(program, self._source)
             if not offers:
                 continue
