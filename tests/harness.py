@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,8 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Trade, strike
 from steelyard.exchange.far import FarMemory
+from steelyard.measure import operators
 from steelyard.measure.meter import meter_once
-from steelyard.measure.operators import measure_operators
 from steelyard.predict import predict
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
@@ -51,21 +52,37 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> Costs:
     """Declared seconds, but the workspace that the kernels really take. Far memory has a price, and
     a search is offered none."""
     declared = Costs(device=device)
-    metered, survey = measure_operators(graphs, DEVICE, seconds_budget=60.0)
-    assert not survey.unmeasured, survey.unmeasured
     computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_far)
     by_signature = {n.signature: n for n in computed}
+    _meter(graphs)
     return Costs(
         device=device,
         operators={
             signature: OperatorCost(
                 seconds=declared.declared_seconds(node),
-                workspace_bytes=metered.workspace_bytes(node),
+                workspace_bytes=_WORKSPACES[signature],
             )
             for signature, node in by_signature.items()
         },
         links=FAR_LINKS,
     )
+
+
+# Of each operator by its signature, metered once: a kernel takes the same in whatever program.
+_WORKSPACES: dict[str, int] = {}
+
+
+def _meter(graphs: Sequence[Graph]) -> None:
+    # One call tells all of workspace; the rounds that follow it only tell the time.
+    with mock.patch.multiple(operators, _FEWEST_ROUNDS=1, _ROUNDS_SECONDS=0.0):
+        found, survey = operators.measure_operators(
+            graphs,
+            DEVICE,
+            seconds_budget=60.0,
+            is_wanted=lambda node: node.signature not in _WORKSPACES,
+        )
+    assert not survey.unmeasured, survey.unmeasured
+    _WORKSPACES.update((s, cost.workspace_bytes) for s, cost in found.operators.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
