@@ -39,6 +39,7 @@ from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
 from steelyard.search import Search
 from steelyard.trades import TRADES
+from tests import zoo
 from tests.zoo import reference
 
 # Declared, so that the same plans are made on every machine.
@@ -199,6 +200,13 @@ class Trial:
         self.model.load_state_dict(self._start)
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(_SEED)
+
+
+@functools.cache
+def trial_of(name: str) -> Trial:
+    """That case of the zoo. What is dear of it, its captures, is made once in a process: tests of
+    one model are best one worker's."""
+    return Trial(*zoo.case(name).make())
 
 
 FAR_LINK = Link(kind="declared for tests", latency_seconds=2e-4, bytes_per_second=2e8)
