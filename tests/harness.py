@@ -6,11 +6,14 @@ zoo/.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +25,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from steelyard.api import pricing
 from steelyard.capture.source import StepSource
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Far, Link
@@ -67,6 +71,19 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> Costs:
         },
         links=FAR_LINKS,
     )
+
+
+@contextlib.contextmanager
+def in_a_hurry(costs: Path) -> Iterator[None]:
+    """Plans as a user's, but that times are hardly checked and the search looks less far: for tests
+    that hang neither on how well times are known nor on how good a plan is. ``costs`` is the file
+    of those measured."""
+    with (
+        mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
+        mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
+        mock.patch.multiple("steelyard.search.explore", _LIMITS=8, _KICKING_WORK=0),
+    ):
+        yield
 
 
 # Of each operator by its signature, metered once: a kernel takes the same in whatever program.

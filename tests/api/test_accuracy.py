@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import accuracy, pricing, probing
+from steelyard.api import accuracy, probing
 from steelyard.cli import main
 from steelyard.core.errors import Infeasible, Mismatch, PlanFileError
 from steelyard.core.explanation import read_plan
 from steelyard.core.rules import Rule
 from steelyard.report.json import to_json
 from steelyard.report.tree import tree_of
+from tests.harness import in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
@@ -30,11 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("accuracy")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
-        # No test here is about how well times are known.
-        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
         yield
 
 
