@@ -28,7 +28,7 @@ class Words(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
         self.words = nn.Embedding(256, 64)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=3)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=2)
         self.head = nn.Linear(64, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
