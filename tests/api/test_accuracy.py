@@ -328,8 +328,8 @@ def test_the_curve_of_a_lossy_plan_says_what_nobody_probed(planned: sy.Planned) 
     assert any(p.accuracy_loss == "unknown" for p in planned.frontier)
 
 
-def test_inductor_is_refused_with_the_reason(tight: int) -> None:
-    model, x = made()
+def test_inductor_is_refused_with_the_reason() -> None:
+    model, x = Rows(depth=2).train(), made()[1]
     other = sy.plan(model, loss, x, optimizer=ADAM, runner="inductor")
     assert "only plans for generated Python are probed" in other.why_not("quantise")
 
