@@ -6,12 +6,16 @@ zoo/.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +25,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from steelyard.api import pricing
 from steelyard.capture.source import StepSource
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Far, Link
@@ -31,13 +36,14 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Trade, strike
 from steelyard.exchange.far import FarMemory
+from steelyard.measure import operators
 from steelyard.measure.meter import meter_once
-from steelyard.measure.operators import measure_operators
 from steelyard.predict import predict
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
 from steelyard.search import Search
 from steelyard.trades import TRADES
+from tests import zoo
 from tests.zoo import reference
 
 # Declared, so that the same plans are made on every machine.
@@ -51,21 +57,50 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> Costs:
     """Declared seconds, but the workspace that the kernels really take. Far memory has a price, and
     a search is offered none."""
     declared = Costs(device=device)
-    metered, survey = measure_operators(graphs, DEVICE, seconds_budget=60.0)
-    assert not survey.unmeasured, survey.unmeasured
     computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_far)
     by_signature = {n.signature: n for n in computed}
+    _meter(graphs)
     return Costs(
         device=device,
         operators={
             signature: OperatorCost(
                 seconds=declared.declared_seconds(node),
-                workspace_bytes=metered.workspace_bytes(node),
+                workspace_bytes=_WORKSPACES[signature],
             )
             for signature, node in by_signature.items()
         },
         links=FAR_LINKS,
     )
+
+
+@contextlib.contextmanager
+def in_a_hurry(costs: Path) -> Iterator[None]:
+    """Plans as a user's, but that times are hardly checked and the search looks less far: for tests
+    that hang neither on how well times are known nor on how good a plan is. ``costs`` is the file
+    of those measured."""
+    with (
+        mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
+        mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
+        mock.patch.multiple("steelyard.search.explore", _LIMITS=8, _KICKING_WORK=0),
+    ):
+        yield
+
+
+# Of each operator by its signature, metered once: a kernel takes the same in whatever program.
+_WORKSPACES: dict[str, int] = {}
+
+
+def _meter(graphs: Sequence[Graph]) -> None:
+    # One call tells all of workspace; the rounds that follow it only tell the time.
+    with mock.patch.multiple(operators, _FEWEST_ROUNDS=1, _ROUNDS_SECONDS=0.0):
+        found, survey = operators.measure_operators(
+            graphs,
+            DEVICE,
+            seconds_budget=60.0,
+            is_wanted=lambda node: node.signature not in _WORKSPACES,
+        )
+    assert not survey.unmeasured, survey.unmeasured
+    _WORKSPACES.update((s, cost.workspace_bytes) for s, cost in found.operators.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +217,13 @@ class Trial:
         self.model.load_state_dict(self._start)
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(_SEED)
+
+
+@functools.cache
+def trial_of(name: str) -> Trial:
+    """That case of the zoo. What is dear of it, its captures, is made once in a process: tests of
+    one model are best one worker's."""
+    return Trial(*zoo.case(name).make())
 
 
 FAR_LINK = Link(kind="declared for tests", latency_seconds=2e-4, bytes_per_second=2e8)

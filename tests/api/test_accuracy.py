@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import accuracy, pricing, probing
+from steelyard.api import accuracy, probing
 from steelyard.cli import main
 from steelyard.core.errors import Infeasible, Mismatch, PlanFileError
 from steelyard.core.explanation import read_plan
@@ -23,6 +23,7 @@ from steelyard.report.json import to_json
 from steelyard.report.tree import tree_of
 from steelyard.trades.offload_state import MOVABLE, movable
 from steelyard.trades.quantise import Quantise
+from tests.harness import in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
@@ -32,11 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("accuracy")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
-        # No test here is about how well times are known.
-        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
         yield
 
 
@@ -332,8 +330,8 @@ def test_the_curve_of_a_lossy_plan_says_what_nobody_probed(planned: sy.Planned) 
     assert any(p.accuracy_loss == "unknown" for p in planned.frontier)
 
 
-def test_inductor_is_refused_with_the_reason(tight: int) -> None:
-    model, x = made()
+def test_inductor_is_refused_with_the_reason() -> None:
+    model, x = Rows(depth=2).train(), made()[1]
     other = sy.plan(model, loss, x, optimizer=ADAM, runner="inductor")
     assert "only plans for generated Python are probed" in other.why_not("quantise")
 

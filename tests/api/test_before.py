@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import steelyard as sy
 from steelyard.capture.eager import eager_twin
 from steelyard.measure.meter import meter
+from tests.harness import in_a_hurry
 from tests.zoo import case
 
 Batch = tuple[Tensor, Tensor]
@@ -36,9 +38,8 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
         yield
 
 

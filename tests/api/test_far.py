@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import pricing
 from steelyard.core.errors import BadInput, Infeasible, PlanFileError
+from tests.harness import in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
@@ -24,11 +24,8 @@ pytestmark = pytest.mark.xdist_group("far")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
-        # No test here is about how well times are known.
-        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
         yield
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import pricing
 from steelyard.api.live import Step, resident_bytes
 from steelyard.api.planning import Planned
 from steelyard.core.errors import BadInput, Infeasible, Mismatch, PlanFileError
@@ -25,6 +24,7 @@ from steelyard.predict import predict
 from steelyard.run import checkpoint
 from steelyard.run.checkpoint import Position
 from steelyard.run.randomness import random_state
+from tests.harness import in_a_hurry
 
 MIB = 1 << 20
 LAYERS = 12
@@ -46,11 +46,8 @@ pytestmark = pytest.mark.xdist_group("states")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
-        # No test here is about how well times are known.
-        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
         yield
 
 

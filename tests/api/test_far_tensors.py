@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import pricing
 from steelyard.api.live import resident_bytes
 from steelyard.capture.optimizer import capture_update
 from steelyard.core.errors import Infeasible, Mismatch
@@ -46,6 +45,7 @@ from tests.api.test_far_states import (
     plan,
     told,
 )
+from tests.harness import in_a_hurry
 from tests.run.live import captured
 from tests.search.graphs import Whole
 
@@ -53,11 +53,8 @@ pytestmark = pytest.mark.xdist_group("states")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
-        # No test here is about how well times are known.
-        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
         yield
 
 

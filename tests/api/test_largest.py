@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.api import largest as largest_module
-from steelyard.api import pricing
 from steelyard.api.largest import largest
 from steelyard.api.look import Request
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph
+from tests.harness import in_a_hurry
 from tests.report.sample import PLAN
 
 NOTHING = Graph(nodes=(), storages=(), outputs=(), decomposition="python-1")
@@ -68,18 +69,15 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return out.square().mean()
 
 
-def test_what_fits_at_the_largest_batch_is_applied_and_takes_such_batches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
-    monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
+def test_what_fits_at_the_largest_batch_is_applied_and_takes_such_batches(costs: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())))
     limit = 3 << 20
-    planned = sy.plan(
-        model, squares, {"x": torch.randn(16, 8, 64)}, budget=sy.Budget(memory=limit),
-        maximize="batch",
-    )  # fmt: skip
+    with in_a_hurry(costs):
+        planned = sy.plan(
+            model, squares, {"x": torch.randn(16, 8, 64)}, budget=sy.Budget(memory=limit),
+            maximize="batch",
+        )  # fmt: skip
     shape = planned.plan.decisions.made_for.batch[0].shape
     assert shape[0] > 2 * 16
     step, batch = planned.apply(), {"x": torch.randn(shape)}

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import pricing
 from steelyard.api.planning import planned
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.search.variant import Variant
+from tests.harness import in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -28,7 +28,7 @@ class Words(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
         self.words = nn.Embedding(256, 64)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=3)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=2)
         self.head = nn.Linear(64, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -49,12 +49,8 @@ pytestmark = pytest.mark.xdist_group("planning")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("STEELYARD_CACHE", str(tmp_path_factory.mktemp("cache") / "costs.sqlite"))
-        # No test here is about how well times are known.
-        patched.setattr(pricing, "_CHECK_SECONDS", 1.0)
-        patched.setattr(pricing, "_CUT_CHECK_SECONDS", 1.0)
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
         yield
 
 

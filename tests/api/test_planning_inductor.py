@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import steelyard as sy
 from steelyard import _torch
 from steelyard.core.errors import Infeasible
 from tests import zoo
+from tests.harness import in_a_hurry
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,11 +22,14 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _in_a_hurry(costs: Path) -> Iterator[None]:
+    with in_a_hurry(costs):
+        yield
+
+
 @pytest.mark.parametrize("name", ["convnet_bn"])
-def test_the_measured_peak_is_within_the_budget(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+def test_the_measured_peak_is_within_the_budget(name: str) -> None:
     model, loss, batch = zoo.case(name).make()
     make = partial(torch.optim.SGD, lr=1e-2)
     look = sy.plan(model, loss, batch, optimizer=make, runner="inductor")

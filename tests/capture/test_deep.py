@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.capture.deep import cut
+from steelyard.capture.source import StepSource
 from steelyard.core.graph import Graph, OutputKind
 from steelyard.core.program import Program
 from steelyard.predict import predict
@@ -21,6 +23,7 @@ from tests.zoo.hf import _RECIPES, ModelLoss
 from tests.zoo.own import GPT
 
 LAYERS = 8
+on_one_worker = pytest.mark.xdist_group("deep")
 
 
 def hf(name: str, **config: Any) -> Sample:
@@ -77,6 +80,13 @@ CUT: dict[str, tuple[Callable[[], Sample], dict[str, tuple[int, int]]]] = {
 }
 
 
+@cache
+def sources(name: str) -> tuple[StepSource, StepSource]:
+    """To be traced whole and to be planned: each captured once for all that is asked of it."""
+    sample = CUT[name][0]()
+    return source_of(sample), source_of(sample, for_planning=True)
+
+
 def shape_of(graph: Graph) -> dict[str, Any]:
     prediction = predict(Program.plain(graph), COSTS)
     return {
@@ -96,12 +106,11 @@ def shape_of(graph: Graph) -> dict[str, Any]:
     }
 
 
+@on_one_worker
 @pytest.mark.parametrize("name", CUT)
 def test_a_graph_grown_from_three_blocks_is_the_whole_trace(name: str) -> None:
-    build, stretches = CUT[name]
-    sample = build()
-    whole = source_of(sample).captured()
-    planned = source_of(sample, for_planning=True).captured()
+    _, stretches = CUT[name]
+    whole, planned = (source.captured() for source in sources(name))
     assert planned.is_grown
     assert not whole.is_grown
     assert planned.graph.problems() == []
@@ -114,10 +123,9 @@ def test_a_graph_grown_from_three_blocks_is_the_whole_trace(name: str) -> None:
         assert actual[what] == expected[what], what
 
 
+@on_one_worker
 def test_each_line_of_a_grown_graph_belongs_to_its_own_block() -> None:
-    model, loss, batch = gpt()
-    grown = source_of((model, loss, batch), for_planning=True).captured().graph
-    whole = source_of((model, loss, batch)).captured().graph
+    whole, grown = (source.captured().graph for source in sources("gpt"))
 
     def per_module(graph: Graph) -> dict[str, int]:
         count: dict[str, int] = {}
@@ -128,11 +136,10 @@ def test_each_line_of_a_grown_graph_belongs_to_its_own_block() -> None:
     assert per_module(grown) == per_module(whole)
 
 
+@on_one_worker
 def test_the_eager_peak_of_a_deep_model_is_extrapolated_to_the_byte() -> None:
-    for build in (gpt, lambda: hf("llama", num_hidden_layers=LAYERS)):
-        sample = build()
-        whole = source_of(sample).twin()
-        planned = source_of(sample, for_planning=True).twin()
+    for name in ("gpt", "llama"):
+        whole, planned = (source.twin() for source in sources(name))
         assert planned == whole
 
 
@@ -148,8 +155,9 @@ def test_cutting_leaves_the_users_model_alone() -> None:
     assert kept < {id(p) for p in model.parameters()}
 
 
+@on_one_worker
 def test_what_is_run_is_traced_whole() -> None:
-    source = source_of(gpt(), for_planning=True)
+    _, source = sources("gpt")
     assert source.captured().is_grown
     assert not source.whole().captured().is_grown
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.api import pricing
 from steelyard.cli import main
+from tests.harness import in_a_hurry
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -26,12 +27,10 @@ def imported(name: str) -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _elsewhere(tmp_path: Path, costs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
-    # Nothing here is about how well times are known.
-    monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
-    monkeypatch.setattr(pricing, "_CUT_CHECK_SECONDS", 1.0)
+    with in_a_hurry(costs):
+        yield
 
 
 @pytest.mark.slow

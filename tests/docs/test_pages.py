@@ -1,15 +1,14 @@
 """Every code block of the README and of docs/ does what the page says, and every link leads
 somewhere."""
 
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from steelyard.api import pricing
 from tests.docs import pages
+from tests.harness import in_a_hurry
 
 ROOT = pages.ROOT
 PAGES = sorted(
@@ -19,29 +18,19 @@ PAGES = sorted(
 WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))]
 
 
-@pytest.fixture(scope="module")
-def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One list for all pages: most plan the same train.py, and a reader measures it once."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
-    return shared / "costs-of-pages.sqlite"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_what_the_page_shows_is_what_happens(
     name: str, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
-    # Forms are compared, no figures.
-    monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
-    monkeypatch.setattr(pricing, "_CUT_CHECK_SECONDS", 1.0)
     monkeypatch.setattr(sys, "path", list(sys.path))
     pages.set_the_table()
     text = (ROOT / name).read_text(encoding="utf-8")
     fences = re.findall(r"^```", text, re.MULTILINE)
-    assert pages.Session().read(text) == len(fences) // 2
+    # Forms are compared, no figures.
+    with in_a_hurry(costs):
+        assert pages.Session().read(text) == len(fences) // 2
 
 
 @pytest.mark.parametrize("name", PAGES)

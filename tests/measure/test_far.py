@@ -15,6 +15,12 @@ from steelyard.measure import far as measure
 from steelyard.measure.cache import CostCache
 
 
+@pytest.fixture(autouse=True)
+def _in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing here is about how well a link is known.
+    monkeypatch.setattr(measure, "_SECONDS", 0.05)
+
+
 def test_two_plans_are_told_the_same_of_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,10 @@ from steelyard.run.segments import segments
 from steelyard.run.step import LiveStep
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.zoo import case as case_named
+from tests.zoo.own import MoE
+
+# What is compiled is compiled on one worker.
+pytestmark = pytest.mark.xdist_group("inductor")
 
 FREE = Costs(
     device=Device(kind="any", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=2**30)
@@ -225,7 +229,10 @@ def test_recomputing_changes_no_bit(case: Case, compiled: dict[str, Emitted]) ->
 @pytest.mark.slow
 def test_nor_does_it_where_fusion_changes_with_what_is_saved() -> None:
     """Rows of 16 and of 4: whether such a loop had vectors once hung on its neighbours."""
-    model, loss, batch = case_named("moe").make()
+    torch.manual_seed(0)
+    # With the heuristic that it was, one layer rounds otherwise as two do.
+    model = MoE(layers=1, width=16, experts=4, vocabulary=64)
+    _, loss, batch = case_named("moe").make()
     traced = trace(model, loss, batch, decompositions=table("inductor-1"))
     plain = Program.plain(to_graph(traced, decomposition="inductor-1"))
     copies = with_copies(plain, recomputable(plain.graph))

@@ -13,18 +13,20 @@ from steelyard.core.rules import Rule
 from steelyard.predict.predict import PEAK_SHARE
 from steelyard.search import Found, Search
 from steelyard.trades.stream import Stream
-from tests import zoo
-from tests.harness import DEVICE, Trial, budgets, predicted_above
+from tests.harness import DEVICE, Trial, budgets, predicted_above, trial_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
+from tests.zoo.workers import on_its_worker
 
 pytestmark = pytest.mark.slow
 
 
 # Random masks, statistics of BatchNorm, two stacks of blocks, tied weights.
-@pytest.mark.parametrize("name", ["gpt", "resnet_bn", "hf_t5", "hf_gpt2"])
+@pytest.mark.parametrize(
+    "name", [on_its_worker(name) for name in ("gpt", "resnet_bn", "hf_t5", "hf_gpt2")]
+)
 def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str) -> None:
-    trial = Trial(*zoo.case(name).make())
+    trial = trial_of(name)
     costs = trial.costs()
     searching = trial.searching(costs)
     eager = trial.eager()
@@ -43,8 +45,9 @@ def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str)
     assert seconds[0] > seconds[-1]
 
 
+@pytest.mark.xdist_group("gpt")
 def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
-    trial = Trial(*zoo.case("gpt").make())
+    trial = trial_of("gpt")
     costs = trial.costs(micro_batches=(1, 2, 4))
     searching = trial.searching(costs)
     budget = budgets(searching, 2)[0]
@@ -58,8 +61,9 @@ def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
     assert outcome.peak_bytes == pytest.approx(predicted, rel=PEAK_SHARE)
 
 
+@pytest.mark.xdist_group("gpt")
 def test_parts_hold_not_a_byte_more_than_is_predicted() -> None:
-    trial = Trial(*zoo.case("gpt").make())
+    trial = trial_of("gpt")
     program = trial.struck([Rule(trade="accumulate", degree=4)])
     costs = trial.costs(micro_batches=(1, 4))
     assert trial.run(program).peak_bytes <= predicted_above(program, costs)

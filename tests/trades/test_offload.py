@@ -18,10 +18,10 @@ from steelyard.predict import predict
 from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
 from steelyard.trades.stream import Stream
-from tests import zoo
-from tests.harness import Trial, costs_of, far_memory, predicted_above
+from tests.harness import Trial, costs_of, far_memory, predicted_above, trial_of
 from tests.search.graphs import Whole, random_step, tower
 from tests.trades.test_stream import LOSSES, Scores, ids
+from tests.zoo.workers import on_its_worker
 
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9, doubt=0.1)
 COSTS = Costs(
@@ -153,9 +153,9 @@ def test_what_cannot_leave_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "resnet_bn", "hf_llama"])
+@pytest.mark.parametrize("name", [on_its_worker(n) for n in ("gpt", "resnet_bn", "hf_llama")])
 def test_in_micro_batches_everything_moves_each_time(name: str) -> None:
-    tried = Trial(*zoo.case(name).make())
+    tried = trial_of(name)
     if tried.source.why_not_split():
         parts = tried.plain
     else:

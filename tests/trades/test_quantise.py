@@ -24,10 +24,10 @@ from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.quantise import Quantise, quantisable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
 from steelyard.trades.stream import Stream
-from tests import zoo
-from tests.harness import Outcome, Trial, costs_of, predicted_above
+from tests.harness import Outcome, Trial, costs_of, predicted_above, trial_of
 from tests.search.graphs import Whole, in_floats, random_step, tower
 from tests.trades.test_stream import LOSSES, Scores, ids
+from tests.zoo.workers import on_its_worker
 
 COSTS = Costs(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
@@ -191,10 +191,10 @@ def _lost(ours: Outcome, theirs: Outcome) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [on_its_worker(name) for name in MODELS])
 @pytest.mark.parametrize("again", [False, True])
 def test_the_first_loss_is_the_same_and_the_peak_is_as_predicted(name: str, again: bool) -> None:
-    tried = Trial(*zoo.case(name).make())
+    tried = trial_of(name)
     plain = tried.run(tried.plain)
     program = with_codes(tried.plain, quantisable(tried.plain))
     if again:
@@ -308,8 +308,9 @@ def test_a_relu_may_be_asked_which_values_are_none() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("gpt")
 def test_in_micro_batches_each_is_coded() -> None:
-    tried = Trial(*zoo.case("gpt").make())
+    tried = trial_of("gpt")
     parts = Program.plain(tried.source.graph(micro_batches=2)).repeated(2)
     program = with_codes(parts, quantisable(parts))
     outcome, plain = tried.run(program), tried.run(parts)
