@@ -8,7 +8,8 @@ import numpy as np
 
 from steelyard.search.counted import Floats
 from steelyard.search.cut import Cut
-from steelyard.search.tally import NEVER, Tally
+from steelyard.search.placing import NEVER
+from steelyard.search.tally import Tally
 
 _ROUNDS = 150
 _MIXTURES = (0.0, 0.001, 0.01, 0.05, 0.2)

@@ -10,7 +10,8 @@ from random import Random
 
 from steelyard.search.archive import Archive, Point
 from steelyard.search.counted import Counted
-from steelyard.search.tally import NEVER, Tally
+from steelyard.search.placing import NEVER
+from steelyard.search.tally import Tally
 from steelyard.search.trials import Trials
 
 _WIDTH = 8
