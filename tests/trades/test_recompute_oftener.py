@@ -10,6 +10,7 @@ import pytest
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, to_rules
 from steelyard.predict.predict import PEAK_SHARE
+from steelyard.search import Search
 from steelyard.trades.recompute import Recompute, recomputable
 from tests import zoo
 from tests.harness import Outcome, Trial, costs_of, predicted_above
@@ -66,3 +67,19 @@ def test_it_computes_the_same_and_holds_what_was_predicted(name: str, times: int
     predicted = predicted_above(program, costs_of(program.graph))
     allowed = max(_SMALL_CHANGE_BYTES, PEAK_SHARE * predicted)
     assert abs(outcome.peak_bytes - predicted) <= allowed
+
+
+def test_what_the_search_makes_oftener_is_run_as_said() -> None:
+    """The least memory of a ResNet takes values made twice."""
+    tried = trial("resnet_bn")
+    costs, trades = tried.costs(), (Recompute(),)
+    searching = Search(tried.plain, trades=trades, source=tried.source, costs=costs)
+    rules = searching.frontier()[0].rules
+    assert any(rule.times > 1 for rule in rules)
+    program = tried.struck(rules)
+    outcome = tried.run(program)
+    assert outcome.difference(tried.eager()) is None
+    assert outcome.peak_bytes == pytest.approx(predicted_above(program, costs), rel=PEAK_SHARE)
+    once = Search(tried.plain, trades=trades, source=tried.source, costs=costs, oftener=False)
+    least = searching.explored().least.peak_bytes
+    assert least < once.explored().least.peak_bytes

@@ -66,9 +66,10 @@ class Placing:
         )
         last_read: dict[int, int] = {}
         first_read: dict[int, int] = {}
+        units = self.units
         for position, (line, number) in enumerate(running):
-            unit = self.units[number]
-            for storage in (*unit.reads, *unit.touches):
+            unit = units[number]
+            for storage in unit.reads + unit.touches:
                 last_read[storage] = line + position
                 first_read.setdefault(storage, line + position)
         shift = np.cumsum(before)
@@ -99,6 +100,12 @@ class Placing:
             line = min(first[s] for s in unit.makes if s in again)
             if line == NEVER:
                 continue
+            for storage in unit.reads:
+                if line < first[storage]:
+                    first[storage] = line
+            if not often:
+                running.append((line, number))
+                continue
             lines: tuple[int, ...] = (line,)
             if number in often:
                 wanted = [s for s in unit.makes if reads.get(s)]
@@ -107,11 +114,8 @@ class Placing:
                 if len(lines) > 1:
                     begins.update(dict.fromkeys(wanted, lines))
             running += [(at, number) for at in lines]
-            for storage in unit.reads:
-                if line < first[storage]:
-                    first[storage] = line
-                if storage in reads:
-                    reads[storage] += [(at, at) for at in lines]
+            for storage in reads.keys() & unit.reads:
+                reads[storage] += [(at, at) for at in lines]
         return first, begins, sorted(running)
 
     def _last_reads(

@@ -23,7 +23,7 @@ from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
 from steelyard.search.explain import refused, taken
-from steelyard.search.explore import Explored, explore, restruck
+from steelyard.search.explore import Explored, again_rules, explore, restruck
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.levels import moved_states, slices, splits
@@ -47,7 +47,8 @@ class Search:
     """One training step, explored once for all budgets; more micro-batches only when asked for.
 
     ``lossy`` are the values that a lossy trade may be struck on, by where they are made; without
-    any, such trades are offered and refused for the reason that ``find`` is told.
+    any, such trades are offered and refused for the reason that ``find`` is told. ``oftener``: a
+    value may be made again more than once.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Search:
         source: Source,
         costs: Costs,
         lossy: frozenset[Spot] = frozenset(),
+        oftener: bool = True,
     ) -> None:
         self.program = program
         self._trades = {trade.name: trade for trade in trades}
         self._source = source
         self._costs = costs
         self._lossy = lossy
+        self._oftener = oftener
         self.offers: list[Offer] = []
         self.refusals: list[Refusal] = []
         for trade in trades:
@@ -313,6 +316,7 @@ class Search:
             coded,
             known=known,
             thorough=variant.parts == 1,
+            oftener=self._oftener,
         )
 
     def _offered(self, trade: str, program: Program) -> frozenset[str]:
@@ -332,7 +336,7 @@ class Search:
     def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
         explored = self._explored[variant]
         graph = explored.tally.program.graph
-        rules = to_rules(graph, explored.values(point), trade=_RECOMPUTE)
+        rules = again_rules(graph, explored.values(point))
         coded = to_rules(graph, explored.coded(point), trade=_QUANTISE)
         return (*variant.rules, *rules, *coded, *_moving(graph, explored.moved(point)))
 
@@ -359,14 +363,20 @@ def _rules_of(offers: Sequence[Offer]) -> list[Rule]:
 def _gap(explored: Explored, point: Point, budget: Budget) -> Gap | None:
     """None where no memory is bounded."""
     tally = explored.tally
+    is_often = bool(tally.times_of(point.again))
     if budget.memory_bytes is None or not (tally.unit_of or tally.elsewhere()):
         return None
     least = least_seconds(
-        tally, Cut(tally), limit_bytes=budget.memory_bytes, within_seconds=point.seconds
+        tally,
+        Cut(tally),
+        limit_bytes=budget.memory_bytes,
+        within_seconds=point.seconds,
+        oftener=is_often,
     )
     return Gap(
         step_seconds=point.seconds,
         least_seconds=least,
+        is_often=is_often,
         has_far=bool(tally.far_value_on),
         has_codes=bool(tally.coded_value_on),
     )

@@ -98,6 +98,10 @@ class Tally:
         """How often at most it computes a value again, of a choice to do so more than once."""
         return choice // len(self.nbytes) - _IN_8_BITS + 1
 
+    def once_less(self, choice: int) -> int:
+        """The choice that must stand beside such a one."""
+        return self.storage(choice) if self.times(choice) == 2 else choice - len(self.nbytes)
+
     def is_far(self, choice: int) -> bool:
         return 1 <= choice // len(self.nbytes) < _IN_8_BITS
 
@@ -145,15 +149,15 @@ class Tally:
         return self._factor * self._coders[storage].seconds
 
     def _parted(
-        self, choices: Iterable[int]
+        self, choices: Collection[int]
     ) -> tuple[frozenset[int], dict[int, Way], tuple[int, ...]]:
         """Storages to compute again; to move, and how; to keep in 8 bits.
 
         A value has one fate: it is made again rather than coded, and coded rather than moved.
         """
         count = len(self.nbytes)
-        if not self.far_value_on and not self.coded_value_on:
-            return frozenset(c for c in choices if c < count), {}, ()
+        if max(choices, default=0) < count:
+            return frozenset(choices), {}, ()
         in_order = sorted(choices)
         again = frozenset(c for c in in_order if c < count)
         coded = tuple(c % count for c in in_order if self.is_coded(c) and c % count not in again)
@@ -161,9 +165,11 @@ class Tally:
         taken = again.union(coded)
         return again, {s: way for s, way in far.items() if s not in taken}, coded
 
-    def times_of(self, choices: Iterable[int]) -> dict[int, int]:
+    def times_of(self, choices: Collection[int]) -> dict[int, int]:
         """The storages that are computed again more than once, and how often at most."""
         fewest = self.often(0, 2)
+        if max(choices, default=0) < fewest:
+            return {}
         often = sorted(choice for choice in choices if choice >= fewest)
         return {self.storage(choice): self.times(choice) for choice in often}
 
@@ -414,20 +420,23 @@ class Tally:
         copy_born: list[int] = []
         copy_dies: list[int] = []
         copy_rows: list[int] = []
+        often, last_read = copies.often, copies.last_read
+        last_late: list[int] = late.tolist()
         for number, line in zip(copies.units, copies.lines):
             for storage in self.units[number].makes:
                 at = row[storage]
                 copy_rows.append(at)
                 copy_born.append(line)
                 if storage in again:
-                    dies[at] = forward_last[at]
-                    last = copies.often.get((storage, line))
-                    if last is None:
-                        last = max(int(late[at]), copies.last_read.get(storage, -1))
-                    copy_dies.append(max(line, last))
+                    if often and (storage, line) in often:
+                        copy_dies.append(often[storage, line])
+                    else:
+                        copy_dies.append(max(line, last_late[at], last_read.get(storage, -1)))
                 else:
                     copy_dies.append(line)
-        for storage, line in copies.last_read.items():
+        forgotten = [row[s] for u in set(copies.units) for s in self.units[u].makes if s in again]
+        dies[forgotten] = forward_last[forgotten]
+        for storage, line in last_read.items():
             at = row[storage]
             if storage not in again and line > dies[at]:
                 dies[at] = line
