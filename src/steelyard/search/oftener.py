@@ -14,7 +14,7 @@ from steelyard.search.trials import Trials
 
 # So many trials more, as a share of those made before; and so far up from the least memory: where
 # there is more room, nothing made twice ever paid (docs/log.md, 2026-11-22).
-_MORE, _FEWEST = 0.04, 600
+_MORE, _FEWEST = 0.025, 400
 _TIGHT = 0.5
 _LIMITS = 5
 _MOST_TIMES = 3
