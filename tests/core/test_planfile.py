@@ -44,7 +44,13 @@ LEAST_ONE = st.integers(1, 2**62)
 POSITIVE = st.floats(0, 2.0**62, exclude_min=True)
 ACCUMULATE = st.builds(Rule, trade=st.just("accumulate"), degree=LEAST_ONE)
 RECOMPUTE = st.builds(
-    Rule, trade=st.just("recompute"), module=WORDS, op=WORDS, nth=WHOLE, count=LEAST_ONE
+    Rule,
+    trade=st.just("recompute"),
+    module=WORDS,
+    op=WORDS,
+    nth=WHOLE,
+    count=LEAST_ONE,
+    times=st.integers(1, 16),
 )
 RULES = st.tuples(st.sets(ACCUMULATE, max_size=1), st.sets(RECOMPUTE, max_size=5)).map(
     lambda both: tuple(sorted(both[0] | both[1]))
@@ -170,6 +176,16 @@ count = 4
     )
 
 
+def test_how_often_is_written_only_where_it_is_more_than_once() -> None:
+    first, *rest = (rule for rule in DECISIONS.rules if rule.trade == "recompute")
+    twice = replace(DECISIONS, rules=(replace(first, times=2), *rest))
+    assert encode_decisions(twice) == GOOD.replace(
+        "count = 4\n", "count = 4\ntimes = 2\n", 1
+    ).replace("[[accumulate]]\nmicro_batches = 2\n\n", "")
+    assert decode_decisions(encode_decisions(twice)) == twice
+    assert twice.name != replace(DECISIONS, rules=(first, *rest)).name
+
+
 def test_comments_order_and_layout_are_the_readers_own() -> None:
     tables = tomllib.loads(GOOD)
     first, second = tables["recompute"]
@@ -259,6 +275,12 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ("count = 4", f"count = 0x{'f' * 9000}", "more than 19 digits"),
         ("count = 4", "count = 1979-05-27", "is a date, not a whole number"),
         ("nth = 1", "nth = nan", "is nan, not a whole number"),
+        ("nth = 1", "times = 0", "recompute 1: times is 0, not 1 or more"),
+        ("nth = 1", "times = 17", "recompute 1: times is 17, not 16 or less"),
+        ("nth = 1", "times = 1.5", "recompute 1: times is 1.5, not a whole number"),
+        ("nth = 1", "time = 2", "recompute 1: time is not a known key; did you mean times?"),
+        ("nth = 1", "times = 2\ntimes = 3", "is not TOML"),
+        ("[[recompute]]", "[[quantise]]\ntimes = 2", "quantise 1: times is not a known key"),
         ("op =", "nth = 1\nop =", "is not TOML"),
         ('"300 MiB"', '"300 megs"', "memory = '300 megs' has the unknown unit 'megs'"),
         ('"300 MiB"', "-3", "budget.memory is -3, not 1 or more"),

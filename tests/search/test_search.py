@@ -1,6 +1,6 @@
 """What a search must hold to: the budget, the laws of the curve, no plan by hand better than it."""
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -83,6 +83,43 @@ def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
     assert hits >= 0.97 * budgets
 
 
+def every_plan_with_several(tally: Tally, *, most: int) -> Archive:
+    """Each value kept, or made again once, or twice, up to ``most`` times."""
+    archive = Archive()
+    values = sorted(tally.unit_of)
+    for fates in product(range(most + 1), repeat=len(values)):
+        again = {v for v, times in zip(values, fates, strict=True) if times}
+        often = {tally.often(v, times) for v, times in zip(values, fates, strict=True) if times > 1}
+        choice = frozenset(again | often)
+        counted = tally.count(choice)
+        archive.add(Point(peak_bytes=counted.peak_bytes, seconds=counted.seconds, again=choice))
+    return archive
+
+
+@pytest.mark.slow
+def test_on_small_graphs_most_plans_are_the_best_there_is_with_values_made_twice() -> None:
+    hits = budgets = exact = gained = reached = 0
+    graphs = small_graphs(40, most=7)
+    for graph in graphs:
+        plans = explored(graph)
+        best, once = every_plan_with_several(plans.tally, most=2), every_plan(plans.tally)
+        missed = 0
+        for point in best:
+            ours, plainly = plans.within(point.peak_bytes), once.within(point.peak_bytes)
+            miss = ours is None or ours.seconds > point.seconds * 1.001
+            missed += miss
+            if plainly is None or plainly.seconds > point.seconds * 1.001:
+                gained += 1
+                reached += not miss
+        budgets += len(best)
+        hits += len(best) - missed
+        exact += not missed
+    assert exact >= 0.9 * len(graphs)
+    assert hits >= 0.95 * budgets
+    assert gained > 30, "where making values twice buys nothing, nothing is shown"
+    assert reached >= 0.8 * gained
+
+
 @pytest.mark.slow
 def test_the_bound_is_below_the_best_plan_there_is() -> None:
     tight = 0
@@ -96,6 +133,42 @@ def test_the_bound_is_below_the_best_plan_there_is() -> None:
             assert bound <= point.seconds * (1 + 1e-9)
             tight += bound > plans.tally.plain_seconds and point.again != frozenset()
     assert tight > 20, "a bound that never says more than the unplanned step is of no use"
+
+
+@pytest.mark.slow
+def test_the_bound_for_any_number_of_times_is_below_the_best_plan_there_is() -> None:
+    tight = 0
+    for graph in small_graphs(20, most=6):
+        plans = explored(graph)
+        cut = Cut(plans.tally)
+        for point in every_plan_with_several(plans.tally, most=3):
+            bound = least_seconds(
+                plans.tally,
+                cut,
+                limit_bytes=point.peak_bytes,
+                within_seconds=point.seconds,
+                oftener=True,
+            )
+            assert bound <= point.seconds * (1 + 1e-9)
+            tight += bound > plans.tally.plain_seconds and point.again != frozenset()
+    assert tight > 10, "a bound that never says more than the unplanned step is of no use"
+
+
+def test_without_values_made_oftener_plans_are_as_before_and_with_them_never_worse() -> None:
+    """What makes values oftener only adds to what is found."""
+    better = 0
+    for seed in range(6):
+        graph = random_step(seed, num_values=14)
+        plain, values = Program.plain(graph), recomputable(graph)
+        once, plans = explore(plain, COSTS, values, oftener=False), explore(plain, COSTS, values)
+        assert not any(once.tally.times_of(point.again) for point in once.chain)
+        for point in once.chain:
+            ours = plans.within(point.peak_bytes)
+            assert ours is not None
+            # A thousandth is given for plans that treat blocks alike.
+            assert ours.seconds <= point.seconds * 1.001
+        better += plans.least.peak_bytes < once.least.peak_bytes
+    assert better
 
 
 @settings(deadline=None, max_examples=15)

@@ -63,6 +63,36 @@ def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> Non
         assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
 
 
+@settings(deadline=None, max_examples=300)
+@given(cases)
+def test_what_is_made_several_times_counts_as_the_predictor_says(
+    case: tuple[int, int, bool],
+) -> None:
+    seed, repeats, measured = case
+    graph = random_step(seed, num_values=14)
+    costs = costs_with_workspace(graph, seed) if measured else Costs(device=DEVICE)
+    plain = Program.plain(graph).repeated(repeats)
+    values = recomputable(graph)
+    tally = Tally(plain, costs, values)
+    storage = {value: s for s, value in tally.value_on.items()}
+    rng = random.Random(seed)
+    for share in (0.3, 0.7, 1.0):
+        chosen = [v for v in sorted(values) if rng.random() < share]
+        times = {v: rng.randint(2, 4) for v in chosen if rng.random() < 0.6}
+        choice = tally.storages_of(chosen) | {tally.often(storage[v], times[v]) for v in times}
+        counted = tally.count(choice)
+        program = with_copies(plain, chosen, times=times)
+        assert program.problems() == []
+        assert counted.peak_bytes == peak_bytes(program, costs)
+        assert counted.seconds == pytest.approx(step_seconds(program, costs).value)
+        assert counted.folded().max() == counted.held.max() <= counted.peak_bytes
+        assert tally.flops_of(choice) == program.flops
+        assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
+        # What is said to be made several times is all that is.
+        plainly = tally.count(tally.storages_of(chosen) | set(counted.often))
+        assert (plainly.peak_bytes, plainly.active) == (counted.peak_bytes, counted.active)
+
+
 @settings(deadline=None, max_examples=200)
 @given(cases)
 def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool]) -> None:
@@ -116,10 +146,13 @@ def test_all_four_fates_count_as_the_predictor_says(
         small = {s for s in tally.coded_value_on if s not in again and rng.random() < shares[1]}
         rest = [s for s in tally.far_value_on if s not in again | small]
         ways = {tally.far(s, rng.choice(list(Way))) for s in rest if rng.random() < 0.6}
-        choice = again | ways | {tally.coded(s) for s in small}
+        times = {v: rng.randint(2, 3) for v in chosen if rng.random() < 0.4}
+        often = {tally.often(s, times[v]) for s, v in tally.value_on.items() if v in times}
+        choice = again | ways | often | {tally.coded(s) for s in small}
         counted = tally.count(choice)
         codes = {tally.coded_value_on[tally.storage(c)] for c in counted.away if tally.is_coded(c)}
-        program = with_codes(with_copies(plain, chosen), {tally.coded_value_on[s] for s in small})
+        copied = with_copies(plain, chosen, times=times)
+        program = with_codes(copied, {tally.coded_value_on[s] for s in small})
         assert frozenset(program.coded) == codes
         times = tally.lags_and_leads(choice)
         program = with_transfers(program, times) if times else program

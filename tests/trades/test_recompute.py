@@ -1,6 +1,7 @@
 """The recompute trade on made-up graphs: what it writes, what it offers and what it refuses."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.cluster import Device
+from steelyard.core.copies import starts
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Phase
@@ -65,6 +67,53 @@ def test_a_value_is_made_at_most_twice_and_only_for_the_backward_pass(seed: int)
 
 @settings(deadline=None)
 @given(seeds)
+def test_a_value_made_several_times_is_made_for_the_reads_behind_its_longest_waits(
+    seed: int,
+) -> None:
+    graph = random_step(seed, num_values=14)
+    values = some(recomputable(graph), seed)
+    plain = Program.plain(graph)
+    once = with_copies(plain, values)
+    times = {v: 2 + (seed + number) % 3 for number, v in enumerate(sorted(values))}
+    program = with_copies(plain, values, times=times)
+    assert program.problems() == []
+    sinks = sorted((i.node, i.sink.kind, i.sink.target) for i in program.instructions if i.sink)
+    assert sinks == sorted(
+        (i.node, i.sink.kind, i.sink.target) for i in plain.instructions if i.sink
+    )
+    originals = [i.node for i in program.instructions if i.sink is None and not i.is_again]
+    assert originals == [i.node for i in plain.instructions if i.sink is None]
+    made = Counter(i.node for i in program.again)
+    assert made.keys() == {i.node for i in once.again}
+    # An operator of several results is called as often as the one that is to be made most often.
+    most = {v: max(times[u] for u in _siblings(graph, v) & values) for v in values}
+    assert all(made[v] <= most[v] for v in values & made.keys())
+    read = {name for i in program.instructions for name in i.inputs}
+    for instruction in program.again:
+        node = graph.by_name[instruction.node]
+        assert not node.is_random
+        # Of an operator with several results, some may only be wanted of another call.
+        assert instruction.value in read or graph.users[node.name]
+    late = [i for i in program.instructions if i.phase is Phase.BACKWARD and i.sink is None]
+    assert not values & {name for i in late for name in i.inputs}
+
+
+def _siblings(graph: Graph, value: str) -> set[str]:
+    node = graph.by_name[value]
+    return set(graph.users[node.inputs[0]]) if node.is_getitem else {value}
+
+
+def test_a_copy_is_forgotten_over_the_longest_wait() -> None:
+    """Read late at 1, 2, 6 and, by a look that is read at 9, at 8."""
+    reads = [(1, 1), (2, 2), (6, 6), (8, 9), (9, 9), (12, 12)]
+    assert starts(reads, 1) == (1,)
+    assert starts(reads, 2) == (1, 6)
+    assert starts(reads, 3) == (1, 6, 12)
+    assert starts(reads, 9) == (1, 2, 6, 8, 12)
+
+
+@settings(deadline=None)
+@given(seeds)
 def test_seconds_never_fall_and_only_copies_are_paid(seed: int) -> None:
     graph = random_step(seed)
     plain = Program.plain(graph)
@@ -89,6 +138,14 @@ def test_rewriting_twice_is_rewriting_once_with_both(seed: int) -> None:
 
     twice = struck(struck(plain, first), second)
     once = struck(plain, first | second)
+    often = {v: 2 + len(v) % 2 for v in first}
+    rules = tuple(
+        replace(rule, times=times)
+        for times in (2, 3)
+        for rule in to_rules(graph, (v for v in first if often[v] == times), trade="recompute")
+    )
+    program = trade.rewrite(plain, rules, Whole(graph))
+    assert program.instructions == with_copies(plain, first, times=often).instructions
     # What the first set asked for in vain may be wanted by the second.
     assert {i.node for i in twice.again} <= {i.node for i in once.again}
     assert struck(once, first).instructions == once.instructions
@@ -162,6 +219,18 @@ def test_a_rule_for_what_cannot_be_recomputed_is_an_error() -> None:
     rules = to_rules(graph, {never}, trade="recompute")
     with pytest.raises(Mismatch, match="cannot be computed again"):
         Recompute().rewrite(Program.plain(graph), rules, Whole(graph))
+
+
+def test_a_value_that_two_rules_name_is_made_as_often_as_neither_says() -> None:
+    graph = random_step(3)
+    value = min(recomputable(graph))
+    plain, source = Program.plain(graph), Whole(graph)
+    (once,) = to_rules(graph, {value}, trade="recompute")
+    twice = replace(once, times=2)
+    Recompute().rewrite(plain, (once, once), source)
+    with pytest.raises(Mismatch, match="two recompute rules name the same value") as error:
+        Recompute().rewrite(plain, (once, twice), source)
+    assert len(str(error.value).splitlines()) == 3
 
 
 def test_what_another_operator_overwrites_is_kept() -> None:

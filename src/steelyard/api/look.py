@@ -106,6 +106,8 @@ class Look:
             source=self._priced_source,
             costs=self.prices.costs,
             lossy=lossy,
+            # Inductor may make two copies in one go, and hold them.
+            oftener=self.request.runner != "inductor",
         )
 
     @cached_property

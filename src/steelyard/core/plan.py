@@ -52,8 +52,8 @@ class Decisions:
     @property
     def name(self) -> str:
         """Four hexadecimal digits that name the decisions in print."""
-        # A plan that moves nothing is called as it was before there were lags.
-        rules = str(self.rules).replace(", lag=0, lead=0", "")
+        # A plan is called as it was before there were lags, and times.
+        rules = str(self.rules).replace(", lag=0, lead=0", "").replace(", times=1", "")
         text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
         return sha256(text.encode()).hexdigest()[:4]
 

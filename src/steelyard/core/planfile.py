@@ -27,6 +27,7 @@ from steelyard.core.amounts import (
 )
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Far
+from steelyard.core.copies import MOST_TIMES
 from steelyard.core.plan import BatchEntry, Decisions, MadeFor
 from steelyard.core.printable import printable
 from steelyard.core.rules import FAR_TRADES, Rule
@@ -48,8 +49,8 @@ _LARGEST = 2**62
 _Whole = Annotated[int, Field(ge=0, le=_LARGEST)]
 
 
-class _Recompute(BaseModel):
-    """The keys of one ``[[recompute]]`` table are fields of Rule."""
+class _Quantise(BaseModel):
+    """The keys of one ``[[quantise]]`` table are fields of Rule."""
 
     model_config = STRICT
     most: ClassVar[int] = _MOST_RULES
@@ -58,6 +59,10 @@ class _Recompute(BaseModel):
     op: str
     nth: _Whole = 0
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+
+
+class _Recompute(_Quantise):
+    times: Annotated[int, Field(ge=1, le=MOST_TIMES)] = 1
 
 
 class _Accumulate(BaseModel):
@@ -77,7 +82,7 @@ class _Stream(BaseModel):
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="slices")]
 
 
-class _Offload(_Recompute):
+class _Offload(_Quantise):
     lag: _Whole = 0
     lead: _Whole = 0
 
@@ -94,11 +99,11 @@ class _OffloadState(BaseModel):
 
 
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
-_TABLES: dict[str, type[_Recompute | _Accumulate | _Stream | _OffloadState]] = {
+_TABLES: dict[str, type[_Quantise | _Accumulate | _Stream | _OffloadState]] = {
     "accumulate": _Accumulate,
     "stream": _Stream,
     "recompute": _Recompute,
-    "quantise": _Recompute,
+    "quantise": _Quantise,
     "offload": _Offload,
     "offload_state": _OffloadState,
 }
@@ -321,6 +326,8 @@ def _lines(decisions: Decisions) -> Iterator[str]:
     for rule in sorted(decisions.rules):
         yield f"\n[[{rule.trade}]]"
         for field, info in _TABLES[rule.trade].model_fields.items():
+            if field == "times" and rule.times == 1:
+                continue  # as nearly always, and in files from before there was more
             yield f"{info.alias or field} = {_toml(getattr(rule, field))}"
 
 

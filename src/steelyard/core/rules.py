@@ -21,6 +21,7 @@ class Rule:
     own number where it has one (how many micro-batches). ``lag`` and ``lead`` say how many
     operators run while a transfer is under way: after a value is sent, before it is wanted back.
     Where a trade is on parameters and not on calls, ``op`` says what of them.
+    ``times`` is how often at most a value is made again.
     """
 
     trade: str
@@ -31,6 +32,7 @@ class Rule:
     degree: int = 0
     lag: int = 0
     lead: int = 0
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,13 @@ def spot_of(graph: Graph, node: Node) -> Spot | None:
 
 
 def to_rules(
-    graph: Graph, values: Iterable[str], *, trade: str, lag: int = 0, lead: int = 0
+    graph: Graph,
+    values: Iterable[str],
+    *,
+    trade: str,
+    lag: int = 0,
+    lead: int = 0,
+    times: int = 1,
 ) -> tuple[Rule, ...]:
     """The fewest sorted rules that name exactly these values.
 
@@ -84,7 +92,7 @@ def to_rules(
                 chosen -= members
                 rules.append(_rule(trade, pattern, len(members)))
     rules += [_rule(trade, spot, 1) for spot in chosen]
-    return tuple(sorted(replace(rule, lag=lag, lead=lead) for rule in rules))
+    return tuple(sorted(replace(rule, lag=lag, lead=lead, times=times) for rule in rules))
 
 
 def matching(graph: Graph, rules: Sequence[Rule]) -> frozenset[str]:

@@ -6,33 +6,44 @@ transients are left out, so the bound is loose where memory is tight. Not for fi
 
 import numpy as np
 
+from steelyard.core.copies import merged
 from steelyard.search.counted import Floats
 from steelyard.search.cut import Cut
-from steelyard.search.tally import NEVER, Tally
+from steelyard.search.placing import NEVER
+from steelyard.search.tally import Tally
 
 _ROUNDS = 150
 _MIXTURES = (0.0, 0.001, 0.01, 0.05, 0.2)
 _FEWEST_IMPROVEMENTS = 12
 
 
-def least_seconds(tally: Tally, cut: Cut, *, limit_bytes: int, within_seconds: float) -> float:
-    """A step that computes each value at most twice, in this order, within ``limit_bytes``, takes
-    at least this long. ``within_seconds`` is what some plan reaches; it only sets the steps taken.
+def least_seconds(
+    tally: Tally, cut: Cut, *, limit_bytes: int, within_seconds: float, oftener: bool = False
+) -> float:
+    """A step that computes each value at most twice (or ``oftener``), in this order, within
+    ``limit_bytes``, takes at least this long. ``within_seconds`` is what some plan reaches; it only
+    sets the steps taken.
 
     With far memory it takes no less than its operators, nor than either link: so no less than any
     mixture of the three.
     """
-    if not tally.far_value_on:
-        return _least(tally, cut, limit_bytes, within_seconds, far_share=0.0)
+    shares = _MIXTURES if tally.far_value_on else (0.0,)
+    certain = _CertainGaps(tally, cut, oftener=oftener)
     return max(
-        _least(tally, cut, limit_bytes, within_seconds, far_share=share) for share in _MIXTURES
+        _least(tally, cut, certain, limit_bytes, within_seconds, far_share=share)
+        for share in shares
     )
 
 
 def _least(
-    tally: Tally, cut: Cut, limit_bytes: int, within_seconds: float, *, far_share: float
+    tally: Tally,
+    cut: Cut,
+    certain: "_CertainGaps",
+    limit_bytes: int,
+    within_seconds: float,
+    *,
+    far_share: float,
 ) -> float:
-    certain = _CertainGaps(tally, cut)
     room = limit_bytes - tally.resident_bytes - certain.always
     prices = np.zeros(tally.num_lines)
     best, slack, stale = 0.0, 2.0, 0
@@ -63,7 +74,7 @@ def _least(
 class _CertainGaps:
     """Where a kept value surely waits, and what is surely held at each line besides."""
 
-    def __init__(self, tally: Tally, cut: Cut) -> None:
+    def __init__(self, tally: Tally, cut: Cut, *, oftener: bool) -> None:
         lines = tally.num_lines
         self._lines = lines
         kept = self._kept = cut.kept
@@ -74,6 +85,7 @@ class _CertainGaps:
         ends = [tally.late_first[s] if tally.late_first[s] != NEVER else tally.first_late
                 for s in kept]  # fmt: skip
         self._ends = np.maximum(self._starts, np.array([min(e, lines) for e in ends]))
+        self._oftener = oftener
         self.always = self._always(tally, tally.staying)
         if tally.program.repeats > 1:
             # A later micro-batch: the gradients are there already, and new ones are added to them.
@@ -87,7 +99,10 @@ class _CertainGaps:
             spans = []
             if born < tally.first_late:
                 spans.append((born, tally.forward_last[storage]))
-                if late >= 0:
+                if self._oftener and storage in tally.unit_of:
+                    # Between reads it may be forgotten.
+                    spans += merged(tally.late_reads[storage])
+                elif late >= 0:
                     spans.append((tally.late_first[storage], late))
             else:
                 spans.append((born, late))

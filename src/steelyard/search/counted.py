@@ -21,7 +21,8 @@ Floats = npt.NDArray[np.float64]
 class Counted:
     """``active`` are the operators that really run again; a chosen value nobody reads is free.
 
-    ``away`` are the choices to move to far memory, or to keep in 8 bits, that really do. ``held``
+    ``away`` are the choices to move to far memory, or to keep in 8 bits, that really do; ``often``
+    those to make a value several times that really is. ``held``
     are the bytes at each line, copies included; ``shift`` how far copies have moved each line of
     the plain program; ``first`` the line at which each storage is first wanted late.
     """
@@ -30,6 +31,7 @@ class Counted:
     seconds: float
     active: tuple[int, ...]
     away: tuple[int, ...]
+    often: tuple[int, ...]
     held: Floats
     shift: Ints
     first: list[int]

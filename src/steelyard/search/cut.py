@@ -12,7 +12,8 @@ import numpy as np
 from ortools.graph.python import max_flow
 
 from steelyard.search.counted import Floats
-from steelyard.search.tally import NEVER, Tally
+from steelyard.search.placing import NEVER
+from steelyard.search.tally import Tally
 
 # Capacities are whole numbers: picoseconds, which leaves room for steps of ten hours.
 _TICKS_PER_SECOND = 1e12

@@ -11,11 +11,11 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.graph import Graph
 from steelyard.core.plan import Taken
-from steelyard.core.rules import matching, spot_of, starred, to_rules
+from steelyard.core.rules import Rule, matching, spot_of, starred, to_rules
 from steelyard.core.trade import Left, Offer, Refusal
 from steelyard.search.archive import Point
 from steelyard.search.counted import Counted
-from steelyard.search.explore import Explored, carried, carried_choice
+from steelyard.search.explore import Explored, again_rules, carried, carried_choice
 from steelyard.search.levels import moved_bytes
 from steelyard.search.roads import Way
 from steelyard.search.tally import Tally
@@ -116,6 +116,7 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
     offered = _by_module(graph, value_on)
     # Of a value chosen in several ways only one counts; of one that nothing reads late, none.
     own = choice if trade == "recompute" else frozenset(with_all.away)
+    times = tally.times_of(own)
     chosen = _by_module(
         graph, {c: value_on[tally.storage(c)] for c in sorted(own) if is_of_trade(c)}
     )
@@ -135,16 +136,37 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
             )
         )
         count = str(len(inside)) if len(inside) == possible else f"{len(inside)} of {possible}"
+        count += _oftener(times[s] for s in inside if s in times)
         told.append(
             Taken(
                 trade=trade,
                 label=f"{module or 'top level'} ({count})",
-                rules=to_rules(graph, (value_on[tally.storage(c)] for c in inside), trade=trade),
+                rules=_rules_for(trade, tally, inside, times),
                 buys_bytes=without.peak_bytes - with_all.peak_bytes,
                 pays_seconds=with_all.seconds - without.seconds,
             )
         )
     return told
+
+
+def _oftener(times: Iterable[int]) -> str:
+    """How many values are made again more than once."""
+    several = list(times)
+    if not several:
+        return ""
+    most = max(several)
+    return f", {len(several)} {'twice' if most == 2 else f'up to {most} times'}"
+
+
+def _rules_for(
+    trade: str, tally: Tally, inside: Iterable[int], times: Mapping[int, int]
+) -> tuple[Rule, ...]:
+    graph = tally.program.graph
+    value_on, _ = _fate(trade, tally)
+    values = {value_on[tally.storage(c)]: times.get(c, 1) for c in inside}
+    if trade == "recompute":
+        return again_rules(graph, values)
+    return to_rules(graph, values, trade=trade)
 
 
 def _fate(trade: str, tally: Tally) -> tuple[Mapping[int, str], Callable[[int], bool]]:

@@ -4,16 +4,17 @@ One exploration answers every budget, so that a larger budget is never answered 
 Not for choosing among what was found: see search.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from steelyard.core.costs import Costs
 from steelyard.core.graph import BlockRun, Graph
 from steelyard.core.program import Program
-from steelyard.core.rules import Spot, spot_of, spots, starred
+from steelyard.core.rules import Rule, Spot, spot_of, spots, starred, to_rules
 from steelyard.search.archive import Archive, Point
 from steelyard.search.cut import Cut
 from steelyard.search.moves import Moves
+from steelyard.search.oftener import make_oftener
 from steelyard.search.roads import Way
 from steelyard.search.seeds import simple_plans
 from steelyard.search.sweep import (
@@ -58,10 +59,11 @@ class Explored:
     def plain(self) -> Point:
         return self.chain[-1]
 
-    def values(self, point: Point) -> frozenset[str]:
-        """What to recompute."""
-        tally = self.tally
-        return frozenset(tally.value_on[s] for s in self.choice(point) if tally.is_again(s))
+    def values(self, point: Point) -> dict[str, int]:
+        """What to recompute, and how often."""
+        tally, choice = self.tally, self.choice(point)
+        times = tally.times_of(choice)
+        return {tally.value_on[s]: times.get(s, 1) for s in choice if tally.is_again(s)}
 
     def moved(self, point: Point) -> dict[str, tuple[int, int]]:
         """What to move to far memory, with the lag and the lead of each."""
@@ -93,9 +95,11 @@ def explore(
     *,
     known: "Explored | None" = None,
     thorough: bool = True,
+    oftener: bool = True,
 ) -> Explored:
-    """``values`` may be recomputed, ``movable`` ones sent to far memory, ``codable`` ones kept in 8
-    bits; plans for ``known``, this step cut otherwise, are a start."""
+    """``values`` may be recomputed, ``oftener`` than once or not, ``movable`` ones sent to far
+    memory, ``codable`` ones kept in 8 bits; plans for ``known``, this step cut otherwise, are a
+    start."""
     tally = Tally(program, costs, values, movable, codable)
     trials = Trials(tally)
     groups = _groups(tally)
@@ -110,6 +114,8 @@ def explore(
         _improve(trials, moves, efforts=(500, 1000) if thorough else (250,))
         if thorough:
             _kick(trials, moves)
+        if oftener and tally.unit_of:
+            make_oftener(trials)
     chain = chained(trials.archive, trials.whole)
     return Explored(tally=tally, chain=chain, groups=tuple(groups), trials=trials.made)
 
@@ -144,18 +150,34 @@ def carried(values: Iterable[str], graph: Graph, to: Tally) -> frozenset[str]:
 
 def carried_choice(tally: Tally, choice: frozenset[int], to: Tally) -> frozenset[int]:
     """The same choice in another trace of the step, as far as it can be made there."""
-    graph = tally.program.graph
-    again = (tally.value_on[c] for c in choice if tally.is_again(c))
-    found = set(to.storages_of(carried(again, graph, to)))
+    graph, times = tally.program.graph, tally.times_of(choice)
+    found: set[int] = set()
+    again = {tally.value_on[c]: times.get(c, 1) for c in choice if tally.is_again(c)}
+    able = {value: storage for storage, value in to.value_on.items()}
+    for value, there in _there(again, graph, to).items():
+        if there in able:
+            same = able[there]
+            found.update((same, *(to.often(same, more) for more in range(2, 1 + again[value]))))
     far = {value: storage for storage, value in to.far_value_on.items()}
     coded = {value: storage for storage, value in to.coded_value_on.items()}
-    away = {tally.value_away(c): c for c in choice if not tally.is_again(c)}
+    away = {tally.value_away(c): c for c in choice if tally.is_far(c) or tally.is_coded(c)}
     for value, there in _there(away, graph, to).items():
         if tally.is_coded(away[value]):
             found.update([to.coded(coded[there])] if there in coded else [])
         elif there in far:
             found.add(to.far(far[there], tally.way(away[value])))
     return frozenset(found)
+
+
+def again_rules(graph: Graph, times: Mapping[str, int]) -> tuple[Rule, ...]:
+    """The rules that make each of these values again so many times at most."""
+    return tuple(
+        rule
+        for number in sorted(set(times.values()))
+        for rule in to_rules(
+            graph, (v for v, own in times.items() if own == number), trade="recompute", times=number
+        )
+    )
 
 
 def _there(values: Iterable[str], graph: Graph, to: Tally) -> dict[str, str]:

@@ -17,13 +17,14 @@ from steelyard.core.trade import Refusal
 class Gap:
     """How far from the fastest this can be: a proven bound, for these costs and no others.
 
-    It holds for plans that only recompute, each value at most once more and in the captured order,
-    or move it to far memory where there is one, or keep it in 8 bits where that is allowed, on the
-    same number of micro-batches.
+    It holds for plans that only recompute, in the captured order and each value at most once more
+    (with ``is_often`` any number of times), or move it to far memory where there is one, or keep it
+    in 8 bits where that is allowed, on the same number of micro-batches.
     """
 
     step_seconds: float
     least_seconds: float
+    is_often: bool = False
     has_far: bool = False
     has_codes: bool = False
 
@@ -40,9 +41,10 @@ class Gap:
             )
             if is_there
         ]
+        once = "" if self.is_often else " each value at most once"
         return (
-            f"within {format_share(self.share).lstrip('+')} of the fastest possible by recomputing "
-            f"each value at most once{''.join(others)}"
+            f"within {format_share(self.share).lstrip('+')} of the fastest possible by recomputing"
+            f"{once}{''.join(others)}"
         )
 
 

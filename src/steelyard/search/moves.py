@@ -10,7 +10,8 @@ from random import Random
 
 from steelyard.search.archive import Archive, Point
 from steelyard.search.counted import Counted
-from steelyard.search.tally import NEVER, Tally
+from steelyard.search.placing import NEVER
+from steelyard.search.tally import Tally
 from steelyard.search.trials import Trials
 
 _WIDTH = 8
@@ -28,7 +29,14 @@ class Moves:
         self.are_whole = are_whole
         tally = self._tally
         self.atoms = tuple(sorted(atoms, key=min))
-        self._atom_of = {s: atom for atom in self.atoms for s in atom}
+        # The first of those that share a choice: it alone.
+        self._atom_of: dict[int, frozenset[int]] = {}
+        for atom in self.atoms:
+            for choice in atom:
+                self._atom_of.setdefault(choice, atom)
+        # Those that only say how often, in a set that keeps its order.
+        self._oftener = dict.fromkeys(a for a in self.atoms if all(map(tally.is_often, a)))
+        self._others = [a for a in self.atoms if a not in self._oftener]
         # Less than this counts as nothing paid.
         self._trifle = 1e-9 * tally.plain_seconds
         self._seconds = {a: tally.alone_seconds(a) for a in self.atoms}
@@ -94,6 +102,8 @@ class Moves:
     def _surely_too_much(self, atom: frozenset[int], line: int, slack_bytes: int) -> bool:
         """Kept, it would wait across the peak; no proof, for what is upstream of it may go."""
         tally = self._tally
+        if atom in self._oftener:
+            return False  # made less often it may wait there or not
         storages = {tally.storage(s) for s in atom}
         return sum(tally.nbytes[s] for s in storages if _would_wait(tally, s, line)) > slack_bytes
 
@@ -134,7 +144,13 @@ class Moves:
         what waits there is not kept, and between them early copies are not made."""
         tally, line = self._tally, counted.peak_line()
         waiting = []
-        for atom in self.atoms:
+        for atom in self._oftener:
+            if self._is_next(atom, again) and any(
+                _is_copied(tally, tally.storage(c), line, counted) for c in atom
+            ):
+                paid = self._seconds[atom] / (1 + self._nbytes[atom])
+                waiting.append((paid, min(atom), atom, atom))
+        for atom in self._others:
             # What is moved may also be moved otherwise; what is made again is not there to move.
             new = {tally.storage(s) for s in atom - again} - again
             if any(_waits(tally, s, line, counted) for s in new):
@@ -155,6 +171,10 @@ class Moves:
                 yield again - early
         for atom in copied:
             yield again - atom
+
+    def _is_next(self, atom: frozenset[int], again: frozenset[int]) -> bool:
+        """Whether it makes once more what is made again."""
+        return all(c not in again and self._tally.once_less(c) in again for c in atom)
 
     def _closure(self, atom: frozenset[int], again: frozenset[int]) -> frozenset[int]:
         """With what it would read that nothing else keeps, or else recomputing it pins that."""

@@ -23,7 +23,7 @@ from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
 from steelyard.search.explain import refused, taken
-from steelyard.search.explore import Explored, explore, few, restruck
+from steelyard.search.explore import Explored, again_rules, explore, few, restruck
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.levels import moved_states, slices, splits
@@ -49,7 +49,8 @@ class Search:
     """One training step, explored once for all budgets; more micro-batches only when asked for.
 
     ``lossy`` are the values that a lossy trade may be struck on, by where they are made; without
-    any, such trades are offered and refused for the reason that ``find`` is told.
+    any, such trades are offered and refused for the reason that ``find`` is told. ``oftener``: a
+    value may be made again more than once.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Search:
         source: Source,
         costs: Costs,
         lossy: frozenset[Spot] = frozenset(),
+        oftener: bool = True,
     ) -> None:
         self.program = program
         self._trades = {trade.name: trade for trade in trades}
         self._source = source
         self._costs = costs
         self._lossy = lossy
+        self._oftener = oftener
         self.offers: list[Offer] = []
         self.refusals: list[Refusal] = []
         for trade in trades:
@@ -318,6 +321,7 @@ class Search:
             coded,
             known=known,
             thorough=variant.parts == 1,
+            oftener=self._oftener,
         )
 
     def _with_moves(self, variant: Variant) -> Explored:
@@ -365,7 +369,7 @@ class Search:
     def _own_rules(self, explored: Explored, point: Point) -> tuple[Rule, ...]:
         """What is recomputed, kept in 8 bits and moved within the variant."""
         graph = explored.tally.program.graph
-        rules = to_rules(graph, explored.values(point), trade=_RECOMPUTE)
+        rules = again_rules(graph, explored.values(point))
         coded = to_rules(graph, explored.coded(point), trade=_QUANTISE)
         return (*rules, *coded, *_moving(graph, explored.moved(point)))
 
@@ -393,16 +397,22 @@ def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) ->
     """None where no memory is bounded. With weights or gradients moved, the bound is the step in
     which nothing is: the tally knows no memory without them."""
     tally = explored.tally
+    is_often = bool(tally.times_of(point.again))
     if budget.memory_bytes is None or not (tally.unit_of or tally.elsewhere()):
         return None
     least = min(tally.plain_seconds, point.seconds)
     if not is_moved:
         least = least_seconds(
-            tally, Cut(tally), limit_bytes=budget.memory_bytes, within_seconds=point.seconds
+            tally,
+            Cut(tally),
+            limit_bytes=budget.memory_bytes,
+            within_seconds=point.seconds,
+            oftener=is_often,
         )
     return Gap(
         step_seconds=point.seconds,
         least_seconds=least,
+        is_often=is_often,
         has_far=bool(tally.far_value_on),
         has_codes=bool(tally.coded_value_on),
     )

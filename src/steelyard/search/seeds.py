@@ -1,13 +1,22 @@
 """The plans people make by hand; what is found is never worse than any of them.
 
-Checkpointing by module at every depth, keeping only the dear operators, recomputing all. Not for
-finding better ones: see explore.py.
+Checkpointing by module at every depth, keeping only the dear operators, recomputing all; and
+checkpoints between checkpoints. Not for finding better ones: see explore.py and oftener.py.
 """
 
 from collections.abc import Iterator
 
 from steelyard.core.graph import Graph
 from steelyard.search.tally import Tally
+
+# In a row of modules, what leaves every so manieth is kept, and what leaves every so manieth is
+# made again once.
+_KEPT_AND_ONCE = tuple(
+    (kept, once)
+    for kept in (2, 3, 4, 6, 8, 12, 16, 24)
+    for once in (1, 2, 3, 4, 6)
+    if once < kept and kept % once == 0
+)
 
 
 def simple_plans(tally: Tally) -> Iterator[frozenset[int]]:
@@ -41,6 +50,34 @@ def checkpointed(tally: Tally, depth: int) -> tuple[frozenset[int], dict[int, in
         if all(m == module for m in _readers(graph, tally, storage, depth)):
             inner.append(storage)
     return frozenset(inner), place
+
+
+def checkpoints_between(tally: Tally) -> Iterator[frozenset[int]]:
+    """Few values kept; of those between them some made again once, and all else twice: on the way
+    to the next of these, and when it is wanted itself (Chen et al. 2016, section 4.3)."""
+    everything = frozenset(tally.unit_of)
+    for depth in range(1, 1 + _deepest(tally)):
+        rows, leaving = _rows(tally, depth)
+        for kept, once in _KEPT_AND_ONCE:
+            if kept <= max(rows.values()):
+                again = everything - {s for s in leaving if rows[s] % kept == kept - 1}
+                twice = again - {s for s in leaving if rows[s] % once == once - 1}
+                yield again.union(tally.often(s, 2) for s in twice)
+
+
+def _rows(tally: Tally, depth: int) -> tuple[dict[int, int], frozenset[int]]:
+    """In which module of the row each value is made, or behind which; what leaves its module."""
+    graph = tally.program.graph
+    numbers: dict[str | None, int] = {}
+    rows: dict[int, int] = {}
+    leaving = []
+    module: str | None = None
+    for storage in sorted(tally.unit_of):
+        module = _module(graph, tally.value_on[storage], depth) or module
+        rows[storage] = numbers.setdefault(module, len(numbers))
+        if any(m != module for m in _readers(graph, tally, storage, depth)):
+            leaving.append(storage)
+    return rows, frozenset(leaving)
 
 
 def _readers(graph: Graph, tally: Tally, storage: int, depth: int) -> Iterator[str | None]:

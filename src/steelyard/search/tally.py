@@ -5,24 +5,25 @@ about thirty times as fast, and tests hold the two equal. Not for what is report
 is returned has been written out and predicted whole.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PIECE_BYTES
+from steelyard.core.copies import late_reads
 from steelyard.core.costs import Costs
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Program
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.search.counted import Coder, Counted, Floats, Unit
-from steelyard.search.placing import NO_CODES, Codes, Copies, placed
+from steelyard.search.placing import NEVER, NO_CODES, Codes, Copies, Placing, placed
 from steelyard.search.roads import NO_TRIPS, Roads, Trips, Way
 
-# Later than any line.
-NEVER = 1 << 40
 _MOSTLY_HIDDEN = 0.1
-# Choices are storages, then storages to move in each way, then storages to keep in 8 bits.
+# Choices are storages, then storages to move in each way, then storages to keep in 8 bits, then
+# storages to make twice, thrice, and so on.
 _IN_8_BITS = 1 + len(Way)
 
 
@@ -30,9 +31,10 @@ class Tally:
     """A program without copies, laid out for counting; a choice is a set of numbers.
 
     A forward value is the storage it lies on; the number of that storage chooses to compute the
-    value again, ``far(storage, way)`` to move it to far memory and back, and ``coded(storage)`` to
-    keep it in 8 bits. Lines are the computed instructions of the plain program, numbered; a copy
-    stands just before the line of the backward pass that first needs it.
+    value again, ``often(storage, times)`` beside it to do so more than once, ``far(storage, way)``
+    to move it to far memory and back, and ``coded(storage)`` to keep it in 8 bits. Lines are the
+    computed instructions of the plain program, numbered; a copy stands just before the line of the
+    backward pass that first needs it.
     """
 
     def __init__(
@@ -75,6 +77,10 @@ class Tally:
         """The choice to keep the value on this storage in 8 bits."""
         return len(self.nbytes) * _IN_8_BITS + storage
 
+    def often(self, storage: int, times: int) -> int:
+        """The choice to compute the value on this storage again so many times at most."""
+        return len(self.nbytes) * (_IN_8_BITS + times - 1) + storage
+
     def storage(self, choice: int) -> int:
         return choice % len(self.nbytes)
 
@@ -84,6 +90,17 @@ class Tally:
 
     def is_again(self, choice: int) -> bool:
         return choice < len(self.nbytes)
+
+    def is_often(self, choice: int) -> bool:
+        return choice // len(self.nbytes) > _IN_8_BITS
+
+    def times(self, choice: int) -> int:
+        """How often at most it computes a value again, of a choice to do so more than once."""
+        return choice // len(self.nbytes) - _IN_8_BITS + 1
+
+    def once_less(self, choice: int) -> int:
+        """The choice that must stand beside such a one."""
+        return self.storage(choice) if self.times(choice) == 2 else choice - len(self.nbytes)
 
     def is_far(self, choice: int) -> bool:
         return 1 <= choice // len(self.nbytes) < _IN_8_BITS
@@ -107,11 +124,13 @@ class Tally:
         roads, able = self._roads, self.far_value_on
         return np.array([share * roads.seconds_of(s) if s in able else np.inf for s in storages])
 
-    def alone_seconds(self, choices: Iterable[int]) -> float:
+    def alone_seconds(self, choices: Collection[int]) -> float:
         """What these would take if nothing hid it; of a transfer, a share: most are hidden."""
         again, far, coded = self._parted(choices)
         seconds = self.seconds_of({self.unit_of[s] for s in again})
         seconds += sum(self._coding_seconds(s) for s in coded)
+        more = (self.storage(c) for c in choices if self.is_often(c))
+        seconds += self.seconds_of(self.unit_of[s] for s in more)
         if self._roads is not None:
             seconds += _MOSTLY_HIDDEN * sum(self._roads.seconds_of(s) for s in far)
         return seconds
@@ -130,21 +149,29 @@ class Tally:
         return self._factor * self._coders[storage].seconds
 
     def _parted(
-        self, choices: Iterable[int]
+        self, choices: Collection[int]
     ) -> tuple[frozenset[int], dict[int, Way], tuple[int, ...]]:
         """Storages to compute again; to move, and how; to keep in 8 bits.
 
         A value has one fate: it is made again rather than coded, and coded rather than moved.
         """
-        if not self.far_value_on and not self.coded_value_on:
-            return frozenset(choices), {}, ()
         count = len(self.nbytes)
+        if max(choices, default=0) < count:
+            return frozenset(choices), {}, ()
         in_order = sorted(choices)
         again = frozenset(c for c in in_order if c < count)
         coded = tuple(c % count for c in in_order if self.is_coded(c) and c % count not in again)
         far = {c % count: self.way(c) for c in in_order if self.is_far(c)}
         taken = again.union(coded)
         return again, {s: way for s, way in far.items() if s not in taken}, coded
+
+    def times_of(self, choices: Collection[int]) -> dict[int, int]:
+        """The storages that are computed again more than once, and how often at most."""
+        fewest = self.often(0, 2)
+        if max(choices, default=0) < fewest:
+            return {}
+        often = sorted(choice for choice in choices if choice >= fewest)
+        return {self.storage(choice): self.times(choice) for choice in often}
 
     def _read_lifetimes(self) -> None:
         """When each storage is born, last read in the forward pass, first and last afterwards."""
@@ -221,6 +248,15 @@ class Tally:
                 )
             )
 
+        self.late_reads = late_reads(graph, self._lines, self.first_late, self.unit_of)
+        self._placing = Placing(
+            num_lines=self.num_lines,
+            units=self.units,
+            unit_of=self.unit_of,
+            late_first=self.late_first,
+            late_reads=self.late_reads,
+        )
+
     def _lay_out(self, costs: Costs) -> None:
         """The same as arrays, over the storages that the program itself makes."""
         graph, made = self.program.graph, self.storages
@@ -264,7 +300,8 @@ class Tally:
 
     def flops_of(self, again: frozenset[int]) -> int:
         """All the program's, with those of what runs again."""
-        more = sum(self.units[u].flops for u in self._place(self._parted(again)[0]).units)
+        copies = self._placing.copies(self._parted(again)[0], self.times_of(again))
+        more = sum(self.units[u].flops for u in copies.units)
         return self.program.flops + self.program.repeats * more
 
     def _first_wanted(self) -> list[int]:
@@ -280,7 +317,8 @@ class Tally:
     def count(self, choice: frozenset[int]) -> Counted:
         """What the program costs when the backward pass reads copies of these."""
         again, far, coded = self._parted(choice)
-        copies = self._place(again)
+        times = self.times_of(choice)
+        copies = self._placing.copies(again, times)
         codes = self._code(coded, copies) if coded else NO_CODES
         copies = codes.copies or copies
         trips = self._trips(far, copies, codes)
@@ -300,6 +338,7 @@ class Tally:
             seconds=self.plain_seconds + seconds,
             active=copies.units,
             away=(*moved, *(self.coded(s) for s in codes.by_storage)),
+            often=self._made_often(times, copies),
             held=held,
             shift=copies.shift,
             first=copies.first,
@@ -308,7 +347,7 @@ class Tally:
     def lags_and_leads(self, choice: frozenset[int]) -> dict[str, tuple[int, int]]:
         """Of each value that is moved: how many operators run while it is on its way."""
         again, far, coded = self._parted(choice)
-        copies = self._place(again)
+        copies = self._placing.copies(again, self.times_of(choice))
         codes = self._code(coded, copies)
         trips = self._trips(far, codes.copies or copies, codes)
         return {self.far_value_on[s]: (trip.lag, trip.lead) for s, trip in trips.by_storage.items()}
@@ -354,38 +393,10 @@ class Tally:
     def seconds_of(self, units: Iterable[int]) -> float:
         return self._factor * sum(self.units[u].seconds for u in units)
 
-    def _place(self, again: frozenset[int]) -> Copies:
-        """Which operators run again, and before which line: the first that needs them."""
-        first = self.late_first.copy()
-        units, unit_of = self.units, self.unit_of
-        running: list[tuple[int, int]] = []
-        for number in sorted({unit_of[s] for s in again}, reverse=True):
-            unit = units[number]
-            line = min(first[s] for s in unit.makes if s in again)
-            if line == NEVER:
-                continue
-            running.append((line, number))
-            for storage in unit.reads:
-                if line < first[storage]:
-                    first[storage] = line
-        running.sort()
-        last_read: dict[int, int] = {}
-        first_read: dict[int, int] = {}
-        for position, (line, number) in enumerate(running):
-            unit = units[number]
-            for storage in (*unit.reads, *unit.touches):
-                last_read[storage] = line + position
-                first_read.setdefault(storage, line + position)
-        before = np.bincount(
-            np.array([line for line, _ in running], dtype=np.int64), minlength=self.num_lines
-        )
-        return Copies(
-            units=tuple(number for _, number in running),
-            lines=tuple(line + position for position, (line, _) in enumerate(running)),
-            shift=np.cumsum(before),
-            first=first,
-            first_read=first_read,
-            last_read=last_read,
+    def _made_often(self, times: Mapping[int, int], copies: Copies) -> tuple[int, ...]:
+        made = Counter(storage for storage, _ in copies.often)
+        return tuple(
+            self.often(s, more) for s in times for more in range(2, 1 + min(times[s], made[s]))
         )
 
     def _held(
@@ -409,17 +420,23 @@ class Tally:
         copy_born: list[int] = []
         copy_dies: list[int] = []
         copy_rows: list[int] = []
+        often, last_read = copies.often, copies.last_read
+        last_late: list[int] = late.tolist()
         for number, line in zip(copies.units, copies.lines):
             for storage in self.units[number].makes:
                 at = row[storage]
                 copy_rows.append(at)
                 copy_born.append(line)
                 if storage in again:
-                    dies[at] = forward_last[at]
-                    copy_dies.append(max(line, int(late[at]), copies.last_read.get(storage, -1)))
+                    if often and (storage, line) in often:
+                        copy_dies.append(often[storage, line])
+                    else:
+                        copy_dies.append(max(line, last_late[at], last_read.get(storage, -1)))
                 else:
                     copy_dies.append(line)
-        for storage, line in copies.last_read.items():
+        forgotten = [row[s] for u in set(copies.units) for s in self.units[u].makes if s in again]
+        dies[forgotten] = forward_last[forgotten]
+        for storage, line in last_read.items():
             at = row[storage]
             if storage not in again and line > dies[at]:
                 dies[at] = line

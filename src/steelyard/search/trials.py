@@ -41,7 +41,7 @@ class Trials:
         """The plan as a point of the archive, without what nobody reads; whole ones stay whole."""
         units = self.tally.units
         active = frozenset(s for u in counted.active for s in units[u].makes if s in again)
-        active |= frozenset(counted.away)
+        active |= frozenset((*counted.away, *counted.often))
         point = Point(peak_bytes=counted.peak_bytes, seconds=counted.seconds, again=active)
         self.archive.add(point)
         if len(self._known) >= self._room:

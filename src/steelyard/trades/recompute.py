@@ -1,18 +1,25 @@
 """Recompute: forget a forward value after its last use there, make it again for the backward pass.
 
-Checkmate's trade (Jain et al., MLSys 2020), each value made at most twice, the second time just
-before the first line that needs it. Not for choosing which values: see search/.
+Checkmate's trade (Jain et al., MLSys 2020): each value is made again just before the first late
+line that needs it and, where it is to be made more often, before those for which it would wait
+longest. Not for choosing which values: see search/.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, Self
 
+from steelyard.core.copies import Span, late_reads, starts
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node, Phase
 from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, matching
+from steelyard.core.rules import Rule, rule_of
 from steelyard.core.trade import Offer, Refusal, Source
+
+_ONCE: Mapping[str, int] = MappingProxyType({})
 
 
 class Recompute:
@@ -39,8 +46,9 @@ class Recompute:
         rules: Sequence[Rule],
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> Program:
-        values = matching(program.graph, rules)
-        never = values - recomputable(program.graph)
+        able = recomputable(program.graph)
+        named = rule_of(program.graph, rules)
+        never = named.keys() - able
         if never:
             node = program.graph.by_name[min(never)]
             raise Mismatch(
@@ -49,27 +57,38 @@ class Recompute:
                 expected="rules for values that the backward pass reads and that are not random",
                 remedy="take the rule out of the plan, or plan again",
             )
-        if not values:
+        if len(named) < sum(rule.count for rule in rules) and any(r.times > 1 for r in rules):
+            raise Mismatch(
+                "two recompute rules name the same value, and one of them says how many times",
+                expected="each value in one rule, where any is to be made again more than once",
+                remedy="take one of them out of the plan, or plan again",
+            )
+        if not named:
             return program
-        already = {i.node for i in program.again}
-        return with_copies(program, values | already)
+        times = Counter(i.node for i in program.again if i.node in able)
+        for value, rule in named.items():
+            times[value] = max(times[value], rule.times)
+        return with_copies(program, times, times=times)
 
 
-def with_copies(program: Program, again: Iterable[str]) -> Program:
-    """The program whose backward pass reads copies of these values instead of the values."""
+def with_copies(
+    program: Program, again: Iterable[str], *, times: Mapping[str, int] = _ONCE
+) -> Program:
+    """The program whose backward pass reads copies of these values instead of the values.
+
+    ``times``: how often at most those are made that may be made more than once.
+    """
     graph = program.graph
     computed = [i for i in program.instructions if i.sink is None and not i.is_again]
     first = _first_backward(computed)
     copied = _copied(graph, frozenset(again))
     needed = _needed(graph, computed[first:], copied)
     placed = [_original(graph, i) for i in computed[:first]]
-    made: set[str] = set()
-    for instruction in computed[first:]:
-        node = graph.by_name[instruction.node]
-        for name in _missing(graph, node.inputs, needed, made):
-            made.add(name)
-            placed.append(_copy(graph, name, made))
-        placed.append(_reading_copies(node, node.name, made, instruction.phase))
+    copies = _Copies(graph, needed, _Turns.of(graph, computed, first, needed, times))
+    for number in range(first, len(computed)):
+        line = computed[number]
+        placed += copies.made_for(graph.by_name[line.node].inputs, number)
+        placed.append(copies.reading(line.node, line.node, line.phase, number))
     return Program.of(graph, placed, repeats=program.repeats, update=program.update)
 
 
@@ -105,40 +124,125 @@ def _needed(graph: Graph, late: Sequence[Instruction], copied: frozenset[str]) -
     return frozenset(needed)
 
 
-def _missing(
-    graph: Graph, inputs: Iterable[str], needed: frozenset[str], made: set[str]
-) -> list[str]:
-    """The copies to make before these inputs can be read, in the order of the forward pass."""
-    found: set[str] = set()
-    pending = list(inputs)
-    while pending:
-        name = pending.pop()
-        if name not in needed or name in made or name in found:
-            continue
-        found.add(name)
-        pending += graph.by_name[name].inputs
-        if graph.has_several(name):
-            # All results that will be read are taken at once, so that the rest dies here.
-            found.update(u for u in graph.users[name] if u in needed and u not in made)
-    return sorted(found, key=graph.position.__getitem__)
-
-
 def _original(graph: Graph, instruction: Instruction) -> Instruction:
     node = graph.by_name[instruction.node]
     return Instruction(node=node.name, value=node.name, inputs=node.inputs, phase=instruction.phase)
 
 
-def _copy(graph: Graph, name: str, made: set[str]) -> Instruction:
-    return _reading_copies(graph.by_name[name], again_name(name), made, Phase.BACKWARD)
+class _Copies:
+    """Lines that make copies, and lines that read them."""
+
+    def __init__(self, graph: Graph, needed: frozenset[str], turns: "_Turns") -> None:
+        self._graph = graph
+        self._needed = needed
+        self._turns = turns
+        self._made: set[str] = set()
+
+    def made_for(self, inputs: Iterable[str], number: int) -> list[Instruction]:
+        """What to make before these inputs can be read, in the order of the forward pass."""
+        graph, turns = self._graph, self._turns
+        found: set[str] = set()
+        pending = list(inputs)
+        while pending:
+            name = pending.pop()
+            if name in found or not self._is_missing(name, number):
+                continue
+            found.add(name)
+            pending += graph.by_name[name].inputs
+            if graph.has_several(name):
+                # All results that will be read are taken at once, so that the rest dies here.
+                parts = (u for u in graph.users[name] if self._is_missing(u, number))
+                found.update(u for u in parts if turns.is_read(u, number))
+        lines = []
+        for name in sorted(found, key=graph.position.__getitem__):
+            copy = self._copy(name, number)
+            self._made.add(copy)
+            lines.append(self.reading(name, copy, Phase.BACKWARD, number))
+        return lines
+
+    def reading(self, node: str, value: str, phase: Phase, number: int) -> Instruction:
+        """This node, computed from copies where there are any."""
+        names = self._graph.by_name[node].inputs
+        copies = (self._copy(i, number) for i in names)
+        inputs = tuple(c if c in self._made else i for i, c in zip(names, copies, strict=True))
+        return Instruction(node=node, value=value, inputs=inputs, phase=phase)
+
+    def _is_missing(self, name: str, number: int) -> bool:
+        return name in self._needed and self._copy(name, number) not in self._made
+
+    def _copy(self, name: str, number: int) -> str:
+        return again_name(name, self._turns.of_line(name, number))
 
 
-def _reading_copies(node: Node, value: str, made: set[str], phase: Phase) -> Instruction:
-    inputs = tuple(again_name(i) if i in made else i for i in node.inputs)
-    return Instruction(node=node.name, value=value, inputs=inputs, phase=phase)
+class _Turns:
+    """Of what is made more than once: which of its copies a line reads."""
+
+    def __init__(self) -> None:
+        # Of each value, and of each operator of several results.
+        self._starts: dict[str, tuple[int, ...]] = {}
+        self._reads: dict[str, list[Span]] = {}
+        # What a view looks at.
+        self._of: dict[str, str] = {}
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        computed: Sequence[Instruction],
+        first: int,
+        needed: frozenset[str],
+        times: Mapping[str, int],
+    ) -> Self:
+        turns = cls()
+        if any(number > 1 for number in times.values()):
+            turns._read(graph, computed, first, needed)
+            turns._place(graph, times)
+        return turns
+
+    def of_line(self, name: str, number: int) -> int:
+        """0 for the first copy."""
+        lines = self._starts.get(self._of.get(name, name), ())
+        return max(0, bisect(lines, number) - 1)
+
+    def is_read(self, value: str, number: int) -> bool:
+        """Whether any line reads the copy that this line would."""
+        turn = self.of_line(value, number)
+        begins = (begin for begin, _ in self._reads.get(value, ()))
+        return value not in self._reads or any(self.of_line(value, b) == turn for b in begins)
+
+    def _read(
+        self, graph: Graph, computed: Sequence[Instruction], first: int, needed: frozenset[str]
+    ) -> None:
+        """What the backward pass itself reads."""
+        for node in graph.forward():
+            if node.name not in needed:
+                continue
+            if graph.is_look(node):
+                self._of[node.name] = next(self._of[i] for i in node.inputs if i in self._of)
+            elif not graph.has_several(node.name):
+                self._of[node.name] = node.name
+        on = {value: graph.storages_of(value)[0] for value in self._of.values()}
+        late = late_reads(graph, computed, first, set(on.values()))
+        self._reads = {value: late[storage] for value, storage in on.items()}
+
+    def _place(self, graph: Graph, times: Mapping[str, int]) -> None:
+        """From the last operator to the first, so that all that reads one is placed before it."""
+        made: dict[str, list[str]] = {}
+        for value in self._reads:
+            node = graph.by_name[value]
+            made.setdefault(node.inputs[0] if node.is_getitem else value, []).append(value)
+        for maker in sorted(made, key=graph.position.__getitem__, reverse=True):
+            reads = [span for value in made[maker] for span in self._reads[value]]
+            most = max(times.get(value, 1) for value in made[maker])
+            lines = starts(reads, most)
+            self._starts.update(dict.fromkeys((maker, *made[maker]), lines))
+            for name in graph.by_name[maker].inputs:
+                if name in self._of:
+                    self._reads[self._of[name]] += [(line, line) for line in lines]
 
 
-def again_name(name: str) -> str:
-    return f"{name}.again"
+def again_name(name: str, turn: int = 0) -> str:
+    return f"{name}.again{turn + 1}" if turn else f"{name}.again"
 
 
 def recomputable(graph: Graph) -> frozenset[str]:

@@ -1,0 +1,85 @@
+"""Values made again more than once, on real models: the same bits, and the bytes that were said."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule, to_rules
+from steelyard.predict.predict import PEAK_SHARE
+from steelyard.search import Search
+from steelyard.trades.recompute import Recompute, recomputable
+from tests import zoo
+from tests.harness import Outcome, Trial, costs_of, predicted_above
+
+pytestmark = pytest.mark.slow
+
+# Masks, statistics of BatchNorm, experts, two stacks, views and writes, draws, several results.
+MODELS = (
+    "gpt",
+    "moe",
+    "lstm",
+    "resnet_bn",
+    "hf_t5",
+    "edge_tied_module",
+    "edge_dropout_variants",
+    "edge_buffer_written",
+    "edge_inplace_views",
+    "edge_instance_norm_tracked",
+    "edge_random_draws",
+    "edge_sort",
+)
+# What kernels round their workspace up to.
+_SMALL_CHANGE_BYTES = 64
+
+
+@functools.cache
+def trial(name: str) -> Trial:
+    return Trial(*zoo.case(name).make())
+
+
+@functools.cache
+def unplanned(name: str) -> Outcome:
+    return trial(name).run(trial(name).plain)
+
+
+def rules_for_all(program: Program, times: int) -> tuple[Rule, ...]:
+    graph = program.graph
+    rules = to_rules(graph, recomputable(graph), trade="recompute")
+    return tuple(replace(rule, times=times) for rule in rules)
+
+
+@pytest.mark.parametrize("times", [2, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_computes_the_same_and_holds_what_was_predicted(name: str, times: int) -> None:
+    tried = trial(name)
+    once, program = (
+        Recompute().rewrite(tried.plain, rules_for_all(tried.plain, n), tried.source)
+        for n in (1, times)
+    )
+    assert program.problems() == []
+    assert len(program.again) > len(once.again) or name in ("edge_sort", "edge_random_draws")
+    outcome = tried.run(program)
+    assert outcome.difference(unplanned(name)) is None
+    predicted = predicted_above(program, costs_of(program.graph))
+    allowed = max(_SMALL_CHANGE_BYTES, PEAK_SHARE * predicted)
+    assert abs(outcome.peak_bytes - predicted) <= allowed
+
+
+def test_what_the_search_makes_oftener_is_run_as_said() -> None:
+    """The least memory of a ResNet takes values made twice."""
+    tried = trial("resnet_bn")
+    costs, trades = tried.costs(), (Recompute(),)
+    searching = Search(tried.plain, trades=trades, source=tried.source, costs=costs)
+    rules = searching.frontier()[0].rules
+    assert any(rule.times > 1 for rule in rules)
+    program = tried.struck(rules)
+    outcome = tried.run(program)
+    assert outcome.difference(tried.eager()) is None
+    assert outcome.peak_bytes == pytest.approx(predicted_above(program, costs), rel=PEAK_SHARE)
+    once = Search(tried.plain, trades=trades, source=tried.source, costs=costs, oftener=False)
+    least = searching.explored().least.peak_bytes
+    assert least < once.explored().least.peak_bytes
