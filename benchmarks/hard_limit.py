@@ -153,7 +153,7 @@ def child(role: str, name: str, task: Told) -> None:
     for number, value in enumerate(losses_of(step, batch, task.get("steps", STEPS)), 1):
         tell(loss=value)
         if number == SETTLED and "limit" not in task:
-            tell(held=beside_the_step(model, batch, step.optimizer))
+            tell(held=beside_the_step(model, batch, step))
     if role == "planned":
         tell(measured=step.receipt().measured.memory_bytes)
     elif task.get("parts", 1) > 1:
@@ -244,19 +244,22 @@ def warm_up() -> None:
     optimizer.step()
 
 
-def beside_the_step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> int:
+def beside_the_step(model: nn.Module, batch: Any, step: Any) -> int:
     """What RLIMIT_DATA counts between two steps, less what the budget is to hold.
 
-    Python and what was imported, the graph that was captured, oneDNN's compiled kernels.
+    Python and what was imported, the graph that was captured, oneDNN's compiled kernels. Weights
+    that lie on a file are not counted, and so not taken away.
     """
     model.zero_grad()
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     data = next(int(x.split()[1]) for x in lines if x.startswith("VmData:")) * 1024
-    state = [v for s in optimizer.state.values() for v in s.values()]
-    ours = (*model.parameters(), *model.buffers(), *batch.values(), *state)
-    return data - sum({t.data_ptr(): t.nbytes for t in ours}.values())
+    state = [v for s in step.optimizer.state.values() for v in s.values()]
+    states = None if isinstance(step, Plain) else step.live.states
+    ours = [*model.parameters(), *model.buffers(), *batch.values(), *state]
+    near = (t for t in ours if states is None or not states.tensors.holds(t))
+    return data - sum({t.data_ptr(): t.nbytes for t in near}.values())
 
 
 def tell(**told: object) -> None:

@@ -386,7 +386,7 @@ def test_a_transformers_model_keeps_its_values_in_8_bits() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=128, n_head=4, n_positions=256, vocab_size=320
+        n_layer=4, n_embd=128, n_head=4, n_positions=256, vocab_size=320
     )
     model = transformers.GPT2LMHeadModel(config).train()
     batch = {"input_ids": torch.randint(0, 320, (1, 256))}

@@ -296,9 +296,19 @@ def test_it_is_chosen_where_moving_what_the_optimizer_keeps_is_not_enough(
     assert step.receipt().measured.memory_bytes <= 10 * MIB
 
 
+class Twice(Wide):
+    """Each weight is fetched twice in the forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = torch.tanh(layer(x))
+        out: Tensor = self.tall(x)
+        return out
+
+
 def test_what_8_bits_would_buy_is_said_beside_it(far: sy.Far) -> None:
-    model, _ = made()
-    cluster = sy.Cluster.here(far=far)
+    torch.manual_seed(0)
+    model, cluster = Twice(), sy.Cluster.here(far=far)
     planned = sy.plan(model, loss, torch.randn(256, 256), optimizer=ADAM, cluster=cluster)
     with pytest.raises(Infeasible) as refusal:
         planned.what_if(memory=MIB)
