@@ -279,34 +279,38 @@ def test_what_lies_far_says_so_when_it_is_read_and_comes_home_when_asked(
     assert_same_weights(ours, theirs)
 
 
-def test_a_checkpoint_is_saved_and_read_back_without_holding_it_all(
-    adam: sy.Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs, x = pair(adam, rules())
+def assert_same_checkpoints(ours: Step, theirs: Step, x: Tensor, folder: Path) -> None:
+    """Saved to the same bytes, read back without holding it all, and gone on from alike."""
     for step in (ours, theirs):
         step(x)
     now = random_state({})
     position = Position(step=1, epoch=0, taken=0, now=now, began=now)
     for step, name in ((ours, "ours"), (theirs, "theirs")):
-        (tmp_path / name).mkdir()
+        (folder / name).mkdir()
         with step.live.states_near():
             checkpoint.save(
-                tmp_path / name, model=step.live.model, optimizer=step.optimizer,
+                folder / name, model=step.live.model, optimizer=step.optimizer,
                 position=position, plan="",
             )  # fmt: skip
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+        assert (folder / "ours" / name).read_bytes() == (folder / "theirs" / name).read_bytes()
     near = resident_bytes(ours.live)
     for _ in range(2):
         ours(x)
     with ours.live.states_loading() as empty_for:
         checkpoint.load(
-            tmp_path / "ours", model=ours.live.model, optimizer=ours.optimizer, empty_for=empty_for
+            folder / "ours", model=ours.live.model, optimizer=ours.optimizer, empty_for=empty_for
         )
     assert resident_bytes(ours.live) == near
     for step in (ours, theirs):
         step(x)
     assert_same_weights(ours, theirs)
+
+
+def test_a_checkpoint_is_saved_and_read_back_without_holding_it_all(
+    adam: sy.Planned, tmp_path: Path
+) -> None:
+    assert_same_checkpoints(*pair(adam, rules()), tmp_path)
 
 
 def test_a_closure_is_refused(adam: sy.Planned) -> None:

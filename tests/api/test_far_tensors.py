@@ -22,10 +22,7 @@ from steelyard.core.rules import Rule, to_rules
 from steelyard.core.waiting import waiting
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
-from steelyard.run import checkpoint
-from steelyard.run.checkpoint import Position
 from steelyard.run.emit import emit
-from steelyard.run.randomness import random_state
 from steelyard.run.step import LiveStep
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.offload_state import MOVABLE, OffloadState, movable
@@ -36,6 +33,7 @@ from tests.api.test_far_states import (
     LAYERS,
     MIB,
     Wide,
+    assert_same_checkpoints,
     assert_same_state,
     assert_same_weights,
     loss,
@@ -493,30 +491,7 @@ def test_what_an_update_left_half_done_is_not_taken_for_news(
 def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
     adam: sy.Planned, tmp_path: Path
 ) -> None:
-    ours, theirs, x = pair(adam, rules(*MOVABLE))
-    now = random_state({})
-    position = Position(step=1, epoch=0, taken=0, now=now, began=now)
-    for step, name in ((ours, "ours"), (theirs, "theirs")):
-        step(x)
-        (tmp_path / name).mkdir()
-        with step.live.states_near():
-            checkpoint.save(
-                tmp_path / name, model=step.live.model, optimizer=step.optimizer,
-                position=position, plan="",
-            )  # fmt: skip
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
-    for _ in range(2):
-        ours(x)
-    near = resident_bytes(ours.live)
-    with ours.live.states_loading() as empty_for:
-        checkpoint.load(
-            tmp_path / "ours", model=ours.live.model, optimizer=ours.optimizer, empty_for=empty_for
-        )
-    assert resident_bytes(ours.live) == near
-    for step in (ours, theirs):
-        step(x)
-    assert_same_weights(ours, theirs)
+    assert_same_checkpoints(*pair(adam, rules(*MOVABLE)), tmp_path)
 
 
 def test_no_page_of_what_a_step_moved_stays_in_memory(adam: sy.Planned) -> None:
