@@ -5,17 +5,16 @@ empty at any time. A step fetches copies and sends them back past that cache. No
 when: that is the program's.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from steelyard.core.trips import rows_of_slice
 from steelyard.core.updates import GRADIENT, WEIGHT
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.slices import FarProducts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,44 +57,6 @@ class _Home:
         return self.there
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Slices:
-    """The rows of a weight, some at a time: the next are on their way while these are used."""
-
-    weight: torch.Tensor
-    memory: FarMemory
-    offset: int
-    room: torch.Tensor
-    arriving: "deque[tuple[Future[None], int, torch.Tensor]]"
-
-    @classmethod
-    def of(cls, home: _Home, memory: FarMemory, parts: int) -> "_Slices":
-        weight = home.there
-        rows = rows_of_slice(weight.shape[0], weight[0].nbytes, parts)
-        room = weight.new_empty((2, rows, weight.shape[1]))
-        slices = cls(weight=weight, memory=memory, offset=home.offset, room=room, arriving=deque())
-        for number in range(2):
-            slices._fetch(number)
-        return slices
-
-    def _fetch(self, number: int) -> None:
-        each = self.room.shape[1]
-        start, end = number * each, min((number + 1) * each, self.weight.shape[0])
-        if start < end:
-            rows = self.room[number % 2, : end - start]
-            offset = self.offset + start * self.weight[0].nbytes
-            self.arriving.append((self.memory.fetch(offset, rows), start, rows))
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        number = 2
-        while self.arriving:
-            transfer, start, rows = self.arriving.popleft()
-            self.memory.await_fetched(transfer)
-            yield start, rows
-            self._fetch(number)
-            number += 1
-
-
 class FarTensors:
     """``places`` has each, by its name in the program, with its parameter and its offset."""
 
@@ -113,7 +74,7 @@ class FarTensors:
         # With what is sent: the last to let go of it must not be the thread that sends it, where
         # nobody sees memory come free.
         self._leaving: dict[str, tuple[Future[None], torch.Tensor]] = {}
-        self._slicing: dict[str, deque[_Slices]] = {}
+        self.products = FarProducts(memory)
         self._taken: set[str] = set()
         self._near: set[str] = set()
         self.calls: Mapping[str, Callable[[str], None]] = {
@@ -123,8 +84,9 @@ class FarTensors:
 
     def begin(self) -> None:
         """Before a step or an update: nothing is left under way by one that failed."""
-        for unfinished in (self._arriving, self._leaving, self._slicing, self._taken, self._near):
+        for unfinished in (self._arriving, self._leaving, self._taken, self._near):
             unfinished.clear()
+        self.products.clear()
         self.put_away()
 
     def put_away(self) -> None:
@@ -192,40 +154,14 @@ class FarTensors:
         if name in self._leaving:
             self._sent(name)
 
-    # --- products with a weight that is read slice by slice
+    # --- of a weight that is read slice by slice
 
     def begin_weight(self, name: str, parts: int) -> torch.Tensor:
-        """Begin to fetch the first two."""
-        slices = _Slices.of(self._homes[name], self._memory, parts)
-        self._slicing.setdefault(name, deque()).append(slices)
-        return slices.room
-
-    def columns(
-        self, name: str, first: torch.Tensor, second: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``x @ weight.T``, or ``bias + x @ weight.T``: each slice gives columns."""
-        bias, x = (None, first) if second is None else (first, second)
-        slices = self._slicing[name][0]
-        out = x.new_empty((x.shape[0], slices.weight.shape[0]))
-        for start, rows in slices:
-            some = out[:, start : start + len(rows)]
-            if bias is None:
-                torch.mm(x, rows.t(), out=some)
-            else:
-                own = bias if bias.shape[-1] == 1 else bias[..., start : start + len(rows)]
-                torch.addmm(own, x, rows.t(), out=some)
-        return out
-
-    def sum(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight``: each slice gives a term of the sum."""
-        slices = self._slicing[name][0]
-        out = x.new_zeros((x.shape[0], slices.weight.shape[1]))
-        for start, rows in slices:
-            out.addmm_(x[:, start : start + len(rows)], rows)
-        return out
+        home = self._homes[name]
+        return self.products.begin(name, home.there, home.offset, parts)
 
     def end_weight(self, name: str, _: torch.Tensor) -> None:
-        self._slicing[name].popleft()
+        self.products.end(name)
 
     # --- calls of an update: a parameter and its gradient are near for it
 

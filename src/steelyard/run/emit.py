@@ -147,7 +147,9 @@ class _Writer:
 
     def _far_call(self, node: Node) -> Callable[..., Any] | None:
         if node.is_far_product:
-            product: Callable[..., Any] = getattr(self._tensors, node.op.removeprefix(FAR_PRODUCTS))
+            assert self._tensors is not None
+            what = node.op.removeprefix(FAR_PRODUCTS)
+            product: Callable[..., Any] = getattr(self._tensors.products, what)
             return product
         if not node.is_far:
             return None

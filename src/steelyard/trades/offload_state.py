@@ -12,16 +12,12 @@ from dataclasses import replace
 from typing import ClassVar
 
 from steelyard.core.errors import Mismatch
+from steelyard.core.far_products import sliceable
 from steelyard.core.graph import BlockRun, Graph, Node, OutputKind, Role, path_matches
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, starred
 from steelyard.core.trade import Offer, Refusal, Source
-from steelyard.core.trips import (
-    sliceable,
-    with_gradients_far,
-    with_states_far,
-    with_weights_far,
-)
+from steelyard.core.trips import with_gradients_far, with_states_far, with_weights_far
 from steelyard.core.updates import GRADIENT, WEIGHT, owners, states
 
 # Of a parameter; less costs as many calls and buys nothing. A smaller tensor, such as the number of

@@ -1,0 +1,257 @@
+"""The calls by which tensors come from far memory and go there, and the lines between them.
+
+Not for where the calls go: see trips.py and far_instead.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import gcd
+
+from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PAGE_BYTES
+from steelyard.core.collective import Collective, Exchange
+from steelyard.core.graph import (
+    FAR_CALLS,
+    Graph,
+    Node,
+    Phase,
+    Ref,
+    Role,
+    Storage,
+    Tensor,
+)
+from steelyard.core.program import Instruction, Program
+
+
+class Calls:
+    """The calls by which each of these comes and goes. What is fetched first has the name of what
+    was there before, so that whatever reads it need not change."""
+
+    def __init__(self, graph: Graph, phase: Phase) -> None:
+        self._graph = graph
+        self._phase = phase
+        self._first: dict[str, Node] = {}
+        self._last: dict[str, Node] = {}
+        self._instead: dict[str, Node] = {}
+        self._gone: frozenset[str] = frozenset()
+        self._storages = list(graph.storages)
+
+    def fetch(self, name: str, number: int = 0) -> Instruction:
+        return self._fetch(name, self._graph.by_name[name].outputs[0], number)
+
+    def fetched(self, name: str, number: int = 0) -> Instruction:
+        return self._fetched(name, self._graph.by_name[name].outputs[0], number)
+
+    def drop(self, names: frozenset[str]) -> None:
+        """Of these there is nothing any more."""
+        self._gone = names
+
+    def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
+        """Begin to fetch, in room for two slices; let them go."""
+        (tensor,) = self._graph.by_name[weight].outputs
+        rows = rows_of_slice(tensor.shape[0], tensor.nbytes // tensor.shape[0], count)
+        room = replace(tensor, shape=(2, rows, tensor.shape[1]), stride=(0, 0, 0))
+        self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
+        room = replace(room, storage=len(self._storages) - 1)
+        begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
+        begin = replace(
+            begin,
+            args=(weight, count),
+            collective=_over(FAR_IN, Exchange.FETCH, tensor.nbytes),
+        )
+        end = self._call("end", weight, _numbered(f"{weight}.end", number), (begin.name,))
+        return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
+
+    def instead(self, node: Node) -> Instruction:
+        """A call that takes the place of the one with its name."""
+        self._instead[node.name] = node
+        return _line(node)
+
+    def before(self, name: str, value: str) -> tuple[Instruction, Instruction]:
+        """Fetch what this value is added to, in room of its own."""
+        (tensor,) = self._graph.by_name[value].outputs
+        self._storages.append(Storage(nbytes=tensor.nbytes, role=Role.ACTIVATION))
+        tensor = replace(tensor, storage=len(self._storages) - 1)
+        return self._fetch(name, tensor, 0), self._fetched(name, tensor, 0)
+
+    def send(self, name: str, value: str, *held: str) -> Instruction:
+        nbytes = self._graph.by_name[value].outputs[0].nbytes
+        link = _over(FAR_OUT, Exchange.SEND, nbytes)
+        node = self._call("send", name, f"{name}.send", (value, *held))
+        return self._last_line(replace(node, collective=link))
+
+    def sent(self, name: str, value: str) -> Instruction:
+        send = f"{name}.send"
+        node = self._call("sent", name, f"{name}.sent", (send, value))
+        return self._last_line(replace(node, waits_for=send))
+
+    def _fetch(self, name: str, tensor: Tensor, number: int) -> Instruction:
+        link = _over(FAR_IN, Exchange.FETCH, tensor.nbytes)
+        node = self._call("fetch", name, _fetch_of(name, number), (), (tensor,))
+        return self._first_line(replace(node, collective=link))
+
+    def _fetched(self, name: str, tensor: Tensor, number: int) -> Instruction:
+        fetch = _fetch_of(name, number)
+        node = self._call("fetched", name, _numbered(name, number), (fetch,), (tensor,))
+        return self._first_line(replace(node, waits_for=fetch))
+
+    def _call(
+        self,
+        what: str,
+        name: str,
+        called: str,
+        reads: tuple[str, ...],
+        outputs: tuple[Tensor, ...] = (),
+    ) -> Node:
+        # Not of the forward pass: whatever names or counts that sees the step as captured.
+        return Node(
+            name=called,
+            op=f"{FAR_CALLS}{what}_{_KINDS.get(name.partition(':')[0], 'state')}",
+            args=(name, *(Ref(read) for read in reads)),
+            inputs=reads,
+            outputs=outputs,
+            phase=self._phase,
+            path="optimizer" if self._phase is Phase.UPDATE else name.partition(":")[2],
+            signature=f"{FAR_CALLS}{what}",
+        )
+
+    def _first_line(self, node: Node) -> Instruction:
+        self._first[node.name] = node
+        return _line(node)
+
+    def _last_line(self, node: Node) -> Instruction:
+        self._last[node.name] = node
+        return _line(node)
+
+    def graph(self) -> Graph:
+        """With what is fetched no longer there from the start."""
+        inputs = {node.name: node for node in self._graph.inputs()}
+        gone = {
+            t.storage
+            for name in {*self._first, *self._gone}
+            if name in inputs
+            for t in inputs[name].outputs
+        }
+        rest = (
+            self._instead.get(n.name, n)
+            for n in self._graph.nodes
+            if n.name not in self._first and n.name not in self._gone
+        )
+        return replace(
+            self._graph,
+            nodes=(*self._first.values(), *rest, *self._last.values()),
+            storages=tuple(
+                replace(s, role=Role.ACTIVATION) if number in gone else s
+                for number, s in enumerate(self._storages)
+            ),
+        )
+
+
+_KINDS = {"parameter": "weight", "gradient": "gradient"}
+
+
+def _over(axis: str, kind: Exchange, nbytes: int) -> Collective:
+    return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
+
+
+def _line(node: Node) -> Instruction:
+    return Instruction(node=node.name, value=node.name, inputs=node.inputs, phase=node.phase)
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}@{number}" if number else name
+
+
+def _fetch_of(name: str, number: int) -> str:
+    return _numbered(f"{name}.fetch", number)
+
+
+class Running:
+    """Lines counted in operators that run."""
+
+    def __init__(self, graph: Graph, lines: Sequence[Instruction]) -> None:
+        self._at: list[int] = []
+        self._so_far: list[int] = []
+        self._end = len(lines) - 1
+        for number, line in enumerate(lines):
+            self._so_far.append(len(self._at))
+            node = graph.by_name[line.node]
+            if line.sink is None and not node.is_free and not node.is_far:
+                self._at.append(number)
+
+    def before(self, number: int, count: int) -> int:
+        """The line so many operators before this one."""
+        place = self._so_far[number] - count
+        return number if not count else self._at[max(0, place)] if self._at else number
+
+    def behind(self, number: int, count: int) -> int:
+        """The last line behind this one with no more than so many operators between."""
+        place = self._so_far[number] + count
+        return self._at[place] - 1 if place < len(self._at) else self._end
+
+    def apart(self, reads: Sequence[int], lead: int) -> Iterator[int]:
+        """The first of each run of lines that are less than ``lead`` operators apart."""
+        last = None
+        for number in reads:
+            if last is None or self.before(number, lead) > last:
+                yield number
+            last = number
+
+
+class Looks:
+    """Values that look at some weights; they look anew at each copy that is fetched."""
+
+    def __init__(self, program: Program, weights: Sequence[str]) -> None:
+        graph = program.graph
+        self._graph = graph
+        self._weight = {name: name for name in weights}
+        for node in graph.nodes:
+            if node.inputs and graph.is_look(node) and node.inputs[0] in self._weight:
+                self._weight[node.name] = self._weight[node.inputs[0]]
+        # By value: of copies too, which stand for the same.
+        self.of = {i.value: i.node for i in program.instructions if i.node in self._weight}
+        self._number: dict[str, int] = {}
+        self._made: dict[str, str] = {}
+
+    def reads(self, lines: Sequence[Instruction]) -> dict[str, list[int]]:
+        """The lines that read each weight, or a look at it."""
+        found: dict[str, list[int]] = {}
+        for number, line in enumerate(lines):
+            for weight in dict.fromkeys(map(self.weight_of, line.inputs)):
+                if weight:
+                    found.setdefault(weight, []).append(number)
+        return found
+
+    def weight_of(self, value: str) -> str:
+        return self._weight.get(self.of.get(value, value), "")
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._weight)
+
+    def begin_anew(self, weight: str, number: int) -> None:
+        """From here on it is this copy that is read."""
+        self._number[weight] = number
+        self._made = {n: v for n, v in self._made.items() if self._weight[n] != weight}
+        self._made[weight] = _numbered(weight, number)
+
+    def rewritten(self, line: Instruction) -> list[Instruction]:
+        added: list[Instruction] = []
+        inputs = tuple(self._now(self.of.get(i, i), line.phase, added) for i in line.inputs)
+        return [*added, replace(line, inputs=inputs)]
+
+    def _now(self, name: str, phase: Phase, added: list[Instruction]) -> str:
+        weight = self._weight.get(name)
+        if weight is None:
+            return name
+        if name not in self._made:
+            node = self._graph.by_name[name]
+            inputs = tuple(self._now(i, phase, added) for i in node.inputs)
+            self._made[name] = _numbered(name, self._number[weight])
+            added.append(Instruction(node=name, value=self._made[name], inputs=inputs, phase=phase))
+        return self._made[name]
+
+
+def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:
+    """Of each slice but the last: so many that each begins on a page of far memory."""
+    step = FAR_PAGE_BYTES // gcd(row_bytes, FAR_PAGE_BYTES)
+    return min(rows, -(-rows // (count * step)) * step)
