@@ -20,7 +20,7 @@ _SECONDS = 0.25
 # No larger at once: a plan is also loaded where there is no more memory than its step needs.
 _FEWEST_BYTES, _MOST_BYTES = 1 << 20, 4 << 20
 _SMALL_BYTES, _CALLS = 4096, 20
-_ROUNDS = 5
+_ROUNDS, _WHILE_SECONDS = 24, 0.04
 # Disks are shared: what was reached once is reached again within this share.
 _DOUBT = 0.1
 _REACHED = 0.9
@@ -88,13 +88,12 @@ def _measured(memory: FarMemory) -> dict[str, float]:
     whole = [_trip(slots, large) for _ in range(times)]
     found: dict[str, float] = {}
     for axis, way in ((FAR_OUT, 0), (FAR_IN, 1)):
-        slowed = (_slowed(slots, large, is_sent=axis == FAR_OUT) for _ in range(_ROUNDS))
         latency = max(0.0, median(t[way] for t in trips) - _SMALL_BYTES / far.bytes_per_second)
         found |= {
             f"{axis} latency": max(latency, _NEXT_TO_NONE),
             f"{axis} reached": times * nbytes / max(1e-9, sum(t[way] - latency for t in whole)),
             f"{axis} call": max(median(t[2] for t in trips) / 2, _NEXT_TO_NONE),
-            f"{axis} disturbs": max(median(slowed), _NEXT_TO_NONE),
+            f"{axis} disturbs": max(_slowed(slots, large, is_sent=axis == FAR_OUT), _NEXT_TO_NONE),
         }
     return found
 
@@ -112,14 +111,18 @@ def _trip(slots: Slots, x: torch.Tensor) -> tuple[float, float, float]:
 
 def _slowed(slots: Slots, x: torch.Tensor, *, is_sent: bool) -> float:
     """By what share operators slow down beside a transfer: cores and the way to memory are shared
-    with the thread that moves it."""
-    end = time.perf_counter() + _SECONDS / 2
-    alone = _pace(lambda: time.perf_counter() >= end)
-    busy = _Busy(slots, x, is_sent=is_sent)
-    end = time.perf_counter() + _SECONDS / 2
-    beside = _pace(lambda: busy.goes_on() and time.perf_counter() >= end)
-    busy.stop()
-    return 1 - beside / alone
+    with the thread that moves it. Each short while beside one is compared with those before and
+    after it, since a machine is not as fast from one tenth of a second to the next."""
+    shares = []
+    before = _pace()
+    for _ in range(_ROUNDS):
+        busy = _Busy(slots, x, is_sent=is_sent)
+        beside = _pace(busy.go_on)
+        busy.stop()
+        after = _pace()
+        shares.append(1 - 2 * beside / (before + after))
+        before = after
+    return median(shares)
 
 
 class _Busy:
@@ -143,25 +146,25 @@ class _Busy:
         else:
             self._slots.fetched(slot, self._under_way[slot])
 
-    def goes_on(self) -> bool:
-        """Always true: what has arrived is followed by another."""
+    def go_on(self) -> None:
+        """What has arrived is followed by another."""
         for slot in (0, 1):
             if self._is_over(slot):
                 self._end(slot)
                 self._under_way[slot] = self._begun(slot)
-        return True
 
     def stop(self) -> None:
         for slot in (0, 1):
             self._end(slot)
 
 
-def _pace(is_over: Callable[[], bool]) -> float:
-    """How often a second a product and a pass over memory are done, until it is over."""
+def _pace(also: Callable[[], None] = lambda: None) -> float:
+    """How often a second a product and a pass over memory are done."""
     matrix, vector = torch.ones(256, 256), torch.ones(1 << 20)
     begin, count = time.perf_counter(), 0
-    while count == 0 or not is_over():
+    while count == 0 or time.perf_counter() < begin + _WHILE_SECONDS:
         torch.mm(matrix, matrix)
         torch.mul(vector, 2.0)
+        also()
         count += 1
     return count / (time.perf_counter() - begin)
