@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from steelyard.core.plan import Plan
 from steelyard.core.receipt import Receipt
+from steelyard.report.figures import Figure
 from steelyard.report.html import to_html
-from steelyard.report.tree import Figure, tree_of
+from steelyard.report.tree import tree_of
 from tests.report.sample import MIB, PLAN, RECEIPT, hostile, timeline
 
 VOID = {"meta"}  # the drawings close theirs with a slash

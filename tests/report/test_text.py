@@ -13,9 +13,11 @@ from steelyard.core.plan import NextCent, Plan
 from steelyard.core.quad import Estimate
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.trade import Left, Refusal
+from steelyard.report.figures import Figure
 from steelyard.report.lines import Zoom, plain
+from steelyard.report.peaks import alike, short_op
 from steelyard.report.text import render
-from steelyard.report.tree import Figure, alike, short_op, tree_of
+from steelyard.report.tree import tree_of
 from tests.report.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile, prediction
 
 GOLDEN = Path(__file__).parent / "golden"

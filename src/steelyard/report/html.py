@@ -13,17 +13,11 @@ from steelyard.core.plan import Plan
 from steelyard.core.printable import printable
 from steelyard.core.receipt import Receipt
 from steelyard.report import svg
+from steelyard.report.figures import Figure
 from steelyard.report.lines import unbroken
-from steelyard.report.tree import (
-    Figure,
-    Group,
-    PeakTree,
-    Row,
-    Tree,
-    refused_label,
-    rule_in_words,
-    tree_of,
-)
+from steelyard.report.peaks import Group, PeakTree
+from steelyard.report.rows import Row
+from steelyard.report.tree import Tree, refused_label, rule_in_words, tree_of
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --rule: #d9dee6;

@@ -29,7 +29,9 @@ from dataclasses import asdict
 from typing import Any
 
 from steelyard.core.plan import Decisions
-from steelyard.report.tree import Cell, Figure, PeakTree, Tree
+from steelyard.report.figures import Cell, Figure
+from steelyard.report.peaks import PeakTree
+from steelyard.report.tree import Tree
 
 
 def to_json(tree: Tree) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from html import escape
 
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.peak import Timeline
-from steelyard.report.tree import CurvePoint, Tree
+from steelyard.report.curve import CurvePoint
+from steelyard.report.tree import Tree
 
 _WIDTH, _HEIGHT = 860, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 26, 36

@@ -10,18 +10,12 @@ from steelyard.core.plan import Plan
 from steelyard.core.printable import printable
 from steelyard.core.quad import EXACT
 from steelyard.core.receipt import Receipt
+from steelyard.report.curve import CurvePoint
+from steelyard.report.figures import Figure
 from steelyard.report.lines import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
-from steelyard.report.tree import (
-    CurvePoint,
-    Figure,
-    Group,
-    Row,
-    TakenOffer,
-    Tree,
-    refused_label,
-    rule_in_words,
-    tree_of,
-)
+from steelyard.report.peaks import Group
+from steelyard.report.rows import Row
+from steelyard.report.tree import TakenOffer, Tree, refused_label, rule_in_words, tree_of
 
 _MOST_REFUSED = 4
 # Of what would be alive without the plan.
