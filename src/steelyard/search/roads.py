@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, far_room
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase
 from steelyard.core.program import Instruction, Program
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from steelyard.search.counted import Floats, Ints
 
 
 class Way(IntEnum):

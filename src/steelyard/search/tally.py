@@ -17,7 +17,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Program
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.search.counted import Coder, Counted, Floats, Unit
+from steelyard.search.counted import Coder, Counted, Floats, Ints, Unit
 from steelyard.search.placing import NEVER, NO_CODES, Codes, Copies, Placing, placed
 from steelyard.search.roads import NO_TRIPS, Roads, Trips, Way
 
@@ -409,67 +409,86 @@ class Tally:
         accumulating: bool,
     ) -> Floats:
         """Bytes above the resident ones at each line, copies among them."""
-        shift, row = copies.shift, self._row
+        lives = self._lives(again, copies, codes)
+        for storage, trip in trips.by_storage.items():
+            lives.leave(self._row[storage], gone=trip.gone, back=trip.back)
+        for storage, (encode, decode) in codes.by_storage.items():
+            lives.leave(self._row[storage], gone=encode, back=decode)
         length = self.num_lines + len(copies.units) + 2 * len(codes.by_storage)
-        born = self._born + shift[self._born]
+        stays = self._stays & ~self._gradients if accumulating else self._stays
+        lives.dies[stays] = length
+        held = lives.held(self._bytes, length)
+        for storage, (encode, decode) in codes.by_storage.items():
+            held[encode] += self._coders[storage].nbytes
+            held[decode + 1] -= self._coders[storage].nbytes
+        total: Floats = np.cumsum(held)[:length] + self._workspace_at(copies, codes, length)
+        return total
+
+    def _lives(self, again: frozenset[int], copies: Copies, codes: Codes) -> "_Lives":
+        """From which line to which each storage is there, and each copy of what is made again."""
+        shift, row = copies.shift, self._row
         late = np.where(self._late_last >= 0, self._late_last + shift[self._late_last], -1)
         forward_last = self._forward_last
         if codes.by_storage:
             forward_last = np.where(forward_last >= 0, forward_last + shift[forward_last], -1)
-        dies = np.maximum(forward_last, late)
-        copy_born: list[int] = []
-        copy_dies: list[int] = []
-        copy_rows: list[int] = []
+        lives = _Lives(self._born + shift[self._born], np.maximum(forward_last, late), forward_last)
         often, last_read = copies.often, copies.last_read
         last_late: list[int] = late.tolist()
         for number, line in zip(copies.units, copies.lines):
             for storage in self.units[number].makes:
-                at = row[storage]
-                copy_rows.append(at)
-                copy_born.append(line)
+                at, end = row[storage], line
                 if storage in again:
-                    if often and (storage, line) in often:
-                        copy_dies.append(often[storage, line])
-                    else:
-                        copy_dies.append(max(line, last_late[at], last_read.get(storage, -1)))
-                else:
-                    copy_dies.append(line)
+                    end = often.get((storage, line), -1)
+                    if end < 0:
+                        end = max(line, last_late[at], last_read.get(storage, -1))
+                lives.come(at, line, end)
         forgotten = [row[s] for u in set(copies.units) for s in self.units[u].makes if s in again]
-        dies[forgotten] = forward_last[forgotten]
+        lives.dies[forgotten] = forward_last[forgotten]
         for storage, line in last_read.items():
             at = row[storage]
-            if storage not in again and line > dies[at]:
-                dies[at] = line
-        for storage, trip in trips.by_storage.items():
-            at = row[storage]
-            copy_rows.append(at)
-            copy_born.append(trip.back)
-            copy_dies.append(int(dies[at]))
-            dies[at] = max(int(forward_last[at]), trip.gone)
-        for storage, (encode, decode) in codes.by_storage.items():
-            at = row[storage]
-            copy_rows.append(at)
-            copy_born.append(decode)
-            copy_dies.append(int(dies[at]))
-            dies[at] = encode
-        stays = self._stays & ~self._gradients if accumulating else self._stays
-        dies[stays] = length
-        births = np.bincount(born, weights=self._bytes, minlength=length + 1)
-        deaths = np.bincount(dies + 1, weights=self._bytes, minlength=length + 2)
-        held = births[: length + 1] - deaths[: length + 1]
-        if copy_rows:
-            sizes = self._bytes[copy_rows]
-            held += np.bincount(copy_born, weights=sizes, minlength=length + 1)
-            held -= np.bincount(np.array(copy_dies) + 1, weights=sizes, minlength=length + 1)
-        for storage, (encode, decode) in codes.by_storage.items():
-            held[encode] += self._coders[storage].nbytes
-            held[decode + 1] -= self._coders[storage].nbytes
-        held = np.cumsum(held)[:length]
+            if storage not in again and line > lives.dies[at]:
+                lives.dies[at] = line
+        return lives
+
+    def _workspace_at(self, copies: Copies, codes: Codes, length: int) -> Floats:
         workspace = np.zeros(length)
-        workspace[np.arange(self.num_lines) + shift] = self.workspace
+        workspace[np.arange(self.num_lines) + copies.shift] = self.workspace
         workspace[list(copies.lines)] = [self.units[u].workspace_bytes for u in copies.units]
         for storage, (encode, decode) in codes.by_storage.items():
             workspace[encode] = self._coders[storage].encode_workspace
             workspace[decode] = self._coders[storage].decode_workspace
-        total: Floats = held + workspace
-        return total
+        return workspace
+
+
+class _Lives:
+    """The lines at which the storage of each row is born and dies; and of copies, which are there
+    besides."""
+
+    def __init__(self, born: Ints, dies: Ints, forward_last: Ints) -> None:
+        self.born = born
+        self.dies = dies
+        self._forward_last = forward_last
+        self._rows: list[int] = []
+        self._from: list[int] = []
+        self._to: list[int] = []
+
+    def come(self, row: int, begin: int, end: int) -> None:
+        self._rows.append(row)
+        self._from.append(begin)
+        self._to.append(end)
+
+    def leave(self, row: int, *, gone: int, back: int) -> None:
+        """Not before the forward pass has read it for the last time."""
+        self.come(row, back, int(self.dies[row]))
+        self.dies[row] = max(int(self._forward_last[row]), gone)
+
+    def held(self, nbytes: Floats, length: int) -> Floats:
+        """What each line has more than the one before."""
+        held = np.zeros(length + 1)
+        held += np.bincount(self.born, weights=nbytes, minlength=length + 1)[: length + 1]
+        held -= np.bincount(self.dies + 1, weights=nbytes, minlength=length + 2)[: length + 1]
+        if self._rows:
+            sizes = nbytes[self._rows]
+            held += np.bincount(self._from, weights=sizes, minlength=length + 1)
+            held -= np.bincount(np.array(self._to) + 1, weights=sizes, minlength=length + 1)
+        return held
