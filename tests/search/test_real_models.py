@@ -45,6 +45,17 @@ def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str)
     assert seconds[0] > seconds[-1]
 
 
+# The first has an operator whose large result alone is worth keeping, read by a copy otherwise.
+@pytest.mark.parametrize("name", [on_its_worker(name) for name in ("convnet_bn", "resnet_bn")])
+def test_nothing_is_made_again_that_could_as_well_be_kept(name: str) -> None:
+    trial = trial_of(name)
+    explored = trial.searching(trial.costs()).explored()
+    for point in explored.chain:
+        for choice in point.again:
+            less = explored.tally.count(point.again - {choice})
+            assert less.peak_bytes > point.peak_bytes or less.seconds >= point.seconds
+
+
 @pytest.mark.xdist_group("gpt")
 def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
     trial = trial_of("gpt")

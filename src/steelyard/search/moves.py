@@ -88,24 +88,27 @@ class Moves:
         again_better = True
         while again_better:
             again_better = False
-            line = self._trials.counted(point.again).peak_line()
+            counted = self._trials.counted(point.again)
             for atom in self._dearest:
                 if not atom & point.again:
                     continue
-                if self._surely_too_much(atom, line, limit_bytes - point.peak_bytes):
+                if self._surely_too_much(atom, counted, limit_bytes - point.peak_bytes):
                     continue
                 tried = self._point(point.again - atom)
                 if tried.peak_bytes <= limit_bytes and tried.seconds < point.seconds:
                     point, again_better = tried, True
         return point
 
-    def _surely_too_much(self, atom: frozenset[int], line: int, slack_bytes: int) -> bool:
-        """Kept, it would wait across the peak; no proof, for what is upstream of it may go."""
-        tally = self._tally
+    def _surely_too_much(self, atom: frozenset[int], counted: Counted, slack_bytes: int) -> bool:
+        """Kept, it would wait across the peak, where no copy of it is now; no proof, for what is
+        upstream of it may go."""
+        tally, line = self._tally, counted.peak_line()
         if atom in self._oftener:
             return False  # made less often it may wait there or not
         storages = {tally.storage(s) for s in atom}
-        return sum(tally.nbytes[s] for s in storages if _would_wait(tally, s, line)) > slack_bytes
+        return (
+            sum(tally.nbytes[s] for s in storages if _waits(tally, s, line, counted)) > slack_bytes
+        )
 
     def repair(
         self, point: Point, limit_bytes: int, *, width: int = _WIDTH, steps: int = 200
@@ -261,10 +264,6 @@ class Moves:
 def _waits(tally: Tally, storage: int, line: int, counted: Counted) -> bool:
     """A kept value that something reads only later."""
     return tally.forward_last[storage] < line < counted.first[storage] < NEVER
-
-
-def _would_wait(tally: Tally, storage: int, line: int) -> bool:
-    return tally.forward_last[storage] < line < tally.wanted[storage]
 
 
 def _is_copied(tally: Tally, storage: int, line: int, counted: Counted) -> bool:
