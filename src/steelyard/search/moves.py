@@ -89,20 +89,23 @@ class Moves:
         while again_better:
             again_better = False
             counted = self._trials.counted(point.again)
+            line = counted.peak_line()
             for atom in self._dearest:
                 if not atom & point.again:
                     continue
-                if self._surely_too_much(atom, counted, limit_bytes - point.peak_bytes):
+                if self._surely_too_much(atom, counted, line, limit_bytes - point.peak_bytes):
                     continue
                 tried = self._point(point.again - atom)
                 if tried.peak_bytes <= limit_bytes and tried.seconds < point.seconds:
                     point, again_better = tried, True
         return point
 
-    def _surely_too_much(self, atom: frozenset[int], counted: Counted, slack_bytes: int) -> bool:
+    def _surely_too_much(
+        self, atom: frozenset[int], counted: Counted, line: int, slack_bytes: int
+    ) -> bool:
         """Kept, it would wait across the peak, where no copy of it is now; no proof, for what is
         upstream of it may go."""
-        tally, line = self._tally, counted.peak_line()
+        tally = self._tally
         if atom in self._oftener:
             return False  # made less often it may wait there or not
         storages = {tally.storage(s) for s in atom}
