@@ -52,6 +52,7 @@ def main() -> None:
             point = explored.within(limit)
             assert point is not None
             proof = Proof(explored.tally, limit)
+            proof.begin_with(explored.choice(point))
             best, bound = proof.seconds(seconds, known=point)
             tell(name, share, explored, point, best, bound)
             figures.append(
@@ -132,6 +133,20 @@ class Proof:
             found = tally.plain_seconds + solver.objective_value / _PICO
         return found, tally.plain_seconds + max(0.0, solver.best_objective_bound) / _PICO
 
+    def begin_with(self, choice: frozenset[int]) -> None:
+        """Tell it what the search found."""
+        copies = self._tally.copies(choice)
+        turns: dict[int, int] = defaultdict(int)
+        for position, (number, line) in enumerate(zip(copies.units, copies.lines, strict=True)):
+            turn = turns[number]
+            turns[number] += 1
+            if turn < _TIMES:
+                self._model.add_hint(self._copies[number][turn].runs, 1)
+                self._model.add_hint(self._copies[number][turn].line, line - position)
+        for number, own in self._copies.items():
+            for copy in own[turns[number] :]:
+                self._model.add_hint(copy.runs, 0)
+
     def _time(self, line: int) -> int:
         late = max(0, line - self._first)
         return line if line < self._first else self._first + late * self._room + self._room - 1
@@ -140,7 +155,7 @@ class Proof:
         model, first, room = self._model, self._first, self._room
         runs = model.new_bool_var(f"run {number}.{turn}")
         line = model.new_int_var(first, self._tally.num_lines - 1, f"line {number}.{turn}")
-        return _Copy(runs, first + (line - first) * room + number)
+        return _Copy(runs, line, first + (line - first) * room + number)
 
     def _hold_values(self) -> None:
         tally = self._tally
@@ -234,8 +249,11 @@ class Proof:
 
 
 class _Copy:
-    def __init__(self, runs: cp_model.IntVar, time: cp_model.LinearExprT) -> None:
+    def __init__(
+        self, runs: cp_model.IntVar, line: cp_model.IntVar, time: cp_model.LinearExprT
+    ) -> None:
         self.runs = runs
+        self.line = line
         self.time = time
 
 

@@ -43,6 +43,8 @@ from steelyard.core.cluster import Device
 from steelyard.core.errors import Infeasible
 from steelyard.measure.meter import meter_once
 from steelyard.search import Found
+from steelyard.search.bound import least_seconds
+from steelyard.search.cut import Cut
 from steelyard.trades.recompute import Recompute
 from tests import zoo
 from tests.harness import UNCOUNTED, Trial, costs_of
@@ -167,6 +169,19 @@ class Ours:
         explored = self._searching.explored()
         cheap = [p for p in explored.chain if explored.tally.flops_of(p.again) <= flops]
         return self._run(self._searching.find(Budget(memory_bytes=cheap[0].peak_bytes)))
+
+    def least_flops(self, peak_bytes: int) -> float:
+        """No plan of this graph in its order, values made again as often as it likes, takes fewer
+        within that peak; of the FLOPs that count here."""
+        tally = self._searching.explored().tally
+        least = least_seconds(
+            tally,
+            Cut(tally),
+            limit_bytes=peak_bytes + self._resident,
+            within_seconds=2 * tally.plain_seconds,
+            oftener=True,
+        )
+        return self.base.flops * least / tally.plain_seconds
 
     def _run(self, found: Found) -> Reached:
         outcome = self._trial.run(found.program)

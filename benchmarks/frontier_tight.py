@@ -85,7 +85,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """One model with all its peers.
+    """One model with all its peers; ``ours`` are the plans on Inductor's decompositions.
 
     ``decomposed``: for each number of FLOPs that torch's sweep on Inductor's decompositions takes,
     the least peak that it reaches with no more, and the least that we do on the same graph.
@@ -96,6 +96,7 @@ class Met:
     base: Reached
     pairs: tuple[Pair, ...]
     decomposed: tuple[Pair, ...]
+    ours: Ours
 
     @classmethod
     def all_peers(cls, name: str, make: Make) -> Met:
@@ -103,6 +104,7 @@ class Met:
         print(
             f"{name}: eager {ours.eager.peak_bytes / 1e6:.1f} MB, {ours.base.flops / 1e9:.3f} GFLOP"
         )
+        on_decomposed = Ours(make, decomposition="inductor-1")
         decomposed = tuple(swept(make, "Inductor's decompositions", table("inductor-1"), RATIOS))
         eager = Reached(who="eager", peak_bytes=ours.eager.peak_bytes, flops=ours.base.flops)
         pairs = []
@@ -115,15 +117,15 @@ class Met:
             eager=eager,
             base=ours.base,
             pairs=tuple(pairs),
-            decomposed=tuple(at_equal_flops(make, eager, decomposed)),
+            decomposed=tuple(at_equal_flops(on_decomposed, eager, decomposed)),
+            ours=on_decomposed,
         )
 
     def again(self, reached: Reached) -> float:
         return reached.flops / self.base.flops - 1
 
 
-def at_equal_flops(make: Make, eager: Reached, torchs: Sequence[Reached]) -> Iterator[Pair]:
-    ours = Ours(make, decomposition="inductor-1")
+def at_equal_flops(ours: Ours, eager: Reached, torchs: Sequence[Reached]) -> Iterator[Pair]:
     for flops in sorted({t.flops for t in torchs}):
         best = min(t.peak_bytes for t in torchs if t.flops <= flops)
         peer = Reached(who="min-cut at its best", peak_bytes=best, flops=flops)
@@ -193,7 +195,8 @@ def never_above(met: dict[str, Met]) -> dict[str, Any]:
 def peak_on_decomposed(model: Met, *, target: float) -> Iterator[dict[str, Any]]:
     """Where we are furthest ahead, and where torch's own peak is least: it may pay little there.
 
-    The interval is over all numbers of FLOPs.
+    The interval is over all numbers of FLOPs; beside each stands the least that any plan within
+    the target takes of them, as a share of those without plan: more than the peer's, none meets it.
     """
     ratios = [p.ours.peak_bytes / p.peer.peak_bytes for p in model.decomposed if p.ours]
     least = min(p.peer.peak_bytes for p in model.decomposed)
@@ -202,9 +205,11 @@ def peak_on_decomposed(model: Met, *, target: float) -> Iterator[dict[str, Any]]
         "torch's least peak": [p.peer.peak_bytes for p in model.decomposed].index(least),
     }
     for said, place in places.items():
-        flops = 1 + model.again(model.decomposed[place].peer)
-        name = f"{model.name}, decomposed: peak / torch's best, {said} ({flops:.3f} of the FLOPs)"
-        yield figure(name, ratios[place], ratios, target)
+        peer = model.decomposed[place].peer
+        flops = 1 + model.again(peer)
+        name = f"{model.name}, decomposed: peak / torch's best, {said} ({flops:.4f} of the FLOPs)"
+        least = model.ours.least_flops(round(target * peer.peak_bytes)) / model.base.flops
+        yield figure(name, ratios[place], ratios, target) | {"no plan below": round(least, 4)}
 
 
 def beside_checkpoints(model: Met) -> dict[str, Any]:

@@ -300,9 +300,13 @@ class Tally:
 
     def flops_of(self, again: frozenset[int]) -> int:
         """All the program's, with those of what runs again."""
-        copies = self._placing.copies(self._parted(again)[0], self.times_of(again))
+        copies = self.copies(again)
         more = sum(self.units[u].flops for u in copies.units)
         return self.program.flops + self.program.repeats * more
+
+    def copies(self, choice: frozenset[int]) -> Copies:
+        """What it makes run again, and where."""
+        return self._placing.copies(self._parted(choice)[0], self.times_of(choice))
 
     def _first_wanted(self) -> list[int]:
         """The late line that ends the wait of a kept value; a guess where only copies read it."""
