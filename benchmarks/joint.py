@@ -72,6 +72,7 @@ def main() -> None:
             if turn:  # the first warms up
                 seconds[name].append(took)
     ratios: dict[float, float] = {}
+    bounds: dict[float, float] = {}
     misses = []
     base = alone.plan.unplanned.quad.step_seconds.value
     for share in SHARES:
@@ -87,11 +88,13 @@ def main() -> None:
                 misses.append(measured / predicted - 1)
         assert over["recompute"] > 0, "at this peak nothing is paid: it says nothing"
         ratios[share] = max(0.0, over["joint"]) / over["recompute"]
+        bounds[share] = least_overhead(both, limits[share]) / over["recompute"]
     moved, again = at_the_ends(both, list(limits.values()))
     worst_miss = max(misses, key=abs)
     figures: list[dict[str, Any]] = [
         *(
             figure(f"overhead beside recomputing alone, at {share}", ratio, MOST_OVERHEAD)
+            | {"no plan below": round(bounds[share], 4)}
             for share, ratio in ratios.items()
         ),
         figure("step time measured over predicted, worst miss", abs(worst_miss), MOST_MISS),
@@ -106,6 +109,14 @@ def figure(name: str, value: float, target: float) -> dict[str, Any]:
         "name": name, "value": round(value, 4), "interval": None, "target": target,
         "ok": value <= target,
     }  # fmt: skip
+
+
+def least_overhead(both: sy.Planned, limit: int) -> float:
+    """What the search cannot rule out, of a step without a plan."""
+    search = both._look.search
+    gap = search.find(sy.Budget(memory=limit)).gap
+    assert gap is not None
+    return gap.least_seconds / search.explored().plain.seconds - 1
 
 
 def half_of(unplanned: Prediction) -> float:
