@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -349,6 +352,43 @@ def test_a_disk_that_fails_is_named(adam: sy.Planned, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(sy.SteelyardError, match="Input/output error"):
         ours(x)
+
+
+def test_an_update_that_is_broken_off_leaves_nothing_on_its_way(
+    adam: sy.Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs, x = pair(adam, rules(*MOVABLE))
+    for step in (ours, theirs):
+        step.backward(x)
+        optimizer_of(step).step()
+        step.backward(x)
+    optimizer_of(theirs).step()
+    write, wait = os.pwrite, FarMemory.await_sent
+    waits = iter([KeyboardInterrupt])
+
+    def late(*arguments: Any) -> int:
+        time.sleep(0.05)
+        return write(*arguments)
+
+    def interrupted(memory: FarMemory, transfer: Any) -> None:
+        for interrupt in waits:
+            raise interrupt
+        wait(memory, transfer)
+
+    monkeypatch.setattr(os, "pwrite", late)
+    monkeypatch.setattr(FarMemory, "await_sent", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer_of(ours).step()
+    updated = 0
+    expected = optimizer_of(theirs).state_dict()["state"]
+    state = optimizer_of(ours).state_dict()["state"]
+    weights = zip(ours.live.model.parameters(), theirs.live.model.parameters(), strict=True)
+    for index, (mine, other) in enumerate(weights):
+        if index in state and state[index]["step"] == 2:
+            updated += 1
+            assert torch.equal(mine, other)
+            assert torch.equal(state[index]["exp_avg"], expected[index]["exp_avg"])
+    assert updated
 
 
 SGD = partial(torch.optim.SGD, lr=1e-2)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.errors import BadInput, Mismatch, RunFailed
 from steelyard.core.graph import FAR_CALLS
 from steelyard.core.program import Program
 from steelyard.core.updates import GRADIENT, WEIGHT, far_name, key_of, owners, parameter_of
@@ -84,7 +84,7 @@ class FarStates:
         self._arriving.clear()
         self._leaving.clear()
         groups = _Groups(optimizer)
-        with groups.put_back():
+        with groups.put_back(), self._settled():
             for what, name in self._deeds:
                 if what == "update":
                     groups.choose(partial(self._is_of, name))
@@ -94,6 +94,19 @@ class FarStates:
                     self._calls[what](name)
                 else:
                     self.tensors.calls[what](name)
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """An update that is broken off, as by Ctrl-C, leaves no place with what was there before:
+        whoever reads it next might come before what is still on its way."""
+        try:
+            yield
+        except RunFailed:
+            raise  # far memory itself: nothing more arrives
+        except BaseException:
+            for transfer, _ in (*self._leaving.values(), *self.tensors.leaving.values()):
+                self._memory.await_sent(transfer)
+            raise
 
     def _is_of(self, name: str, parameter: torch.Tensor) -> bool:
         """Of the portion with this name; the last takes all that is not moved."""
@@ -141,8 +154,8 @@ class FarStates:
 
     def _sent(self, name: str) -> None:
         if name in self._leaving:
-            transfer, _ = self._leaving.pop(name)
-            self._memory.await_sent(transfer)
+            self._memory.await_sent(self._leaving[name][0])
+            del self._leaving[name]
 
     # --- all of it at once
 

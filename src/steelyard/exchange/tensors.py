@@ -73,7 +73,7 @@ class FarTensors:
         self._arriving: dict[str, tuple[Future[None], torch.Tensor]] = {}
         # With what is sent: the last to let go of it must not be the thread that sends it, where
         # nobody sees memory come free.
-        self._leaving: dict[str, tuple[Future[None], torch.Tensor]] = {}
+        self.leaving: dict[str, tuple[Future[None], torch.Tensor]] = {}
         self.products = FarProducts(memory)
         self._taken: set[str] = set()
         self._near: set[str] = set()
@@ -84,7 +84,7 @@ class FarTensors:
 
     def begin(self) -> None:
         """Before a step or an update: nothing is left under way by one that failed."""
-        for unfinished in (self._arriving, self._leaving, self._taken, self._near):
+        for unfinished in (self._arriving, self.leaving, self._taken, self._near):
             unfinished.clear()
         self.products.clear()
         self.put_away()
@@ -147,11 +147,11 @@ class FarTensors:
             if before is None:
                 before = self.fetched_weight(name, self.fetch_weight(name))
             value = before.add_(value)
-        self._leaving[name] = self._memory.send(home.offset, value), value
+        self.leaving[name] = self._memory.send(home.offset, value), value
         home.parameter.grad = home.lay_out(value)
 
     def sent_gradient(self, name: str, _: None, value: object) -> None:  # noqa: ARG002
-        if name in self._leaving:
+        if name in self.leaving:
             self._sent(name)
 
     # --- of a weight that is read slice by slice
@@ -190,9 +190,9 @@ class FarTensors:
 
     def _send(self, name: str) -> None:
         home, near = self._homes[name], self._homes[name].parameter.data
-        self._leaving[name] = self._memory.send(home.offset, near), near
+        self.leaving[name] = self._memory.send(home.offset, near), near
         home.parameter.data = home.lay_out(near)
 
     def _sent(self, name: str) -> None:
-        transfer, _ = self._leaving.pop(name)
-        self._memory.await_sent(transfer)
+        self._memory.await_sent(self.leaving[name][0])
+        del self.leaving[name]
