@@ -10,7 +10,8 @@ from steelyard.core.budget import Budget
 from steelyard.core.cluster import Device
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible
-from steelyard.core.graph import Graph
+from steelyard.core.graph import Graph, Phase, Role
+from steelyard.core.peak import PIECES, Holding, Peak
 from steelyard.core.program import Program
 from steelyard.core.trade import Left, strike
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
@@ -19,6 +20,7 @@ from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
 from steelyard.search.explore import Explored, chained, explore
+from steelyard.search.infeasible import beyond_budget
 from steelyard.search.seeds import simple_plans
 from steelyard.search.tally import Tally
 from steelyard.trades import TRADES
@@ -320,6 +322,26 @@ def test_too_little_memory_names_the_least_and_what_sets_it() -> None:
     text = str(error.value)
     assert "aten." in text or "stays for the whole step" in text
     assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (2 << 20, "optimizer state, with 2.00 MiB of pieces on their way to far memory, alone"),
+        (3 << 20, "the update of one parameter sets the peak"),
+    ],
+)
+def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int, said: str) -> None:
+    pieces = Holding(
+        nbytes=2 << 20, what=PIECES, path="", line="", phase=Phase.FORWARD, role=Role.BUFFER
+    )
+    peak = Peak(
+        nbytes=4 << 20, resident_bytes=2 << 20, workspace_bytes=0, at="aten.div.Tensor",
+        path="optimizer", line="", phase=Phase.UPDATE, alive=(pieces,),
+    )  # fmt: skip
+    error = beyond_budget(peak, Budget(memory_bytes=limit), parts=1, refusals=(), has_far=True)
+    assert said in error.remedy
+    assert "foreach" not in error.remedy
 
 
 def test_a_bound_on_time_that_no_plan_keeps_is_infeasible() -> None:

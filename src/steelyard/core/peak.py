@@ -8,6 +8,9 @@ from itertools import pairwise
 
 from steelyard.core.graph import Phase, Role
 
+# What is held so, beside what a step itself holds.
+PIECES = "pieces on their way to far memory"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase, Role
-from steelyard.core.peak import Holding, Peak, Timeline
+from steelyard.core.peak import PIECES, Holding, Peak, Timeline
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import EXACT, UNKNOWN, Estimate, Quad
@@ -175,7 +175,7 @@ def _residents(program: Program) -> list[Holding]:
         _held(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]
     if pieces := _pieces_bytes(program):
-        held.append(_held(pieces, "pieces on their way to far memory", Role.BUFFER))
+        held.append(_held(pieces, PIECES, Role.BUFFER))
     if program.update is not None:
         state = program.update.graph.resident_bytes(Role.STATE)
         held.append(_held(state, "optimizer state", Role.STATE))

@@ -9,7 +9,7 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.errors import Infeasible
 from steelyard.core.graph import Phase, Role
-from steelyard.core.peak import Peak
+from steelyard.core.peak import PIECES, Peak
 from steelyard.core.plan import Prediction
 from steelyard.core.trade import Refusal
 
@@ -41,13 +41,22 @@ def _remedy(
     peak: Peak, limit_bytes: int, *, parts: int, refusals: Sequence[Refusal], has_far: bool
 ) -> str:
     """The first of these that could help: the optimizer, the model, the batch, far memory."""
+    pieces = sum(holding.nbytes for holding in peak.alive if holding.what == PIECES)
     if peak.resident_bytes >= limit_bytes:
         kept = any(holding.role is Role.STATE for holding in peak.alive)
         away = ", or give far memory for that state (--far)" if kept and not has_far else ""
+        what = "parameters, buffers, batch and optimizer state"
+        if pieces:
+            what = f"{what}, with {format_bytes(pieces)} of {PIECES},"
         return (
-            "parameters, buffers, batch and optimizer state alone hold "
-            f"~{format_bytes(peak.resident_bytes)}: use a smaller model, or an optimizer with less "
-            f"state{away}"
+            f"{what} alone hold ~{format_bytes(peak.resident_bytes)}: use a smaller model, or an "
+            f"optimizer with less state{away}"
+        )
+    if peak.phase is Phase.UPDATE and pieces:
+        # One that works on all parameters at once could not be moved.
+        return (
+            "the update of one parameter sets the peak: use smaller parameters, or an optimizer "
+            "with fewer temporaries"
         )
     if peak.phase is Phase.UPDATE:
         return (
