@@ -20,6 +20,7 @@ from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
 from steelyard.search.explore import Explored, chained, explore
+from steelyard.search.found import Gap
 from steelyard.search.infeasible import beyond_budget
 from steelyard.search.seeds import simple_plans
 from steelyard.search.tally import Tally
@@ -342,6 +343,12 @@ def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int,
     error = beyond_budget(peak, Budget(memory_bytes=limit), parts=1, refusals=(), has_far=True)
     assert said in error.remedy
     assert "foreach" not in error.remedy
+
+
+def test_how_far_from_the_bound_is_said_so_that_it_can_be_read() -> None:
+    near, far = (str(Gap(step_seconds=s, least_seconds=1.0)) for s in (1.02, 30.91))
+    assert near.startswith("within 2.0 % of the fastest possible by recomputing")
+    assert far.startswith("at most 30.9 times the fastest possible by recomputing")
 
 
 def test_a_bound_on_time_that_no_plan_keeps_is_infeasible() -> None:

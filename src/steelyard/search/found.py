@@ -42,10 +42,10 @@ class Gap:
             if is_there
         ]
         once = "" if self.is_often else " each value at most once"
-        return (
-            f"within {format_share(self.share).lstrip('+')} of the fastest possible by recomputing"
-            f"{once}{''.join(others)}"
-        )
+        near = f"within {format_share(self.share).lstrip('+')} of"
+        if self.share >= 1:  # the bound knows nothing of how slow far memory is
+            near = f"at most {1 + self.share:.1f} times"
+        return f"{near} the fastest possible by recomputing{once}{''.join(others)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
