@@ -293,6 +293,11 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ("format = 1\n", "", "format is missing"),
         ("micro_batches = 2", "micro_batches = 0", "accumulate 1: micro_batches is 0, not 1 or"),
         ("micro_batches = 2", "degree = 2", "accumulate 1: degree is not a known key"),
+        (
+            "[[accumulate]]\nmicro_batches = 2",
+            '[[offload_state]]\nparameter = "x"\nwhat = "weights"\ncount = 1\nlead = 0',
+            "offload_state 1: what is 'weights', not 'optimizer', 'gradient' or 'weight'",
+        ),
         ("[[accumulate]]\nmicro_batches = 2", "accumulate = 2", "budget.accumulate is not a known"),
         ("[[accumulate]]", "[[accumulate]]\nmicro_batches=2\n[[accumulate]]", "2 tables, and at m"),
         ("[8, 256]", '[8, "x"]', "made_for.batch 1: shape 2 is 'x', not a whole number"),

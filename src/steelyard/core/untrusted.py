@@ -250,6 +250,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "model_type": lambda _: "a table",
     "dataclass_type": lambda _: "an object",
     "enum": lambda c: f"one of {c['expected']}",
+    "literal_error": lambda c: str(c["expected"]),
 }
 
 
