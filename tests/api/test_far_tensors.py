@@ -458,6 +458,19 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     assert planned.predicted.communication_bytes.value == ours.far.moved_bytes - moved_bytes
 
 
+def test_slices_in_half_precision_take_the_bytes_that_were_said(far: sy.Far) -> None:
+    torch.manual_seed(0)
+    model, x = Frozen().to(torch.bfloat16), torch.randn(64, 1024, dtype=torch.bfloat16)
+    whole = sy.plan(model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
+    planned = told(whole, frozen("biased.weight", "bare.weight", "turned", slices=16))
+    step = planned.apply(model)
+    for _ in range(2):
+        step(x)
+    measured = step.receipt().measured.memory_bytes
+    assert measured is not None
+    assert abs(planned.predicted.memory_bytes.value - measured) <= 4
+
+
 def test_slices_of_a_weight_that_is_trained_are_refused(thawed: sy.Planned) -> None:
     with pytest.raises(Mismatch, match=r"first\.weight in slices, and trains it"):
         told(thawed, frozen("first.weight", slices=2))

@@ -20,6 +20,7 @@ from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.exchange import far as module
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.slices import FarProducts
 
 FAST = "100 GB/s"
 
@@ -68,6 +69,22 @@ def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
     fetching = [slots.fetch(i, None) for i in range(len(values))]
     for i, v in enumerate(values):
         assert torch.equal(slots.fetched(i, fetching[i]), v)
+
+
+def test_a_sum_in_half_precision_is_not_rounded_with_every_slice(tmp_path: Path) -> None:
+    memory = FarMemory(Far(tmp_path, rate="2 GB/s", size="16 MiB"))
+    torch.manual_seed(0)
+    weight, x = (torch.randn(s, dtype=torch.bfloat16) for s in ((4096, 256), (32, 4096)))
+    (offset,) = memory.kept([weight.nbytes])
+    memory.await_sent(memory.send(offset, weight))
+    products = FarProducts(memory)
+    products.begin("weight", weight, offset, 16)
+    exact = x.double() @ weight.double()
+
+    def error(y: torch.Tensor) -> float:
+        return float((y.double() - exact).norm() / exact.norm())
+
+    assert error(products.sum("weight", x)) < 1.5 * error(x @ weight)
 
 
 def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:

@@ -45,12 +45,16 @@ class Calls:
         """Of these there is nothing any more."""
         self._gone = names
 
-    def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
-        """Begin to fetch, in room for two slices; let them go."""
+    def slices(
+        self, weight: str, number: int, count: int, *, beside_bytes: int = 0
+    ) -> tuple[Instruction, Instruction]:
+        """Begin to fetch, in room for two slices and for what the product needs beside them; let
+        them go."""
         (tensor,) = self._graph.by_name[weight].outputs
         rows = rows_of_slice(tensor.shape[0], tensor.nbytes // tensor.shape[0], count)
         room = replace(tensor, shape=(2, rows, tensor.shape[1]), stride=(0, 0, 0))
-        self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
+        nbytes = room.nbytes + beside_bytes
+        self._storages.append(Storage(nbytes=nbytes, role=Role.ACTIVATION))
         room = replace(room, storage=len(self._storages) - 1)
         begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
         begin = replace(

@@ -41,7 +41,9 @@ def with_products_far(
         for number, read in enumerate(reads):
             product = Product.of(graph.by_name[lines[read].node], graph, looks)
             assert product is not None
-            begin, end = calls.slices(weight, number, slices[parameter])
+            begin, end = calls.slices(
+                weight, number, slices[parameter], beside_bytes=product.beside_bytes
+            )
             place = running.before(read, leads[parameter])
             beginning.setdefault(place, []).append(replace(begin, phase=lines[place].phase))
             products[read] = product, replace(end, phase=lines[read].phase)
@@ -83,6 +85,13 @@ class Product:
         if not by_columns and ((seen.shape, seen.stride) != (own.shape, own.stride) or place == 2):
             return None
         return cls(node=node, weight=weight, place=place, by_columns=by_columns)
+
+    @property
+    def beside_bytes(self) -> int:
+        """A sum in half precision is kept in single until it is whole."""
+        (out,) = self.node.outputs
+        is_half = out.dtype in ("float16", "bfloat16")
+        return 4 * out.numel if is_half and not self.by_columns else 0
 
     def far(self) -> Node:
         """The call that reads the weight from far memory."""

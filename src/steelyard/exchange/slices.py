@@ -13,6 +13,8 @@ import torch
 from steelyard.core.far_calls import rows_of_slice
 from steelyard.exchange.far import FarMemory
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Slices:
@@ -86,10 +88,17 @@ class FarProducts:
     def sum(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight``: each slice gives a term of the sum."""
         slices = self._slicing[name][0]
-        out = x.new_zeros((x.shape[0], slices.weight.shape[1]))
+        shape = (x.shape[0], slices.weight.shape[1])
+        if x.dtype not in _HALVES:
+            out = x.new_zeros(shape)
+            for start, rows in slices:
+                out.addmm_(x[:, start : start + len(rows)], rows)
+            return out
+        # Kept in half precision, the sum would be rounded anew with every slice.
+        whole = x.new_zeros(shape, dtype=torch.float32)
         for start, rows in slices:
-            out.addmm_(x[:, start : start + len(rows)], rows)
-        return out
+            whole += x[:, start : start + len(rows)] @ rows
+        return whole.to(x.dtype)
 
     def end(self, name: str) -> None:
         self._slicing[name].popleft()
