@@ -65,9 +65,9 @@ def test_gradients_and_then_weights_follow_what_the_optimizer_keeps() -> None:
     assert [told(level) for level in levels] == [
         {}, {"optimizer": "b"}, {"optimizer": "bc"}, {"optimizer": "abcd"}, both,
         {**both, "weight": "b"}, {**both, "weight": "abc"}, {"gradient": "ab"}, {"weight": "abc"},
-        {**both, "weight": "abc"},
+        {"optimizer": "abcd"}, both, {**both, "weight": "abc"},
     ]  # fmt: skip
-    assert {rule.lead for rule in levels[-1]} == {0}
+    assert [{rule.lead for rule in level} for level in levels[-3:]] == [{0}] * 3
 
 
 def test_without_an_optimizer_weights_are_moved_alone() -> None:

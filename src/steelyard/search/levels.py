@@ -46,20 +46,23 @@ def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, .
 
     What the optimizer keeps first, some of it, the largest first: it is wanted once a step. Then
     gradients, then weights, which each pass wants again; each of the two alone as well. At last all
-    with only one parameter's near.
+    of the first, of the first two and of all three with only one parameter's near.
     """
     nbytes = moved_bytes(program, rules)
     by_what: dict[str, list[Rule]] = {}
     for rule in sorted(rules, key=lambda rule: (-nbytes[rule], rule)):
         by_what.setdefault(rule.op, []).append(rule)
     levels: list[Sequence[Rule]] = [()]
+    whole: list[Sequence[Rule]] = []
     for what, shares in _SHARES.items():
         before = levels[-1]
         own = by_what.get(what, ())
         levels += [(*before, *_share_of(own, share, nbytes)) for share in shares]
         levels.append((*before, *own))
+        whole.append(levels[-1])
     levels += [by_what.get(what, ()) for what in _ALONE]
-    levels.append([replace(rule, lead=0) for rule in rules])
+    # Where parameters are few and large, what is fetched ahead is most of what was moved.
+    levels += [[replace(rule, lead=0) for rule in level] for level in whole]
     return tuple(dict.fromkeys(tuple(sorted(level)) for level in levels))
 
 
