@@ -16,7 +16,7 @@ from steelyard.api.largest import largest
 from steelyard.api.look import Request
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
-from steelyard.core.errors import CaptureRefused
+from steelyard.core.errors import CaptureRefused, Infeasible
 from steelyard.core.graph import Graph
 from tests.harness import in_a_hurry
 from tests.report.sample import PLAN
@@ -62,6 +62,29 @@ def test_few_sizes_are_tried(
     assert said.startswith(f"largest sequence that fits in one piece: {answer} (now 48)")
     assert (f"{answer + 1} is not possible: no row" in said) == (answer == possible)
     assert len(tried) == len(set(tried)) <= 14, tried
+
+
+def test_where_nothing_fits_the_least_is_said_and_why_nothing_smaller_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looked_at(request: Request) -> Any:
+        size = request.batch.shape[0]
+        if size < 2:
+            raise CaptureRefused("one sample has no variance", expected="more", remedy="more")
+        search = SimpleNamespace(least_bytes=lambda *, enough_bytes: size << 20)
+        return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
+
+    monkeypatch.setattr(Request, "looked_at", looked_at)
+    request = Request(
+        model=nn.Linear(1, 1), loss=lambda *_: torch.zeros(()), optimizer=None, title="",
+        batch=torch.zeros(8, 3), cluster=Cluster.here(), runner="python",
+        budget=Budget(memory="1 MiB"), on_progress=lambda _: None,
+    )  # fmt: skip
+    with pytest.raises(Infeasible, match="not even a batch of 4 fits") as refusal:
+        largest(request, Maximize.BATCH)
+    assert "1 is not possible: one sample has no variance" in refusal.value.happened
+    assert refusal.value.expected == "at least ~4.00 MiB for 4"
+    assert refusal.value.least_bytes == 4 << 20
 
 
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

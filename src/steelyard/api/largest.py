@@ -9,6 +9,7 @@ from dataclasses import replace
 from steelyard.api.look import Request
 from steelyard.api.planning import Planned, planned
 from steelyard.capture.scaling import impossible, sizes_of
+from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Maximize
 from steelyard.core.errors import BudgetError, CaptureRefused, Infeasible
 from steelyard.trades import TRADES
@@ -34,11 +35,7 @@ def largest(request: Request, maximize: Maximize) -> Planned:
         middle = attempts.guess(low, high)
         low, high = (middle, high) if attempts.fits(middle) else (low, middle)
     if low == 0:
-        raise Infeasible(
-            f"not even a {maximize} of 1 fits {request.budget}",
-            expected="a budget that holds the model, its optimizer state and one sample",
-            remedy="allow more memory, or take an optimizer with less state",
-        )
+        raise attempts.nothing_fits()
     answer = attempts.planned[low]
     said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
     if high in attempts.why:
@@ -71,6 +68,19 @@ class _Attempts:
         while high <= self.now * _MOST_TIMES and self.fits(high):
             low, high = high, max(self.guess(high, high * 8), high * 2)
         return low, high
+
+    def nothing_fits(self) -> Infeasible:
+        """The smallest that was possible is named: one sample alone may not be, with BatchNorm."""
+        # Where nothing was possible at all, no size has a least.
+        size, least = min(self._least.items(), default=(self.now, None))
+        smaller = max((tried for tried in self.why if tried <= size), default=None)
+        but = "" if smaller is None else f"; {smaller} is not possible: {self.why[smaller]}"
+        return Infeasible(
+            f"not even a {self._maximize} of {size} fits {self._request.budget}{but}",
+            expected=f"at least ~{format_bytes(least)} for {size}" if least else "a possible size",
+            remedy="allow more memory, or take an optimizer with less state",
+            least_bytes=least,
+        )
 
     def guess(self, low: int, high: int) -> int:
         """Where the least memory crosses the budget, were it a straight line; between the two.
