@@ -13,7 +13,7 @@ from steelyard.core.errors import Infeasible
 from steelyard.core.graph import Graph, Phase, Role
 from steelyard.core.peak import PIECES, Holding, Peak
 from steelyard.core.program import Program
-from steelyard.core.trade import Left, strike
+from steelyard.core.trade import Left, Refusal, strike
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
 from steelyard.search import Found, Search, search
 from steelyard.search.archive import Archive, Point
@@ -343,6 +343,21 @@ def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int,
     error = beyond_budget(peak, Budget(memory_bytes=limit), parts=1, refusals=(), has_far=True)
     assert said in error.remedy
     assert "foreach" not in error.remedy
+
+
+def test_an_optimizer_that_cannot_be_moved_is_named_where_nothing_fits() -> None:
+    state = Holding(
+        nbytes=2 << 20, what="optimizer state", path="", line="", phase=Phase.FORWARD,
+        role=Role.STATE,
+    )  # fmt: skip
+    peak = Peak(
+        nbytes=4 << 20, resident_bytes=2 << 20, workspace_bytes=0, at="", path="", line="",
+        phase=Phase.UPDATE, alive=(state,),
+    )  # fmt: skip
+    why = Refusal(trade="offload_state", label="", reason="it works on several at once")
+    budget = Budget(memory_bytes=1 << 20)
+    error = beyond_budget(peak, budget, parts=1, refusals=(why,), has_far=True)
+    assert error.remedy.endswith("less state, which stays near: it works on several at once")
 
 
 def test_how_far_from_the_bound_is_said_so_that_it_can_be_read() -> None:

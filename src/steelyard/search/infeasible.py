@@ -45,6 +45,9 @@ def _remedy(
     if peak.resident_bytes >= limit_bytes:
         kept = any(holding.role is Role.STATE for holding in peak.alive)
         away = ", or give far memory for that state (--far)" if kept and not has_far else ""
+        stays = next((r for r in refusals if r.trade == "offload_state"), None)
+        if kept and has_far and stays is not None:
+            away = f", which stays near: {stays.reason}"
         what = "parameters, buffers, batch and optimizer state"
         if pieces:
             what = f"{what}, with {format_bytes(pieces)} of {PIECES},"

@@ -139,7 +139,10 @@ def _why_not(program: Program) -> str:
     if update.undivided:
         return update.undivided
     if owners(update.graph) is None:
-        return "the optimizer's operators work on several parameters at once (foreach=False?)"
+        return (
+            "the optimizer's operators work on several parameters at once (foreach=False and "
+            "fused=False?)"
+        )
     return ""
 
 
