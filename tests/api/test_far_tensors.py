@@ -418,11 +418,6 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     assert planned.predicted.communication_bytes.value == ours.far.moved_bytes - moved_bytes
 
 
-def test_slices_of_a_weight_that_is_trained_are_refused(thawed: sy.Planned) -> None:
-    with pytest.raises(Mismatch, match=r"first\.weight in slices, and trains it"):
-        told(thawed, frozen("first.weight", slices=2))
-
-
 def test_what_not_only_products_read_is_fetched_whole(far: sy.Far) -> None:
     class Both(Frozen):
         def forward(self, x: Tensor) -> Tensor:

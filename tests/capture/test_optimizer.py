@@ -98,7 +98,7 @@ def test_state_and_temporaries_are_predicted_as_metered(
 
 
 def test_what_the_last_update_holds_is_held_until_the_optimizer_returns() -> None:
-    """As what any other holds, until the next begins: a decayed gradient, beside two temporaries."""
+    """As what any other holds, until the next begins: here a decayed gradient."""
     model = nn.Linear(64, 64, bias=False)
     program = capture_update(model, OPTIMIZERS["adam maximizing"])
     assert liveness(program, Costs(device=DEVICE)).peak_bytes == 3 * model.weight.nbytes
