@@ -471,11 +471,6 @@ def test_slices_in_half_precision_take_the_bytes_that_were_said(far: sy.Far) -> 
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
 
 
-def test_slices_of_a_weight_that_is_trained_are_refused(thawed: sy.Planned) -> None:
-    with pytest.raises(Mismatch, match=r"first\.weight in slices, and trains it"):
-        told(thawed, frozen("first.weight", slices=2))
-
-
 def test_what_not_only_products_read_is_fetched_whole(far: sy.Far) -> None:
     class Both(Frozen):
         def forward(self, x: Tensor) -> Tensor:

@@ -97,6 +97,13 @@ def test_state_and_temporaries_are_predicted_as_metered(
     assert abs(predicted - peak_bytes) <= max(512, 0.01 * peak_bytes), (predicted, peak_bytes)
 
 
+def test_what_the_last_update_holds_is_held_until_the_optimizer_returns() -> None:
+    """As what any other holds, until the next begins: here a decayed gradient."""
+    model = nn.Linear(64, 64, bias=False)
+    program = capture_update(model, OPTIMIZERS["adam maximizing"])
+    assert liveness(program, Costs(device=DEVICE)).peak_bytes == 3 * model.weight.nbytes
+
+
 def test_the_update_reads_gradients_and_belongs_to_the_optimizer() -> None:
     program = capture_update(small(), OPTIMIZERS["adamw"])
     assert program.problems() == []

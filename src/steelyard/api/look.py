@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from steelyard import _torch
 from steelyard.api.accuracy import Lossy
 from steelyard.api.lowering import find_lowered
 from steelyard.api.pricing import PricedSource, Prices, Progress, dims_of
@@ -23,8 +24,10 @@ from steelyard.core.plan import MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
+from steelyard.core.sliced_updates import why_whole
 from steelyard.core.trade import Trade, strike
-from steelyard.exchange.states import why_undivided
+from steelyard.exchange.states import why_uncut, why_undivided
+from steelyard.operators import is_pointwise
 from steelyard.predict import predict
 from steelyard.run.lowered import lower
 from steelyard.run.watch import ModelWatch
@@ -73,11 +76,24 @@ class Request:
             assert self.optimizer is not None
             prices.know_update(self.optimizer, update)
             if self.cluster.far is not None:
-                update = replace(update, undivided=why_undivided(self.optimizer, dims_of(update)))
+                undivided = why_undivided(self.optimizer, dims_of(update))
+                update = replace(update, undivided=undivided, uncut=self._uncut(update))
                 base = replace(base, update=update)
         prices.check(source, base)
         watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
         return Look(request=self, source=source, base=base, prices=prices, watch=watch)
+
+    def _uncut(self, update: Program) -> dict[str, str]:
+        """Why some parameters are not updated some rows at a time, by parameter."""
+        assert self.optimizer is not None
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        reason = why_uncut(self.optimizer)
+        found = dict.fromkeys(trained, reason) if reason else {}
+        found |= why_whole(update, is_pointwise=is_pointwise)
+        if _torch.any_hooks(list(trained.values())):
+            hooked = (name for name, p in trained.items() if _torch.any_hooks([p]))
+            found |= dict.fromkeys(hooked, "it has hooks, which are given its gradient whole")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -105,6 +105,7 @@ class _Recorder:
         self.watch = StorageWatch(list(self._held), on_call=self._on_call, on_death=self._on_death)
 
     def program(self) -> Program:
+        self._release()  # what the last parameter's update held until it was over
         graph = Graph(
             nodes=tuple(self._nodes),
             storages=tuple(self._storages),

@@ -4,7 +4,7 @@ Not for where the calls go: see trips.py and far_instead.py.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PAGE_BYTES
@@ -51,11 +51,7 @@ class Calls:
         """Begin to fetch, in room for two slices and for what the product needs beside them; let
         them go."""
         (tensor,) = self._graph.by_name[weight].outputs
-        rows = rows_of_slice(tensor.shape[0], tensor.nbytes // tensor.shape[0], count)
-        room = replace(tensor, shape=(2, rows, tensor.shape[1]), stride=(0, 0, 0))
-        nbytes = room.nbytes + beside_bytes
-        self._storages.append(Storage(nbytes=nbytes, role=Role.ACTIVATION))
-        room = replace(room, storage=len(self._storages) - 1)
+        room = self._room(tensor, rows_in_slice(tensor, count), slices=2, beside_bytes=beside_bytes)
         begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
         begin = replace(
             begin,
@@ -64,6 +60,79 @@ class Calls:
         )
         end = self._call("end", weight, _numbered(f"{weight}.end", number), (begin.name,))
         return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
+
+    def made_in_slices(self, gradient: str, value: str, count: int) -> "MadeInSlices":
+        """Make this value some rows at a time, and send each, in room for two slices."""
+        (tensor,) = self._graph.by_name[value].outputs
+        room = self._room(tensor, rows_in_slice(tensor, count), slices=2)
+        begin = self._begin(gradient, count, room, _over(FAR_OUT, Exchange.SEND, tensor.nbytes))
+        end = self._call("end", gradient, f"{gradient}.end", (begin.name,))
+        return MadeInSlices(
+            begin=self._first_line(begin),
+            before=(),
+            behind=(),
+            end=self._last_line(replace(end, waits_for=begin.name)),
+        )
+
+    def added_in_slices(self, gradient: str, value: str, count: int) -> "MadeInSlices":
+        """The same, and each slice is fetched first and added to: a third one is what is added."""
+        (tensor,) = self._graph.by_name[value].outputs
+        room = self._room(tensor, rows_in_slice(tensor, count), slices=3)
+        begin = self._begin(gradient, count, room, _over(FAR_IN, Exchange.FETCH, tensor.nbytes))
+        leave = self._leave(gradient, tensor.nbytes)
+        arrived = self._call("arrived", gradient, gradient, (begin.name,), (room,))
+        end = self._call("end", gradient, f"{gradient}.end", (leave.name, gradient))
+        return MadeInSlices(
+            begin=self._first_line(begin),
+            before=(self._first_line(leave),),
+            behind=(self._first_line(replace(arrived, waits_for=begin.name)),),
+            end=self._last_line(replace(end, waits_for=leave.name)),
+        )
+
+    def updated_in_slices(self, names: Sequence[str], count: int, rows: int) -> "UpdatedInSlices":
+        """Fetch some rows of each of these, change them and send them back, in room for two slices
+        of each. Gradients are not sent back.
+
+        What is changed lies in the room from the start: the lines that change it run beside the
+        fetch of most slices, and before the send of most.
+        """
+        before: list[Instruction] = []
+        behind: list[Instruction] = []
+        ends: list[Instruction] = []
+        for name in names:
+            (tensor,) = self._graph.by_name[name].outputs
+            self.shrink(tensor.storage, 2 * rows * tensor.nbytes // tensor.shape[0])
+            fetch = _over(FAR_IN, Exchange.FETCH, tensor.nbytes)
+            begin = replace(self._begin(name, count, tensor, fetch), outputs=())
+            room = replace(self._call("room", name, name, (), (tensor,)), args=(name, count))
+            arrived = self._call("arrived", name, f"{name}.arrived", (begin.name,))
+            before += [self._first_line(begin), self._first_line(room)]
+            ends.append(self._last_line(replace(arrived, waits_for=begin.name)))
+            if not name.startswith("gradient:"):
+                leave = self._leave(name, tensor.nbytes)
+                end = self._call("end", name, f"{name}.end", (leave.name, name))
+                behind.append(self._first_line(leave))
+                ends.append(self._last_line(replace(end, waits_for=leave.name)))
+        return UpdatedInSlices(before=tuple(before), behind=(*behind, *ends))
+
+    def shrink(self, storage: int, nbytes: int) -> None:
+        """What is made on it, of some rows at a time."""
+        self._storages[storage] = replace(self._storages[storage], nbytes=nbytes)
+
+    def _room(self, tensor: Tensor, rows: int, *, slices: int, beside_bytes: int = 0) -> Tensor:
+        room = replace(tensor, shape=(slices, rows, tensor.shape[1]), stride=(0, 0, 0))
+        nbytes = room.nbytes + beside_bytes
+        self._storages.append(Storage(nbytes=nbytes, role=Role.ACTIVATION))
+        return replace(room, storage=len(self._storages) - 1)
+
+    def _begin(self, name: str, count: int, room: Tensor, link: Collective) -> Node:
+        node = self._call("begin", name, f"{name}.begin", (), (room,))
+        return replace(node, args=(name, count), collective=link)
+
+    def _leave(self, name: str, nbytes: int) -> Node:
+        """On the link from now on: each slice as soon as it is there."""
+        node = self._call("leave", name, f"{name}.leave", ())
+        return replace(node, collective=_over(FAR_OUT, Exchange.SEND, nbytes))
 
     def instead(self, node: Node) -> Instruction:
         """A call that takes the place of the one with its name."""
@@ -148,6 +217,25 @@ class Calls:
                 for number, s in enumerate(self._storages)
             ),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeInSlices:
+    """What begins before the product that makes a gradient, stands right before it and right behind
+    it, and ends when the last slice is gone."""
+
+    begin: Instruction
+    before: tuple[Instruction, ...]
+    behind: tuple[Instruction, ...]
+    end: Instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatedInSlices:
+    """What stands before the lines that update a parameter in slices, and behind them."""
+
+    before: tuple[Instruction, ...]
+    behind: tuple[Instruction, ...]
 
 
 _KINDS = {"parameter": "weight", "gradient": "gradient"}
@@ -253,6 +341,11 @@ class Looks:
             self._made[name] = _numbered(name, self._number[weight])
             added.append(Instruction(node=name, value=self._made[name], inputs=inputs, phase=phase))
         return self._made[name]
+
+
+def rows_in_slice(tensor: Tensor, count: int) -> int:
+    """Of a matrix in so many slices."""
+    return rows_of_slice(tensor.shape[0], tensor.nbytes // tensor.shape[0], count)
 
 
 def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:

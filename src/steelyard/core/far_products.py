@@ -3,7 +3,7 @@
 Not for how many slices: see trades/. Not for computing them: see exchange/.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.core.far_calls import Calls, Looks, Running
@@ -12,16 +12,25 @@ from steelyard.core.program import Instruction, Program
 from steelyard.core.updates import WEIGHT
 
 
-def sliceable(program: Program, parameter: str) -> bool:
-    """Whether nothing reads this weight but products of which it is the right side."""
-    looks = Looks(program, [WEIGHT + parameter])
+def sliceable(program: Program, parameters: Iterable[str]) -> frozenset[str]:
+    """Of these weights: what nothing reads but products of which it is the right side."""
     nodes = program.graph.by_name
-    (tensor,) = nodes[WEIGHT + parameter].outputs
-    row_major = tensor.stride == (*(tensor.shape[1:]), 1) and len(tensor.shape) == 2
+    able = [p for p in parameters if _is_row_major(nodes[WEIGHT + p])]
+    looks = Looks(program, [WEIGHT + p for p in able])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
-    reads = looks.reads(lines).get(WEIGHT + parameter, ())
-    products = (Product.of(nodes[lines[k].node], program.graph, looks) for k in reads)
-    return row_major and bool(reads) and all(products)
+    reads = looks.reads(lines)
+
+    def is_read_by_products(parameter: str) -> bool:
+        found = (nodes[lines[k].node] for k in reads.get(WEIGHT + parameter, ()))
+        products = [Product.of(node, program.graph, looks) for node in found]
+        return bool(products) and all(products)
+
+    return frozenset(filter(is_read_by_products, able))
+
+
+def _is_row_major(node: Node) -> bool:
+    (tensor,) = node.outputs
+    return len(tensor.shape) == 2 and tensor.stride == (tensor.shape[1], 1)
 
 
 def with_products_far(

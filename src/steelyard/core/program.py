@@ -3,8 +3,8 @@
 A program holds every decision; whoever enacts it takes none. Not for choosing: see search/.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -46,7 +46,8 @@ class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
 
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
-    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot.
+    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot, and
+    ``uncut`` of which parameters it cannot be some rows at a time, and why.
     """
 
     graph: Graph
@@ -55,6 +56,7 @@ class Program:
     repeats: int = 1
     update: "Program | None" = None
     undivided: str = ""
+    uncut: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def plain(cls, graph: Graph, *, update: "Program | None" = None) -> Self:

@@ -9,19 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.core.far_calls import Calls, Looks, Running
+from steelyard.core.far_gradients import with_gradients_in_slices
 from steelyard.core.far_products import with_products_far
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Instruction, Program
+from steelyard.core.sliced_updates import in_slices
 from steelyard.core.updates import GRADIENT, WEIGHT, owners, portions
 
 
 def with_states_far(
-    update: Program, moved: Mapping[str, Sequence[str]], leads: Mapping[str, int]
+    update: Program,
+    moved: Mapping[str, Sequence[str]],
+    leads: Mapping[str, int],
+    slices: Mapping[str, int],
 ) -> Program:
     """One parameter after another: fetch, update, send.
 
     ``moved`` are the names of what comes and goes of each. ``leads``: so many parameters earlier
-    fetching begins, and so many later what was sent is let go. Gradients are not sent back.
+    fetching begins, and so many later what was sent is let go. Gradients are not sent back. Those
+    with ``slices`` are updated some rows at a time, from their first fetch to their last send.
     """
     owner = owners(update.graph)
     assert owner is not None
@@ -32,15 +38,19 @@ def with_states_far(
     lines: list[Instruction] = []
     for place, (portion, own) in enumerate(groups):
         for later, parameter in enumerate(order):
-            if max(0, later - leads[parameter]) == place:
+            if max(0, later - leads[parameter]) == place and parameter not in slices:
                 lines += [calls.fetch(name) for name in moved[parameter]]
-        lines += [calls.fetched(name) for name in moved.get(portion, ())]
-        # What is only read is there until the optimizer returns.
-        read = [name for name in moved.get(portion, ()) if name not in back[portion]]
-        lines += [*own[:-1], replace(own[-1], inputs=(*own[-1].inputs, *read))]
-        lines += [calls.send(name, name) for name in back.get(portion, ())]
+        if portion in slices:
+            lines += in_slices(calls, update.graph, own, moved[portion], slices[portion])
+        else:
+            lines += [calls.fetched(name) for name in moved.get(portion, ())]
+            # What is only read is there until the optimizer returns.
+            read = [name for name in moved.get(portion, ()) if name not in back[portion]]
+            lines += [*own[:-1], replace(own[-1], inputs=(*own[-1].inputs, *read))]
+            lines += [calls.send(name, name) for name in back.get(portion, ())]
         for earlier, parameter in enumerate(order):
-            if min(earlier + leads[parameter], len(order) - 1) == place:
+            last = min(earlier + leads[parameter], len(order) - 1)
+            if last == place and parameter not in slices:
                 lines += [calls.sent(name, name) for name in back[parameter]]
     result = replace(update, graph=calls.graph(), instructions=tuple(lines))
     assert not result.problems(), result.problems()
@@ -86,9 +96,15 @@ def with_weights_far(
     return result
 
 
-def with_gradients_far(program: Program, lags: Mapping[str, int]) -> Program:
+def with_gradients_far(
+    program: Program, lags: Mapping[str, int], slices: Mapping[str, int]
+) -> Program:
     """The gradients of these parameters are sent once they are complete, and let go ``lag``
-    operators later. In micro-batches what was sent before is fetched as early, and added to."""
+    operators later. In micro-batches what was sent before is fetched as early, and added to. Those
+    with more than one slice are sent in slices, each as soon as it is made."""
+    if parted := {p: count for p, count in slices.items() if count > 1}:
+        program = with_gradients_in_slices(program, parted, lags)
+        lags = {parameter: lag for parameter, lag in lags.items() if parameter not in parted}
     if not lags:
         return program
     calls = Calls(program.graph, Phase.BACKWARD)

@@ -20,9 +20,13 @@ from torch import nn
 from steelyard.core.errors import BadInput, Mismatch, RunFailed
 from steelyard.core.graph import FAR_CALLS
 from steelyard.core.program import Program
+from steelyard.core.sliced_updates import counts_of
 from steelyard.core.updates import GRADIENT, WEIGHT, far_name, key_of, owners, parameter_of
+from steelyard.exchange.away import Away
 from steelyard.exchange.far import FarMemory
-from steelyard.exchange.tensors import FarTensors, Layout
+from steelyard.exchange.home import Layout
+from steelyard.exchange.sliced_updates import Numbers, SlicedUpdate, updated_rows
+from steelyard.exchange.tensors import FarTensors
 
 _PROBE_STEPS = 3
 
@@ -59,7 +63,11 @@ class FarStates:
         if optimizer is None or program.update is None or not program.update.is_moving:
             return
         self._optimizer = optimizer
-        self._deeds = tuple(_deeds(program.update))
+        self._sliced = {
+            name: self._sliced_update(name, parts)
+            for name, parts in counts_of(program.update).items()
+        }
+        self._deeds = tuple(_deeds(program.update, self._sliced))
         self._portions = {
             name: parameters[name] for what, name in self._deeds if what == "update" and name
         }
@@ -87,8 +95,7 @@ class FarStates:
         with groups.put_back(), self._settled():
             for what, name in self._deeds:
                 if what == "update":
-                    groups.choose(partial(self._is_of, name))
-                    self._raw(optimizer)
+                    self._update(name, groups)
                     self.tensors.updated(name)
                 elif _is_state(name):
                     self._calls[what](name)
@@ -107,6 +114,28 @@ class FarStates:
             for transfer, _ in (*self._leaving.values(), *self.tensors.leaving.values()):
                 self._memory.await_sent(transfer)
             raise
+
+    def _update(self, name: str, groups: "_Groups") -> None:
+        def update() -> None:
+            groups.choose(partial(self._is_of, name))
+            self._raw(self._optimizer)
+
+        if name in self._sliced:
+            self._put_away(n for n in self._of if parameter_of(n) == name)
+            self._sliced[name].run(self._optimizer, update)
+        else:
+            update()
+
+    def _sliced_update(self, name: str, parts: int) -> SlicedUpdate:
+        kept = [moved for moved in self._places if parameter_of(moved) == name]
+        return SlicedUpdate(
+            name=name,
+            weight=self.tensors.home(WEIGHT + name),
+            gradient=self.tensors.home(GRADIENT + name),
+            kept={key_of(moved): self._places[moved].offset for moved in kept},
+            parts=parts,
+            memory=self._memory,
+        )
 
     def _is_of(self, name: str, parameter: torch.Tensor) -> bool:
         """Of the portion with this name; the last takes all that is not moved."""
@@ -169,8 +198,11 @@ class FarStates:
                 self._put(name, x)
 
     def put_away(self) -> None:
-        for name, parameter in self._of.items():
-            if key_of(name) in self._optimizer.state.get(parameter, ()):
+        self._put_away(self._of)
+
+    def _put_away(self, names: Iterable[str]) -> None:
+        for name in names:
+            if key_of(name) in self._optimizer.state.get(self._of[name], ()):
                 self._send(name)
                 self._sent(name)
 
@@ -206,33 +238,6 @@ class FarStates:
         return layout.on(torch.frombuffer(pages, dtype=torch.uint8))
 
 
-class Away(dict[str, Any]):
-    """The state of a parameter of which some lies far; what is near can be read."""
-
-    def __init__(
-        self, near: Mapping[str, Any], keys: tuple[str, ...], layouts: Mapping[str, Layout]
-    ) -> None:
-        super().__init__(near)
-        self.keys_in_order = keys
-        self.layouts = dict(layouts)
-
-    def with_near(self, near: Mapping[str, Any]) -> "Away":
-        return Away(near, self.keys_in_order, self.layouts)
-
-    def without(self, key: str, layout: Layout) -> "Away":
-        near = {k: v for k, v in self.items() if k != key}
-        return Away(near, self.keys_in_order, {**self.layouts, key: layout})
-
-    def __missing__(self, key: str) -> Any:
-        if key not in self.keys_in_order:
-            raise KeyError(key)
-        raise Mismatch(
-            f"{key} of this parameter lies in far memory",
-            expected="to be read between steps through optimizer.state_dict()",
-            remedy="call state_dict(), which brings all of it home, or plan without far memory",
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
     offset: int
@@ -243,9 +248,10 @@ def _is_state(name: str) -> bool:
     return not name.startswith((WEIGHT, GRADIENT))
 
 
-def _deeds(update: Program) -> Iterator[tuple[str, str]]:
+def _deeds(update: Program, sliced: Collection[str]) -> Iterator[tuple[str, str]]:
     """The program's far calls, each with the name of what it moves, and one ``update`` for each
-    portion, with the name of its parameter; for those of which nothing is moved, with none.
+    portion, with the name of its parameter; for those of which nothing is moved, with none. What is
+    ``sliced`` comes and goes within its update.
     """
     nodes = update.graph.by_name
     owner = owners(update.graph)
@@ -254,6 +260,8 @@ def _deeds(update: Program) -> Iterator[tuple[str, str]]:
     done: set[str] = set()
     for line in update.instructions:
         node = nodes[line.node]
+        if node.is_far and owner[line.node] in sliced:
+            continue
         if node.is_far:
             yield node.op.removeprefix(FAR_CALLS).partition("_")[0], far_name(node)
             continue
@@ -338,6 +346,62 @@ def _tried(
         found += [v for k, v in group.items() if k != "params"]
     for parameter in held:
         found += optimizer.state[parameter].values()
+    return found
+
+
+def why_uncut(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
+    """Why the optimizer cannot be called for some rows of a parameter; empty where it can.
+
+    Tried, on a small parameter: what it keeps may hang on how large one is, or on other rows.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            whole, parted = _tried_in_rows(make, [4]), _tried_in_rows(make, [3, 1])
+        except Exception as error:  # noqa: BLE001 - an optimizer may fail in its own way
+            return f"the optimizer fails on some rows of a parameter ({type(error).__name__})"
+    same = len(whole) == len(parted) and all(map(_is_same, whole, parted))
+    return "" if same else "the optimizer's step is another for some rows of a parameter"
+
+
+# So wide that slices begin and end where the vectors of any processor do.
+_PROBE_COLUMNS = 64
+
+
+def _tried_in_rows(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], counts: Sequence[int]
+) -> list[object]:
+    """A parameter and its state after a few steps, so many rows at a time."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(sum(counts), _PROBE_COLUMNS, generator=generator)
+    parameter = nn.Parameter(whole)
+    optimizer = make([parameter])
+    raw = _raw_step(optimizer)
+    weights = list(whole.split(list(counts)))
+    held: list[dict[str, Any] | None] = [None for _ in counts]
+    for _ in range(_PROBE_STEPS):
+        gradients = torch.randn(whole.shape, generator=generator).split(list(counts))
+        groups, numbers = _Groups(optimizer), Numbers(held[0] or {})
+
+        def update(groups: _Groups = groups) -> None:
+            groups.choose(lambda _: True)
+            raw(optimizer)
+
+        with groups.put_back():
+            for place, gradient in enumerate(gradients):
+                before = held[place]
+                own = None if before is None else {**before, **numbers.again()}
+                held[place] = updated_rows(
+                    optimizer, parameter, update,
+                    weight=weights[place], gradient=gradient, kept=own,
+                )  # fmt: skip
+                weights[place] = parameter.data
+    found: list[object] = [torch.cat(weights)]
+    for group in optimizer.param_groups:
+        found += [v for k, v in group.items() if k != "params"]
+    for key, value in (held[-1] or {}).items():
+        rows = [state[key] for state in held if state]
+        is_large = isinstance(value, torch.Tensor) and value.numel() > 1
+        found.append(torch.cat(rows) if is_large else value)
     return found
 
 

@@ -7,54 +7,15 @@ when: that is the program's.
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from steelyard.core.updates import GRADIENT, WEIGHT
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.home import Home, Layout
+from steelyard.exchange.sliced_gradients import FarGradients
 from steelyard.exchange.slices import FarProducts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How a tensor lies that is not here."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> "Layout":
-        return cls(shape=x.shape, stride=x.stride(), dtype=x.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-
-    def on(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self.dtype).as_strided(self.shape, self.stride)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Home:
-    """Where in far memory one of them lies; ``there`` is the live tensor that is that place."""
-
-    parameter: nn.Parameter
-    offset: int
-    pages: torch.Tensor
-    there: torch.Tensor
-
-    def is_home(self, x: torch.Tensor | None) -> bool:
-        return x is not None and x.data_ptr() == self.there.data_ptr()
-
-    def lay_out(self, like: torch.Tensor) -> torch.Tensor:
-        self.there = Layout.of(like).on(self.pages)
-        return self.there
 
 
 class FarTensors:
@@ -64,17 +25,18 @@ class FarTensors:
         self, places: Mapping[str, tuple[nn.Parameter, int]], *, memory: FarMemory
     ) -> None:
         self._memory = memory
-        self._homes: dict[str, _Home] = {}
+        self._homes: dict[str, Home] = {}
         for name, (parameter, offset) in places.items():
             pages = memory.mapped(offset, parameter.nbytes)
             there = Layout.of(parameter).on(pages)
-            self._homes[name] = _Home(parameter=parameter, offset=offset, pages=pages, there=there)
+            self._homes[name] = Home(parameter=parameter, offset=offset, pages=pages, there=there)
         self._weights = [home for name, home in self._homes.items() if name.startswith(WEIGHT)]
         self._arriving: dict[str, tuple[Future[None], torch.Tensor]] = {}
         # With what is sent: the last to let go of it must not be the thread that sends it, where
         # nobody sees memory come free.
         self.leaving: dict[str, tuple[Future[None], torch.Tensor]] = {}
         self.products = FarProducts(memory)
+        self.gradients = FarGradients(memory)
         self._taken: set[str] = set()
         self._near: set[str] = set()
         self.calls: Mapping[str, Callable[[str], None]] = {
@@ -87,6 +49,7 @@ class FarTensors:
         for unfinished in (self._arriving, self.leaving, self._taken, self._near):
             unfinished.clear()
         self.products.clear()
+        self.gradients.clear()
         self.put_away()
 
     def put_away(self) -> None:
@@ -96,6 +59,9 @@ class FarTensors:
                 near = home.parameter.data
                 self._memory.await_sent(self._memory.send(home.offset, near))
                 home.parameter.data = home.lay_out(near)
+
+    def home(self, name: str) -> Home:
+        return self._homes[name]
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether it lies in far memory."""
@@ -162,6 +128,21 @@ class FarTensors:
 
     def end_weight(self, name: str, _: torch.Tensor) -> None:
         self.products.end(name)
+
+    # --- of a gradient that is made slice by slice
+
+    def begin_gradient(self, name: str, parts: int) -> torch.Tensor:
+        return self.gradients.begin(name, self._homes[name], parts)
+
+    def leave_gradient(self, name: str) -> None:
+        """Sent as its slices are made."""
+
+    def arrived_gradient(self, name: str, room: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Fetched as it was added to."""
+        return room
+
+    def end_gradient(self, name: str, *_: object) -> None:
+        self.gradients.end(name)
 
     # --- calls of an update: a parameter and its gradient are near for it
 

@@ -75,7 +75,8 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
 def _what(graph: Graph, instruction: Instruction) -> str:
     node = graph.by_name[instruction.node]
     if node.is_far and node.op in _FETCHES:
-        return f"{_FETCHES[node.op]} (fetched)"
+        how = "in slices" if node.args[1:] else "fetched"
+        return f"{_FETCHES[node.op]} ({how})"
     if node.is_far:
         # Named for the value that comes back.
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} (fetched)"
@@ -89,7 +90,7 @@ def _what(graph: Graph, instruction: Instruction) -> str:
 
 _FETCHES = {
     f"{FAR_CALLS}{call}_{kind}": said
-    for call in ("fetch", "fetched", "begin")
+    for call in ("fetch", "fetched", "begin", "room")
     for kind, said in (("weight", "weight"), ("gradient", "gradient"), ("state", "optimizer state"))
 }
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.core.errors import Mismatch
+from steelyard.core.far_gradients import gradients_in_slices
 from steelyard.core.graph import OutputKind, Tensor
 from steelyard.core.program import Program
 from steelyard.run.counting import TargetCounter
@@ -140,6 +141,7 @@ class BoundProgram:
             for kind, target, _ in self._targets
         ]
         self._writes_batch = None in self._sinks
+        self.made_in_slices = gradients_in_slices(program)
 
     def check_strides(self, leaves: Sequence[Any]) -> None:
         for name, leaf, planned in self._strides:

@@ -14,6 +14,7 @@ from steelyard.core.collective import Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.graph import FAR_CALLS, FAR_PRODUCTS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.program import Instruction, Program
+from steelyard.core.updates import GRADIENT
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory, Slots
 from steelyard.exchange.tensors import FarTensors
@@ -149,7 +150,9 @@ class _Writer:
         if node.is_far_product:
             assert self._tensors is not None
             what = node.op.removeprefix(FAR_PRODUCTS)
-            product: Callable[..., Any] = getattr(self._tensors.products, what)
+            is_made = isinstance(node.args[0], str) and node.args[0].startswith(GRADIENT)
+            maker = self._tensors.gradients if is_made else self._tensors.products
+            product: Callable[..., Any] = getattr(maker, what)
             return product
         if not node.is_far:
             return None

@@ -165,6 +165,8 @@ class LiveStep:
         bound.check_strides(leaves)
         if bound.repeats > 1 and self._any_hooks():
             raise self._hook_of_parts(bound.repeats)
+        if bound.made_in_slices and self._any_hooks():
+            self._refuse_hooks_of(bound.made_in_slices)
         return bound, leaves
 
     def _any_hooks(self) -> bool:
@@ -180,6 +182,15 @@ class LiveStep:
             expected="no hooks of parameters in a step that was planned in micro-batches",
             remedy="remove the hook, or plan again with it: the batch is then left whole",
         )
+
+    def _refuse_hooks_of(self, names: Sequence[str]) -> None:
+        for name in names:
+            if _torch.any_hooks([self.model.get_parameter(name)]):
+                raise Mismatch(
+                    f"parameter {name} has a hook, and its gradient is never here whole",
+                    expected="no hooks of parameters whose gradients the plan makes in slices",
+                    remedy="remove the hook, or plan again with it: that gradient is made whole",
+                )
 
     def _refuse_modes(self) -> None:
         if torch.is_inference_mode_enabled():

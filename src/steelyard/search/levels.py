@@ -3,7 +3,7 @@
 Each level is a step of its own to explore. Not for choosing among them: see search.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.core.graph import path_matches
@@ -46,7 +46,8 @@ def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, .
 
     What the optimizer keeps first, some of it, the largest first: it is wanted once a step. Then
     gradients, then weights, which each pass wants again; each of the two alone as well. At last all
-    of the first, of the first two and of all three with only one parameter's near.
+    of the first, of the first two and of all three with only one parameter's near. A parameter is
+    in slices where all of it moves.
     """
     nbytes = moved_bytes(program, rules)
     by_what: dict[str, list[Rule]] = {}
@@ -63,7 +64,23 @@ def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, .
     levels += [by_what.get(what, ()) for what in _ALONE]
     # Where parameters are few and large, what is fetched ahead is most of what was moved.
     levels += [[replace(rule, lead=0) for rule in level] for level in whole]
-    return tuple(dict.fromkeys(tuple(sorted(level)) for level in levels))
+    whats = _whats(rules)
+    return tuple(dict.fromkeys(tuple(sorted(_whole(level, whats))) for level in levels))
+
+
+def _whats(rules: Iterable[Rule]) -> dict[str, set[str]]:
+    """What is moved of the parameters of each name."""
+    found: dict[str, set[str]] = {}
+    for rule in rules:
+        found.setdefault(rule.module, set()).add(rule.op)
+    return found
+
+
+def _whole(level: Sequence[Rule], whats: Mapping[str, set[str]]) -> Iterator[Rule]:
+    """Without slices of what does not move with all that belongs to it."""
+    own = _whats(level)
+    for rule in level:
+        yield rule if own[rule.module] == whats[rule.module] else replace(rule, degree=0)
 
 
 def _share_of(

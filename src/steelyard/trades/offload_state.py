@@ -7,11 +7,12 @@ that it counts the operators that really run. Not for which parameters: see sear
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from steelyard.core.errors import Mismatch
+from steelyard.core.far_gradients import made_by_products
 from steelyard.core.far_products import sliceable
 from steelyard.core.graph import BlockRun, Graph, Node, OutputKind, Role, path_matches
 from steelyard.core.program import Program
@@ -31,8 +32,9 @@ _NOTHING_LARGE = {
     GRADIENTS: "no gradient is large and whole",
     WEIGHTS: "no weight is large, whole and only read",
 }
-# Of a weight that is fetched in slices; smaller ones make products slow.
-_SLICE_BYTES = 8 << 20
+# Of a weight that is fetched in slices; smaller ones make products slow. An update has slices of
+# weight, gradient and state near at once, and smaller ones make it no slower.
+_SLICE_BYTES, _UPDATE_SLICE_BYTES = 8 << 20, 2 << 20
 # A weight is read in the middle of a pass: fetching it begins some operators earlier.
 _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
 
@@ -40,7 +42,8 @@ _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
 class OffloadState:
     """Pays communication with far memory, buys memory for the whole step.
 
-    To the bit, but for weights that are read in slices: there sums are added in another order.
+    To the bit, but for weights that are read in slices: there sums are added in another order. A
+    trained weight in slices is so in its update too, with its gradient and its state.
     """
 
     name: ClassVar[str] = "offload_state"
@@ -55,21 +58,31 @@ class OffloadState:
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         """One for each parameter, those of equal blocks together."""
-        offers = {what: self._offers(program, what) for what in MOVABLE}
-        refusals = tuple(
+        able = {what: movable(program, what) for what in MOVABLE}
+        possible = _possible(program, able)
+        offers = {what: self._offers(program, what, able, possible) for what in MOVABLE}
+        refusals = [
             Refusal(trade=self.name, label=what, reason=_why_not(program) or _NOTHING_LARGE[what])
             for what, found in offers.items()
             if not found
-        )
-        return tuple(offer for found in offers.values() for offer in found), refusals
+        ]
+        refusals += [
+            Refusal(trade=self.name, label=f"{part} in slices", reason=reason)
+            for part, reason in possible.whole.items()
+        ]
+        return tuple(offer for found in offers.values() for offer in found), tuple(refusals)
 
-    def _offers(self, program: Program, what: str) -> list[Offer]:
+    def _offers(
+        self,
+        program: Program,
+        what: str,
+        able: Mapping[str, Mapping[str, int]],
+        possible: "_Slices",
+    ) -> list[Offer]:
         by_pattern: dict[str, list[int]] = {}
-        for parameter, nbytes in movable(program, what).items():
+        for parameter in able[what]:
             pattern = _pattern(parameter, program.graph.runs)
-            by_pattern.setdefault(pattern, []).append(
-                _parts(program, parameter, nbytes) if what == WEIGHTS else 0
-            )
+            by_pattern.setdefault(pattern, []).append(possible.of[what].get(parameter, 0))
         return [
             Offer(
                 trade=self.name,
@@ -102,13 +115,22 @@ class OffloadState:
             )
             for what in MOVABLE
         }
-        slices = _slices(program, leads[WEIGHTS], [r for r in rules if r.op == WEIGHTS])
-        program = _with_update(program, leads)
-        program = with_weights_far(program, leads[WEIGHTS], slices)
-        return with_gradients_far(program, leads[GRADIENTS])
+        slices = {what: _degrees(leads[what], [r for r in rules if r.op == what]) for what in leads}
+        program = _with_update(program, leads, _updated_in_slices(program, leads, slices))
+        # Whole where the pass has become another, by another trade or another batch.
+        read = sliceable(program, slices[WEIGHTS])
+        program = with_weights_far(program, leads[WEIGHTS], _of(slices[WEIGHTS], read))
+        made = made_by_products(program, slices[GRADIENTS])
+        return with_gradients_far(program, leads[GRADIENTS], _of(slices[GRADIENTS], made))
 
 
-def _with_update(program: Program, leads: Mapping[str, Mapping[str, int]]) -> Program:
+def _of(slices: Mapping[str, int], able: Collection[str]) -> dict[str, int]:
+    return {parameter: count for parameter, count in slices.items() if parameter in able}
+
+
+def _with_update(
+    program: Program, leads: Mapping[str, Mapping[str, int]], slices: Mapping[str, int]
+) -> Program:
     """What is far between steps comes near for the update."""
     update = program.update
     if update is None:
@@ -126,7 +148,7 @@ def _with_update(program: Program, leads: Mapping[str, Mapping[str, int]]) -> Pr
     if not moved:
         return program
     ahead = {p: max(given.get(p, 0) for given in leads.values()) for p in moved}
-    return replace(program, update=with_states_far(update, moved, ahead))
+    return replace(program, update=with_states_far(update, moved, ahead, slices))
 
 
 def _why_not(program: Program) -> str:
@@ -165,13 +187,67 @@ def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> 
     return {parameter: nbytes for parameter, nbytes in found.items() if nbytes >= least_bytes}
 
 
-def _parts(program: Program, parameter: str, nbytes: int) -> int:
-    """Slices of a weight that is large and frozen: the gradient of any other is as large as it is,
-    and whole. 0 where it is fetched whole."""
-    parts = nbytes // _SLICE_BYTES
-    if parts < 2 or _is_updated(program, parameter):
-        return 0
-    return parts if sliceable(program, parameter) else 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slices:
+    """Into how many each of these may be taken apart, and why what is large is whole."""
+
+    of: Mapping[str, Mapping[str, int]]
+    whole: Mapping[str, str]
+
+
+def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _Slices:
+    """Of large weights that only products read; of one that is trained, all that its update needs.
+    Parameters of one rule are taken apart together or not at all."""
+    found: dict[str, dict[str, int]] = {what: {} for what in MOVABLE}
+    whole: dict[str, str] = {}
+    kept = {} if program.update is None else states(program.update.graph)
+    named: dict[str, set[str]] = {}
+    for parameter in dict.fromkeys(p for given in able.values() for p in given):
+        named.setdefault(_pattern(parameter, program.graph.runs), set()).add(parameter)
+    large = [p for p, nbytes in able[WEIGHTS].items() if nbytes >= 2 * _SLICE_BYTES]
+    read = sliceable(program, large)
+    made = made_by_products(program, [p for p in large if p in able[GRADIENTS]])
+    for pattern, parameters in named.items():
+        sizes = {p: able[WEIGHTS].get(p, 0) for p in parameters}
+        if min(sizes.values()) < 2 * _SLICE_BYTES:
+            continue
+        reasons = (
+            _why_whole(program, p, able)
+            if p in read
+            else "not only products read it of which it is the right side"
+            for p in sorted(parameters)
+        )
+        if reason := next(filter(None, reasons), ""):
+            whole[pattern] = reason
+            continue
+        for parameter, nbytes in sizes.items():
+            found[WEIGHTS][parameter] = nbytes // _SLICE_BYTES
+            if kept.get(parameter):
+                found[OPTIMIZER][parameter] = nbytes // _UPDATE_SLICE_BYTES
+            if parameter in made:
+                found[GRADIENTS][parameter] = nbytes // _SLICE_BYTES
+            elif parameter in able[GRADIENTS]:
+                whole[f"gradient of {pattern}"] = "no single product makes it"
+    return _Slices(of=found, whole=whole)
+
+
+def _why_whole(program: Program, parameter: str, able: Mapping[str, Mapping[str, int]]) -> str:
+    """Why a weight that only products read is not taken apart; empty where it can be."""
+    if not _is_updated(program, parameter):
+        return ""
+    assert program.update is not None
+    if parameter not in able[GRADIENTS]:
+        return "its gradient cannot be moved"
+    if _left_near(program.update.graph, parameter, is_moved=parameter in able[OPTIMIZER]):
+        return "what the optimizer keeps for it cannot be moved"
+    return program.update.uncut.get(parameter, "")
+
+
+def _left_near(update: Graph, parameter: str, *, is_moved: bool) -> list[str]:
+    """What the optimizer keeps for it, besides numbers, that stays where it is."""
+    kept = states(update).get(parameter, ())
+    gone = _large(update, kept) if is_moved else ()
+    return [n for n in kept if n not in gone and update.by_name[n].outputs[0].numel > 1]
 
 
 def _is_updated(program: Program, parameter: str) -> bool:
@@ -181,17 +257,36 @@ def _is_updated(program: Program, parameter: str) -> bool:
     )
 
 
-def _slices(program: Program, weights: Mapping[str, int], rules: Sequence[Rule]) -> dict[str, int]:
-    """Of each weight that is fetched in slices, how many; whole where something but products reads
-    it now: another trade or another batch may have changed that."""
-    found = {p: r.degree for r in rules for p in weights if path_matches(p, r.module) and r.degree}
-    if updated := next((p for p in found if _is_updated(program, p)), None):
-        raise Mismatch(
-            f"the plan fetches {updated} in slices, and trains it",
-            expected="slices of frozen weights: a gradient is whole",
-            remedy="set slices of that rule to 0, or plan again",
-        )
-    return {parameter: n for parameter, n in found.items() if sliceable(program, parameter)}
+def _degrees(parameters: Iterable[str], rules: Sequence[Rule]) -> dict[str, int]:
+    """Of each that moves in slices, how many."""
+    found = {p: r.degree for r in rules for p in parameters if path_matches(p, r.module)}
+    return {parameter: count for parameter, count in found.items() if count > 1}
+
+
+def _updated_in_slices(
+    program: Program,
+    leads: Mapping[str, Mapping[str, int]],
+    slices: Mapping[str, Mapping[str, int]],
+) -> dict[str, int]:
+    """Of each trained weight that moves in slices, those of its update: the most that a rule names.
+    All that the update needs has to come in slices then."""
+    cut = [p for p in slices[WEIGHTS] if _is_updated(program, p)]
+    for parameter in (*cut, *slices[OPTIMIZER]):
+        assert program.update is not None
+        reason = program.update.uncut.get(parameter, "")
+        if parameter not in slices[WEIGHTS]:
+            reason = "its weight does not move in slices"
+        elif parameter not in leads[GRADIENTS]:
+            reason = "its gradient does not move"
+        elif _left_near(program.update.graph, parameter, is_moved=parameter in slices[OPTIMIZER]):
+            reason = "what the optimizer keeps for it does not move in slices"
+        if reason:
+            raise Mismatch(
+                f"the plan updates {parameter} in slices, and {reason}",
+                expected="slices for weight and optimizer alike, and the gradient moved",
+                remedy="set slices of its rules to 0, or plan again",
+            )
+    return {p: max(given.get(p, 0) for given in slices.values()) for p in cut}
 
 
 def _weights(program: Program, *, is_updated: bool) -> dict[str, int]:
