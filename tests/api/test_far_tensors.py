@@ -407,7 +407,8 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     assert measured is not None
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
     whole = told(thawed, (*copies, *(replace(rule, degree=0) for rule in moved)))
-    if slices > 2:
+    # A product begins to be fetched while the one before it computes: then four slices are near.
+    if slices > 4:
         assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
     # Read in the same four products forward, and again in three backward or made again.
     once = sum(p.nbytes for n, p in twin.named_parameters() if n in {r.module for r in moved})

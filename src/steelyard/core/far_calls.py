@@ -31,7 +31,6 @@ class Calls:
         self._phase = phase
         self._first: dict[str, Node] = {}
         self._last: dict[str, Node] = {}
-        self._instead: dict[str, Node] = {}
         self._gone: frozenset[str] = frozenset()
         self._storages = list(graph.storages)
 
@@ -42,7 +41,7 @@ class Calls:
         return self._fetched(name, self._graph.by_name[name].outputs[0], number)
 
     def drop(self, names: frozenset[str]) -> None:
-        """Of these there is nothing any more."""
+        """Nothing reads these any more; they are not near."""
         self._gone = names
 
     def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
@@ -53,18 +52,13 @@ class Calls:
         self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
         room = replace(room, storage=len(self._storages) - 1)
         begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
-        begin = replace(
-            begin,
-            args=(weight, count),
-            collective=_over(FAR_IN, Exchange.FETCH, tensor.nbytes),
-        )
+        link = _over(FAR_IN, Exchange.FETCH, tensor.nbytes, pieces=-(-tensor.shape[0] // rows))
+        begin = replace(begin, args=(weight, count), collective=link)
         end = self._call("end", weight, _numbered(f"{weight}.end", number), (begin.name,))
         return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
 
-    def instead(self, node: Node) -> Instruction:
-        """A call that takes the place of the one with its name."""
-        self._instead[node.name] = node
-        return _line(node)
+    def add(self, *nodes: Node) -> None:
+        self._last.update((node.name, node) for node in nodes)
 
     def before(self, name: str, value: str) -> tuple[Instruction, Instruction]:
         """Fetch what this value is added to, in room of its own."""
@@ -131,11 +125,7 @@ class Calls:
             if name in inputs
             for t in inputs[name].outputs
         }
-        rest = (
-            self._instead.get(n.name, n)
-            for n in self._graph.nodes
-            if n.name not in self._first and n.name not in self._gone
-        )
+        rest = (n for n in self._graph.nodes if n.name not in self._first)
         return replace(
             self._graph,
             nodes=(*self._first.values(), *rest, *self._last.values()),
@@ -149,8 +139,8 @@ class Calls:
 _KINDS = {"parameter": "weight", "gradient": "gradient"}
 
 
-def _over(axis: str, kind: Exchange, nbytes: int) -> Collective:
-    return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
+def _over(axis: str, kind: Exchange, nbytes: int, *, pieces: int = 1) -> Collective:
+    return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=pieces)
 
 
 def _line(node: Node) -> Instruction:

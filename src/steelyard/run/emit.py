@@ -12,7 +12,7 @@ import torch
 
 from steelyard.core.collective import Exchange
 from steelyard.core.errors import BadInput, RunFailed
-from steelyard.core.graph import FAR_CALLS, FAR_PRODUCTS, Argument, Axis, Node, Ref, Symbol
+from steelyard.core.graph import FAR_CALLS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory, Slots
@@ -148,9 +148,8 @@ class _Writer:
     def _far_call(self, node: Node) -> Callable[..., Any] | None:
         if node.is_far_product:
             assert self._tensors is not None
-            what = node.op.removeprefix(FAR_PRODUCTS)
-            product: Callable[..., Any] = getattr(self._tensors.products, what)
-            return product
+            assert node.body is not None
+            return self._tensors.products.carrying_out(node.body)
         if not node.is_far:
             return None
         # What has a place for good is named; what has one for a step has a number.

@@ -92,10 +92,12 @@ class OffloadState:
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - other trades ask it
+        source: Source,
     ) -> Program:
         if not rules:
             return program
+        from steelyard.operators import is_pointwise
+
         leads = {
             what: _leads(
                 movable(program, what, least_bytes=1), [r for r in rules if r.op == what], program
@@ -104,7 +106,10 @@ class OffloadState:
         }
         slices = _slices(program, leads[WEIGHTS], [r for r in rules if r.op == WEIGHTS])
         program = _with_update(program, leads)
-        program = with_weights_far(program, leads[WEIGHTS], slices)
+        program = with_weights_far(program, leads[WEIGHTS], slices, is_pointwise=is_pointwise)
+        if slices:
+            # So that what the new calls cost is known.
+            source.rewritten(program.graph)
         return with_gradients_far(program, leads[GRADIENTS])
 
 
