@@ -33,7 +33,7 @@ _POINTS = 16
 # Plans that are looked at again with weights or gradients moved; each is written out whole.
 _MOVED_POINTS = 8
 _RECOMPUTE, _STREAM, _QUANTISE = "recompute", "stream", "quantise"
-_OFFLOAD, _STATE = "offload", "offload_state"
+_SPLIT, _OFFLOAD, _STATE = "accumulate", "offload", "offload_state"
 _PLAIN = Variant()
 ALLOWS_NONE = "is lossy and the accuracy budget is 0"
 
@@ -82,7 +82,7 @@ class Search:
                 self.offers += offers_of(trade.name, program.graph, able)
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
-        self._splits = splits([r.degree for r in rules if r.trade != _STREAM and r.degree > 1])
+        self._splits = splits([r.degree for r in rules if r.trade == _SPLIT and r.degree > 1])
         self._streams = slices([r for r in rules if r.trade == _STREAM])
         self._states = moved_states(program, [r for r in rules if r.trade == _STATE])
         self._explored: dict[Variant, Explored] = {}
