@@ -19,19 +19,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import steelyard as sy
+from steelyard.core.cluster import FAR_IN, FAR_OUT, Link
 from steelyard.core.graph import Node
 from steelyard.core.program import Program
+from steelyard.core.quad import Estimate
 from steelyard.core.rules import Rule
 from steelyard.core.waiting import waiting
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
 from steelyard.measure.meter import meter_once
+from steelyard.predict import step_seconds
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.offload_state import OffloadState, movable
 from steelyard.trades.recompute import recomputable, with_copies
-from tests.harness import costs_of, predicted_above
+from tests.harness import Trial, costs_of, predicted_above
 from tests.run.live import captured
 from tests.search.graphs import Whole
 
@@ -322,3 +325,56 @@ def test_a_frozen_transformer(name: str, memory: FarMemory) -> None:
     ours.zero_grad()
     metered = meter_once(lambda: ours.backward(ids))
     assert abs(predicted_above(program, costs_of(program.graph)) - metered.peak_bytes) <= 4
+
+
+class Large(nn.Module):
+    """One frozen weight of 16 MiB, and little beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(1024, 4096).requires_grad_(False)
+        self.out = nn.Linear(4096, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.relu(self.wide(x)))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("latency", "slices"),
+    [
+        pytest.param(1.0, 4, id="where each message takes long, in few"),
+        pytest.param(0.0, 16, id="where none does, in many: little waits for the first of them"),
+    ],
+)
+def test_slices_are_chosen_by_what_is_predicted(latency: float, slices: int) -> None:
+    trial = Trial(Large(), loss, torch.randn(64, 1024))
+    link = Link(kind="declared", latency_seconds=latency, bytes_per_second=1e9, doubt=0.0)
+    costs = replace(trial.costs(), links={FAR_IN: link, FAR_OUT: link}, far_bytes=1 << 30)
+    search = trial.searching(costs)
+    found = search.find(sy.Budget(memory="15 MiB"))
+    (rule,) = (r for r in found.rules if r.module == "wide.weight")
+    assert rule.degree == slices
+    # A budget below what those take is answered by the finest that there are.
+    tight = search.find(sy.Budget(memory="9 MiB"))
+    (rule,) = (r for r in tight.rules if r.module == "wide.weight")
+    assert rule.degree == 16
+
+
+def test_a_loop_takes_what_its_slices_and_its_work_take_together() -> None:
+    """The first slice is waited for, and the last one computed with alone."""
+    trial = Trial(Large(), loss, torch.randn(64, 1024))
+    before = trial.plain
+    (rule,) = sliced("wide.weight", slices=4)
+    program = OffloadState().rewrite(before, [replace(rule, lead=0)], Whole(before.graph))
+    (loop,) = loops(program)
+    plain = replace(trial.costs(), whole_step=Estimate.exactly(1.0))
+    nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
+    own = plain.seconds(loop).value
+    others = sum(plain.seconds(node).value for node in nodes if not node.is_far) - own
+    for copying, expected in ((4 * own, 4 * own + own / 4), (own / 4, own / 16 + own)):
+        link = Link(
+            kind="declared", latency_seconds=0.0, bytes_per_second=(16 << 20) / copying, doubt=0.0
+        )
+        costs = replace(plain, links={FAR_IN: link, FAR_OUT: link})
+        assert step_seconds(program, costs).value == pytest.approx(others + expected)

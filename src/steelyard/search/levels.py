@@ -5,6 +5,7 @@ Each level is a step of its own to explore. Not for choosing among them: see sea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from steelyard.core.graph import path_matches
 from steelyard.core.program import Program
@@ -41,12 +42,25 @@ def slices(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
     return tuple(dict.fromkeys(((), fewest, most)))
 
 
-def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+def numbers_of_slices(rules: Sequence[Rule]) -> dict[Rule, tuple[int, ...]]:
+    """Of each rule but for its number of slices, those that are offered."""
+    found: dict[Rule, list[int]] = {}
+    for rule in rules:
+        found.setdefault(replace(rule, degree=0), []).append(rule.degree)
+    return {rule: tuple(sorted(degrees)) for rule, degrees in found.items()}
+
+
+def moved_states(
+    program: Program,
+    rules: Sequence[Rule],
+    finest: Mapping[Rule, int] = MappingProxyType({}),
+) -> tuple[tuple[Rule, ...], ...]:
     """What is moved of weights, gradients and what the optimizer keeps, from nothing to all.
 
     What the optimizer keeps first, some of it, the largest first: it is wanted once a step. Then
     gradients, then weights, which each pass wants again; each of the two alone as well. At last all
-    with only one parameter's near.
+    with only one parameter's near. ``rules`` have each weight once; with the ``finest`` numbers of
+    slices each level is looked at too.
     """
     nbytes = moved_bytes(program, rules)
     by_what: dict[str, list[Rule]] = {}
@@ -59,7 +73,10 @@ def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, .
         levels += [(*before, *_share_of(own, share, nbytes)) for share in shares]
         levels.append((*before, *own))
     levels += [by_what.get(what, ()) for what in _ALONE]
+    fine = {r: replace(r, degree=finest.get(replace(r, degree=0), r.degree)) for r in rules}
+    levels += [[fine[rule] for rule in level] for level in levels if finest]
     levels.append([replace(rule, lead=0) for rule in rules])
+    levels.append([replace(fine[rule], lead=0) for rule in rules])
     return tuple(dict.fromkeys(tuple(sorted(level)) for level in levels))
 
 

@@ -5,6 +5,7 @@ Not for looking at single plans (explore.py) or for saying why (explain.py).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
@@ -26,7 +27,7 @@ from steelyard.search.explain import refused, taken
 from steelyard.search.explore import Explored, again_rules, explore, few, restruck
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
-from steelyard.search.levels import moved_states, slices, splits
+from steelyard.search.levels import moved_states, numbers_of_slices, slices, splits
 from steelyard.search.variant import Variant
 
 _POINTS = 16
@@ -84,9 +85,31 @@ class Search:
         rules = [rule for offer in self.offers for rule in offer.rules]
         self._splits = splits([r.degree for r in rules if r.trade == _SPLIT and r.degree > 1])
         self._streams = slices([r for r in rules if r.trade == _STREAM])
-        self._states = moved_states(program, [r for r in rules if r.trade == _STATE])
+        self._moving = [r for r in rules if r.trade == _STATE]
         self._explored: dict[Variant, Explored] = {}
         self._written: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
+
+    @cached_property
+    def _states(self) -> tuple[tuple[Rule, ...], ...]:
+        """What is moved of weights, gradients and what the optimizer keeps."""
+        numbers = numbers_of_slices(self._moving)
+        finest = {rule: degrees[-1] for rule, degrees in numbers.items() if degrees[-1]}
+        slices = self._fastest({rule: numbers[rule] for rule in finest})
+        rules = [replace(rule, degree=slices.get(rule, 0)) for rule in numbers]
+        return moved_states(self.program, rules, finest)
+
+    def _fastest(self, numbers: Mapping[Rule, Sequence[int]]) -> dict[Rule, int]:
+        """Into how many slices each of these weights is parted so that most of its copying goes on
+        while it is computed with; each in turn, beside the others."""
+        slices = {rule: degrees[-1] for rule, degrees in numbers.items()}
+        for rule, degrees in numbers.items():
+            tried = {}
+            for degree in degrees if len(degrees) > 1 else ():
+                slices[rule] = degree
+                program = self._strike([replace(r, degree=n) for r, n in slices.items()])
+                tried[degree] = step_seconds(program, self._costs).value
+            slices[rule] = min(tried, key=tried.__getitem__, default=degrees[-1])
+        return slices
 
     def explored(self, variant: Variant = _PLAIN) -> Explored:
         """The plans of recomputation on this variant of the step."""

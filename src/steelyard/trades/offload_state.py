@@ -31,10 +31,16 @@ _NOTHING_LARGE = {
     GRADIENTS: "no gradient is large and whole",
     WEIGHTS: "no weight is large, whole and only read",
 }
-# Of a weight that is fetched in slices; smaller ones make products slow.
-_SLICE_BYTES = 8 << 20
-# A weight is read in the middle of a pass: fetching it begins some operators earlier.
+# Of a weight that may be fetched in slices, and of the slices: few leave the first and the last of
+# them exposed, many take the least memory and make products slow.
+_LEAST_SLICED_BYTES = 16 << 20
+_SLICE_BYTES = (16 << 20, 4 << 20, 1 << 20)
+# Two of them are near, so that of fewer nothing is gained.
+_FEWEST_SLICES = 4
+# A weight is read in the middle of a pass: fetching it begins some operators earlier. In slices one
+# is enough: most of them come while it is read.
 _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
+_LEAD_OF_SLICES = 1
 
 
 class OffloadState:
@@ -54,7 +60,8 @@ class OffloadState:
         program: Program,
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
-        """One for each parameter, those of equal blocks together."""
+        """One for each parameter, those of equal blocks together; of some in several numbers of
+        slices, of which one can be taken."""
         offers = {what: self._offers(program, what) for what in MOVABLE}
         refusals = tuple(
             Refusal(trade=self.name, label=what, reason=_why_not(program) or _NOTHING_LARGE[what])
@@ -64,29 +71,27 @@ class OffloadState:
         return tuple(offer for found in offers.values() for offer in found), refusals
 
     def _offers(self, program: Program, what: str) -> list[Offer]:
-        by_pattern: dict[str, list[int]] = {}
+        by_pattern: dict[str, list[tuple[int, ...]]] = {}
         for parameter, nbytes in movable(program, what).items():
             pattern = _pattern(parameter, program.graph.runs)
             by_pattern.setdefault(pattern, []).append(
-                _parts(program, parameter, nbytes) if what == WEIGHTS else 0
+                _parts(program, parameter, nbytes) if what == WEIGHTS else (0,)
             )
-        return [
-            Offer(
-                trade=self.name,
-                label=f"{what} of {pattern}{f' ({len(parts)})' if len(parts) > 1 else ''}",
-                rules=(
-                    Rule(
-                        trade=self.name,
-                        module=pattern,
-                        op=what,
-                        count=len(parts),
-                        degree=min(parts),
-                        lead=_LEADS[what],
-                    ),
-                ),
-            )
-            for pattern, parts in by_pattern.items()
-        ]
+        found = []
+        for pattern, parts in by_pattern.items():
+            label = f"{what} of {pattern}{f' ({len(parts)})' if len(parts) > 1 else ''}"
+            for degree in min(parts):
+                rule = Rule(
+                    trade=self.name,
+                    module=pattern,
+                    op=what,
+                    count=len(parts),
+                    degree=degree,
+                    lead=_LEAD_OF_SLICES if degree else _LEADS[what],
+                )
+                sliced = f"{label}, {degree} slices" if degree else label
+                found.append(Offer(trade=self.name, label=sliced, rules=(rule,)))
+        return found
 
     def rewrite(
         self,
@@ -167,13 +172,15 @@ def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> 
     return {parameter: nbytes for parameter, nbytes in found.items() if nbytes >= least_bytes}
 
 
-def _parts(program: Program, parameter: str, nbytes: int) -> int:
-    """Slices of a weight that is large and frozen: the gradient of any other is as large as it is,
-    and whole. 0 where it is fetched whole."""
-    parts = nbytes // _SLICE_BYTES
-    if parts < 2 or _is_updated(program, parameter):
-        return 0
-    return parts if sliceable(program, parameter) else 0
+def _parts(program: Program, parameter: str, nbytes: int) -> tuple[int, ...]:
+    """Slices of a weight that is large and frozen, powers of two: the gradient of any other is as
+    large as it is, and whole. 0 where it is fetched whole."""
+    if nbytes < _LEAST_SLICED_BYTES or _is_updated(program, parameter):
+        return (0,)
+    if not sliceable(program, parameter):
+        return (0,)
+    powers = (1 << (nbytes // each).bit_length() - 1 for each in _SLICE_BYTES)
+    return tuple(sorted({max(_FEWEST_SLICES, power) for power in powers}))
 
 
 def _is_updated(program: Program, parameter: str) -> bool:
