@@ -271,7 +271,7 @@ class Parted(Protocol):
 
 def sliced(body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Carries the calls of ``body`` out for one part of the rows after another."""
-    kept = {given.name for given in body.gives}
+    kept = {given.name for given in body.gives if given.along != -1}
     calls = {count: _prepared(nodes, kept) for count, nodes in body.calls}
     adds = {given.name for given in body.gives if given.along is None}
     read = {i for node in body.calls[0][1] for i in node.inputs}
@@ -386,12 +386,17 @@ def _prepared(nodes: Sequence[Node], kept: set[str]) -> list[tuple[_SlicedCall, 
     for name, place in last.items():
         if name not in kept:
             dying[place].append(name)
-    return [(_sliced_call(node), names) for node, names in zip(nodes, dying, strict=True)]
+    read = {name for node in nodes for name in node.inputs}
+    return [
+        (_sliced_call(node, is_read=node.name in read), names)
+        for node, names in zip(nodes, dying, strict=True)
+    ]
 
 
-def _sliced_call(node: Node) -> _SlicedCall:
+def _sliced_call(node: Node, *, is_read: bool) -> _SlicedCall:
     operator = operator_named(node.op)
-    into = _INTO.get(node.op)
+    # What is read in the same part is better off dense: kernels have other ways for what is not.
+    into = None if is_read else _INTO.get(node.op)
     is_product = node.op == "aten.mm.default"
 
     def call_on(values: dict[str, torch.Tensor], results: _Results) -> None:
@@ -401,12 +406,12 @@ def _sliced_call(node: Node) -> _SlicedCall:
         kwargs = {key: live(a, values) for key, a in node.kwargs}
         device = values[node.inputs[0]].device if node.inputs else torch.device("cpu")
         place = results.place(node.name, device)
-        if place is None:
-            values[node.name] = operator(*args, **kwargs)
-        elif into is not None:
+        if place is not None and into is not None:
             values[node.name] = into(*args, **kwargs, out=place)
-        else:
-            values[node.name] = place.copy_(operator(*args, **kwargs))
+            return
+        values[node.name] = value = operator(*args, **kwargs)
+        if place is not None:
+            place.copy_(value)
 
     return call_on
 

@@ -5,7 +5,7 @@ Not for where the calls go: see trips.py and far_instead.py.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, lcm
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PAGE_BYTES
 from steelyard.core.collective import Collective, Exchange
@@ -242,6 +242,11 @@ class Looks:
 
 
 def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:
-    """Of each slice but the last: so many that each begins on a page of far memory."""
-    step = FAR_PAGE_BYTES // gcd(row_bytes, FAR_PAGE_BYTES)
+    """Of each slice but the last: so many that each begins on a page of far memory, and that so
+    many columns are whole vectors to a kernel."""
+    step = lcm(FAR_PAGE_BYTES // gcd(row_bytes, FAR_PAGE_BYTES), _VECTOR)
     return min(rows, -(-rows // (count * step)) * step)
+
+
+# Kernels go another way for what is left of a row beyond so many elements.
+_VECTOR = 64

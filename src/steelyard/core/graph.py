@@ -242,22 +242,19 @@ class Body:
         on: dict[str, set[int]] = {}
         for place, node in enumerate(nodes):
             on[node.name] = {t.storage for t in node.outputs} - outside
-            # A product that is only added up is added by its own kernel, and one in columns written
-            # where they belong.
+            # A product that is only added up is added by its own kernel; one in columns that is
+            # only given is written by it where they belong.
             is_added = node.name in sums - read and node.op == "aten.mm.default"
-            is_placed = node.name in columns and node.op in PRODUCTS
+            is_placed = node.name in columns - read and node.op in PRODUCTS
             for tensor in () if is_added or is_placed else node.outputs:
                 whole = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
                 nbytes = whole if node.name in sums else whole * count
                 if tensor.storage in on[node.name]:
                     sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), nbytes)
-            # Of columns that are given, readers read what was written where they belong.
-            for name in (node.name, *(i for i in node.inputs if i not in columns)):
+            for name in (node.name, *node.inputs):
                 last.update(dict.fromkeys(on.get(name, ()), place))
-        for given in self.gives:
-            if given.along == -1:
-                continue
-            last.update(dict.fromkeys(on[given.name], len(nodes) - 1))
+        for name in {given.name for given in self.gives} - columns:
+            last.update(dict.fromkeys(on[name], len(nodes) - 1))
         held = most = 0
         born: set[int] = set()
         for place, node in enumerate(nodes):
