@@ -28,6 +28,8 @@ from steelyard.core.waiting import waiting
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
 from steelyard.measure.meter import meter_once
+from steelyard.operators import call
+from steelyard.operators import sliced as carried_out
 from steelyard.predict import step_seconds
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
@@ -378,3 +380,23 @@ def test_a_loop_takes_what_its_slices_and_its_work_take_together() -> None:
         )
         costs = replace(plain, links={FAR_IN: link, FAR_OUT: link})
         assert step_seconds(program, costs).value == pytest.approx(others + expected)
+
+
+@pytest.mark.parametrize("between", [gelu, gated, scaled], ids=lambda f: f.__name__)
+def test_of_the_same_product_what_is_behind_it_has_the_same_bits(
+    between: Callable[[Any, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    before, _, _ = captured(Block(between), loss, torch.randn(24, WIDTH))
+    read = sliced("up.weight", "gate.weight") if between is gated else sliced("up.weight")
+    (loop, *_) = loops(OffloadState().rewrite(before, read, Whole(before.graph)))
+    body = loop.body
+    assert body is not None
+    taken = [torch.randn(take.tensor.shape) for take in body.takes]
+    values = dict(zip((given.name for given in body.gives), carried_out(body)(*taken), strict=True))
+    values |= {take.name: x for take, x in zip(body.takes, taken, strict=True)}
+    for node in body.calls[0][1]:
+        if node.op not in ("aten.addmm.default", "aten.t.default"):
+            whole = call(node, values)
+            assert torch.equal(values.setdefault(node.name, whole), whole)
+    assert len(body.counts()) > 1
