@@ -380,6 +380,10 @@ def test_a_loop_takes_what_its_slices_and_its_work_take_together() -> None:
         )
         costs = replace(plain, links={FAR_IN: link, FAR_OUT: link})
         assert step_seconds(program, costs).value == pytest.approx(others + expected)
+        # Each slice is asked for by the device itself.
+        busy = replace(link, call_seconds=0.5)
+        costs = replace(plain, links={FAR_IN: busy, FAR_OUT: busy})
+        assert step_seconds(program, costs).value == pytest.approx(others + expected + 4 * 0.5)
 
 
 @pytest.mark.parametrize("between", [gelu, gated, scaled], ids=lambda f: f.__name__)
