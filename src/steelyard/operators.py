@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from steelyard.core.coding import BLOCK, coded_bytes, is_dense
-from steelyard.core.graph import Argument, Body, Node, Ref, Sliced, Symbol
+from steelyard.core.graph import PRODUCTS, Argument, Body, Node, Ref, Sliced, Symbol
 
 Operator = Callable[..., Any]
 
@@ -277,9 +277,7 @@ def sliced(body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
     read = {i for node in body.calls[0][1] for i in node.inputs}
     # A product that is only added up is added to the sum by the product's own kernel.
     products = {
-        node.name
-        for node in body.calls[0][1]
-        if node.op == "aten.mm.default" and node.name in adds - read
+        node.name for node in body.calls[0][1] if node.op in PRODUCTS and node.name in adds - read
     }
 
     def run(*taken: torch.Tensor | Parted) -> tuple[torch.Tensor, ...]:
@@ -340,9 +338,12 @@ class _Results:
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor) -> bool:
         """Whether ``left @ right`` was added to the sum of that name."""
         total = self._grown.get(name)
-        if name not in self._products or total is None or total.dtype is not left.dtype:
+        if name not in self._products or total is None:
             return False
-        total.addmm_(left, right)
+        if total.dtype is left.dtype:
+            total.addmm_(left, right)
+        else:
+            total.add_(torch.mm(left, right))
         return True
 
     def take(self, values: dict[str, torch.Tensor]) -> None:
@@ -397,11 +398,12 @@ def _sliced_call(node: Node, *, is_read: bool) -> _SlicedCall:
     operator = operator_named(node.op)
     # What is read in the same part is better off dense: kernels have other ways for what is not.
     into = None if is_read else _INTO.get(node.op)
-    is_product = node.op == "aten.mm.default"
+    is_product = node.op in PRODUCTS
 
     def call_on(values: dict[str, torch.Tensor], results: _Results) -> None:
         args = [live(a, values) for a in node.args]
-        if is_product and results.add_product(node.name, args[0], args[1]):
+        # What is added to a product, before the sum of its terms, is so once.
+        if is_product and results.add_product(node.name, *args[-2:]):
             return
         kwargs = {key: live(a, values) for key, a in node.kwargs}
         device = values[node.inputs[0]].device if node.inputs else torch.device("cpu")

@@ -52,13 +52,30 @@ def memory(tmp_path: Path) -> Iterator[FarMemory]:
     memory.close()
 
 
+class Turned(nn.Linear):
+    """A weight that lies the other way: its rows are terms of a sum."""
+
+    def __init__(self, given: int, made: int, *, bias: bool = True) -> None:
+        super().__init__(made, given, bias=False)
+        self.added = nn.Parameter(torch.randn(made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.added, x, self.weight)
+
+
 class Block(nn.Module):
     """A trained layer, a frozen perceptron of some kind behind it."""
 
-    def __init__(self, between: Callable[[Any, Tensor], Tensor], *, bias: bool = True) -> None:
+    def __init__(
+        self,
+        between: Callable[[Any, Tensor], Tensor],
+        *,
+        bias: bool = True,
+        up: type[nn.Linear] = nn.Linear,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, INNER, bias=bias)
+        self.up = up(WIDTH, INNER, bias=bias)
         self.gate = nn.Linear(WIDTH, INNER, bias=bias)
         self.down = nn.Linear(INNER, WIDTH, bias=bias)
         self.scale = nn.Parameter(torch.ones(INNER))
@@ -114,6 +131,7 @@ class Case:
     inside: tuple[str, ...]
     shape: tuple[int, ...] = (24, WIDTH)
     bias: bool = True
+    up: type[nn.Linear] = nn.Linear
     dtype: torch.dtype = torch.float32
     parts: int = 1
     again: bool = False
@@ -136,6 +154,8 @@ CASES = {
     ),
     "no bias": Case(between=gelu, inside=("mm", "gelu"), bias=False),
     "bfloat16": Case(between=gated, inside=("addmm", "silu", "addmm", "mul"), dtype=torch.bfloat16),
+    "a sum": Case(between=gelu, inside=("addmm",), up=Turned),
+    "a sum, bfloat16": Case(between=gelu, inside=("addmm",), up=Turned, dtype=torch.bfloat16),
     "micro-batches": Case(between=dropped, inside=("addmm", "gelu", "masked_scale"), parts=2),
     "made again": Case(between=adapted, inside=("addmm", "add", "gelu"), again=True),
 }
@@ -145,7 +165,7 @@ CASES = {
 def test_what_is_behind_a_product_goes_through_its_slices(name: str, memory: FarMemory) -> None:
     case = CASES[name]
     torch.manual_seed(0)
-    model = Block(case.between, bias=case.bias).to(case.dtype)
+    model = Block(case.between, bias=case.bias, up=case.up).to(case.dtype)
     batch = torch.randn(*case.shape, dtype=case.dtype)
     twin = copy.deepcopy(model)
     before, constants, reads = captured(model, loss, batch, micro_batches=case.parts)
@@ -283,7 +303,7 @@ def test_what_nothing_else_reads_is_never_whole(memory: FarMemory) -> None:
     assert priced < plain - 2 * value + 2 * 2 * WIDTH * INNER // 8 * 4 + 3 * value // 8 + 4096
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_a_frozen_transformer(name: str, memory: FarMemory) -> None:
     """What is trained are its norms and what stands before and behind it."""
     transformers = pytest.importorskip("transformers")
@@ -294,6 +314,13 @@ def test_a_frozen_transformer(name: str, memory: FarMemory) -> None:
             num_attention_heads=4, num_key_value_heads=2, use_cache=False,
         )  # fmt: skip
         parts = ("gate_proj.weight", "up_proj.weight", "down_proj.weight", "q_proj.weight")
+        made = transformers.AutoModelForCausalLM
+    elif name == "gpt2":
+        # Its weights lie the other way: forward a sum over slices, columns backward.
+        config = transformers.GPT2Config(
+            vocab_size=64, n_embd=64, n_layer=2, n_head=4, use_cache=False
+        )
+        parts = ("c_fc.weight", "mlp.c_proj.weight")
         made = transformers.AutoModelForCausalLM
     else:
         config = transformers.BertConfig(

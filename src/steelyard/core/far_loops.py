@@ -37,7 +37,7 @@ class Product:
             return None
         (own,), (seen,) = graph.by_name[weight].outputs, graph.by_name[right].outputs
         by_columns = (seen.shape, seen.stride) == (own.shape[::-1], own.stride[::-1])
-        if not by_columns and ((seen.shape, seen.stride) != (own.shape, own.stride) or place == 2):
+        if not by_columns and (seen.shape, seen.stride) != (own.shape, own.stride):
             return None
         return cls(node=node, weight=weight, place=place, by_columns=by_columns)
 
@@ -287,7 +287,8 @@ class Carried:
             if place == product.place:
                 continue
             is_bias = place < product.place - 1
-            is_cut = self._is_in_columns(name) if is_bias else not product.by_columns
+            # Columns of a bias for columns of the result; of the left side for rows of a sum.
+            is_cut = product.by_columns == is_bias and self._is_in_columns(name)
             renamed[name] = self._taken(name, read[name], is_cut=is_cut)
         return [*turn, node.reading(renamed)]
 

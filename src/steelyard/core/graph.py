@@ -244,7 +244,7 @@ class Body:
             on[node.name] = {t.storage for t in node.outputs} - outside
             # A product that is only added up is added by its own kernel; one in columns that is
             # only given is written by it where they belong.
-            is_added = node.name in sums - read and node.op == "aten.mm.default"
+            is_added = node.name in sums - read and node.op in PRODUCTS
             is_placed = node.name in columns - read and node.op in PRODUCTS
             for tensor in () if is_added or is_placed else node.outputs:
                 whole = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
