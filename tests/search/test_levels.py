@@ -79,7 +79,7 @@ def test_without_an_optimizer_weights_are_moved_alone() -> None:
     ]  # fmt: skip
 
 
-def test_of_slices_the_chosen_and_the_finest_are_looked_at() -> None:
+def test_of_slices_the_chosen_and_finer_ones_are_looked_at() -> None:
     offered = [replace(rule, degree=n) for rule in rules("weight", "ab") for n in (2, 8)]
     offered += rules("weight", "c")
     numbers = numbers_of_slices(offered)
@@ -87,8 +87,8 @@ def test_of_slices_the_chosen_and_the_finest_are_looked_at() -> None:
         ("a", (2, 8)), ("b", (2, 8)), ("c", (0,)),
     ]  # fmt: skip
     chosen = [replace(rule, degree=degrees[0]) for rule, degrees in numbers.items()]
-    finest = {rule: degrees[-1] for rule, degrees in numbers.items() if degrees[-1]}
-    levels = moved_states(step(**SIZES), chosen, finest)
+    finer = {rule: degrees[-1] for rule, degrees in numbers.items() if degrees[-1]}
+    levels = moved_states(step(**SIZES), chosen, [finer])
     told = [[(rule.module, rule.degree, rule.lead) for rule in level] for level in levels]
     assert [("a", 2, 1), ("b", 2, 1), ("c", 0, 1)] in told
     assert [("a", 8, 1), ("b", 8, 1), ("c", 0, 1)] in told

@@ -5,7 +5,6 @@ Each level is a step of its own to explore. Not for choosing among them: see sea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from steelyard.core.graph import path_matches
 from steelyard.core.program import Program
@@ -53,14 +52,14 @@ def numbers_of_slices(rules: Sequence[Rule]) -> dict[Rule, tuple[int, ...]]:
 def moved_states(
     program: Program,
     rules: Sequence[Rule],
-    finest: Mapping[Rule, int] = MappingProxyType({}),
+    finer: Sequence[Mapping[Rule, int]] = (),
 ) -> tuple[tuple[Rule, ...], ...]:
     """What is moved of weights, gradients and what the optimizer keeps, from nothing to all.
 
     What the optimizer keeps first, some of it, the largest first: it is wanted once a step. Then
     gradients, then weights, which each pass wants again; each of the two alone as well. At last all
-    with only one parameter's near. ``rules`` have each weight once; with the ``finest`` numbers of
-    slices each level is looked at too.
+    with only one parameter's near. ``rules`` have each weight once; with each of the ``finer``
+    numbers of slices each level is looked at too.
     """
     nbytes = moved_bytes(program, rules)
     by_what: dict[str, list[Rule]] = {}
@@ -73,10 +72,14 @@ def moved_states(
         levels += [(*before, *_share_of(own, share, nbytes)) for share in shares]
         levels.append((*before, *own))
     levels += [by_what.get(what, ()) for what in _ALONE]
-    fine = {r: replace(r, degree=finest.get(replace(r, degree=0), r.degree)) for r in rules}
-    levels += [[fine[rule] for rule in level] for level in levels if finest]
     levels.append([replace(rule, lead=0) for rule in rules])
-    levels.append([replace(fine[rule], lead=0) for rule in rules])
+    first = tuple(levels)
+    for slices in finer:
+        by_name = {(rule.module, rule.op): degree for rule, degree in slices.items()}
+        levels += [
+            [replace(r, degree=by_name.get((r.module, r.op), r.degree)) for r in level]
+            for level in first
+        ]
     return tuple(dict.fromkeys(tuple(sorted(level)) for level in levels))
 
 

@@ -93,10 +93,15 @@ class Search:
     def _states(self) -> tuple[tuple[Rule, ...], ...]:
         """What is moved of weights, gradients and what the optimizer keeps."""
         numbers = numbers_of_slices(self._moving)
-        finest = {rule: degrees[-1] for rule, degrees in numbers.items() if degrees[-1]}
-        slices = self._fastest({rule: numbers[rule] for rule in finest})
+        sliced = {rule: degrees for rule, degrees in numbers.items() if degrees[-1]}
+        slices = self._fastest(sliced)
         rules = [replace(rule, degree=slices.get(rule, 0)) for rule in numbers]
-        return moved_states(self.program, rules, finest)
+        most = max((len(degrees) for degrees in sliced.values()), default=0)
+        finer = [
+            {rule: _finer(degrees, slices[rule], step) for rule, degrees in sliced.items()}
+            for step in range(1, most)
+        ]
+        return moved_states(self.program, rules, finer)
 
     def _fastest(self, numbers: Mapping[Rule, Sequence[int]]) -> dict[Rule, int]:
         """Into how many slices each of these weights is parted so that most of its copying goes on
@@ -399,6 +404,11 @@ class Search:
     def _strike(self, rules: Sequence[Rule]) -> Program:
         trades = tuple(self._trades.values())
         return strike(self.program, rules, trades=trades, source=self._source)
+
+
+def _finer(degrees: Sequence[int], degree: int, step: int) -> int:
+    """So many steps finer than this number of slices, as far as there are."""
+    return degrees[min(degrees.index(degree) + step, len(degrees) - 1)]
 
 
 def _moving(graph: Graph, moved: Mapping[str, tuple[int, int]]) -> tuple[Rule, ...]:
