@@ -34,7 +34,7 @@ _NOTHING_LARGE = {
 # Of a weight that may be fetched in slices, and of the slices: few leave the first and the last of
 # them exposed, many take the least memory and make products slow.
 _LEAST_SLICED_BYTES = 16 << 20
-_SLICE_BYTES = (16 << 20, 4 << 20, 1 << 20)
+_SLICE_BYTES = (16 << 20, 8 << 20, 4 << 20, 1 << 20)
 # Two of them are near, so that of fewer nothing is gained.
 _FEWEST_SLICES = 4
 # A weight is read in the middle of a pass: fetching it begins some operators earlier. In slices one
