@@ -5,12 +5,12 @@ Also the few operators of our own that capture puts into a graph. Not for decidi
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from steelyard.core.coding import BLOCK, coded_bytes, is_dense
-from steelyard.core.graph import Argument, Body, Node, Ref, Sliced, Symbol
+from steelyard.core.graph import PRODUCTS, Argument, Body, Node, Ref, Sliced, Symbol
 
 Operator = Callable[..., Any]
 
@@ -263,20 +263,24 @@ def nll_loss_weight(
     return total
 
 
-def sliced(body: Body) -> Operator:
+class Parted(Protocol):
+    """A tensor that is never there whole, but for its rows handed over in their order."""
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
+
+
+def sliced(body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Carries the calls of ``body`` out for one part of the rows after another."""
-    kept = {given.name for given in body.gives}
+    kept = {given.name for given in body.gives if given.along != -1}
     calls = {count: _prepared(nodes, kept) for count, nodes in body.calls}
     adds = {given.name for given in body.gives if given.along is None}
     read = {i for node in body.calls[0][1] for i in node.inputs}
     # A product that is only added up is added to the sum by the product's own kernel.
     products = {
-        node.name
-        for node in body.calls[0][1]
-        if node.op == "aten.mm.default" and node.name in adds - read
+        node.name for node in body.calls[0][1] if node.op in PRODUCTS and node.name in adds - read
     }
 
-    def run(*taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(*taken: torch.Tensor | Parted) -> tuple[torch.Tensor, ...]:
         flat = [_rows_of(take, x) for take, x in zip(body.takes, taken, strict=True)]
         results = _Results(body.gives, products)
         start = 0
@@ -287,19 +291,23 @@ def sliced(body: Body) -> Operator:
                 else x.narrow(take.along, start * take.unit, count * take.unit)
                 for take, x in zip(body.takes, flat)
             }
+            results.begin(start, count)
             for call, dying in calls[count]:
                 call(values, results)
                 for name in dying:
                     del values[name]
-            results.take(values, start, count)
+            results.take(values)
             start += count
         return results.whole()
 
     return run
 
 
-def _rows_of(take: Sliced, x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, take.dims - 1) if take.along == 0 and take.dims > 1 else x
+def _rows_of(take: Sliced, x: torch.Tensor | Parted) -> Any:
+    if take.along == 0 and take.dims > 1:
+        assert isinstance(x, torch.Tensor)
+        return x.flatten(0, take.dims - 1)
+    return x
 
 
 class _Results:
@@ -308,21 +316,41 @@ class _Results:
     def __init__(self, gives: tuple[Sliced, ...], products: set[str]) -> None:
         self._gives = gives
         self._products = products
+        self._columns = {given.name: given.tensor for given in gives if given.along == -1}
         self._grown: dict[str, torch.Tensor] = {}
+        self._start = self._count = 0
+
+    def begin(self, start: int, count: int) -> None:
+        """The part that is next."""
+        self._start, self._count = start, count
+
+    def place(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """Where this part of a value in columns belongs; None of any other."""
+        tensor = self._columns.get(name)
+        if tensor is None:
+            return None
+        whole = self._grown.get(name)
+        if whole is None:
+            dtype = getattr(torch, tensor.dtype)
+            whole = self._grown[name] = torch.empty(tensor.shape, dtype=dtype, device=device)
+        return whole.narrow(-1, self._start, self._count)
 
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor) -> bool:
         """Whether ``left @ right`` was added to the sum of that name."""
         total = self._grown.get(name)
-        if name not in self._products or total is None or total.dtype is not left.dtype:
+        if name not in self._products or total is None:
             return False
-        total.addmm_(left, right)
+        if total.dtype is left.dtype:
+            total.addmm_(left, right)
+        else:
+            total.add_(torch.mm(left, right))
         return True
 
-    def take(self, values: dict[str, torch.Tensor], start: int, count: int) -> None:
+    def take(self, values: dict[str, torch.Tensor]) -> None:
         for given in self._gives:
             value = values.pop(given.name, None)
-            if value is None:
-                continue  # a product, added already
+            if value is None or given.along == -1:
+                continue  # added already, or where it belongs
             total = self._grown.get(given.name)
             if given.along is None:
                 self._grown[given.name] = _added(total, value)
@@ -331,7 +359,7 @@ class _Results:
                 tensor = given.tensor
                 rows = torch.empty(tensor.shape, dtype=value.dtype, device=value.device)
                 total = self._grown[given.name] = rows.flatten(0, given.dims - 1)
-            total.narrow(0, start * given.unit, count * given.unit).copy_(value)
+            total.narrow(0, self._start * given.unit, self._count * given.unit).copy_(value)
 
     def whole(self) -> tuple[torch.Tensor, ...]:
         return tuple(
@@ -359,21 +387,38 @@ def _prepared(nodes: Sequence[Node], kept: set[str]) -> list[tuple[_SlicedCall, 
     for name, place in last.items():
         if name not in kept:
             dying[place].append(name)
-    return [(_sliced_call(node), names) for node, names in zip(nodes, dying, strict=True)]
+    read = {name for node in nodes for name in node.inputs}
+    return [
+        (_sliced_call(node, is_read=node.name in read), names)
+        for node, names in zip(nodes, dying, strict=True)
+    ]
 
 
-def _sliced_call(node: Node) -> _SlicedCall:
+def _sliced_call(node: Node, *, is_read: bool) -> _SlicedCall:
     operator = operator_named(node.op)
-    is_product = node.op == "aten.mm.default"
+    # What is read in the same part is better off dense: kernels have other ways for what is not.
+    into = None if is_read else _INTO.get(node.op)
+    is_product = node.op in PRODUCTS
 
     def call_on(values: dict[str, torch.Tensor], results: _Results) -> None:
         args = [live(a, values) for a in node.args]
-        if is_product and results.add_product(node.name, args[0], args[1]):
+        # What is added to a product, before the sum of its terms, is so once.
+        if is_product and results.add_product(node.name, *args[-2:]):
             return
         kwargs = {key: live(a, values) for key, a in node.kwargs}
-        values[node.name] = operator(*args, **kwargs)
+        device = values[node.inputs[0]].device if node.inputs else torch.device("cpu")
+        place = results.place(node.name, device)
+        if place is not None and into is not None:
+            values[node.name] = into(*args, **kwargs, out=place)
+            return
+        values[node.name] = value = operator(*args, **kwargs)
+        if place is not None:
+            place.copy_(value)
 
     return call_on
+
+
+_INTO: Mapping[str, Operator] = {"aten.mm.default": torch.mm, "aten.addmm.default": torch.addmm}
 
 
 _OWN: dict[str, Operator] = {

@@ -125,7 +125,7 @@ def assert_close_weights(ours: Step, theirs: Step, *, within: float = 1e-5) -> N
         assert a.grad is None or b.grad is None or torch.allclose(a.grad, b.grad, atol=1e-6)
 
 
-@pytest.mark.parametrize(("slices", "lead"), [(2, 0), (3, 3), (7, 1)])
+@pytest.mark.parametrize(("slices", "lead"), [(4, 0), (3, 3), (7, 1)])
 def test_a_trained_weight_is_never_near_whole(slices: int, lead: int, adam: sy.Planned) -> None:
     chosen = rules(*LAYERS, slices=slices, lead=lead)
     ours, theirs, x = pair(adam, chosen)
@@ -525,7 +525,7 @@ def test_slices_are_looked_at_where_all_of_a_parameter_moves(adam: sy.Planned) -
 def test_every_model_trains_alike_with_all_in_slices_that_can_be(
     name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for size in ("_SLICE_BYTES", "_UPDATE_SLICE_BYTES"):
+    for size in ("_LEAST_SLICED_BYTES", "_TRAINED_SLICE_BYTES", "_UPDATE_SLICE_BYTES"):
         monkeypatch.setattr(offload_state, size, 1024)
     case = zoo.case(name)
     model, criterion, batch = case.make()
@@ -541,7 +541,9 @@ def test_every_model_trains_alike_with_all_in_slices_that_can_be(
     assert slices.keys() == set(WHATS)
     assert all(slices.values()), slices
     chosen = [
-        Rule(trade="offload_state", op=what, module=p, degree=slices[what].get(p, 0), lead=1)
+        Rule(
+            trade="offload_state", op=what, module=p, degree=max(slices[what].get(p, (0,))), lead=1
+        )
         for what in WHATS
         for p in able[what]
     ]

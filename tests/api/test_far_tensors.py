@@ -447,7 +447,8 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     assert measured is not None
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
     whole = told(thawed, (*copies, *(replace(rule, degree=0) for rule in moved)))
-    if slices > 2:
+    # A product begins to be fetched while the one before it computes: then four slices are near.
+    if slices > 4:
         assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
     # Read in the same four products forward, and again in three backward or made again.
     once = sum(p.nbytes for n, p in twin.named_parameters() if n in {r.module for r in moved})
@@ -486,18 +487,20 @@ def test_what_not_only_products_read_is_fetched_whole(far: sy.Far) -> None:
 
 
 def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path: Path) -> None:
-    """Of 4 MiB there is none; of 16 MiB there are two."""
+    """One of 4 MiB is not; one of 16 MiB in slices of 4 and of 1."""
     assert {r.degree for r in states_offered(thawed)} == {0}
     torch.manual_seed(0)
     model, x = Frozen(rows=4096), torch.randn(16, 1024)
     cluster = sy.Cluster.here(far=sy.Far(tmp_path, rate="2 GB/s", size="1 GiB"))
     large = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
-    found = {r.module: r.degree for r in states_offered(large) if r.op == "weight"}
-    assert found == {"first.weight": 0, "biased.weight": 2, "bare.weight": 2, "turned": 2}
+    found = {(r.module, r.degree) for r in states_offered(large) if r.op == "weight"}
+    names = ("biased.weight", "bare.weight", "turned")
+    assert found == {("first.weight", 0), *((name, n) for name in names for n in (4, 16))}
     path = tmp_path / "a.plan.toml"
-    fitting = told(large, tuple(r for r in states_offered(large) if r.op == "weight"))
+    chosen = (r for r in states_offered(large) if r.op == "weight" and r.degree in (0, 4))
+    fitting = told(large, tuple(chosen))
     fitting.save(path)
-    assert "slices = 2" in path.read_text()
+    assert "slices = 4" in path.read_text()
     again = sy.load(path, model, loss, x, optimizer=ADAM)
     assert set(again.plan.decisions.rules) == set(fitting.plan.decisions.rules)
 

@@ -1,11 +1,13 @@
 """Of all that could be cut or moved, few levels are looked at: the ends, and what is cheap."""
 
+from dataclasses import replace
+
 import pytest
 
 from steelyard.core.graph import Graph, Node, Phase, Role, Storage, Tensor
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
-from steelyard.search.levels import moved_states, splits
+from steelyard.search.levels import moved_states, numbers_of_slices, splits
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 48, 64, 960, 2048, 12288])
@@ -75,3 +77,20 @@ def test_without_an_optimizer_weights_are_moved_alone() -> None:
     assert [[rule.module for rule in level] for level in levels] == [
         [], ["b"], ["a", "b", "c", "d"], ["a", "b", "c", "d"],
     ]  # fmt: skip
+
+
+def test_of_slices_the_chosen_and_finer_ones_are_looked_at() -> None:
+    offered = [replace(rule, degree=n) for rule in rules("weight", "ab") for n in (2, 8)]
+    offered += rules("weight", "c")
+    numbers = numbers_of_slices(offered)
+    assert [(rule.module, degrees) for rule, degrees in numbers.items()] == [
+        ("a", (2, 8)), ("b", (2, 8)), ("c", (0,)),
+    ]  # fmt: skip
+    chosen = [replace(rule, degree=degrees[0]) for rule, degrees in numbers.items()]
+    finer = {rule: degrees[-1] for rule, degrees in numbers.items() if degrees[-1]}
+    levels = moved_states(step(**SIZES), chosen, [finer])
+    told = [[(rule.module, rule.degree, rule.lead) for rule in level] for level in levels]
+    assert [("a", 2, 1), ("b", 2, 1), ("c", 0, 1)] in told
+    assert [("a", 8, 1), ("b", 8, 1), ("c", 0, 1)] in told
+    assert told[-1] == [("a", 8, 0), ("b", 8, 0), ("c", 0, 0)]
+    assert len(levels) == len(set(levels))

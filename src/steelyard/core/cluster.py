@@ -45,9 +45,9 @@ class Link:
     def seconds(self, nbytes: int, *, messages: int) -> float:
         return messages * self.latency_seconds + nbytes / self.bytes_per_second
 
-    def device_seconds(self, nbytes: int) -> float:
-        """What one to far memory or back takes of the device."""
-        return self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
+    def device_seconds(self, nbytes: int, *, messages: int) -> float:
+        """What so many to far memory or back take of the device."""
+        return messages * self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
 
 
 FAR_PAGE_BYTES = 4096

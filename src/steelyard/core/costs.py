@@ -57,7 +57,8 @@ class Costs:
             link = self.links.get(node.collective.axis) if node.collective else None
             if node.collective is None or link is None:
                 return FREE
-            own = link.device_seconds(node.collective.sent_bytes)
+            collective = node.collective
+            own = link.device_seconds(collective.sent_bytes, messages=collective.hops)
             return Estimate.within(own, share=_DECLARED_SHARE)
         known = self.operators.get(node.signature)
         seconds = known.seconds if known else self.declared_seconds(node)

@@ -1,11 +1,11 @@
 """The calls by which tensors come from far memory and go there, and the lines between them.
 
-Not for where the calls go: see trips.py and far_instead.py.
+Not for where the calls go: see trips.py, far_products.py and far_gradients.py.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, lcm
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PAGE_BYTES
 from steelyard.core.collective import Collective, Exchange
@@ -42,22 +42,17 @@ class Calls:
         return self._fetched(name, self._graph.by_name[name].outputs[0], number)
 
     def drop(self, names: frozenset[str]) -> None:
-        """Of these there is nothing any more."""
+        """Nothing reads these any more; they are not near."""
         self._gone = names
 
-    def slices(
-        self, weight: str, number: int, count: int, *, beside_bytes: int = 0
-    ) -> tuple[Instruction, Instruction]:
-        """Begin to fetch, in room for two slices and for what the product needs beside them; let
-        them go."""
+    def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
+        """Begin to fetch, in room for two slices; let them go."""
         (tensor,) = self._graph.by_name[weight].outputs
-        room = self._room(tensor, rows_in_slice(tensor, count), slices=2, beside_bytes=beside_bytes)
+        rows = rows_in_slice(tensor, count)
+        room = self._room(tensor, rows, slices=2)
         begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
-        begin = replace(
-            begin,
-            args=(weight, count),
-            collective=_over(FAR_IN, Exchange.FETCH, tensor.nbytes),
-        )
+        link = _over(FAR_IN, Exchange.FETCH, tensor.nbytes, pieces=-(-tensor.shape[0] // rows))
+        begin = replace(begin, args=(weight, count), collective=link)
         end = self._call("end", weight, _numbered(f"{weight}.end", number), (begin.name,))
         return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
 
@@ -119,10 +114,9 @@ class Calls:
         """What is made on it, of some rows at a time."""
         self._storages[storage] = replace(self._storages[storage], nbytes=nbytes)
 
-    def _room(self, tensor: Tensor, rows: int, *, slices: int, beside_bytes: int = 0) -> Tensor:
+    def _room(self, tensor: Tensor, rows: int, *, slices: int) -> Tensor:
         room = replace(tensor, shape=(slices, rows, tensor.shape[1]), stride=(0, 0, 0))
-        nbytes = room.nbytes + beside_bytes
-        self._storages.append(Storage(nbytes=nbytes, role=Role.ACTIVATION))
+        self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
         return replace(room, storage=len(self._storages) - 1)
 
     def _begin(self, name: str, count: int, room: Tensor, link: Collective) -> Node:
@@ -138,6 +132,9 @@ class Calls:
         """A call that takes the place of the one with its name."""
         self._instead[node.name] = node
         return _line(node)
+
+    def add(self, *nodes: Node) -> None:
+        self._last.update((node.name, node) for node in nodes)
 
     def before(self, name: str, value: str) -> tuple[Instruction, Instruction]:
         """Fetch what this value is added to, in room of its own."""
@@ -205,9 +202,7 @@ class Calls:
             for t in inputs[name].outputs
         }
         rest = (
-            self._instead.get(n.name, n)
-            for n in self._graph.nodes
-            if n.name not in self._first and n.name not in self._gone
+            self._instead.get(n.name, n) for n in self._graph.nodes if n.name not in self._first
         )
         return replace(
             self._graph,
@@ -241,8 +236,8 @@ class UpdatedInSlices:
 _KINDS = {"parameter": "weight", "gradient": "gradient"}
 
 
-def _over(axis: str, kind: Exchange, nbytes: int) -> Collective:
-    return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
+def _over(axis: str, kind: Exchange, nbytes: int, *, pieces: int = 1) -> Collective:
+    return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=pieces)
 
 
 def _line(node: Node) -> Instruction:
@@ -349,6 +344,11 @@ def rows_in_slice(tensor: Tensor, count: int) -> int:
 
 
 def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:
-    """Of each slice but the last: so many that each begins on a page of far memory."""
-    step = FAR_PAGE_BYTES // gcd(row_bytes, FAR_PAGE_BYTES)
+    """Of each slice but the last: so many that each begins on a page of far memory, and that so
+    many columns are whole vectors to a kernel."""
+    step = lcm(FAR_PAGE_BYTES // gcd(row_bytes, FAR_PAGE_BYTES), _VECTOR)
     return min(rows, -(-rows // (count * step)) * step)
+
+
+# Kernels go another way for what is left of a row beyond so many elements.
+_VECTOR = 64

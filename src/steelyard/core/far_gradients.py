@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from steelyard.core.far_calls import Calls, Running
-from steelyard.core.graph import FAR_PRODUCTS, Node, OutputKind, Phase
+from steelyard.core.graph import SENT_PRODUCTS, Node, OutputKind, Phase
 from steelyard.core.program import Instruction, Program
 from steelyard.core.updates import GRADIENT, WEIGHT
-
-_IN_ROWS = f"{FAR_PRODUCTS}rows"
 
 
 def made_by_products(program: Program, parameters: Iterable[str]) -> frozenset[str]:
@@ -22,7 +20,7 @@ def made_by_products(program: Program, parameters: Iterable[str]) -> frozenset[s
 def gradients_in_slices(program: Program) -> tuple[str, ...]:
     """The parameters whose gradients this program makes in slices."""
     nodes = (program.graph.by_name[i.node] for i in program.instructions)
-    return tuple(str(n.args[0]).removeprefix(GRADIENT) for n in nodes if n.op == _IN_ROWS)
+    return tuple(str(n.args[0]).removeprefix(GRADIENT) for n in nodes if n.op == SENT_PRODUCTS)
 
 
 def with_gradients_in_slices(
@@ -77,7 +75,7 @@ class _Making:
 
     def far(self, name: str) -> Node:
         """The call that sends its result to far memory, and has none."""
-        op, args = _IN_ROWS, (name, *self.product.args)
+        op, args = SENT_PRODUCTS, (name, *self.product.args)
         return replace(self.product, op=op, args=args, outputs=())
 
 

@@ -1,13 +1,17 @@
 """Products with a weight that is never near whole: they read it from far memory, slice by slice.
 
-Not for how many slices: see trades/. Not for computing them: see exchange/.
+Not for how many slices: see trades/. Not for what is carried out in them: see far_loops.py; nor for
+computing it: see exchange/.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from steelyard.core.far_calls import Calls, Looks, Running
-from steelyard.core.graph import FAR_PRODUCTS, Graph, Node, Phase
+from steelyard.core.columns import IsPointwise
+from steelyard.core.far_calls import Calls, Looks, Running, rows_in_slice
+from steelyard.core.far_loops import Carried, Loops, Product
+from steelyard.core.graph import Graph, Node, Phase, Ref, Symbol
 from steelyard.core.program import Instruction, Program
 from steelyard.core.updates import WEIGHT
 
@@ -34,83 +38,93 @@ def _is_row_major(node: Node) -> bool:
 
 
 def with_products_far(
-    program: Program, slices: Mapping[str, int], leads: Mapping[str, int]
+    program: Program,
+    slices: Mapping[str, int],
+    leads: Mapping[str, int],
+    *,
+    is_pointwise: IsPointwise,
 ) -> Program:
-    """Around each product: begin to fetch slices, let the last two go."""
-    graph = program.graph
-    calls = Calls(graph, Phase.BACKWARD)
+    """Each product, and what is pointwise behind it, becomes a call that goes through the slices.
+    Before it they begin to be fetched, behind it the last two are let go."""
     looks = Looks(program, [WEIGHT + parameter for parameter in slices])
-    calls.drop(looks.names)
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
-    running = Running(graph, lines)
-    beginning: dict[int, list[Instruction]] = {}
-    products: dict[int, tuple[Product, Instruction]] = {}
-    for weight, reads in looks.reads(lines).items():
-        parameter = weight.removeprefix(WEIGHT)
-        for number, read in enumerate(reads):
-            product = Product.of(graph.by_name[lines[read].node], graph, looks)
-            assert product is not None
-            begin, end = calls.slices(
-                weight, number, slices[parameter], beside_bytes=product.beside_bytes
-            )
-            place = running.before(read, leads[parameter])
-            beginning.setdefault(place, []).append(replace(begin, phase=lines[place].phase))
-            products[read] = product, replace(end, phase=lines[read].phase)
-    ordered: list[Instruction] = []
+    graph, lines = _with_room_apart(program.graph, lines)
+    each = {
+        weight: rows_in_slice(graph.by_name[weight].outputs[0], count)
+        for weight, count in ((WEIGHT + p, count) for p, count in slices.items())
+    }
+    loops = Loops(graph, lines, looks, each, is_pointwise=is_pointwise).found()
+    calls = Calls(graph, Phase.BACKWARD)
+    calls.drop(looks.names)
+    carried = {loop.lines[-1]: (loop, Carried(loop, graph, lines)) for loop in loops}
+    moved = {k: max(l.lines[-1] for l in loops if k in l.behind) for l in loops for k in l.behind}
+    gone = {k for loop in loops for k in loop.lines}
+    placed: list[Instruction] = []
+    at: dict[int, Carried] = {}
     for number, line in enumerate(lines):
-        ordered += beginning.get(number, [])
-        if number in products:
-            product, end = products[number]
-            own = calls.instead(product.far())
-            ordered += [replace(own, value=line.value, inputs=product.without(line.inputs)), end]
-        else:
-            ordered.append(line)
+        if number not in gone and number not in moved:
+            placed.append(line)
+        if number in carried:
+            _, own = carried[number]
+            calls.add(own.node, *(node for node, _ in own.results()))
+            at[len(placed)] = own
+            placed += own.lines()
+            placed += [lines[k] for k, place in sorted(moved.items()) if place == number]
+    ordered = _with_slices(calls, placed, at, slices, leads)
     result = Program.of(calls.graph(), ordered, repeats=program.repeats, update=program.update)
     assert not result.problems(), result.problems()
     return result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """``mm`` or ``addmm`` whose right side is a weight (a sum over its rows), or that weight
-    transposed (its rows are the columns of the result)."""
+def _with_room_apart(graph: Graph, lines: list[Instruction]) -> tuple[Graph, list[Instruction]]:
+    """Room that is like a value in shape alone (a mask to be drawn) is made without that value, so
+    that it may be there before it."""
+    nodes: dict[str, Node] = {}
+    found = []
+    for line in lines:
+        node = graph.by_name[line.node]
+        tensor = node.outputs[0] if node.outputs else None
+        if node.op == _LIKE and tensor and tensor.is_contiguous and _TANGENT in graph.by_name:
+            made = replace(
+                node,
+                name=f"{node.name}.apart",
+                op="aten.new_empty.default",
+                args=(Ref(_TANGENT), tensor.shape),
+                kwargs=(("dtype", Symbol(f"torch.{tensor.dtype}")),),
+                inputs=(_TANGENT,),
+                phase=Phase.BACKWARD,
+                signature=f"aten.new_empty.default({tensor.dtype}{list(tensor.shape)})",
+            )
+            nodes[made.name] = made
+            line = replace(line, node=made.name, inputs=(_TANGENT,))
+        found.append(line)
+    return replace(graph, nodes=(*graph.nodes, *nodes.values())), found
 
-    node: Node
-    weight: str
-    place: int
-    by_columns: bool
 
-    @classmethod
-    def of(cls, node: Node, graph: Graph, looks: Looks) -> "Product | None":
-        place = {"aten.mm.default": 1, "aten.addmm.default": 2}.get(node.op)
-        if place is None or node.kwargs or len(set(node.inputs)) != len(node.args):
-            return None
-        *others, right = node.inputs
-        weight = looks.weight_of(right)
-        if not weight or any(looks.weight_of(name) for name in others):
-            return None
-        (own,), (seen,) = graph.by_name[weight].outputs, graph.by_name[right].outputs
-        by_columns = (seen.shape, seen.stride) == (own.shape[::-1], own.stride[::-1])
-        if not by_columns and ((seen.shape, seen.stride) != (own.shape, own.stride) or place == 2):
-            return None
-        return cls(node=node, weight=weight, place=place, by_columns=by_columns)
+# Of this only the device counts.
+_LIKE, _TANGENT = "aten.empty_like.default", "tangent"
 
-    @property
-    def beside_bytes(self) -> int:
-        """A sum in half precision is kept in single until it is whole."""
-        (out,) = self.node.outputs
-        is_half = out.dtype in ("float16", "bfloat16")
-        return 4 * out.numel if is_half and not self.by_columns else 0
 
-    def far(self) -> Node:
-        """The call that reads the weight from far memory."""
-        args = [a for place, a in enumerate(self.node.args) if place != self.place]
-        return replace(
-            self.node,
-            op=f"{FAR_PRODUCTS}{'columns' if self.by_columns else 'sum'}",
-            args=(self.weight, *args),
-            inputs=self.without(self.node.inputs),
-        )
-
-    def without(self, inputs: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for place, name in enumerate(inputs) if place != self.place)
+def _with_slices(
+    calls: Calls,
+    lines: list[Instruction],
+    at: Mapping[int, Carried],
+    slices: Mapping[str, int],
+    leads: Mapping[str, int],
+) -> list[Instruction]:
+    running = Running(calls.graph(), lines)
+    before: dict[int, list[Instruction]] = {}
+    behind: dict[int, list[Instruction]] = {}
+    numbers: Counter[str] = Counter()
+    for place, carried in at.items():
+        for weight in carried.weights:
+            parameter = weight.removeprefix(WEIGHT)
+            begin, end = calls.slices(weight, numbers[weight], slices[parameter])
+            numbers[weight] += 1
+            early = running.before(place, leads[parameter])
+            before.setdefault(early, []).append(replace(begin, phase=lines[early].phase))
+            behind.setdefault(place, []).append(replace(end, phase=lines[place].phase))
+    ordered: list[Instruction] = []
+    for number, line in enumerate(lines):
+        ordered += [*before.get(number, []), line, *behind.get(number, [])]
+    return ordered

@@ -112,9 +112,12 @@ def without_refs(argument: Argument) -> Argument:
 
 
 FAR_CALLS = "steelyard.far_"
-# Products that read a weight from far memory, a slice of it after another.
-FAR_PRODUCTS = "steelyard.product_far_"
+# A product that reads a weight from far memory, a slice of it after another.
+FAR_PRODUCTS = "steelyard.product_far"
+# A product whose result goes to far memory, a slice of it after another.
+SENT_PRODUCTS = "steelyard.product_sent"
 _COPIES = ("aten.clone.default", "aten._unsafe_view.default")
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +164,12 @@ class Node:
 
     @property
     def is_far_product(self) -> bool:
-        return self.op.startswith(FAR_PRODUCTS)
+        return self.op == FAR_PRODUCTS
+
+    @property
+    def is_slicing(self) -> bool:
+        """One that begins to fetch slices; the further ones are issued by what reads them."""
+        return self.op == f"{FAR_CALLS}begin_weight"
 
     @property
     def is_getitem(self) -> bool:
@@ -212,11 +220,13 @@ class Sliced:
 class Body:
     """Calls that are carried out for a part of ``rows`` at a time: no result is there whole.
 
-    ``calls`` holds them once for each number of rows that a part may have.
+    ``calls`` holds them once for each number of rows that a part may have. Parts are as equal as
+    can be; where ``each`` is given, of so many rows but the last.
     """
 
     rows: int
     parts: int
+    each: int = 0
     takes: tuple[Sliced, ...]
     calls: tuple[tuple[int, tuple[Node, ...]], ...]
     gives: tuple[Sliced, ...]
@@ -226,6 +236,7 @@ class Body:
         """What a part holds at most besides what is given, as far as the calls themselves tell."""
         count, nodes = self.calls[-1]
         sums = {given.name for given in self.gives if given.along is None}
+        columns = {given.name for given in self.gives if given.along == -1}
         outside = {take.tensor.storage for take in self.takes}
         read = {i for node in nodes for i in node.inputs}
         sizes: dict[int, int] = {}
@@ -233,17 +244,19 @@ class Body:
         on: dict[str, set[int]] = {}
         for place, node in enumerate(nodes):
             on[node.name] = {t.storage for t in node.outputs} - outside
-            # A product that is only added up is added by its own kernel.
-            is_added = node.name in sums - read and node.op == "aten.mm.default"
-            for tensor in () if is_added else node.outputs:
+            # A product that is only added up is added by its own kernel; one in columns that is
+            # only given is written by it where they belong.
+            is_added = node.name in sums - read and node.op in PRODUCTS
+            is_placed = node.name in columns - read and node.op in PRODUCTS
+            for tensor in () if is_added or is_placed else node.outputs:
                 whole = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
                 nbytes = whole if node.name in sums else whole * count
                 if tensor.storage in on[node.name]:
                     sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), nbytes)
             for name in (node.name, *node.inputs):
                 last.update(dict.fromkeys(on.get(name, ()), place))
-        for given in self.gives:
-            last.update(dict.fromkeys(on[given.name], len(nodes) - 1))
+        for name in {given.name for given in self.gives} - columns:
+            last.update(dict.fromkeys(on[name], len(nodes) - 1))
         held = most = 0
         born: set[int] = set()
         for place, node in enumerate(nodes):
@@ -259,8 +272,31 @@ class Body:
             if given.along is None and given.tensor.dtype in ("float16", "bfloat16")
         )
 
+    @property
+    def told(self) -> str:
+        """Everything that decides what it costs."""
+        named: dict[str, int] = {}
+
+        def number(name: str) -> int:
+            return named.setdefault(name, len(named))
+
+        lines = [f"{self.rows} rows in {self.parts}{f' of {self.each}' if self.each else ''}"]
+        lines += [
+            f"{number(s.name)} {s.along} {s.dims} {s.unit} {s.tensor.dtype} {s.tensor.shape} "
+            f"{s.tensor.stride} {s.tensor.pending}"
+            for s in (*self.takes, *self.gives)
+        ]
+        lines += [
+            f"{number(node.name)} {node.op} {[number(i) for i in node.inputs]} {node.signature}"
+            for node in self.calls[0][1]
+        ]
+        return "\n".join(lines)
+
     def counts(self) -> tuple[int, ...]:
-        """Rows of each part: as equal as can be, the larger ones first."""
+        """Rows of each part, the larger ones first."""
+        if self.each:
+            whole, rest = divmod(self.rows, self.each)
+            return (self.each,) * whole + ((rest,) if rest else ())
         least, more = divmod(self.rows, self.parts)
         return (least + 1,) * more + (least,) * (self.parts - more)
 

@@ -8,6 +8,7 @@ for which of them, nor how far ahead: see trades/. Not for carrying them out: se
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from steelyard.core.columns import IsPointwise
 from steelyard.core.far_calls import Calls, Looks, Running
 from steelyard.core.far_gradients import with_gradients_in_slices
 from steelyard.core.far_products import with_products_far
@@ -58,18 +59,23 @@ def with_states_far(
 
 
 def with_weights_far(
-    program: Program, leads: Mapping[str, int], slices: Mapping[str, int]
+    program: Program,
+    leads: Mapping[str, int],
+    slices: Mapping[str, int],
+    *,
+    is_pointwise: IsPointwise,
 ) -> Program:
     """Each of these parameters is fetched for the lines that read it, and let go behind them.
 
     Fetching begins ``lead`` operators before the first of them. Where that would be before the
     weight was last read, it stays instead. Those with more than one slice are never here whole:
-    each product that reads one does so slice by slice, two of them near at a time.
+    each product that reads one does so slice by slice, two of them near at a time, and with it goes
+    what is pointwise behind it.
     """
     if not leads:
         return program
     if parted := {p: count for p, count in slices.items() if count > 1}:
-        program = with_products_far(program, parted, leads)
+        program = with_products_far(program, parted, leads, is_pointwise=is_pointwise)
         leads = {parameter: lead for parameter, lead in leads.items() if parameter not in parted}
     calls = Calls(program.graph, Phase.BACKWARD)
     looks = Looks(program, [WEIGHT + parameter for parameter in leads])

@@ -1,19 +1,19 @@
-"""Products with a weight in far memory: one slice of it computes while the next is fetched.
+"""Weights in far memory that are read slice by slice: the next ones come while one computes.
 
-Not for which weights, nor how many slices: that is the program's.
+Not for which weights, how many slices, nor what is computed with them: that is the program's.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from steelyard.core.far_calls import rows_of_slice
+from steelyard.core.graph import Body
 from steelyard.exchange.far import FarMemory
-
-_HALVES = (torch.float16, torch.bfloat16)
+from steelyard.operators import sliced
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,7 +24,7 @@ class _Slices:
     memory: FarMemory
     offset: int
     room: torch.Tensor
-    arriving: "deque[tuple[Future[None], int, torch.Tensor]]"
+    arriving: "deque[tuple[Future[None], torch.Tensor]]"
 
     @classmethod
     def of(cls, weight: torch.Tensor, offset: int, memory: FarMemory, parts: int) -> "_Slices":
@@ -41,16 +41,17 @@ class _Slices:
         if start < end:
             rows = self.room[number % 2, : end - start]
             offset = self.offset + start * self.weight[0].nbytes
-            self.arriving.append((self.memory.fetch(offset, rows), start, rows))
+            self.arriving.append((self.memory.fetch(offset, rows), rows))
 
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        number = 2
-        while self.arriving:
-            transfer, start, rows = self.arriving.popleft()
-            self.memory.await_fetched(transfer)
-            yield start, rows
-            self._fetch(number)
-            number += 1
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        """The next rows, in the place of those before the last, which nobody needs any more."""
+        number = start // self.room.shape[1]
+        if number:
+            self._fetch(number + 1)
+        transfer, rows = self.arriving.popleft()
+        assert (dim, length) == (0, len(rows)), (dim, length, len(rows))
+        self.memory.await_fetched(transfer)
+        return rows
 
 
 class FarProducts:
@@ -69,36 +70,14 @@ class FarProducts:
         self._slicing.setdefault(name, deque()).append(slices)
         return slices.room
 
-    def columns(
-        self, name: str, first: torch.Tensor, second: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``x @ weight.T``, or ``bias + x @ weight.T``: each slice gives columns."""
-        bias, x = (None, first) if second is None else (first, second)
-        slices = self._slicing[name][0]
-        out = x.new_empty((x.shape[0], slices.weight.shape[0]))
-        for start, rows in slices:
-            some = out[:, start : start + len(rows)]
-            if bias is None:
-                torch.mm(x, rows.t(), out=some)
-            else:
-                own = bias if bias.shape[-1] == 1 else bias[..., start : start + len(rows)]
-                torch.addmm(own, x, rows.t(), out=some)
-        return out
+    def carrying_out(self, body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """What takes the names of weights, and then all else that ``body`` takes."""
+        run = sliced(body)
 
-    def sum(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight``: each slice gives a term of the sum."""
-        slices = self._slicing[name][0]
-        shape = (x.shape[0], slices.weight.shape[1])
-        if x.dtype not in _HALVES:
-            out = x.new_zeros(shape)
-            for start, rows in slices:
-                out.addmm_(x[:, start : start + len(rows)], rows)
-            return out
-        # Kept in half precision, the sum would be rounded anew with every slice.
-        whole = x.new_zeros(shape, dtype=torch.float32)
-        for start, rows in slices:
-            whole += x[:, start : start + len(rows)] @ rows
-        return whole.to(x.dtype)
+        def carry_out(names: Sequence[str], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return run(*(self._slicing[name][0] for name in names), *taken)
+
+        return carry_out
 
     def end(self, name: str) -> None:
         self._slicing[name].popleft()

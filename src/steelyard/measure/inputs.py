@@ -118,7 +118,7 @@ def nbytes_of(graph: Graph, node: Node) -> int:
 
 
 def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
-    """A step of this one call alone, on so many of its slices."""
+    """A step of this one call alone, on so many of its slices, with all that it takes near."""
     body = node.body
     assert body is not None
     count = body.calls[-1][0]
@@ -139,14 +139,11 @@ def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
 
     takes, gives = tuple(map(short, body.takes)), tuple(map(short, body.gives))
     part = replace(body, rows=rows, parts=parts, takes=takes, gives=gives, calls=body.calls[-1:])
-    inputs = [
-        replace(
-            graph.by_name[t.name], op="input", args=(), kwargs=(), inputs=(), outputs=(t.tensor,)
-        )
-        for t in takes
-    ]
+    inputs = [Node(name=t.name, op="input", outputs=(t.tensor,)) for t in takes]
     call = replace(
         node,
+        args=tuple(Ref(t.name) for t in takes),
+        inputs=tuple(t.name for t in takes),
         outputs=tuple(given.tensor for given in gives),
         signature=f"{node.signature}, {parts} slices of it",
         flops=node.flops * rows // body.rows,

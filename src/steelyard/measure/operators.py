@@ -88,8 +88,10 @@ def measure_operators(
     context = context_of(device)
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     table = _Table(device, torch_device or torch.device("cpu"), seconds_budget)
-    table.measure([s for s in subjects if s.node.signature not in known])
-    table.measure_parts([s for s in subjects if s.node.body is not None])
+    new = [s for s in subjects if s.node.signature not in known]
+    # What reads far memory is called with what lies there near: a part of it has room.
+    table.measure([s for s in new if not s.node.is_far_product])
+    table.measure_parts([s for s in new if s.node.body is not None])
     if cache and table.costs:
         cache.write(context, table.costs)
     costs = Costs(device=device, operators={**known, **table.costs})
@@ -166,13 +168,16 @@ class _Table:
                     subject.call = None
 
     def measure_parts(self, subjects: list[_Subject]) -> None:
-        """What is carried out in slices and takes too long as a whole: a slice or two of it."""
+        """What is carried out in slices and takes too long as a whole, or never is there whole: a
+        slice or two of it."""
         late = {u.signature for u in self.unmeasured if u.why is Missing.NO_TIME}
         for subject in subjects:
             body, signature = subject.node.body, subject.node.signature
-            if body is None or signature not in late:
+            is_far = subject.node.is_far_product
+            if body is None or not (is_far or signature in late):
                 continue
-            part = shortened(subject.graph, subject.node, parts=1 if body.parts < 4 else 2)
+            few = body.parts < 4 and not is_far
+            part = shortened(subject.graph, subject.node, parts=1 if few else 2)
             alone = _Table(self._plain.device, self._device, self._budget)
             alone.measure(distinct([part]))
             (node,) = (n for n in part.nodes if n.body is not None)
@@ -182,7 +187,9 @@ class _Table:
             times = body.rows / node.body.rows
             self.costs[signature] = OperatorCost(
                 seconds=Estimate.within(cost.seconds.value * times, share=_PART_SHARE),
-                workspace_bytes=max(cost.workspace_bytes, body.workspace_bytes),
+                workspace_bytes=cost.workspace_bytes
+                if is_far
+                else max(cost.workspace_bytes, body.workspace_bytes),
             )
             self.unmeasured = [u for u in self.unmeasured if u.signature != signature]
 

@@ -2,13 +2,16 @@
 
 Two streams: the device works through the lines in order; each mesh axis carries one exchange after
 another, from the line that issues it on. The line that waits blocks the device until that one has
-arrived. Not for bytes: see liveness.py.
+arrived; a product that reads far memory waits for each slice. Not for bytes: see liveness.py.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from steelyard.core.collective import Collective
 from steelyard.core.costs import Costs
+from steelyard.core.graph import Argument, Node
 from steelyard.core.program import Program
 from steelyard.core.quad import NOTHING, Estimate
 
@@ -116,42 +119,92 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     """``device`` and ``link`` pick the end of the interval that is played."""
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
-    whole = device(costs.whole_step_of(program.graph))
-    clock = exposed = beside = spared = at_most = 0.0
+    playing = _Playing(costs, device(costs.whole_step_of(program.graph)), device, link)
     begins: list[float] = []
-    idle_from: dict[str, float] = {}  # of each axis's link
     arrives: dict[int, float] = {}
     for index, instruction in enumerate(program.instructions):
-        begins.append(clock)
+        begins.append(playing.clock)
         if instruction.sink is not None:
             continue
         node = nodes[instruction.node]
-        if index in awaited:
-            issue = awaited[index]
-            stall = max(0.0, arrives[issue] - clock)
-            exposed += stall
-            clock += stall
+        issue = awaited.get(index)
+        if issue in arrives:
             issued = nodes[program.instructions[issue].node].collective
-            if issued is not None and issued.is_far:
-                far = costs.links[issued.axis]
-                spared += stall * whole * far.disturbs
-                # Of a transfer: waiting may take longer.
-                at_most += issued.sent_bytes / far.bytes_per_second * whole * far.disturbs
-        seconds = device(costs.seconds(node)) * whole
+            assert issued is not None
+            playing.wait(issued, arrives[issue])
+        if node.is_far_product:
+            playing.carry_out(node)
+            continue
+        playing.run(node)
+        if node.collective is not None and node.is_slicing:
+            playing.begin_slices(node)
+        elif node.collective is not None:
+            arrives[index] = playing.issue(node.collective)
+    return playing.played(begins)
+
+
+class _Playing:
+    """The clock of the device, and until when each axis's link is busy."""
+
+    def __init__(self, costs: Costs, whole: float, device: _Pick, link: _Pick) -> None:
+        self._costs, self._whole, self._device, self._link = costs, whole, device, link
+        self.clock = self._exposed = self._beside = self._spared = self._at_most = 0.0
+        self._idle_from: dict[str, float] = {}
+        # Of each weight that is read slice by slice: when the next ones arrive, of which exchange.
+        self._slicing: dict[Argument, deque[tuple[Collective, deque[float]]]] = {}
+
+    def played(self, begins: Sequence[float]) -> Played:
+        spared = min(self._spared, self._at_most)
+        return Played(
+            begins=tuple(begins),
+            seconds=self.clock + self._beside - spared,
+            exposed_seconds=self._exposed,
+            spared_seconds=spared,
+        )
+
+    def wait(self, issued: Collective, arrival: float) -> None:
+        stall = max(0.0, arrival - self.clock)
+        self._exposed += stall
+        self.clock += stall
+        if issued.is_far:
+            far = self._costs.links[issued.axis]
+            self._spared += stall * self._whole * far.disturbs
+            # Of a transfer: waiting may take longer.
+            self._at_most += issued.sent_bytes / far.bytes_per_second * self._whole * far.disturbs
+
+    def run(self, node: Node) -> None:
+        seconds = self._device(self._costs.seconds(node)) * self._whole
         if node.is_far:
             # Spread over what runs while the transfer is under way.
-            beside += seconds
+            self._beside += seconds
         else:
-            clock += seconds
-        collective = node.collective
-        if collective is not None:
-            start = max(clock, idle_from.get(collective.axis, 0.0))
-            arrives[index] = start + link(costs.exchange_seconds(collective))
-            idle_from[collective.axis] = arrives[index]
-    spared = min(spared, at_most)
-    return Played(
-        begins=tuple(begins),
-        seconds=clock + beside - spared,
-        exposed_seconds=exposed,
-        spared_seconds=spared,
-    )
+            self.clock += seconds
+
+    def issue(self, collective: Collective) -> float:
+        """When it arrives."""
+        start = max(self.clock, self._idle_from.get(collective.axis, 0.0))
+        arrival = start + self._link(self._costs.exchange_seconds(collective))
+        self._idle_from[collective.axis] = arrival
+        return arrival
+
+    def begin_slices(self, node: Node) -> None:
+        """The first two; each further one when the room of the last but one is free."""
+        assert node.collective is not None
+        parts = node.collective.hops
+        one = replace(node.collective, sent_bytes=node.collective.sent_bytes // parts, hops=1)
+        arriving = deque(self.issue(one) for _ in range(min(2, parts)))
+        self._slicing.setdefault(node.args[0], deque()).append((one, arriving))
+
+    def carry_out(self, node: Node) -> None:
+        """Slice by slice: wait for it, compute with it while the next is on its way."""
+        (weights, *_), body = node.args, node.body
+        assert body is not None
+        assert isinstance(weights, tuple)
+        slicing = [self._slicing[weight].popleft() for weight in weights]
+        seconds = self._device(self._costs.seconds(node)) * self._whole / body.parts
+        for number in range(body.parts):
+            for one, arriving in slicing:
+                if 0 < number < body.parts - 1:
+                    arriving.append(self.issue(one))
+                self.wait(one, arriving.popleft())
+            self.clock += seconds

@@ -12,9 +12,8 @@ import torch
 
 from steelyard.core.collective import Exchange
 from steelyard.core.errors import BadInput, RunFailed
-from steelyard.core.graph import FAR_CALLS, FAR_PRODUCTS, Argument, Axis, Node, Ref, Symbol
+from steelyard.core.graph import FAR_CALLS, SENT_PRODUCTS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.program import Instruction, Program
-from steelyard.core.updates import GRADIENT
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory, Slots
 from steelyard.exchange.tensors import FarTensors
@@ -149,11 +148,11 @@ class _Writer:
     def _far_call(self, node: Node) -> Callable[..., Any] | None:
         if node.is_far_product:
             assert self._tensors is not None
-            what = node.op.removeprefix(FAR_PRODUCTS)
-            is_made = isinstance(node.args[0], str) and node.args[0].startswith(GRADIENT)
-            maker = self._tensors.gradients if is_made else self._tensors.products
-            product: Callable[..., Any] = getattr(maker, what)
-            return product
+            assert node.body is not None
+            return self._tensors.products.carrying_out(node.body)
+        if node.op == SENT_PRODUCTS:
+            assert self._tensors is not None
+            return self._tensors.gradients.rows
         if not node.is_far:
             return None
         # What has a place for good is named; what has one for a step has a number.

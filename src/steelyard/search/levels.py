@@ -41,13 +41,26 @@ def slices(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
     return tuple(dict.fromkeys(((), fewest, most)))
 
 
-def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+def numbers_of_slices(rules: Sequence[Rule]) -> dict[Rule, tuple[int, ...]]:
+    """Of each rule but for its number of slices, those that are offered."""
+    found: dict[Rule, list[int]] = {}
+    for rule in rules:
+        found.setdefault(replace(rule, degree=0), []).append(rule.degree)
+    return {rule: tuple(sorted(degrees)) for rule, degrees in found.items()}
+
+
+def moved_states(
+    program: Program,
+    rules: Sequence[Rule],
+    finer: Sequence[Mapping[Rule, int]] = (),
+) -> tuple[tuple[Rule, ...], ...]:
     """What is moved of weights, gradients and what the optimizer keeps, from nothing to all.
 
     What the optimizer keeps first, some of it, the largest first: it is wanted once a step. Then
     gradients, then weights, which each pass wants again; each of the two alone as well. At last all
-    of the first, of the first two and of all three with only one parameter's near. A parameter is
-    in slices where all of it moves.
+    of the first, of the first two and of all three with only one parameter's near. ``rules`` have
+    each weight once; with each of the ``finer`` numbers of slices each level is looked at too. A
+    parameter is in slices where all of it moves.
     """
     nbytes = moved_bytes(program, rules)
     by_what: dict[str, list[Rule]] = {}
@@ -64,6 +77,13 @@ def moved_states(program: Program, rules: Sequence[Rule]) -> tuple[tuple[Rule, .
     levels += [by_what.get(what, ()) for what in _ALONE]
     # Where parameters are few and large, what is fetched ahead is most of what was moved.
     levels += [[replace(rule, lead=0) for rule in level] for level in whole]
+    first = tuple(levels)
+    for slices in finer:
+        by_name = {(rule.module, rule.op): degree for rule, degree in slices.items()}
+        levels += [
+            [replace(r, degree=by_name.get((r.module, r.op), r.degree)) for r in level]
+            for level in first
+        ]
     whats = _whats(rules)
     return tuple(dict.fromkeys(tuple(sorted(_whole(level, whats))) for level in levels))
 

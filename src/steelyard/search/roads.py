@@ -96,7 +96,7 @@ class Roads:
             for s, b in self._nbytes.items()
         }
         self._own = {
-            s: whole * sum(link.device_seconds(b) for link in links)
+            s: whole * sum(link.device_seconds(b, messages=1) for link in links)
             for s, b in self._nbytes.items()
         }
 

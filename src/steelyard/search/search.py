@@ -5,6 +5,7 @@ Not for looking at single plans (explore.py) or for saying why (explain.py).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
@@ -26,7 +27,7 @@ from steelyard.search.explain import refused, taken
 from steelyard.search.explore import Explored, again_rules, explore, few, restruck
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
-from steelyard.search.levels import moved_states, slices, splits
+from steelyard.search.levels import moved_states, numbers_of_slices, slices, splits
 from steelyard.search.variant import Variant
 
 _POINTS = 16
@@ -83,11 +84,38 @@ class Search:
                 self.offers += offers_of(trade.name, program.graph, able)
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
-        self._splits = splits([r.degree for r in rules if r.trade == _ACCUMULATE])
+        self._splits = splits([r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1])
         self._streams = slices([r for r in rules if r.trade == _STREAM])
-        self._states = moved_states(program, [r for r in rules if r.trade == _STATE])
+        self._moving = [r for r in rules if r.trade == _STATE]
         self._explored: dict[Variant, Explored] = {}
         self._written: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
+
+    @cached_property
+    def _states(self) -> tuple[tuple[Rule, ...], ...]:
+        """What is moved of weights, gradients and what the optimizer keeps."""
+        numbers = numbers_of_slices(self._moving)
+        sliced = {rule: degrees for rule, degrees in numbers.items() if degrees[-1]}
+        slices = self._fastest(sliced)
+        rules = [replace(rule, degree=slices.get(rule, 0)) for rule in numbers]
+        most = max((len(degrees) for degrees in sliced.values()), default=0)
+        finer = [
+            {rule: _finer(degrees, slices[rule], step) for rule, degrees in sliced.items()}
+            for step in range(1, most)
+        ]
+        return moved_states(self.program, rules, finer)
+
+    def _fastest(self, numbers: Mapping[Rule, Sequence[int]]) -> dict[Rule, int]:
+        """Into how many slices each of these weights is parted so that most of its copying goes on
+        while it is computed with; each in turn, beside the others."""
+        slices = {rule: degrees[-1] for rule, degrees in numbers.items() if len(degrees) > 1}
+        for rule in slices:
+            tried = {}
+            for degree in numbers[rule]:
+                slices[rule] = degree
+                program = self._strike([replace(r, degree=n) for r, n in slices.items()])
+                tried[degree] = step_seconds(program, self._costs).value
+            slices[rule] = min(tried, key=tried.__getitem__)
+        return {rule: slices.get(rule, degrees[-1]) for rule, degrees in numbers.items()}
 
     def explored(self, variant: Variant = _PLAIN) -> Explored:
         """The plans of recomputation on this variant of the step."""
@@ -377,6 +405,11 @@ class Search:
     def _strike(self, rules: Sequence[Rule]) -> Program:
         trades = tuple(self._trades.values())
         return strike(self.program, rules, trades=trades, source=self._source)
+
+
+def _finer(degrees: Sequence[int], degree: int, step: int) -> int:
+    """So many steps finer than this number of slices, as far as there are."""
+    return degrees[min(degrees.index(degree) + step, len(degrees) - 1)]
 
 
 def _moving(graph: Graph, moved: Mapping[str, tuple[int, int]]) -> tuple[Rule, ...]:

@@ -32,11 +32,18 @@ _NOTHING_LARGE = {
     GRADIENTS: "no gradient is large and whole",
     WEIGHTS: "no weight is large, whole and only read",
 }
-# Of a weight that is fetched in slices; smaller ones make products slow. An update has slices of
-# weight, gradient and state near at once, and smaller ones make it no slower.
-_SLICE_BYTES, _UPDATE_SLICE_BYTES = 8 << 20, 2 << 20
-# A weight is read in the middle of a pass: fetching it begins some operators earlier.
+# Of a weight that may be fetched in slices, and of the slices: few leave the first and the last of
+# them exposed, many take the least memory and make products slow. Two of them are near, so that of
+# few nothing is gained.
+_LEAST_SLICED_BYTES, _FEWEST_SLICES = 16 << 20, 4
+_SLICE_BYTES = (16 << 20, 8 << 20, 4 << 20, 1 << 20)
+# Of one that is trained, and of its gradient. An update has slices of weight, gradient and state
+# near at once, and smaller ones make it no slower.
+_TRAINED_SLICE_BYTES, _UPDATE_SLICE_BYTES = 8 << 20, 2 << 20
+# A weight is read in the middle of a pass: fetching it begins some operators earlier. In slices one
+# is enough: most of them come while it is read.
 _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
+_LEAD_OF_SLICES = 1
 
 
 class OffloadState:
@@ -57,7 +64,8 @@ class OffloadState:
         program: Program,
         source: Source,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
-        """One for each parameter, those of equal blocks together."""
+        """One for each parameter, those of equal blocks together; of some in several numbers of
+        slices, of which one can be taken."""
         able = {what: movable(program, what) for what in MOVABLE}
         possible = _possible(program, able)
         offers = {what: self._offers(program, what, able, possible) for what in MOVABLE}
@@ -79,36 +87,37 @@ class OffloadState:
         able: Mapping[str, Mapping[str, int]],
         possible: "_Slices",
     ) -> list[Offer]:
-        by_pattern: dict[str, list[int]] = {}
+        by_pattern: dict[str, list[tuple[int, ...]]] = {}
         for parameter in able[what]:
             pattern = _pattern(parameter, program.graph.runs)
-            by_pattern.setdefault(pattern, []).append(possible.of[what].get(parameter, 0))
-        return [
-            Offer(
-                trade=self.name,
-                label=f"{what} of {pattern}{f' ({len(parts)})' if len(parts) > 1 else ''}",
-                rules=(
-                    Rule(
-                        trade=self.name,
-                        module=pattern,
-                        op=what,
-                        count=len(parts),
-                        degree=min(parts),
-                        lead=_LEADS[what],
-                    ),
-                ),
-            )
-            for pattern, parts in by_pattern.items()
-        ]
+            by_pattern.setdefault(pattern, []).append(possible.of[what].get(parameter, (0,)))
+        found = []
+        for pattern, parts in by_pattern.items():
+            label = f"{what} of {pattern}{f' ({len(parts)})' if len(parts) > 1 else ''}"
+            for degree in min(parts):
+                is_read_so = what == WEIGHTS and degree
+                rule = Rule(
+                    trade=self.name,
+                    module=pattern,
+                    op=what,
+                    count=len(parts),
+                    degree=degree,
+                    lead=_LEAD_OF_SLICES if is_read_so else _LEADS[what],
+                )
+                sliced = f"{label}, {degree} slices" if len(min(parts)) > 1 else label
+                found.append(Offer(trade=self.name, label=sliced, rules=(rule,)))
+        return found
 
     def rewrite(
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - other trades ask it
+        source: Source,
     ) -> Program:
         if not rules:
             return program
+        from steelyard.operators import is_pointwise
+
         leads = {
             what: _leads(
                 movable(program, what, least_bytes=1), [r for r in rules if r.op == what], program
@@ -118,8 +127,11 @@ class OffloadState:
         slices = {what: _degrees(leads[what], [r for r in rules if r.op == what]) for what in leads}
         program = _with_update(program, leads, _updated_in_slices(program, leads, slices))
         # Whole where the pass has become another, by another trade or another batch.
-        read = sliceable(program, slices[WEIGHTS])
-        program = with_weights_far(program, leads[WEIGHTS], _of(slices[WEIGHTS], read))
+        read = _of(slices[WEIGHTS], sliceable(program, slices[WEIGHTS]))
+        program = with_weights_far(program, leads[WEIGHTS], read, is_pointwise=is_pointwise)
+        if read:
+            # So that what the new calls cost is known.
+            source.rewritten(program.graph)
         made = made_by_products(program, slices[GRADIENTS])
         return with_gradients_far(program, leads[GRADIENTS], _of(slices[GRADIENTS], made))
 
@@ -191,25 +203,25 @@ def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> 
 class _Slices:
     """Into how many each of these may be taken apart, and why what is large is whole."""
 
-    of: Mapping[str, Mapping[str, int]]
+    of: Mapping[str, Mapping[str, tuple[int, ...]]]
     whole: Mapping[str, str]
 
 
 def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _Slices:
     """Of large weights that only products read; of one that is trained, all that its update needs.
     Parameters of one rule are taken apart together or not at all."""
-    found: dict[str, dict[str, int]] = {what: {} for what in MOVABLE}
+    found: dict[str, dict[str, tuple[int, ...]]] = {what: {} for what in MOVABLE}
     whole: dict[str, str] = {}
     kept = {} if program.update is None else states(program.update.graph)
     named: dict[str, set[str]] = {}
     for parameter in dict.fromkeys(p for given in able.values() for p in given):
         named.setdefault(_pattern(parameter, program.graph.runs), set()).add(parameter)
-    large = [p for p, nbytes in able[WEIGHTS].items() if nbytes >= 2 * _SLICE_BYTES]
+    large = [p for p, nbytes in able[WEIGHTS].items() if nbytes >= _LEAST_SLICED_BYTES]
     read = sliceable(program, large)
     made = made_by_products(program, [p for p in large if p in able[GRADIENTS]])
     for pattern, parameters in named.items():
         sizes = {p: able[WEIGHTS].get(p, 0) for p in parameters}
-        if min(sizes.values()) < 2 * _SLICE_BYTES:
+        if min(sizes.values()) < _LEAST_SLICED_BYTES:
             continue
         reasons = (
             _why_whole(program, p, able)
@@ -221,14 +233,22 @@ def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _Slice
             whole[pattern] = reason
             continue
         for parameter, nbytes in sizes.items():
-            found[WEIGHTS][parameter] = nbytes // _SLICE_BYTES
+            found[WEIGHTS][parameter] = _parts(nbytes, is_trained=_is_updated(program, parameter))
             if kept.get(parameter):
-                found[OPTIMIZER][parameter] = nbytes // _UPDATE_SLICE_BYTES
+                found[OPTIMIZER][parameter] = (nbytes // _UPDATE_SLICE_BYTES,)
             if parameter in made:
-                found[GRADIENTS][parameter] = nbytes // _SLICE_BYTES
+                found[GRADIENTS][parameter] = (nbytes // _TRAINED_SLICE_BYTES,)
             elif parameter in able[GRADIENTS]:
                 whole[f"gradient of {pattern}"] = "no single product makes it"
     return _Slices(of=found, whole=whole)
+
+
+def _parts(nbytes: int, *, is_trained: bool) -> tuple[int, ...]:
+    """Slices of a weight; of one that is only read in several numbers, powers of two."""
+    if is_trained:
+        return (nbytes // _TRAINED_SLICE_BYTES,)
+    powers = (1 << (nbytes // each).bit_length() - 1 for each in _SLICE_BYTES)
+    return tuple(sorted({max(_FEWEST_SLICES, power) for power in powers}))
 
 
 def _why_whole(program: Program, parameter: str, able: Mapping[str, Mapping[str, int]]) -> str:

@@ -269,7 +269,7 @@ class _Replacing:
             path=maker.path,
             line=maker.line,
             nth=maker.nth,
-            signature=f"steelyard.stream({sha256(_told(body).encode()).hexdigest()[:24]})",
+            signature=f"steelyard.stream({sha256(body.told.encode()).hexdigest()[:24]})",
             flops=sum(n.flops for n in stretch.nodes),
             moved_bytes=sum(n.moved_bytes for n in stretch.nodes),
             body=body,
@@ -318,23 +318,3 @@ def _weight(mean: Node, count: Node) -> Node:
         signature=f"steelyard.nll_loss_weight({mean.signature};{tensor.dtype})",
         is_view=False,
     )
-
-
-def _told(body: Body) -> str:
-    """Everything that decides what a body costs."""
-    named: dict[str, int] = {}
-
-    def number(name: str) -> int:
-        return named.setdefault(name, len(named))
-
-    lines = [f"{body.rows} rows in {body.parts}"]
-    lines += [
-        f"{number(s.name)} {s.along} {s.dims} {s.unit} {s.tensor.dtype} {s.tensor.shape} "
-        f"{s.tensor.stride} {s.tensor.pending}"
-        for s in (*body.takes, *body.gives)
-    ]
-    lines += [
-        f"{number(node.name)} {node.op} {[number(i) for i in node.inputs]} {node.signature}"
-        for node in body.calls[0][1]
-    ]
-    return "\n".join(lines)
