@@ -18,6 +18,7 @@ import torch
 
 from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput, RunFailed
+from steelyard.core.graph import Body, Node, Ref, Sliced, Tensor
 from steelyard.exchange import far as module
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.slices import FarProducts
@@ -84,7 +85,51 @@ def test_a_sum_in_half_precision_is_not_rounded_with_every_slice(tmp_path: Path)
     def error(y: torch.Tensor) -> float:
         return float((y.double() - exact).norm() / exact.norm())
 
-    assert error(products.sum("weight", x)) < 1.5 * error(x @ weight)
+    (y,) = products.carrying_out(summing(weight, x, each=256))(["weight"], x)
+    assert y.dtype is torch.bfloat16
+    assert error(y) < 1.5 * error(x @ weight)
+
+
+def summing(weight: torch.Tensor, x: torch.Tensor, *, each: int) -> Body:
+    """``x @ weight``, so many rows of the weight at a time."""
+
+    def tensor(*shape: int) -> Tensor:
+        return Tensor(shape=shape, stride=(shape[1], 1), dtype="bfloat16", storage=0)
+
+    rows, columns = weight.shape
+    product = Node(
+        name="y",
+        op="aten.mm.default",
+        args=(Ref("x"), Ref("weight")),
+        inputs=("x", "weight"),
+        outputs=(tensor(len(x), columns),),
+    )
+    return Body(
+        rows=rows,
+        parts=rows // each,
+        each=each,
+        takes=(
+            Sliced(name="weight", tensor=tensor(rows, columns), along=0),
+            Sliced(name="x", tensor=tensor(len(x), rows), along=-1),
+        ),
+        calls=((each, (product,)),),
+        gives=(Sliced(name="y", tensor=product.outputs[0], along=None),),
+    )
+
+
+def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None:
+    memory = FarMemory(Far(tmp_path, rate="1 GB/s", size="1 MiB"))
+    slots = memory.slots([4096])
+    x = torch.zeros(1024)
+    slots.sent(0, slots.send(0, x), x)
+    child = os.fork()
+    if not child:
+        try:
+            slots.send(0, x)
+        except RunFailed as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:

@@ -197,11 +197,18 @@ class _Lane:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self.busy_seconds = 0.0
         self.progressed = time.perf_counter()
+        self._process = os.getpid()
         self._is_over = threading.Event()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def start(self, offset: int, x: torch.Tensor, *, is_write: bool) -> "Future[None]":
+        if os.getpid() != self._process:
+            raise RunFailed(
+                "far memory was opened before this process was forked, and its threads were not",
+                expected="steps in the process in which the plan was applied",
+                remedy="apply the plan here: plan.apply(model)",
+            )
         if self._is_over.is_set():
             raise RunFailed(
                 "far memory was closed, and a step moves values to it",
