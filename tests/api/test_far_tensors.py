@@ -310,7 +310,7 @@ class Twice(Wide):
 def test_what_8_bits_would_buy_is_said_beside_it(far: sy.Far) -> None:
     torch.manual_seed(0)
     model, cluster = Twice(), sy.Cluster.here(far=far)
-    planned = sy.plan(model, loss, torch.randn(256, 256), optimizer=ADAM, cluster=cluster)
+    planned = sy.plan(model, loss, torch.randn(16, 256), optimizer=ADAM, cluster=cluster)
     with pytest.raises(Infeasible) as refusal:
         planned.what_if(memory=MIB)
     assert refusal.value.least_bytes is not None
