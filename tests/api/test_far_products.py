@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import steelyard as sy
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Link
+from steelyard.core.far_inputs import sliceable_inputs
 from steelyard.core.graph import Node
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
@@ -61,6 +62,16 @@ class Turned(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.added, x, self.weight)
+
+
+class Left(nn.Linear):
+    """A weight that is the left side, turned: its rows are terms of a sum again."""
+
+    def __init__(self, given: int, made: int, *, bias: bool = True) -> None:
+        super().__init__(made, given, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.t() @ x.t()).t()
 
 
 class Block(nn.Module):
@@ -155,6 +166,7 @@ CASES = {
     "no bias": Case(between=gelu, inside=("mm", "gelu"), bias=False),
     "bfloat16": Case(between=gated, inside=("addmm", "silu", "addmm", "mul"), dtype=torch.bfloat16),
     "a sum": Case(between=gelu, inside=("addmm",), up=Turned),
+    "a sum, on the left": Case(between=relu, inside=("mm",), up=Left),
     "a sum, bfloat16": Case(between=gelu, inside=("addmm",), up=Turned, dtype=torch.bfloat16),
     "micro-batches": Case(between=dropped, inside=("addmm", "gelu", "masked_scale"), parts=2),
     "made again": Case(between=adapted, inside=("addmm", "add", "gelu"), again=True),
@@ -251,7 +263,8 @@ def test_with_copies_and_transfers_at_random_it_trains_the_same(
     copied = with_copies(before, again)
     able = sorted(waiting(copied) - {i.node for i in copied.again})
     times = {v: (rng.randrange(4), rng.randrange(4)) for v in able if rng.random() < 0.4}
-    moving = with_transfers(copied, times)
+    slices = {v: rng.choice((2, 3)) for v in sliceable_inputs(copied, sorted(times))}
+    moving = with_transfers(copied, times, slices)
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad and p.dim() == 2]
     rules = [
         replace(rule, degree=rng.choice((0, 2, 3, 8)), lead=rng.randrange(4))

@@ -21,7 +21,8 @@ from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.graph import Body, Node, Ref, Sliced, Tensor
 from steelyard.exchange import far as module
 from steelyard.exchange.far import FarMemory
-from steelyard.exchange.slices import FarProducts
+from steelyard.exchange.slices import FarProducts, There
+from steelyard.exchange.slots import Slots
 
 FAST = "100 GB/s"
 
@@ -43,7 +44,7 @@ FAST = "100 GB/s"
 )
 def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="64 MiB"))
-    slots = memory.slots([100, x.nbytes])
+    slots = Slots.of(memory, [100, x.nbytes])
     assert slots.sent(1, slots.send(1, x), x) is None
     back = slots.fetched(1, slots.fetch(1, None))
     assert back.data_ptr() != x.data_ptr() or not x.numel()
@@ -57,13 +58,13 @@ def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor)
 def test_what_has_gaps_or_overlaps_is_not_copied_wrongly(tmp_path: Path, x: torch.Tensor) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
     with pytest.raises(RunFailed, match="has gaps"):
-        memory.slots([x.nbytes]).send(0, x)
+        Slots.of(memory, [x.nbytes]).send(0, x)
 
 
 def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="64 MiB"))
     values = [torch.full((n,), float(n)) for n in (1000, 5000, 7, 300_000)]
-    slots = memory.slots([v.nbytes for v in values])
+    slots = Slots.of(memory, [v.nbytes for v in values])
     sending = [slots.send(i, v) for i, v in enumerate(values)]
     for i, (ticket, v) in enumerate(zip(sending, values)):
         slots.sent(i, ticket, v)
@@ -79,7 +80,8 @@ def test_a_sum_in_half_precision_is_not_rounded_with_every_slice(tmp_path: Path)
     (offset,) = memory.kept([weight.nbytes])
     memory.await_sent(memory.send(offset, weight))
     products = FarProducts(memory)
-    products.begin("weight", weight, offset, 16)
+    there = There(offset=offset, rows=len(weight), columns=weight.shape[1], dtype=weight.dtype)
+    products.begin("weight", there, 16)
     exact = x.double() @ weight.double()
 
     def error(y: torch.Tensor) -> float:
@@ -119,7 +121,7 @@ def summing(weight: torch.Tensor, x: torch.Tensor, *, each: int) -> Body:
 
 def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None:
     memory = FarMemory(Far(tmp_path, rate="1 GB/s", size="1 MiB"))
-    slots = memory.slots([4096])
+    slots = Slots.of(memory, [4096])
     x = torch.zeros(1024)
     slots.sent(0, slots.send(0, x), x)
     child = os.fork()
@@ -136,7 +138,7 @@ def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:
     """A lower bound on time holds on any machine."""
     memory = FarMemory(Far(tmp_path, rate="50 MB/s", size="64 MiB"))
     x = torch.zeros(5_000_000, dtype=torch.uint8)
-    slots = memory.slots([x.nbytes])
+    slots = Slots.of(memory, [x.nbytes])
     begin = time.perf_counter()
     slots.sent(0, slots.send(0, x), x)
     slots.fetched(0, slots.fetch(0, None))
@@ -149,7 +151,7 @@ def test_what_it_holds_is_not_in_memory(tmp_path: Path) -> None:
     """The file's pages are not in the page cache: mincore says of each whether it is."""
     memory = FarMemory(Far(tmp_path, rate=FAST, size="64 MiB"))
     x = torch.ones(16 << 20, dtype=torch.uint8)
-    slots = memory.slots([x.nbytes])
+    slots = Slots.of(memory, [x.nbytes])
     slots.sent(0, slots.send(0, x), x)
     slots.fetched(0, slots.fetch(0, None))
     assert resident_pages(memory._file, x.nbytes) == 0
@@ -175,8 +177,9 @@ def test_no_file_is_left_however_the_process_ends(tmp_path: Path, end: str) -> N
         import os, torch
         from steelyard.core.cluster import Far
         from steelyard.exchange.far import FarMemory
+        from steelyard.exchange.slots import Slots
         memory = FarMemory(Far({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
-        slots = memory.slots([4 << 20])
+        slots = Slots.of(memory, [4 << 20])
         x = torch.ones(4 << 20, dtype=torch.uint8)
         slots.send(0, x)
         {end}
@@ -193,7 +196,7 @@ def test_closed_in_the_middle_it_touches_no_other_file(tmp_path: Path) -> None:
     before = open_files()
     memory = FarMemory(Far(tmp_path, rate="20 MB/s", size="64 MiB"))
     x = torch.ones(8 << 20, dtype=torch.uint8)
-    slots = memory.slots([x.nbytes])
+    slots = Slots.of(memory, [x.nbytes])
     first, second = slots.send(0, x), slots.send(0, x)
     memory.close()
     others = [(tmp_path / f"other{n}").open("wb+") for n in range(4)]  # would take its numbers
@@ -237,19 +240,19 @@ def test_a_folder_that_cannot_be_used_is_named(
 def test_a_full_disk_is_said_before_anything_runs(tmp_path: Path) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="4000 TiB"))
     with pytest.raises(BadInput, match="cannot hold"):
-        memory.slots([3 << 50])
+        Slots.of(memory, [3 << 50])
 
 
 def test_more_than_it_may_hold_is_refused(tmp_path: Path) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
     with pytest.raises(BadInput, match=r"moves 2\.00 MiB"):
-        memory.slots([2 << 20])
+        Slots.of(memory, [2 << 20])
 
 
 def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
     x = torch.ones(1000)
-    slots = memory.slots([x.nbytes])
+    slots = Slots.of(memory, [x.nbytes])
 
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -271,7 +274,7 @@ def test_a_disk_that_stalls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module.os, "pwrite", stall)
     x = torch.ones(100)
-    slots = memory.slots([x.nbytes])
+    slots = Slots.of(memory, [x.nbytes])
     with pytest.raises(RunFailed, match=r"stalls: 1\.00 MiB are not through after"):
         slots.sent(0, slots.send(0, x), x)
     begun.set()
@@ -283,7 +286,7 @@ def test_a_long_queue_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "_PATIENCE", 1.0)
     memory = FarMemory(Far(tmp_path, rate="4 MB/s", size="64 MiB"))
     x = torch.ones(1 << 20, dtype=torch.uint8)
-    slots = memory.slots([x.nbytes] * 6)
+    slots = Slots.of(memory, [x.nbytes] * 6)
     sending = [slots.send(i, x) for i in range(6)]
     begin = time.perf_counter()
     slots.sent(5, sending[5], x)
@@ -292,7 +295,7 @@ def test_a_long_queue_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_step_after_it_was_closed_is_told_so(tmp_path: Path) -> None:
     memory = FarMemory(Far(tmp_path, rate=FAST, size="1 MiB"))
-    slots = memory.slots([400])
+    slots = Slots.of(memory, [400])
     memory.close()
     with pytest.raises(RunFailed, match="was closed"):
         slots.send(0, torch.ones(100))
@@ -304,8 +307,9 @@ def test_a_process_that_is_interrupted_does_not_wait_for_what_is_queued(tmp_path
         import torch
         from steelyard.core.cluster import Far
         from steelyard.exchange.far import FarMemory
+        from steelyard.exchange.slots import Slots
         memory = FarMemory(Far({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
-        slots = memory.slots([20 << 20])
+        slots = Slots.of(memory, [20 << 20])
         slots.send(0, torch.ones(20 << 20, dtype=torch.uint8))
         raise KeyboardInterrupt
     """

@@ -1,9 +1,9 @@
 """The calls by which tensors come from far memory and go there, and the lines between them.
 
-Not for where the calls go: see trips.py, far_products.py and far_gradients.py.
+Not for where the calls go: see trips.py, far_products.py, far_inputs.py and far_gradients.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 
@@ -48,10 +48,9 @@ class Calls:
     def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
         """Begin to fetch, in room for two slices; let them go."""
         (tensor,) = self._graph.by_name[weight].outputs
-        rows = rows_in_slice(tensor, count)
-        room = self._room(tensor, rows, slices=2)
+        room, link = slices_of(tensor, count, storage=len(self._storages))
+        self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
         begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
-        link = _over(FAR_IN, Exchange.FETCH, tensor.nbytes, pieces=-(-tensor.shape[0] // rows))
         begin = replace(begin, args=(weight, count), collective=link)
         end = self._call("end", weight, _numbered(f"{weight}.end", number), (begin.name,))
         return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
@@ -285,41 +284,41 @@ class Running:
 
 
 class Looks:
-    """Values that look at some weights; they look anew at each copy that is fetched."""
+    """Values that look at some others that lie far; they look anew at each copy that is fetched."""
 
-    def __init__(self, program: Program, weights: Sequence[str]) -> None:
+    def __init__(self, program: Program, far: Iterable[str]) -> None:
         graph = program.graph
         self._graph = graph
-        self._weight = {name: name for name in weights}
+        self._far = {name: name for name in far}
         for node in graph.nodes:
-            if node.inputs and graph.is_look(node) and node.inputs[0] in self._weight:
-                self._weight[node.name] = self._weight[node.inputs[0]]
+            if node.inputs and graph.is_look(node) and node.inputs[0] in self._far:
+                self._far[node.name] = self._far[node.inputs[0]]
         # By value: of copies too, which stand for the same.
-        self.of = {i.value: i.node for i in program.instructions if i.node in self._weight}
+        self.of = {i.value: i.node for i in program.instructions if i.node in self._far}
         self._number: dict[str, int] = {}
         self._made: dict[str, str] = {}
 
     def reads(self, lines: Sequence[Instruction]) -> dict[str, list[int]]:
-        """The lines that read each weight, or a look at it."""
+        """The lines that read each, or a look at it."""
         found: dict[str, list[int]] = {}
         for number, line in enumerate(lines):
-            for weight in dict.fromkeys(map(self.weight_of, line.inputs)):
-                if weight:
-                    found.setdefault(weight, []).append(number)
+            for far in dict.fromkeys(map(self.far_of, line.inputs)):
+                if far:
+                    found.setdefault(far, []).append(number)
         return found
 
-    def weight_of(self, value: str) -> str:
-        return self._weight.get(self.of.get(value, value), "")
+    def far_of(self, value: str) -> str:
+        return self._far.get(self.of.get(value, value), "")
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._weight)
+        return frozenset(self._far)
 
-    def begin_anew(self, weight: str, number: int) -> None:
+    def begin_anew(self, far: str, number: int) -> None:
         """From here on it is this copy that is read."""
-        self._number[weight] = number
-        self._made = {n: v for n, v in self._made.items() if self._weight[n] != weight}
-        self._made[weight] = _numbered(weight, number)
+        self._number[far] = number
+        self._made = {n: v for n, v in self._made.items() if self._far[n] != far}
+        self._made[far] = _numbered(far, number)
 
     def rewritten(self, line: Instruction) -> list[Instruction]:
         added: list[Instruction] = []
@@ -327,15 +326,29 @@ class Looks:
         return [*added, replace(line, inputs=inputs)]
 
     def _now(self, name: str, phase: Phase, added: list[Instruction]) -> str:
-        weight = self._weight.get(name)
-        if weight is None:
+        far = self._far.get(name)
+        if far is None:
             return name
         if name not in self._made:
             node = self._graph.by_name[name]
             inputs = tuple(self._now(i, phase, added) for i in node.inputs)
-            self._made[name] = _numbered(name, self._number[weight])
+            self._made[name] = _numbered(name, self._number[far])
             added.append(Instruction(node=name, value=self._made[name], inputs=inputs, phase=phase))
         return self._made[name]
+
+
+def slices_of(matrix: Tensor, count: int, *, storage: int) -> tuple[Tensor, Collective]:
+    """The room that two slices of it take, and what brings them all."""
+    rows = rows_in_slice(matrix, count)
+    pieces = -(-matrix.shape[0] // rows)
+    room = replace(
+        matrix,
+        shape=(min(2, pieces), rows, matrix.shape[1]),
+        stride=(0, 0, 0),
+        storage=storage,
+        offset=0,
+    )
+    return room, _over(FAR_IN, Exchange.FETCH, matrix.nbytes, pieces=pieces)
 
 
 def rows_in_slice(tensor: Tensor, count: int) -> int:

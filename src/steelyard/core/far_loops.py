@@ -1,45 +1,84 @@
-"""Lines that are carried out slice by slice: products with a weight that lies in far memory, and
-the pointwise work behind them.
+"""Lines that are carried out slice by slice: products with what lies in far memory (a weight, or a
+value of the forward pass), and the pointwise work behind them.
 
 A product that reads slices of rows of ``W`` in ``x @ W.T`` makes columns of its result, and what is
 pointwise behind it is made of those columns while they are at hand. Products that meet in such work
-are carried out together. Not for fetching: see far_products.py.
+are carried out together. Not for fetching: see far_products.py and far_inputs.py.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from types import MappingProxyType
 
 from steelyard.core.columns import IsPointwise, in_columns, on_columns
-from steelyard.core.far_calls import Looks
-from steelyard.core.graph import FAR_PRODUCTS, Body, Graph, Node, Phase, Ref, Sliced
+from steelyard.core.far_calls import Looks, rows_in_slice
+from steelyard.core.graph import (
+    FAR_PRODUCTS,
+    Body,
+    Graph,
+    Node,
+    Phase,
+    Ref,
+    Sliced,
+    Tensor,
+)
 from steelyard.core.program import Instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """``mm`` or ``addmm`` whose right side is a weight (a sum over its rows), or that weight
-    transposed (its rows are the columns of the result)."""
+    """``mm`` or ``addmm`` of which one side lies far: ``matrix`` is how its rows lie there. It is
+    the right side (the product is a sum over its rows), or that turned (its rows are the columns of
+    the result), or the left side turned (a sum again)."""
 
     node: Node
-    weight: str
+    far: str
     place: int
-    by_columns: bool
+    matrix: Tensor
+    is_turned: bool
 
     @classmethod
     def of(cls, node: Node, graph: Graph, looks: Looks) -> "Product | None":
-        place = {"aten.mm.default": 1, "aten.addmm.default": 2}.get(node.op)
-        if place is None or node.kwargs or len(set(node.inputs)) != len(node.args):
+        places = [place for place, name in enumerate(node.inputs) if looks.far_of(name)]
+        if node.kwargs or len(set(node.inputs)) != len(node.args) or len(places) != 1:
             return None
-        *others, right = node.inputs
-        weight = looks.weight_of(right)
-        if not weight or any(looks.weight_of(name) for name in others):
+        (place,) = places
+        if place not in _PLACES.get(node.op, ()):
             return None
-        (own,), (seen,) = graph.by_name[weight].outputs, graph.by_name[right].outputs
-        by_columns = (seen.shape, seen.stride) == (own.shape[::-1], own.stride[::-1])
-        if not by_columns and (seen.shape, seen.stride) != (own.shape, own.stride):
+        far = looks.far_of(node.inputs[place])
+        (own,), (seen,) = graph.by_name[far].outputs, graph.by_name[node.inputs[place]].outputs
+        turned = replace(seen, shape=seen.shape[::-1], stride=seen.stride[::-1])
+        is_turned = not _is_matrix(seen, own)
+        if is_turned and not _is_matrix(turned, own):
             return None
-        return cls(node=node, weight=weight, place=place, by_columns=by_columns)
+        matrix = turned if is_turned else seen
+        found = cls(node=node, far=far, place=place, matrix=matrix, is_turned=is_turned)
+        return found if found.is_right or is_turned else None
+
+    @property
+    def by_columns(self) -> bool:
+        return self.is_turned and self.is_right
+
+    @property
+    def is_right(self) -> bool:
+        return self.place == len(self.node.inputs) - 1
+
+
+# Of the sides of a product; what is added to one is none.
+_PLACES = {"aten.mm.default": (0, 1), "aten.addmm.default": (2,)}
+
+
+def _is_matrix(seen: Tensor, own: Tensor) -> bool:
+    """Whether these are all the numbers that lie there, row by row."""
+    return (
+        own.is_contiguous
+        and seen.is_contiguous
+        and len(seen.shape) == 2
+        and (seen.dtype, seen.numel, seen.offset, seen.pending)
+        == (own.dtype, own.numel, own.offset, own.pending)
+        and (len(own.shape) != 2 or seen.shape == own.shape)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +92,32 @@ class Loop:
     rows: int
     each: int
 
+    @classmethod
+    def alone(cls, number: int, product: Product, slices: int) -> "Loop":
+        return cls(
+            lines=(number,),
+            products={number: product},
+            behind=(),
+            rows=product.matrix.shape[0],
+            each=rows_in_slice(product.matrix, slices),
+        )
+
 
 class Loops:
-    """Finds the loops among ``lines``; ``each`` is how many rows a slice of each weight has."""
+    """Finds the loops among ``lines``; ``slices`` is how many each weight is read in."""
 
     def __init__(
         self,
         graph: Graph,
         lines: Sequence[Instruction],
         looks: Looks,
-        each: Mapping[str, int],
+        slices: Mapping[str, int],
         *,
         is_pointwise: IsPointwise,
     ) -> None:
         self._graph = graph
         self._lines = lines
-        self._each = each
+        self._slices = slices
         self._is_pointwise = is_pointwise
         self._made = {line.value: number for number, line in enumerate(lines)}
         # Of each line in a loop, the loop's first line.
@@ -76,7 +125,7 @@ class Loops:
         self._found: dict[int, Loop] = {}
         for number, line in enumerate(lines):
             product = Product.of(graph.by_name[line.node], graph, looks)
-            if product is not None and product.weight in each:
+            if product is not None and product.far in slices:
                 self._begin(number, product)
             else:
                 self._extend(number)
@@ -86,13 +135,7 @@ class Loops:
 
     def _begin(self, number: int, product: Product) -> None:
         self._of[number] = number
-        self._found[number] = Loop(
-            lines=(number,),
-            products={number: product},
-            behind=(),
-            rows=self._graph.by_name[product.weight].outputs[0].shape[0],
-            each=self._each[product.weight],
-        )
+        self._found[number] = Loop.alone(number, product, self._slices[product.far])
 
     def _extend(self, number: int) -> None:
         """Take this line into the loop, or the loops, of which it reads columns."""
@@ -169,15 +212,23 @@ def _is_alike(loops: Sequence[Loop]) -> bool:
     return (
         all(p.by_columns for p in products)
         and len({(loop.rows, loop.each) for loop in loops}) == 1
-        and len({p.weight for p in products}) == len(products)
+        and len({p.far for p in products}) == len(products)
     )
 
 
 class Carried:
-    """A loop as one call of the program: the node, its line, and the lines of what it gives."""
+    """A loop as one call of the program: the node, its line, and the lines of what it gives. What
+    lies far is named as it is there: by its place, where ``slots`` has one."""
 
-    def __init__(self, loop: Loop, graph: Graph, lines: Sequence[Instruction]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        graph: Graph,
+        lines: Sequence[Instruction],
+        slots: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._loop = loop
+        self._slots = slots
         self._graph = graph
         self._lines = {number: lines[number] for number in loop.lines}
         inside = {line.value for line in self._lines.values()}
@@ -201,8 +252,8 @@ class Carried:
         self.node = self._whole()
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        return tuple(product.weight for product in self._loop.products.values())
+    def far(self) -> tuple[str, ...]:
+        return tuple(product.far for product in self._loop.products.values())
 
     def results(self) -> list[tuple[Node, Instruction]]:
         """What takes its results apart; they keep the names that others read."""
@@ -233,16 +284,16 @@ class Carried:
         loop, graph = self._loop, self._graph
         counts = sorted({loop.each, loop.rows % loop.each or loop.each}, reverse=True)
         calls = {count: tuple(self._calls(count)) for count in counts}
-        weights = tuple(
-            Sliced(name=weight, tensor=graph.by_name[weight].outputs[0], along=0)
-            for weight in self.weights
+        far = tuple(
+            Sliced(name=product.far, tensor=product.matrix, along=0)
+            for product in loop.products.values()
         )
         is_sum = not next(iter(loop.products.values())).by_columns
         return Body(
             rows=loop.rows,
             parts=-(-loop.rows // loop.each),
             each=loop.each,
-            takes=(*weights, *(take for _, take in self._takes.values())),
+            takes=(*far, *(take for _, take in self._takes.values())),
             calls=tuple((count, calls[count]) for count in sorted(counts)),
             gives=tuple(
                 Sliced(
@@ -265,32 +316,38 @@ class Carried:
         return calls
 
     def _product(self, product: Product, line: Instruction) -> list[Node]:
-        """Of the slice of the weight, turned where it was turned as a whole."""
+        """Of the slice of what lies far, turned where it was turned as a whole."""
         node, read = product.node, dict(zip(product.node.inputs, line.inputs, strict=True))
-        right, weight, turn = node.inputs[product.place], product.weight, []
-        if product.by_columns:
-            seen = self._graph.by_name[right].outputs
+        seen, slice_, turn = node.inputs[product.place], product.far, []
+        if product.is_turned:
+            slice_ = f"{product.far}.t"
+            (tensor,) = self._graph.by_name[seen].outputs
             turn = [
                 Node(
-                    name=f"{weight}.t",
+                    name=slice_,
                     op="aten.t.default",
-                    args=(Ref(weight),),
-                    inputs=(weight,),
-                    outputs=(replace(seen[0], storage=self._graph.storages_of(weight)[0]),),
+                    args=(Ref(product.far),),
+                    inputs=(product.far,),
+                    outputs=(replace(tensor, storage=product.matrix.storage),),
                     signature="aten.t.default",
                     is_view=True,
                 )
             ]
-            weight = f"{weight}.t"
-        renamed = {right: weight}
+        renamed = {seen: slice_}
         for place, name in enumerate(node.inputs):
-            if place == product.place:
-                continue
-            is_bias = place < product.place - 1
-            # Columns of a bias for columns of the result; of the left side for rows of a sum.
-            is_cut = product.by_columns == is_bias and self._is_in_columns(name)
-            renamed[name] = self._taken(name, read[name], is_cut=is_cut)
+            if place != product.place:
+                along = self._cut(product, place, name)
+                renamed[name] = self._taken(name, read[name], along=along)
         return [*turn, node.reading(renamed)]
+
+    def _cut(self, product: Product, place: int, name: str) -> int | None:
+        """Along which dim a slice takes some of another argument; None for all of it."""
+        if not product.is_right:
+            return 0
+        is_added = place < product.place - 1
+        # Columns of what is added for columns of the result; of the left side for rows of a sum.
+        is_cut = product.by_columns == is_added and self._is_in_columns(name)
+        return -1 if is_cut else None
 
     def _is_in_columns(self, name: str) -> bool:
         return self._graph.by_name[name].outputs[0].shape[-1:] == (self._loop.rows,)
@@ -300,16 +357,15 @@ class Carried:
         inside = {own.value for own in self._lines.values()}
         return node.reading(
             {
-                name: self._taken(name, value, is_cut=self._is_in_columns(name))
+                name: self._taken(name, value, along=-1 if self._is_in_columns(name) else None)
                 for name, value in zip(node.inputs, line.inputs, strict=True)
                 if value not in inside
             }
         )
 
-    def _taken(self, name: str, value: str, *, is_cut: bool) -> str:
+    def _taken(self, name: str, value: str, *, along: int | None) -> str:
         """What the calls name it; the same value may be read whole and in columns."""
-        along = -1 if is_cut else None
-        called = f"{name}.columns" if is_cut else name
+        called = {None: name, -1: f"{name}.columns", 0: f"{name}.rows"}[along]
         tensor = self._graph.by_name[name].outputs[0]
         take = Sliced(name=called, tensor=tensor, along=along)
         self._takes.setdefault((name, along), (value, take))
@@ -322,7 +378,10 @@ class Carried:
         return Node(
             name=f"{first.value}.slices",
             op=FAR_PRODUCTS,
-            args=(self.weights, *(Ref(name) for name, _ in self._takes)),
+            args=(
+                tuple(self._slots.get(far, far) for far in self.far),
+                *(Ref(name) for name, _ in self._takes),
+            ),
             inputs=tuple(dict.fromkeys(name for name, _ in self._takes)),
             outputs=tuple(given.tensor for given in self.body.gives),
             # Not of the forward pass: whatever names or counts that sees the step as captured.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from steelyard.core.columns import IsPointwise
-from steelyard.core.far_calls import Calls, Looks, Running, rows_in_slice
+from steelyard.core.far_calls import Calls, Looks, Running
 from steelyard.core.far_loops import Carried, Loops, Product
 from steelyard.core.graph import Graph, Node, Phase, Ref, Symbol
 from steelyard.core.program import Instruction, Program
@@ -17,7 +17,8 @@ from steelyard.core.updates import WEIGHT
 
 
 def sliceable(program: Program, parameters: Iterable[str]) -> frozenset[str]:
-    """Of these weights: what nothing reads but products of which it is the right side."""
+    """Of these weights: what nothing reads but products of which it is the right side, or the left
+    one turned."""
     nodes = program.graph.by_name
     able = [p for p in parameters if _is_row_major(nodes[WEIGHT + p])]
     looks = Looks(program, [WEIGHT + p for p in able])
@@ -49,10 +50,7 @@ def with_products_far(
     looks = Looks(program, [WEIGHT + parameter for parameter in slices])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
     graph, lines = _with_room_apart(program.graph, lines)
-    each = {
-        weight: rows_in_slice(graph.by_name[weight].outputs[0], count)
-        for weight, count in ((WEIGHT + p, count) for p, count in slices.items())
-    }
+    each = {WEIGHT + parameter: count for parameter, count in slices.items()}
     loops = Loops(graph, lines, looks, each, is_pointwise=is_pointwise).found()
     calls = Calls(graph, Phase.BACKWARD)
     calls.drop(looks.names)
@@ -117,7 +115,7 @@ def _with_slices(
     behind: dict[int, list[Instruction]] = {}
     numbers: Counter[str] = Counter()
     for place, carried in at.items():
-        for weight in carried.weights:
+        for weight in carried.far:
             parameter = weight.removeprefix(WEIGHT)
             begin, end = calls.slices(weight, numbers[weight], slices[parameter])
             numbers[weight] += 1

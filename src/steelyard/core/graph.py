@@ -112,7 +112,7 @@ def without_refs(argument: Argument) -> Argument:
 
 
 FAR_CALLS = "steelyard.far_"
-# A product that reads a weight from far memory, a slice of it after another.
+# A product that reads one of its sides from far memory, a slice of it after another.
 FAR_PRODUCTS = "steelyard.product_far"
 # A product whose result goes to far memory, a slice of it after another.
 SENT_PRODUCTS = "steelyard.product_sent"
@@ -169,7 +169,7 @@ class Node:
     @property
     def is_slicing(self) -> bool:
         """One that begins to fetch slices; the further ones are issued by what reads them."""
-        return self.op == f"{FAR_CALLS}begin_weight"
+        return self.op in (f"{FAR_CALLS}begin", f"{FAR_CALLS}begin_weight")
 
     @property
     def is_getitem(self) -> bool:

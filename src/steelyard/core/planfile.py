@@ -83,6 +83,7 @@ class _Stream(BaseModel):
 
 
 class _Offload(_Quantise):
+    degree: Annotated[int, Field(ge=0, le=_LARGEST, alias="slices")] = 0
     lag: _Whole = 0
     lead: _Whole = 0
 
@@ -326,9 +327,12 @@ def _lines(decisions: Decisions) -> Iterator[str]:
     for rule in sorted(decisions.rules):
         yield f"\n[[{rule.trade}]]"
         for field, info in _TABLES[rule.trade].model_fields.items():
-            if field == "times" and rule.times == 1:
+            if getattr(rule, field) == _UNSAID.get((rule.trade, field)):
                 continue  # as nearly always, and in files from before there was more
             yield f"{info.alias or field} = {_toml(getattr(rule, field))}"
+
+
+_UNSAID = {("recompute", "times"): 1, ("offload", "degree"): 0}
 
 
 def _toml(value: str | int | float) -> str:

@@ -18,8 +18,9 @@ class Rule:
     """``count`` nodes must match, else the plan is for another model.
 
     ``op`` may end in ``#k``: result k of an operator that has several. ``degree`` is the trade's
-    own number where it has one (how many micro-batches). ``lag`` and ``lead`` say how many
-    operators run while a transfer is under way: after a value is sent, before it is wanted back.
+    own number where it has one (how many micro-batches, how many slices). ``lag`` and ``lead`` say
+    how many operators run while a transfer is under way: after a value is sent, before it is
+    wanted back.
     Where a trade is on parameters and not on calls, ``op`` says what of them.
     ``times`` is how often at most a value is made again.
     """
@@ -73,6 +74,7 @@ def to_rules(
     lag: int = 0,
     lead: int = 0,
     times: int = 1,
+    degree: int = 0,
 ) -> tuple[Rule, ...]:
     """The fewest sorted rules that name exactly these values.
 
@@ -92,7 +94,9 @@ def to_rules(
                 chosen -= members
                 rules.append(_rule(trade, pattern, len(members)))
     rules += [_rule(trade, spot, 1) for spot in chosen]
-    return tuple(sorted(replace(rule, lag=lag, lead=lead, times=times) for rule in rules))
+    return tuple(
+        sorted(replace(rule, lag=lag, lead=lead, times=times, degree=degree) for rule in rules)
+    )
 
 
 def matching(graph: Graph, rules: Sequence[Rule]) -> frozenset[str]:

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,7 +30,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 class FarMemory:
-    """Slots of one file, and a thread for each direction. ``waited_seconds`` is what the device
+    """Room on one file, and a thread for each direction. ``waited_seconds`` is what the device
     has waited in all, ``moved_bytes`` what went either way.
     """
 
@@ -53,25 +52,10 @@ class FarMemory:
         """How long values were on their way, in all and both ways."""
         return self._out.busy_seconds + self._in.busy_seconds
 
-    def slots(self, sizes: Sequence[int]) -> "Slots":
-        """Room for one program's values; another program's, which runs at another time, may lie
-        in the same place.
+    def shared(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets of room for one program's values; another program's, which runs at another time,
+        may lie in the same place.
         """
-        return Slots(self, self._offsets(sizes))
-
-    def kept(self, sizes: Sequence[int]) -> list[int]:
-        """Offsets of room that nothing else is given from then on; before any program's."""
-        offsets = self._offsets(sizes) if sizes else []
-        self._kept += sum(map(far_room, sizes))
-        return offsets
-
-    def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
-        """What lies there, as memory that can be read and written, and that the system may take
-        out of memory again."""
-        pages = mmap.mmap(self._file, far_room(nbytes), offset=offset)
-        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
-
-    def _offsets(self, sizes: Sequence[int]) -> list[int]:
         rounded = [far_room(size) for size in sizes]
         total = self._kept + sum(rounded)
         if total > self.far.size_bytes:
@@ -84,6 +68,18 @@ class FarMemory:
         if total > self._size:
             self._reserve(total)
         return list(accumulate(rounded[:-1], initial=self._kept))
+
+    def kept(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets of room that nothing else is given from then on; before any program's."""
+        offsets = self.shared(sizes) if sizes else []
+        self._kept += sum(map(far_room, sizes))
+        return offsets
+
+    def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
+        """What lies there, as memory that can be read and written, and that the system may take
+        out of memory again."""
+        pages = mmap.mmap(self._file, far_room(nbytes), offset=offset)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
 
     def _reserve(self, total: int) -> None:
         try:
@@ -133,51 +129,7 @@ class FarMemory:
             raise error
 
 
-@dataclass(slots=True)
-class Slots:
-    """What a program calls, by slot: send, let go, begin to fetch, hand over."""
-
-    _memory: FarMemory
-    _offsets: list[int]
-    _layouts: dict[int, "_Layout"] = field(default_factory=dict)
-    _fetching: dict[int, "Future[None]"] = field(default_factory=dict)
-
-    def send(self, slot: int, x: torch.Tensor) -> "Future[None]":
-        self._layouts[slot] = _layout(x)
-        return self._memory.send(self._offsets[slot], x)
-
-    def sent(self, slot: int, sending: "Future[None]", x: torch.Tensor) -> None:  # noqa: ARG002
-        self._memory.await_sent(sending)
-
-    def fetch(self, slot: int, _: None) -> torch.Tensor:
-        shape, stride, dtype = self._layouts[slot]
-        x = torch.empty_strided(shape, stride, dtype=dtype)
-        self._fetching[slot] = self._memory.fetch(self._offsets[slot], x)
-        return x
-
-    def has_arrived(self, slot: int) -> bool:
-        """Whether what was last fetched from there is here."""
-        return self._fetching[slot].done()
-
-    def fetched(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        self._memory.await_fetched(self._fetching.pop(slot))
-        return x
-
-
 _Job = tuple["Future[None]", int, list[torch.Tensor], bool]
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-
-def _layout(x: torch.Tensor) -> _Layout:
-    """How the value lies, as its kernel made it, which may be otherwise than torch describes."""
-    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
-    if x.numel() and span != x.numel():
-        raise RunFailed(
-            f"a value to be moved has gaps: shape {list(x.shape)}, strides {list(x.stride())}",
-            expected="a value that fills its memory, as torch described it when it was captured",
-            remedy="take its offload rule out of the plan, and report this model",
-        )
-    return x.shape, x.stride(), x.dtype
 
 
 class _Lane:

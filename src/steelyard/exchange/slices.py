@@ -1,6 +1,6 @@
-"""Weights in far memory that are read slice by slice: the next ones come while one computes.
+"""Matrices in far memory that are read slice by slice: the next one comes while one computes.
 
-Not for which weights, how many slices, nor what is computed with them: that is the program's.
+Not for which, how many slices, nor what is computed with them: that is the program's.
 """
 
 from collections import deque
@@ -16,31 +16,45 @@ from steelyard.exchange.far import FarMemory
 from steelyard.operators import sliced
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class There:
+    """A matrix in far memory, row behind row."""
+
+    offset: int
+    rows: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.dtype.itemsize
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Slices:
-    """The rows of a weight, some at a time: the next are on their way while these are used."""
+    """Its rows, some at a time: the next are on their way while these are used."""
 
-    weight: torch.Tensor
+    there: There
     memory: FarMemory
-    offset: int
     room: torch.Tensor
     arriving: "deque[tuple[Future[None], torch.Tensor]]"
 
     @classmethod
-    def of(cls, weight: torch.Tensor, offset: int, memory: FarMemory, parts: int) -> "_Slices":
-        rows = rows_of_slice(weight.shape[0], weight[0].nbytes, parts)
-        room = weight.new_empty((2, rows, weight.shape[1]))
-        slices = cls(weight=weight, memory=memory, offset=offset, room=room, arriving=deque())
-        for number in range(2):
+    def of(cls, there: There, memory: FarMemory, parts: int) -> "_Slices":
+        rows = rows_of_slice(there.rows, there.row_bytes, parts)
+        near = min(2, -(-there.rows // rows))
+        room = torch.empty((near, rows, there.columns), dtype=there.dtype)
+        slices = cls(there=there, memory=memory, room=room, arriving=deque())
+        for number in range(near):
             slices._fetch(number)
         return slices
 
     def _fetch(self, number: int) -> None:
         each = self.room.shape[1]
-        start, end = number * each, min((number + 1) * each, self.weight.shape[0])
+        start, end = number * each, min((number + 1) * each, self.there.rows)
         if start < end:
             rows = self.room[number % 2, : end - start]
-            offset = self.offset + start * self.weight[0].nbytes
+            offset = self.there.offset + start * self.there.row_bytes
             self.arriving.append((self.memory.fetch(offset, rows), rows))
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
@@ -55,29 +69,34 @@ class _Slices:
 
 
 class FarProducts:
-    """Each weight that is being read, by its name in the program; the same one may be twice."""
+    """Each matrix that is being read, by its name or number in the program; the same one may be
+    twice."""
 
     def __init__(self, memory: FarMemory) -> None:
         self._memory = memory
-        self._slicing: dict[str, deque[_Slices]] = {}
+        self._slicing: dict[str | int, deque[_Slices]] = {}
 
     def clear(self) -> None:
         self._slicing.clear()
 
-    def begin(self, name: str, weight: torch.Tensor, offset: int, parts: int) -> torch.Tensor:
+    def forget(self, name: str | int) -> None:
+        """What a step that failed left of it."""
+        self._slicing.pop(name, None)
+
+    def begin(self, name: str | int, there: There, parts: int) -> torch.Tensor:
         """Begin to fetch the first two slices; the room for them."""
-        slices = _Slices.of(weight, offset, self._memory, parts)
+        slices = _Slices.of(there, self._memory, parts)
         self._slicing.setdefault(name, deque()).append(slices)
         return slices.room
 
     def carrying_out(self, body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """What takes the names of weights, and then all else that ``body`` takes."""
+        """What takes the names of these, and then all else that ``body`` takes."""
         run = sliced(body)
 
-        def carry_out(names: Sequence[str], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def carry_out(names: Sequence[str | int], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return run(*(self._slicing[name][0] for name in names), *taken)
 
         return carry_out
 
-    def end(self, name: str) -> None:
+    def end(self, name: str | int) -> None:
         self._slicing[name].popleft()

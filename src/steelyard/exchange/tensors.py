@@ -15,7 +15,7 @@ from steelyard.core.updates import GRADIENT, WEIGHT
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.home import Home, Layout
 from steelyard.exchange.sliced_gradients import FarGradients
-from steelyard.exchange.slices import FarProducts
+from steelyard.exchange.slices import FarProducts, There
 
 
 class FarTensors:
@@ -124,7 +124,9 @@ class FarTensors:
 
     def begin_weight(self, name: str, parts: int) -> torch.Tensor:
         home = self._homes[name]
-        return self.products.begin(name, home.there, home.offset, parts)
+        rows, columns = home.there.shape
+        there = There(offset=home.offset, rows=rows, columns=columns, dtype=home.there.dtype)
+        return self.products.begin(name, there, parts)
 
     def end_weight(self, name: str, _: torch.Tensor) -> None:
         self.products.end(name)

@@ -13,7 +13,8 @@ import torch
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Far, Link
-from steelyard.exchange.far import FarMemory, Slots
+from steelyard.exchange.far import FarMemory
+from steelyard.exchange.slots import Slots
 from steelyard.measure.cache import CostCache
 
 _SECONDS = 0.25

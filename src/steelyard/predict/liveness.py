@@ -79,7 +79,8 @@ def _what(graph: Graph, instruction: Instruction) -> str:
         return f"{_FETCHES[node.op]} ({how})"
     if node.is_far:
         # Named for the value that comes back.
-        return f"{graph.by_name[node.name.rpartition('.')[0]].op} (fetched)"
+        how = "in slices" if node.is_slicing else "fetched"
+        return f"{graph.by_name[node.name.rpartition('.')[0]].op} ({how})"
     if node.op == ENCODE:
         return f"{graph.by_name[node.inputs[0]].op} (in 8 bits)"
     if node.op == DECODE:

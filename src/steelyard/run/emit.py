@@ -15,7 +15,8 @@ from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.graph import FAR_CALLS, SENT_PRODUCTS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
-from steelyard.exchange.far import FarMemory, Slots
+from steelyard.exchange.far import FarMemory
+from steelyard.exchange.slots import Slots
 from steelyard.exchange.tensors import FarTensors
 from steelyard.operators import copy_laid_out
 from steelyard.run.calls import quickest
@@ -68,7 +69,7 @@ def _slots(program: Program, far: FarMemory | None) -> Slots | None:
             expected="a folder on a disk for them, as the plan was made for",
             remedy='name it: --far DIR, or Cluster.here(far=Far("/scratch", ...)) in Python',
         )
-    return far.slots([sizes[slot] for slot in range(len(sizes))])
+    return Slots.of(far, [sizes[slot] for slot in range(len(sizes))])
 
 
 class _Writer:
@@ -147,18 +148,25 @@ class _Writer:
 
     def _far_call(self, node: Node) -> Callable[..., Any] | None:
         if node.is_far_product:
-            assert self._tensors is not None
-            assert node.body is not None
-            return self._tensors.products.carrying_out(node.body)
+            (names, *_), body = node.args, node.body
+            assert isinstance(names, tuple)
+            assert body is not None
+            # Of one loop all are of the one kind, or all of the other.
+            caller = self._caller(names[0])
+            assert caller is not None
+            return caller.products.carrying_out(body)
         if node.op == SENT_PRODUCTS:
             assert self._tensors is not None
             return self._tensors.gradients.rows
         if not node.is_far:
             return None
-        # What has a place for good is named; what has one for a step has a number.
-        caller = self._tensors if isinstance(node.args[0], str) else self._slots
+        caller = self._caller(node.args[0])
         bound: Callable[..., Any] = getattr(caller, node.op.removeprefix(FAR_CALLS))
         return bound
+
+    def _caller(self, name: Argument) -> FarTensors | Slots | None:
+        """What has a place for good is named; what has one for a step has a number."""
+        return self._tensors if isinstance(name, str) else self._slots
 
     def _name(self, value: str) -> str:
         name = self._names.get(value)

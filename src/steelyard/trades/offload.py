@@ -5,29 +5,40 @@ the near copy go, one begins to fetch, one hands the value over. Struck last, so
 count the operators that really run. Not for which values, nor when: see search/.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.errors import Mismatch
+from steelyard.core.far_calls import rows_in_slice
+from steelyard.core.far_inputs import Read, sliceable_inputs, with_inputs_in_slices
 from steelyard.core.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, rule_of
+from steelyard.core.rules import Rule, rule_of, to_rules
 from steelyard.core.trade import Offer, Refusal, Source
 from steelyard.core.waiting import Late, first_late, first_wanted, waiting
 
+# Of a value that may come back in slices. Two slices are near, so that of few nothing is gained; of
+# many, each is a transfer of its own and a product of few rows.
+_LEAST_SLICED_BYTES, _SLICE_BYTES = 1 << 20, 2 << 20
+_FEWEST_SLICES, _MOST_SLICES = 4, 64
+
 
 class Offload:
-    """Pays communication with far memory, buys memory; what comes back are the same bits."""
+    """Pays communication with far memory, buys memory; what comes back are the same bits.
+
+    Of a value that comes back in slices the products that read it are added up in another order.
+    """
 
     name: ClassVar[str] = "offload"
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
-    is_bitwise: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = False
 
     def offers(
         self,
@@ -40,14 +51,14 @@ class Offload:
         if graph.decomposition.startswith("inductor"):
             reason = "Inductor compiles each pass as one, and would begin it with what comes back"
         elif offers:
-            return offers, ()
+            return (*offers, *_offers_in_slices(program)), ()
         return (), (Refusal(trade=self.name, label="everything", reason=reason),)
 
     def rewrite(
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - other trades ask it
+        source: Source,
     ) -> Program:
         if not rules:
             return program
@@ -72,33 +83,83 @@ class Offload:
                 expected="rules for values that the backward pass reads, once each",
                 remedy="take the rule out of the plan, or plan again",
             )
-        return with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()})
+        slices = {name: rule.degree for name, rule in chosen.items() if rule.degree > 1}
+        whole = sorted(slices.keys() - sliceable_inputs(program, slices).keys())
+        if whole:
+            node, count = program.graph.by_name[whole[0]], slices[whole[0]]
+            raise Mismatch(
+                f"offload rule for {node.op} in {node.path or 'the top level'} asks for {count} "
+                "slices, and it comes back whole",
+                expected="slices of a value whose rows lie one behind the other, and that nothing "
+                "in the backward pass reads but products that are sums over them",
+                remedy="set slices of that rule to 0, or plan again",
+            )
+        program = with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()}, slices)
+        if slices:
+            # So that what the new calls cost is known.
+            source.rewritten(program.graph)
+        return program
 
 
-def with_transfers(program: Program, chosen: Mapping[str, tuple[int, int]]) -> Program:
+def _offers_in_slices(program: Program) -> Iterator[Offer]:
+    """One for each value that may be, those of equal blocks together."""
+    graph = program.graph
+    large = waiting(program, least_bytes=_LEAST_SLICED_BYTES)
+    by_count: dict[int, list[str]] = {}
+    for value, products in sliceable_inputs(program, large).items():
+        if count := _slices(products[0].matrix):
+            by_count.setdefault(count, []).append(value)
+    for count, values in sorted(by_count.items()):
+        for rule in to_rules(graph, values, trade="offload", lead=1, degree=count):
+            label = f"{rule.module or 'top level'}: {rule.op} ({rule.count}), in {count} slices"
+            yield Offer(trade="offload", label=label, rules=(rule,))
+
+
+def _slices(matrix: Tensor) -> int:
+    """Into how many it is taken apart; 0 where two of them are no less than most of it."""
+    count = min(max(_FEWEST_SLICES, matrix.nbytes // _SLICE_BYTES), _MOST_SLICES)
+    return count if 3 * rows_in_slice(matrix, count) <= matrix.shape[0] else 0
+
+
+def with_transfers(
+    program: Program,
+    chosen: Mapping[str, tuple[int, int]],
+    slices: Mapping[str, int] = MappingProxyType({}),
+) -> Program:
     """The program that sends these values off and reads what it fetches in their place.
 
     Each with its lag and its lead: so many operators run between sending and letting go, and
-    between beginning to fetch and reading. A value that nothing reads late stays as it is.
+    between beginning to fetch and reading. A value that nothing reads late stays as it is. Those
+    with ``slices`` come back in so many.
     """
-    graph = program.graph
-    lines = [i for i in program.instructions if i.sink is None]
-    first = first_late(lines)
-    wanted = first_wanted(graph, lines, chosen)
+    plain = [i for i in program.instructions if i.sink is None]
+    wanted = first_wanted(program.graph, plain, chosen)
     in_order = sorted(wanted, key=lambda name: (wanted[name], name))
-    transfers = {name: Transfer.of(graph, name, slot) for slot, name in enumerate(in_order)}
+    slots = {name: slot for slot, name in enumerate(in_order)}
+    parted = {name: slices[name] for name in in_order if name in slices}
+    found = with_inputs_in_slices(program, parted, slots)
+    graph, lines = found.graph, found.lines
+    first = first_late(lines)
+    wanted = first_wanted(graph, lines, wanted.keys() - parted.keys())
+    transfers = []
     placed = _Gaps(graph, lines)
-    for name, transfer in transfers.items():
+    for name, slot in slots.items():
+        calls = _Calls(graph, name, slot)
+        if name in parted:
+            transfer = calls.in_slices(found.reads[name])
+        else:
+            transfer = calls.whole(wanted[name])
+        transfers.append(transfer)
         lag, lead = chosen[name]
         made = next(k for k, i in enumerate(lines) if i.value == name)
-        placed.put(transfer, made=made, wanted=wanted[name], lag=lag, lead=lead)
-    late = Late(graph, {name: transfer.fetched.name for name, transfer in transfers.items()})
+        placed.put(transfer, made=made, lag=lag, lead=lead)
+    late = Late(graph, {name: f"{name}.fetched" for name in wanted})
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
         ordered += placed.before(number)
         ordered += late.rewritten(line) if number >= first else [line]
         ordered += placed.behind(number)
-    nodes = [node for transfer in transfers.values() for node in transfer.nodes]
+    nodes = [node for transfer in transfers for node in transfer.nodes]
     moved = replace(graph, nodes=(*graph.nodes, *nodes))
     result = Program.of(moved, ordered, repeats=program.repeats, update=program.update)
     assert not result.problems(), result.problems()
@@ -106,52 +167,86 @@ def with_transfers(program: Program, chosen: Mapping[str, tuple[int, int]]) -> P
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """The four calls by which a value goes and comes back."""
+class Back:
+    """Fetched for the line ``wanted``: the call that begins it, and the one that ends it, which
+    hands the value over, or lets the last slices go ``behind`` that line."""
 
-    value: str
+    begin: Node
+    end: Node
+    wanted: int
+    behind: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """The calls by which a value goes and comes back: once, or in slices for each that reads it."""
+
     send: Node
     sent: Node
-    fetch: Node
-    fetched: Node
+    back: tuple[Back, ...]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return (self.send, self.sent, self.fetch, self.fetched)
+        return (self.send, self.sent, *(n for b in self.back for n in (b.begin, b.end)))
 
-    @classmethod
-    def of(cls, graph: Graph, value: str, slot: int) -> "Transfer":
-        node = graph.by_name[value]
-        (tensor,) = node.outputs
-        names = {what: f"{value}.{what}" for what in ("send", "sent", "fetch", "fetched")}
 
-        def call(what: str, *inputs: str, outputs: tuple[Tensor, ...] = ()) -> Node:
-            # Not of the forward pass: whatever names or counts that sees the step as captured.
-            return Node(
-                name=names[what],
-                op=f"{FAR_CALLS}{what}",
-                args=(slot, *(Ref(i) for i in inputs)),
-                inputs=inputs,
-                outputs=outputs,
-                phase=Phase.BACKWARD,
-                path=node.path,
-                line=node.line,
-                signature=f"{FAR_CALLS}{what}",
-            )
+class _Calls:
+    """The calls of one value, whose place in far memory is ``slot``."""
 
-        def over(axis: str, kind: Exchange) -> Collective:
-            return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=tensor.nbytes, hops=1)
+    def __init__(self, graph: Graph, value: str, slot: int) -> None:
+        self._node = graph.by_name[value]
+        self._value = value
+        self._slot = slot
+        (self._tensor,) = self._node.outputs
+        send, sent = self._call("send", value), self._call("sent", f"{value}.send", value)
+        self._send = replace(send, collective=self._over(FAR_OUT, Exchange.SEND))
+        self._sent = replace(sent, waits_for=send.name)
 
-        send, sent = call("send", value), call("sent", names["send"], value)
-        fetch = call("fetch", names["sent"], outputs=node.outputs)
-        fetched = call("fetched", names["fetch"], outputs=node.outputs)
-        return cls(
-            value=value,
-            send=replace(send, collective=over(FAR_OUT, Exchange.SEND)),
-            sent=replace(sent, waits_for=names["send"]),
-            fetch=replace(fetch, collective=over(FAR_IN, Exchange.FETCH)),
-            fetched=replace(fetched, waits_for=names["fetch"]),
+    def whole(self, wanted: int) -> Transfer:
+        fetch = self._call("fetch", self._sent.name, outputs=(self._tensor,))
+        fetched = self._call("fetched", fetch.name, outputs=(self._tensor,))
+        back = Back(
+            begin=replace(fetch, collective=self._over(FAR_IN, Exchange.FETCH)),
+            end=replace(fetched, waits_for=fetch.name),
+            wanted=wanted,
         )
+        return Transfer(send=self._send, sent=self._sent, back=(back,))
+
+    def in_slices(self, reads: Sequence[Read]) -> Transfer:
+        back = []
+        for number, read in enumerate(reads):
+            copy = f"@{number}" if number else ""
+            begin = self._call("begin", self._sent.name, outputs=(read.room,), copy=copy)
+            begin = replace(
+                begin,
+                args=(*begin.args, read.count, *read.matrix.shape),
+                collective=read.link,
+            )
+            # It reads the product too, and so stays behind it.
+            end = self._call("end", begin.name, read.call.name, copy=copy)
+            end = replace(end, waits_for=begin.name)
+            back.append(Back(begin=begin, end=end, wanted=read.line, behind=True))
+        return Transfer(send=self._send, sent=self._sent, back=tuple(back))
+
+    def _call(
+        self, what: str, *inputs: str, outputs: tuple[Tensor, ...] = (), copy: str = ""
+    ) -> Node:
+        # Not of the forward pass: whatever names or counts that sees the step as captured.
+        return Node(
+            name=f"{self._value}.{what}{copy}",
+            op=f"{FAR_CALLS}{what}",
+            args=(self._slot, *(Ref(i) for i in inputs)),
+            inputs=inputs,
+            outputs=outputs,
+            phase=Phase.BACKWARD,
+            path=self._node.path,
+            line=self._node.line,
+            signature=f"{FAR_CALLS}{what}",
+        )
+
+    def _over(self, axis: str, kind: Exchange) -> Collective:
+        nbytes = self._tensor.nbytes
+        return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
 
 
 @dataclass(slots=True)
@@ -174,20 +269,23 @@ class _Gaps:
             if not self.graph.by_name[line.node].is_free:
                 self._running.append(number)
 
-    def put(self, transfer: Transfer, *, made: int, wanted: int, lag: int, lead: int) -> None:
+    def put(self, transfer: Transfer, *, made: int, lag: int, lead: int) -> None:
         before_it = self._so_far[made + 1]
-        before_reader = self._so_far[wanted]
-        fetch = max(before_it, before_reader - lead)
-        sent = min(before_it + lag, fetch)
+        fetches = [max(before_it, self._so_far[back.wanted] - lead) for back in transfer.back]
+        wanted = transfer.back[0].wanted
         self._behind.setdefault(made, []).append(_line(transfer.send, self.lines[made].phase))
-        for counted, node, where in (
-            (sent, transfer.sent, self._letting_go),
-            (fetch, transfer.fetch, self._fetching),
-        ):
-            place = wanted if counted == before_reader else self._running[counted]
-            where.setdefault(place, []).append(_line(node, self.lines[place].phase))
-        handed = _line(transfer.fetched, Phase.BACKWARD)
-        self._handing_over.setdefault(wanted, []).append(handed)
+        self._put(self._letting_go, transfer.sent, min(before_it + lag, fetches[0]), wanted)
+        for back, fetch in zip(transfer.back, fetches, strict=True):
+            self._put(self._fetching, back.begin, fetch, back.wanted)
+            where = self._behind if back.behind else self._handing_over
+            where.setdefault(back.wanted, []).append(_line(back.end, Phase.BACKWARD))
+
+    def _put(
+        self, where: dict[int, list[Instruction]], node: Node, counted: int, wanted: int
+    ) -> None:
+        """Before so many operators have run, and before the line that wants it."""
+        place = wanted if counted == self._so_far[wanted] else self._running[counted]
+        where.setdefault(place, []).append(_line(node, self.lines[place].phase))
 
     def behind(self, number: int) -> list[Instruction]:
         return self._behind.get(number, [])

@@ -226,7 +226,7 @@ def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _Slice
         reasons = (
             _why_whole(program, p, able)
             if p in read
-            else "not only products read it of which it is the right side"
+            else "not only products read it of which it is the right side, or the left one turned"
             for p in sorted(parameters)
         )
         if reason := next(filter(None, reasons), ""):
