@@ -25,14 +25,15 @@ def least_seconds(
     sets the steps taken.
 
     With far memory it takes no less than its operators, nor than either link: so no less than any
-    mixture of the three.
+    mixture of the three. Products that are faster in slices may all be so.
     """
     shares = _MIXTURES if tally.far_value_on else (0.0,)
     certain = _CertainGaps(tally, cut, oftener=oftener)
-    return max(
+    least = max(
         _least(tally, cut, certain, limit_bytes, within_seconds, far_share=share)
         for share in shares
     )
+    return least - tally.quickened_seconds
 
 
 def _least(
@@ -85,34 +86,11 @@ class _CertainGaps:
         ends = [tally.late_first[s] if tally.late_first[s] != NEVER else tally.first_late
                 for s in kept]  # fmt: skip
         self._ends = np.maximum(self._starts, np.array([min(e, lines) for e in ends]))
-        self._oftener = oftener
-        self.always = self._always(tally, tally.staying)
+        self.always = surely_held(tally, tally.staying, oftener=oftener)
         if tally.program.repeats > 1:
             # A later micro-batch: the gradients are there already, and new ones are added to them.
-            later = self._always(tally, tally.staying - tally.gradients) + tally.left_bytes
-            self.always = np.maximum(self.always, later)
-
-    def _always(self, tally: Tally, staying: frozenset[int]) -> Floats:
-        change = np.zeros(self._lines + 1)
-        for storage in tally.storages:
-            born, late = tally.born[storage], tally.late_last[storage]
-            spans = []
-            if born < tally.first_late:
-                spans.append((born, tally.forward_last[storage]))
-                if self._oftener and storage in tally.unit_of:
-                    # Between reads it may be forgotten.
-                    spans += merged(tally.late_reads[storage])
-                elif late >= 0:
-                    spans.append((tally.late_first[storage], late))
-            else:
-                spans.append((born, late))
-            if storage in staying:
-                spans = [(born, self._lines - 1)]
-            for start, end in spans:
-                change[start] += tally.nbytes[storage]
-                change[end + 1] -= tally.nbytes[storage]
-        held: Floats = np.cumsum(change)[:-1] + tally.workspace
-        return held
+            later = surely_held(tally, tally.staying - tally.gradients, oftener=oftener)
+            self.always = np.maximum(self.always, later + tally.left_bytes)
 
     def weights(self, prices: Floats) -> Floats:
         so_far = np.concatenate(([0.0], np.cumsum(prices)))
@@ -128,3 +106,31 @@ class _CertainGaps:
         np.add.at(change, self._ends, -self._nbytes * keeps)
         held: Floats = np.cumsum(change)[:-1]
         return held
+
+
+def surely_held(tally: Tally, staying: frozenset[int], *, oftener: bool = False) -> Floats:
+    """What every plan holds at each line, and a value is read whole that may not be in slices;
+    ``staying`` is there to the end."""
+    lines = tally.num_lines
+    change = np.zeros(lines + 1)
+    for storage in tally.storages:
+        born, late = tally.born[storage], tally.late_last[storage]
+        spans = []
+        if born < tally.first_late:
+            spans.append((born, tally.forward_last[storage]))
+            if oftener and storage in tally.unit_of:
+                # Between reads it may be forgotten.
+                spans += merged(tally.late_reads[storage])
+            elif late >= 0:
+                spans.append((tally.late_first[storage], late))
+            if storage in tally.sliced:
+                del spans[1:]
+        else:
+            spans.append((born, late))
+        if storage in staying:
+            spans = [(born, lines - 1)]
+        for start, end in spans:
+            change[start] += tally.nbytes[storage]
+            change[end + 1] -= tally.nbytes[storage]
+    held: Floats = np.cumsum(change)[:-1] + np.minimum(tally.workspace, tally.least_workspace)
+    return held

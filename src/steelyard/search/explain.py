@@ -117,6 +117,7 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
     # Of a value chosen in several ways only one counts; of one that nothing reads late, none.
     own = choice if trade == "recompute" else frozenset(with_all.away)
     times = tally.times_of(own)
+    slices = tally.in_slices(choice) if trade == "offload" else {}
     chosen = _by_module(
         graph, {c: value_on[tally.storage(c)] for c in sorted(own) if is_of_trade(c)}
     )
@@ -140,13 +141,23 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
         told.append(
             Taken(
                 trade=trade,
-                label=f"{module or 'top level'} ({count})",
+                label=f"{module or 'top level'} ({count}){_in_slices(tally, inside, slices)}",
                 rules=_rules_for(trade, tally, inside, times),
                 buys_bytes=without.peak_bytes - with_all.peak_bytes,
                 pays_seconds=with_all.seconds - without.seconds,
             )
         )
     return told
+
+
+def _in_slices(tally: Tally, inside: Iterable[int], slices: Mapping[str, int]) -> str:
+    """How many of them come back in slices, and in how many."""
+    values = [tally.value_away(c) for c in inside] if slices else []
+    counts = sorted(slices[value] for value in values if value in slices)
+    if not counts:
+        return ""
+    some = "" if len(counts) == len(values) else f"{len(counts)} "
+    return f", {some}in {' and '.join(map(str, dict.fromkeys(counts)))} slices"
 
 
 def _oftener(times: Iterable[int]) -> str:
@@ -213,8 +224,8 @@ def refused(
             reason = _why_not_states(offer, explored, variant, budget)
         elif offer.trade in ("offload", "quantise"):
             able = _able_to_wait(offer, explored, variant)
-            away = _away(offer.trade, explored[variant], point)
-            reason = _why_not_away(offer.trade, able, explored[variant], point, budget)
+            away = _away(offer, explored[variant], point)
+            reason = _why_not_away(offer, able, explored[variant], point, budget)
             left = Left.REST if able & away else Left.WHOLE
         else:
             wanted = _wanted(offer, explored, variant)
@@ -281,28 +292,36 @@ def _able_to_wait(
     value_on, _ = _fate(offer.trade, whole)
     storages = {value: s for s, value in value_on.items()}
     values = matching(whole.program.graph, offer.rules)
-    choice = frozenset(_waiting(offer.trade, whole, storages[v]) for v in values)
+    choice = frozenset(_waiting(offer, whole, storages[v]) for v in values)
     return frozenset(tally.storage(c) for c in carried_choice(whole, choice, tally))
 
 
-def _waiting(trade: str, tally: Tally, storage: int) -> int:
-    return tally.coded(storage) if trade == "quantise" else tally.far(storage, Way.EASY)
+def _waiting(offer: Offer, tally: Tally, storage: int) -> int:
+    if offer.trade == "quantise":
+        return tally.coded(storage)
+    is_sliced = offer.rules[0].degree and storage in tally.sliced
+    return tally.far(storage, Way.IN_SLICES if is_sliced else Way.EASY)
 
 
-def _away(trade: str, explored: Explored, point: Point) -> frozenset[int]:
+def _away(offer: Offer, explored: Explored, point: Point) -> frozenset[int]:
+    """The storages that the plan moves, or keeps in 8 bits; those in slices alone, where the offer
+    is of such."""
     tally = explored.tally
-    _, is_of_trade = _fate(trade, tally)
-    away = tally.count(explored.choice(point)).away
-    return frozenset(tally.storage(c) for c in away if is_of_trade(c))
+    _, is_of_trade = _fate(offer.trade, tally)
+    choice = explored.choice(point)
+    away = frozenset(tally.storage(c) for c in tally.count(choice).away if is_of_trade(c))
+    if not offer.rules[0].degree:
+        return away
+    return away & tally.storages_of(tally.in_slices(choice))
 
 
 def _why_not_away(
-    trade: str, storages: frozenset[int], explored: Explored, point: Point, budget: Budget
+    offer: Offer, storages: frozenset[int], explored: Explored, point: Point, budget: Budget
 ) -> str | None:
-    tally, rest = explored.tally, storages - _away(trade, explored, point)
+    tally, rest = explored.tally, storages - _away(offer, explored, point)
     if storages and not rest:
         return None
-    tried = tally.count(point.again | {_waiting(trade, tally, s) for s in rest})
+    tried = tally.count(point.again | {_waiting(offer, tally, s) for s in rest})
     if not set(tried.away) - point.again:
         return "the backward pass does not read it in this plan"
     return _not_worth(point, tried, budget)

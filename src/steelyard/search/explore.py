@@ -6,6 +6,7 @@ Not for choosing among what was found: see search.py.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from steelyard.core.costs import Costs
 from steelyard.core.graph import BlockRun, Graph
@@ -69,6 +70,16 @@ class Explored:
         """What to move to far memory, with the lag and the lead of each."""
         return self.tally.lags_and_leads(self.choice(point))
 
+    def in_slices(self, point: Point) -> dict[str, int]:
+        """What of that comes back in slices, and in how many."""
+        return self.tally.in_slices(self.choice(point))
+
+    def unsliced(self, point: Point) -> Point:
+        """The same, but what comes back in slices comes back whole."""
+        again = self.tally.unsliced(self.choice(point))
+        counted = self.tally.count(again)
+        return Point(peak_bytes=counted.peak_bytes, seconds=counted.seconds, again=again)
+
     def coded(self, point: Point) -> frozenset[str]:
         """What to keep in 8 bits."""
         tally = self.tally
@@ -92,15 +103,16 @@ def explore(
     values: Iterable[str],
     movable: Iterable[str] = (),
     codable: Iterable[str] = (),
+    slices: Mapping[str, int] = MappingProxyType({}),
     *,
     known: "Explored | None" = None,
     thorough: bool = True,
     oftener: bool = True,
 ) -> Explored:
     """``values`` may be recomputed, ``oftener`` than once or not, ``movable`` ones sent to far
-    memory, ``codable`` ones kept in 8 bits; plans for ``known``, this step cut otherwise, are a
-    start."""
-    tally = Tally(program, costs, values, movable, codable)
+    memory, those with ``slices`` to come back so, ``codable`` ones kept in 8 bits; plans for
+    ``known``, this step cut otherwise, are a start."""
+    tally = Tally(program, costs, values, movable, codable, slices)
     trials = Trials(tally)
     groups = _groups(tally)
     choices = [*tally.unit_of, *tally.elsewhere()]
@@ -123,8 +135,10 @@ def explore(
 def restruck(program: Program, costs: Costs, *, known: Explored) -> Explored:
     """The same plans of the same pass, with another update behind it."""
     ours = known.tally
-    same = (v.values() for v in (ours.value_on, ours.far_value_on, ours.coded_value_on))
-    trials = Trials(Tally(program, costs, *same))
+    again, far, coded = (
+        v.values() for v in (ours.value_on, ours.far_value_on, ours.coded_value_on)
+    )
+    trials = Trials(Tally(program, costs, again, far, coded, ours.slices))
     for point in known.chain:
         trials.point(point.again)
     return Explored(
@@ -165,7 +179,8 @@ def carried_choice(tally: Tally, choice: frozenset[int], to: Tally) -> frozenset
         if tally.is_coded(away[value]):
             found.update([to.coded(coded[there])] if there in coded else [])
         elif there in far:
-            found.add(to.far(far[there], tally.way(away[value])))
+            way = tally.way(away[value])
+            found.add(to.far(far[there], way if far[there] in to.sliced else way.whole))
     return frozenset(found)
 
 
@@ -216,7 +231,14 @@ def _all_far(trials: Trials) -> None:
     tally = trials.tally
     for point in (trials.plain, *trials.archive.hull()):
         for way in Way:
-            trials.point(point.again | {tally.far(s, way) for s in tally.far_value_on})
+            if not way.is_sliced or tally.sliced:
+                trials.point(
+                    point.again
+                    | {
+                        tally.far(s, way if s in tally.sliced else way.whole)
+                        for s in tally.far_value_on
+                    }
+                )
 
 
 def _all_coded(trials: Trials) -> None:

@@ -4,6 +4,7 @@ The tally's part for transfers: it mirrors what the offload trade writes and wha
 Not for choosing what is moved.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,28 +17,47 @@ from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase
 from steelyard.core.program import Instruction, Program
 from steelyard.search.counted import Floats, Ints
+from steelyard.search.sliced import Sliced
 
 
 class Way(IntEnum):
     """How a value is moved: without ever waiting; away by the end of the forward pass at the
     latest, and not back before; or at the cost of all its way, so that it is here no line longer.
+    Or back in slices, for each product that reads it: away without waiting, or at once.
     """
 
     EASY = 0
     OVER_THE_TURN = 1
     AT_ONCE = 2
+    IN_SLICES = 3
+    IN_SLICES_AT_ONCE = 4
+
+    @property
+    def is_sliced(self) -> bool:
+        return self >= Way.IN_SLICES
+
+    @property
+    def whole(self) -> "Way":
+        """How a value is moved instead that cannot be sliced."""
+        return {Way.IN_SLICES: Way.EASY, Way.IN_SLICES_AT_ONCE: Way.AT_ONCE}.get(self, self)
+
+
+# Slices begin to be fetched so many operators before they are read: most come while that goes on.
+_LEAD_OF_SLICES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
     """``gone`` is the last line at which the near copy is there, ``back`` the first at which there
-    is one again; both count copies.
+    is one again; both count copies. In slices there is none: some are there between two lines, for
+    each product that reads them.
     """
 
     lag: int
     lead: int
     gone: int
     back: int
+    slices: tuple[tuple[int, int, Sliced], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +81,17 @@ class _Moved:
     made: int
     freed: int
     wanted: int
+    reads: Sequence[tuple[int, Sliced]] = ()
     sent: int = 0
     fetch: int = 0
+
+    @property
+    def lead(self) -> int:
+        return self.wanted - self.fetch
+
+    def slices(self) -> list[tuple[int, int, Sliced]]:
+        """In slices: when each product's begin to be fetched, and when it runs."""
+        return [(max(self.made, number - self.lead), number, read) for number, read in self.reads]
 
 
 class Roads:
@@ -74,6 +103,7 @@ class Roads:
         program: Program,
         costs: Costs,
         values: Mapping[int, str],
+        sliced: Mapping[int, Sequence[Sliced]],
     ) -> None:
         graph = program.graph
         whole = costs.whole_step_of(graph).value
@@ -88,17 +118,26 @@ class Roads:
         self._nbytes = {s: graph.storages[s].nbytes for s in values}
         self._out = {s: _takes(costs, FAR_OUT, Exchange.SEND, b) for s, b in self._nbytes.items()}
         self._in = {s: _takes(costs, FAR_IN, Exchange.FETCH, b) for s, b in self._nbytes.items()}
-        links = [costs.links[axis] for axis in (FAR_OUT, FAR_IN)]
+        self._sliced = sliced
+        self._piece = {
+            (s, read.pieces): _takes(costs, FAR_IN, Exchange.FETCH, self._nbytes[s] // read.pieces)
+            for s, reads in sliced.items()
+            for read in reads
+        }
+        out, back = links = costs.links[FAR_OUT], costs.links[FAR_IN]
         # While the device waits, there is nothing that a transfer could slow.
-        self._spared = {1: whole * links[0].disturbs, 3: whole * links[1].disturbs}
-        self._slowed = {
-            s: whole * sum(link.disturbs * b / link.bytes_per_second for link in links)
-            for s, b in self._nbytes.items()
-        }
-        self._own = {
-            s: whole * sum(link.device_seconds(b, messages=1) for link in links)
-            for s, b in self._nbytes.items()
-        }
+        self._spared = {1: whole * out.disturbs, 3: whole * back.disturbs}
+        # What the transfers of each slow beside them, and what the calls take of the device: whole,
+        # and in slices.
+        self._slowed: dict[tuple[int, bool], float] = {}
+        self._own: dict[tuple[int, bool], float] = {}
+        for s, b in self._nbytes.items():
+            for is_sliced, pieces in (False, [1]), (True, [r.pieces for r in sliced.get(s, ())]):
+                came = sum(count * (b // count) for count in pieces)
+                slow = [link.disturbs / link.bytes_per_second for link in links]
+                self._slowed[s, is_sliced] = whole * (slow[0] * b + slow[1] * came)
+                calls = sum(back.device_seconds(b, messages=count) for count in pieces)
+                self._own[s, is_sliced] = whole * (out.device_seconds(b, messages=1) + calls)
 
     def seconds_of(self, storage: int) -> float:
         return self._out[storage] + self._in[storage]
@@ -121,17 +160,28 @@ class Roads:
         seconds, runs = np.zeros(length), np.ones(length, dtype=bool)
         seconds[own], runs[own] = self._seconds, self._runs
         seconds[list(copies)] = np.array(copy_seconds) * self._whole
+        reads = {
+            s: self._sliced[s] for s, way in far.items() if way.is_sliced and wanted[s] < length
+        }
+        more = 0.0
+        for product in (product for products in reads.values() for product in products):
+            seconds[own[product.line]] += product.more_seconds * self._whole
+            more += product.more_seconds * self._whole
         before = np.concatenate(([0], np.cumsum(runs)))
         places = np.flatnonzero(runs)
         begins = np.concatenate(([0.0], np.cumsum(seconds[places])))
         turn = int(before[self._first_late + added_early])
+        number = {
+            s: [(int(before[own[read.line]]), read) for read in ours] for s, ours in reads.items()
+        }
         moved = [
             _Moved(
                 storage=s,
                 way=way,
                 made=int(before[own[self._made[s]] + 1]),
                 freed=int(before[own[max(forward_last[s], self._made[s])] + 1]),
-                wanted=int(before[wanted[s]]),
+                wanted=number[s][0][0] if s in number else int(before[wanted[s]]),
+                reads=number.get(s, ()),
             )
             for s, way in far.items()
             if wanted[s] < length
@@ -142,12 +192,16 @@ class Roads:
         for m in moved:
             gone = int(places[m.sent - 1]) if m.sent else 0
             back = wanted[m.storage] if m.fetch == m.wanted else int(places[m.fetch])
-            trips[m.storage] = Trip(
-                lag=m.sent - m.made, lead=m.wanted - m.fetch, gone=gone, back=back
+            slices = tuple(
+                (int(places[fetch]), int(own[read.line]), read) for fetch, _, read in m.slices()
             )
+            trips[m.storage] = Trip(
+                lag=m.sent - m.made, lead=m.lead, gone=gone, back=back, slices=slices
+            )
+        own_seconds = sum(self._own[m.storage, bool(m.reads)] for m in moved)
         return Trips(
             by_storage=trips,
-            seconds=self._waited(moved, wanted, begins) + sum(self._own[m.storage] for m in moved),
+            seconds=self._waited(moved, wanted, begins) + own_seconds + more,
             nbytes=sum(far_room(self._nbytes[m.storage]) for m in moved),
         )
 
@@ -159,6 +213,9 @@ class Roads:
         for m in sorted(moved, key=lambda m: (wanted[m.storage], m.storage), reverse=True):
             if m.way is Way.AT_ONCE:
                 m.fetch = m.wanted
+                continue
+            if m.way.is_sliced:
+                m.fetch = max(m.made, m.wanted - _LEAD_OF_SLICES)
                 continue
             free_until = min(float(begins[m.wanted]), free_until) - self._in[m.storage]
             latest = int(np.searchsorted(begins, free_until, side="right")) - 1
@@ -173,7 +230,7 @@ class Roads:
             arrived = int(np.searchsorted(begins, idle, side="left"))
             if m.way is Way.OVER_THE_TURN:
                 arrived = min(arrived, max(turn, m.freed))
-            elif m.way is Way.AT_ONCE:
+            elif m.way in (Way.AT_ONCE, Way.IN_SLICES_AT_ONCE):
                 arrived = min(arrived, m.freed)
             m.sent = min(max(arrived, m.made), m.fetch)
 
@@ -181,21 +238,34 @@ class Roads:
         """How long the device only waits, when all this is played; less what transfers would have
         slowed in that time.
         """
-        events: list[tuple[int, int, int, int, _Moved]] = []
+        events: list[tuple[int, int, int, _Moved, Sliced | None]] = []
         for m in moved:
             place = wanted[m.storage]
-            events += [
-                (m.made, 0, place, 0, m), (m.sent, 1, place, 1, m),
-                (m.fetch, 2, place, 2, m), (m.wanted, 3, place, 3, m),
-            ]  # fmt: skip
-        events.sort(key=lambda e: (*e[:3], e[4].storage))
+            events += [(m.made, 0, place, m, None), (m.sent, 1, place, m, None)]
+            if not m.reads:
+                events += [(m.fetch, 2, place, m, None), (m.wanted, 3, place, m, None)]
+            for fetch, number, product in m.slices():
+                events += [(fetch, 2, place, m, product), (number, 4, place, m, product)]
+        events.sort(key=lambda e: (*e[:3], e[3].storage))
         waited = spared = out_idle = in_idle = 0.0
         arrives: dict[tuple[int, int], float] = {}
-        for number, _, _, kind, m in events:
+        arriving: dict[tuple[int, int], deque[float]] = {}
+        for number, kind, _, m, read in events:
             now = float(begins[number]) + waited
             if kind == 0:
                 out_idle = max(now, out_idle) + self._out[m.storage]
                 arrives[m.storage, 1] = out_idle
+            elif read is not None:
+                slices = arriving.setdefault((m.storage, read.line), deque())
+                takes = self._piece[m.storage, read.pieces]
+                if kind == 2:
+                    for _ in range(min(2, read.pieces)):
+                        in_idle = max(now, in_idle) + takes
+                        slices.append(in_idle)
+                    continue
+                stalled, in_idle = _gone_through(read, slices, now, in_idle, takes, self._whole)
+                waited += stalled
+                spared += stalled * self._spared[3]
             elif kind == 2:
                 in_idle = max(now, in_idle) + self._in[m.storage]
                 arrives[m.storage, 3] = in_idle
@@ -203,7 +273,23 @@ class Roads:
                 stall = max(0.0, arrives[m.storage, kind] - now)
                 waited += stall
                 spared += stall * self._spared[kind]
-        return waited - min(spared, sum(self._slowed[m.storage] for m in moved))
+        return waited - min(spared, sum(self._slowed[m.storage, bool(m.reads)] for m in moved))
+
+
+def _gone_through(
+    read: Sliced, arriving: deque[float], now: float, idle: float, takes: float, whole: float
+) -> tuple[float, float]:
+    """How long a product waits for its slices, and until when the link is busy then: each further
+    slice is asked for when the room of the last but one is free."""
+    stalled, clock = 0.0, now
+    for number in range(read.pieces):
+        if 0 < number < read.pieces - 1:
+            idle = max(clock, idle) + takes
+            arriving.append(idle)
+        stall = max(0.0, arriving.popleft() - clock)
+        stalled += stall
+        clock += stall + read.seconds * whole / read.pieces
+    return stalled, idle
 
 
 def _takes(costs: Costs, axis: str, kind: Exchange, nbytes: int) -> float:

@@ -17,7 +17,7 @@ from steelyard.core.offers import offers_of
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
 from steelyard.core.quad import EXACT, UNKNOWN
-from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, spot_of, to_rules
+from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, rule_of, spot_of, to_rules
 from steelyard.core.trade import Left, Offer, Refusal, Source, Trade, strike
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.archive import Archive, Point
@@ -28,7 +28,9 @@ from steelyard.search.explore import Explored, again_rules, explore, few, restru
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.levels import moved_states, numbers_of_slices, slices, splits
+from steelyard.search.tally import Tally
 from steelyard.search.variant import Variant
+from steelyard.search.worth import worth_slicing
 
 _POINTS = 16
 # Plans that are looked at again with weights or gradients moved; each is written out whole.
@@ -342,12 +344,14 @@ class Search:
             self._source.rewritten(
                 self._trades[_QUANTISE].rewrite(program, rules, self._source).graph
             )
+        has_far = bool(self._costs.far_bytes)
         return explore(
             program,
             self._costs,
             again,
-            self._offered(_OFFLOAD, program) if self._costs.far_bytes else (),
+            self._offered(_OFFLOAD, program) if has_far else (),
             coded,
+            self._sliceable(program) if has_far else {},
             known=known,
             thorough=variant.parts == 1,
             oftener=self._oftener,
@@ -370,8 +374,12 @@ class Search:
         """A few of its plans, as choices and as programs."""
         if home not in self._written:
             explored = self.explored(home)
+            points = few(explored.chain, _MOVED_POINTS)
+            if any(rule.op == "gradient" and rule.degree for rule in self._moving):
+                # The result of a product that reads slices is not made in slices.
+                points += [explored.unsliced(p) for p in points if explored.in_slices(p)]
             found = []
-            for point in few(explored.chain, _MOVED_POINTS):
+            for point in points:
                 again = explored.choice(point)
                 own = self._own_rules(explored, replace(point, again=again))
                 found.append((again, self._strike((*home.rules, *own))))
@@ -387,6 +395,19 @@ class Search:
             return self._allowed(program.graph, offers)
         return matching(program.graph, _rules_of(offers))
 
+    def _sliceable(self, program: Program) -> dict[str, int]:
+        """The values that may come back in slices, and in how many."""
+        if _OFFLOAD not in self._trades:
+            return {}
+        offers, _ = self._trades[_OFFLOAD].offers(program, self._source)
+        graph, rules = program.graph, [rule for rule in _rules_of(offers) if rule.degree]
+        able = {value: rule.degree for value, rule in rule_of(graph, rules).items()}
+        slices = worth_slicing(Tally(program, self._costs, ()), able) if able else {}
+        rules = [r for r in rules if rule_of(graph, [r]).keys() & slices.keys()]
+        # So that what it costs to read them so is known.
+        self._trades[_OFFLOAD].rewrite(program, rules, self._source)
+        return slices
+
     def _allowed(self, graph: Graph, offers: Sequence[Offer]) -> frozenset[str]:
         """Of what a lossy trade offers: the values that may lose something."""
         values = matching(graph, _rules_of(offers))
@@ -400,7 +421,8 @@ class Search:
         graph = explored.tally.program.graph
         rules = again_rules(graph, explored.values(point))
         coded = to_rules(graph, explored.coded(point), trade=_QUANTISE)
-        return (*rules, *coded, *_moving(graph, explored.moved(point)))
+        moving = _moving(graph, explored.moved(point), explored.in_slices(point))
+        return (*rules, *coded, *moving)
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
         trades = tuple(self._trades.values())
@@ -412,14 +434,16 @@ def _finer(degrees: Sequence[int], degree: int, step: int) -> int:
     return degrees[min(degrees.index(degree) + step, len(degrees) - 1)]
 
 
-def _moving(graph: Graph, moved: Mapping[str, tuple[int, int]]) -> tuple[Rule, ...]:
-    by_times: dict[tuple[int, int], list[str]] = {}
+def _moving(
+    graph: Graph, moved: Mapping[str, tuple[int, int]], slices: Mapping[str, int]
+) -> tuple[Rule, ...]:
+    alike: dict[tuple[int, int, int], list[str]] = {}
     for value, times in moved.items():
-        by_times.setdefault(times, []).append(value)
+        alike.setdefault((*times, slices.get(value, 0)), []).append(value)
     return tuple(
         rule
-        for (lag, lead), values in sorted(by_times.items())
-        for rule in to_rules(graph, values, trade=_OFFLOAD, lag=lag, lead=lead)
+        for (lag, lead, count), values in sorted(alike.items())
+        for rule in to_rules(graph, values, trade=_OFFLOAD, lag=lag, lead=lead, degree=count)
     )
 
 

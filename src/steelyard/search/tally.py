@@ -6,8 +6,9 @@ is returned has been written out and predicted whole.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from steelyard.core.costs import Costs
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Program
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.search.counted import Coder, Counted, Floats, Ints, Unit
+from steelyard.search.counted import Coder, Counted, Floats, Unit
+from steelyard.search.lives import Lives
 from steelyard.search.placing import NEVER, NO_CODES, Codes, Copies, Placing, placed
-from steelyard.search.roads import NO_TRIPS, Roads, Trips, Way
+from steelyard.search.roads import NO_TRIPS, Roads, Trip, Trips, Way
+from steelyard.search.sliced import Sliced, sliced_reads
 
 _MOSTLY_HIDDEN = 0.1
 # Choices are storages, then storages to move in each way, then storages to keep in 8 bits, then
@@ -34,7 +37,7 @@ class Tally:
     value again, ``often(storage, times)`` beside it to do so more than once, ``far(storage, way)``
     to move it to far memory and back, and ``coded(storage)`` to keep it in 8 bits. Lines are the
     computed instructions of the plain program, numbered; a copy stands just before the line of the
-    backward pass that first needs it.
+    backward pass that first needs it. ``slices`` are of the movable values that may come back so.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Tally:
         values: Iterable[str],
         movable: Iterable[str] = (),
         codable: Iterable[str] = (),
+        slices: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         assert not program.again
         self.program = program
@@ -56,10 +60,19 @@ class Tally:
         self._set_scale(costs)
         self.wanted = self._first_wanted()
         self.far_value_on: dict[int, str] = {}
+        self.slices = slices
+        self.least_workspace = self.workspace.copy()
+        self.quickened_seconds = 0.0
+        self.sliced: Mapping[int, Sequence[Sliced]] = {}
         self._roads = None
         if FAR_OUT in costs.links and FAR_IN in costs.links:
             self.far_value_on = {self._on[value][0]: value for value in movable}
-            self._roads = Roads(self._lines, program, costs, self.far_value_on)
+            reads = sliced_reads(program, self._lines, slices, costs)
+            self.sliced = {self._on[value][0]: own for value, own in reads.items()}
+            for read in (read for own in reads.values() for read in own):
+                self.least_workspace[read.line] += min(0, read.more_workspace)
+                self.quickened_seconds += self._factor * max(0.0, -read.more_seconds)
+            self._roads = Roads(self._lines, program, costs, self.far_value_on, self.sliced)
         self.coded_value_on = {self._on[value][0]: value for value in codable}
         self._coders = {
             s: Coder.of(program.graph, value, costs) for s, value in self.coded_value_on.items()
@@ -108,6 +121,12 @@ class Tally:
     def is_coded(self, choice: int) -> bool:
         return choice // len(self.nbytes) == _IN_8_BITS
 
+    def unsliced(self, choices: Iterable[int]) -> frozenset[int]:
+        """The same, but what comes back in slices comes back whole."""
+        return frozenset(
+            self.far(self.storage(c), self.way(c).whole) if self.is_far(c) else c for c in choices
+        )
+
     def value_away(self, choice: int) -> str:
         """The value that such a choice moves or keeps in 8 bits."""
         values = self.coded_value_on if self.is_coded(choice) else self.far_value_on
@@ -115,7 +134,11 @@ class Tally:
 
     def elsewhere(self) -> list[int]:
         """All choices to move a value, or to keep it in 8 bits."""
-        far = [self.far(s, way) for way in Way for s in self.far_value_on]
+        far = [
+            self.far(s, way)
+            for way in Way
+            for s in (self.sliced if way.is_sliced else self.far_value_on)
+        ]
         return far + [self.coded(s) for s in self.coded_value_on]
 
     def far_seconds(self, storages: Iterable[int], *, share: float = 1.0) -> Floats:
@@ -350,16 +373,29 @@ class Tally:
 
     def lags_and_leads(self, choice: frozenset[int]) -> dict[str, tuple[int, int]]:
         """Of each value that is moved: how many operators run while it is on its way."""
+        trips = self._trips_of(choice)
+        return {self.far_value_on[s]: (trip.lag, trip.lead) for s, trip in trips.items()}
+
+    def in_slices(self, choice: frozenset[int]) -> dict[str, int]:
+        """Of each value that is moved and comes back in slices: in how many."""
+        values = (self.far_value_on[s] for s, trip in self._trips_of(choice).items() if trip.slices)
+        return {value: self.slices[value] for value in values}
+
+    def _trips_of(self, choice: frozenset[int]) -> Mapping[int, Trip]:
         again, far, coded = self._parted(choice)
         copies = self._placing.copies(again, self.times_of(choice))
         codes = self._code(coded, copies)
-        trips = self._trips(far, codes.copies or copies, codes)
-        return {self.far_value_on[s]: (trip.lag, trip.lead) for s, trip in trips.by_storage.items()}
+        return self._trips(far, codes.copies or copies, codes).by_storage
 
     def _trips(self, far: dict[int, Way], copies: Copies, codes: Codes) -> Trips:
         if not far:
             return NO_TRIPS
         assert self._roads is not None
+        far = {
+            # What is made again of a value reads it whole.
+            s: way if s in self.sliced and s not in copies.first_read else way.whole
+            for s, way in far.items()
+        }
         seconds = [self.units[u].seconds for u in copies.units]
         added = [line for lines in codes.by_storage.values() for line in lines]
         takes = [
@@ -414,8 +450,10 @@ class Tally:
     ) -> Floats:
         """Bytes above the resident ones at each line, copies among them."""
         lives = self._lives(again, copies, codes)
+        slices: list[tuple[int, int, Sliced]] = []
         for storage, trip in trips.by_storage.items():
-            lives.leave(self._row[storage], gone=trip.gone, back=trip.back)
+            lives.leave(self._row[storage], gone=trip.gone, back=None if trip.slices else trip.back)
+            slices += trip.slices
         for storage, (encode, decode) in codes.by_storage.items():
             lives.leave(self._row[storage], gone=encode, back=decode)
         length = self.num_lines + len(copies.units) + 2 * len(codes.by_storage)
@@ -425,17 +463,22 @@ class Tally:
         for storage, (encode, decode) in codes.by_storage.items():
             held[encode] += self._coders[storage].nbytes
             held[decode + 1] -= self._coders[storage].nbytes
-        total: Floats = np.cumsum(held)[:length] + self._workspace_at(copies, codes, length)
+        workspace = self._workspace_at(copies, codes, length)
+        for begin, end, read in slices:
+            held[begin] += read.room_bytes
+            held[end + 1] -= read.room_bytes
+            workspace[end] += read.more_workspace
+        total: Floats = np.cumsum(held)[:length] + workspace
         return total
 
-    def _lives(self, again: frozenset[int], copies: Copies, codes: Codes) -> "_Lives":
+    def _lives(self, again: frozenset[int], copies: Copies, codes: Codes) -> Lives:
         """From which line to which each storage is there, and each copy of what is made again."""
         shift, row = copies.shift, self._row
         late = np.where(self._late_last >= 0, self._late_last + shift[self._late_last], -1)
         forward_last = self._forward_last
         if codes.by_storage:
             forward_last = np.where(forward_last >= 0, forward_last + shift[forward_last], -1)
-        lives = _Lives(self._born + shift[self._born], np.maximum(forward_last, late), forward_last)
+        lives = Lives(self._born + shift[self._born], np.maximum(forward_last, late), forward_last)
         often, last_read = copies.often, copies.last_read
         last_late: list[int] = late.tolist()
         for number, line in zip(copies.units, copies.lines):
@@ -462,37 +505,3 @@ class Tally:
             workspace[encode] = self._coders[storage].encode_workspace
             workspace[decode] = self._coders[storage].decode_workspace
         return workspace
-
-
-class _Lives:
-    """The lines at which the storage of each row is born and dies; and of copies, which are there
-    besides."""
-
-    def __init__(self, born: Ints, dies: Ints, forward_last: Ints) -> None:
-        self.born = born
-        self.dies = dies
-        self._forward_last = forward_last
-        self._rows: list[int] = []
-        self._from: list[int] = []
-        self._to: list[int] = []
-
-    def come(self, row: int, begin: int, end: int) -> None:
-        self._rows.append(row)
-        self._from.append(begin)
-        self._to.append(end)
-
-    def leave(self, row: int, *, gone: int, back: int) -> None:
-        """Not before the forward pass has read it for the last time."""
-        self.come(row, back, int(self.dies[row]))
-        self.dies[row] = max(int(self._forward_last[row]), gone)
-
-    def held(self, nbytes: Floats, length: int) -> Floats:
-        """What each line has more than the one before."""
-        held = np.zeros(length + 1)
-        held += np.bincount(self.born, weights=nbytes, minlength=length + 1)[: length + 1]
-        held -= np.bincount(self.dies + 1, weights=nbytes, minlength=length + 2)[: length + 1]
-        if self._rows:
-            sizes = nbytes[self._rows]
-            held += np.bincount(self._from, weights=sizes, minlength=length + 1)
-            held -= np.bincount(np.array(self._to) + 1, weights=sizes, minlength=length + 1)
-        return held
