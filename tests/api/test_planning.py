@@ -237,6 +237,20 @@ def test_a_plan_file_of_another_model_is_refused(tight: sy.Planned, tmp_path: Pa
         sy.load(path, model, loss, ids, optimizer=ADAM)
 
 
+def test_a_plan_that_a_larger_batch_takes_over_its_budget_is_shown_and_not_run(
+    tight: sy.Planned, tmp_path: Path
+) -> None:
+    path = tmp_path / "words.plan.toml"
+    tight.save(path)
+    model, _ = made()
+    larger = sy.load(path, model, loss, torch.randint(256, (32, 32)), optimizer=ADAM)
+    assert larger.predicted.memory_bytes.value > limit(tight)
+    assert "DOES NOT FIT" in str(larger)
+    with pytest.raises(sy.SteelyardError, match="does not keep its budget") as refused:
+        larger.apply(model)
+    assert refused.value.exit_code == 3
+
+
 def test_a_step_with_other_arguments_or_another_machine_is_noted(
     tight: sy.Planned, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from steelyard.capture.trace import Loss
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster, Far
-from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.explanation import write_plan
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan, Prediction
 from steelyard.core.planfile import read_decisions
@@ -273,6 +273,7 @@ class Planned:
     def apply(self, model: nn.Module | None = None) -> Step:
         """The plan on the live model: a step to call in place of forward and backward."""
         look = self._look
+        self._refuse_beyond_budget()
         source = look.source.whole()
         if source.is_imagined:
             # The largest batch was only looked for; those to come have values.
@@ -296,6 +297,16 @@ class Planned:
             optimizer=look.request.optimizer,
             update=look.base.update,
         )
+
+    def _refuse_beyond_budget(self) -> None:
+        """A plan from a file may be for a smaller batch, or edited: it is shown, and not run."""
+        tree = tree_of(self.plan)
+        if not tree.fits:
+            raise Infeasible(
+                f"the plan does not keep its budget: {tree.verdict.partition(': ')[2]}",
+                expected="a plan that fits, as this step and this machine are now",
+                remedy="plan again, or raise the budget in the plan file",
+            )
 
 
 def planned(look: Look, budget: Budget) -> Planned:
