@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steelyard.api.accuracy import Lossy
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.core.costs import Costs, OperatorCost
@@ -26,6 +28,9 @@ from steelyard.trades import TRADES
 from steelyard.trades.quantise import Quantise, quantisable, with_codes
 from steelyard.trades.recompute import recomputable
 from tests.search.graphs import Whole, in_floats, random_step, tower
+
+if TYPE_CHECKING:
+    from steelyard.api.look import Look
 
 DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e6)
@@ -84,13 +89,15 @@ def test_the_reason_is_the_one_that_was_given() -> None:
 @settings(deadline=None, max_examples=6)
 @given(st.integers(0, 10**6))
 def test_a_loss_that_is_allowed_makes_no_plan_slower(seed: int) -> None:
+    """Alone the search of what may be lost can be behind: beside 8 bits, what is compared or sorted
+    is not computed again. So both are asked."""
     graph = in_floats(random_step(seed, num_values=10))
-    lossy, exact = searching(graph), searching(graph, lossy=False)
-    assert lossy.explored().least.peak_bytes <= exact.explored().least.peak_bytes
+    search, exact = searching(graph), searching(graph, lossy=False)
+    look = SimpleNamespace(search=exact)
     for budget in budgets(exact, 3):
-        ours, theirs = lossy.find(budget), exact.find(budget)
+        ours = Lossy(look=cast("Look", look))._at_best(search, budget)
         seconds = ours.prediction.quad.step_seconds.value
-        assert seconds <= theirs.prediction.quad.step_seconds.value * 1.0011
+        assert seconds <= exact.find(budget).prediction.quad.step_seconds.value
         assert ours.prediction.peak.nbytes <= budget.memory_bytes
         if ours.gap is not None:
             assert ours.gap.least_seconds <= seconds * (1 + 1e-9)
