@@ -52,6 +52,17 @@ def test_the_last_measurement_counts(path: Path) -> None:
     assert cache.read("here", ["relu"]) == {}
 
 
+def test_of_two_that_measured_at_once_both_believe_the_first(path: Path) -> None:
+    slower = OperatorCost(seconds=Estimate.exactly(1.0), workspace_bytes=0)
+    first, second = CostCache(path), CostCache(path)
+    assert first.settle("here", {"relu": COST}) == {"relu": COST}
+    assert second.settle("here", {"relu": slower, "mm": slower}) == {"relu": COST, "mm": slower}
+    assert first.read("here", ["relu", "mm"]) == {"relu": COST, "mm": slower}
+    assert first.settle_whole("here", "step", COST.seconds) == COST.seconds
+    assert second.settle_whole("here", "step", slower.seconds) == COST.seconds
+    assert first.read_whole("here", "step") == COST.seconds
+
+
 def test_only_measurements_are_kept(path: Path) -> None:
     declared = OperatorCost(seconds=COST.seconds, workspace_bytes=0, is_measured=False)
     cache = CostCache(path)

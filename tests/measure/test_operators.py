@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from steelyard.core.cluster import Device
-from steelyard.core.costs import Missing
+from steelyard.core.costs import Missing, OperatorCost
 from steelyard.core.graph import Graph, Node
 from steelyard.measure.cache import CostCache
 from steelyard.measure.meter import meter
@@ -74,6 +75,26 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
     first, _ = measure_operators([some_graph()], DEVICE, cache=cache)
     second, survey = measure_operators([some_graph()], DEVICE, cache=cache)
     assert (survey.measured, survey.known) == (0, 3)
+    assert second.operators == first.operators
+
+
+def test_what_another_process_measured_meanwhile_is_believed(tmp_path: Path) -> None:
+    first, _ = measure_operators([some_graph()], DEVICE, cache=CostCache(tmp_path / "costs.sqlite"))
+
+    class Late(CostCache):
+        """Looked when nothing was there yet."""
+
+        looked = False
+
+        def read(self, context: str, signatures: Sequence[str]) -> dict[str, OperatorCost]:
+            found = super().read(context, signatures) if self.looked else {}
+            self.looked = True
+            return found
+
+    second, survey = measure_operators(
+        [some_graph()], DEVICE, cache=Late(tmp_path / "costs.sqlite")
+    )
+    assert (survey.measured, survey.known) == (3, 0)
     assert second.operators == first.operators
 
 

@@ -118,7 +118,7 @@ class Prices:
         seconds = self._cache.read_whole(context, name)
         if seconds is None:
             seconds = update_call_seconds(make, dims=dims, calls=calls)
-            self._cache.write_whole(context, name, seconds)
+            seconds = self._cache.settle_whole(context, name, seconds)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
     def check(self, source: StepSource, base: Program) -> None:
@@ -191,8 +191,7 @@ class Prices:
                 over = run()
             if over is None:
                 return None
-            found = over.scaled(operators)
-            self._cache.write_whole(context, name, found)
+            found = self._cache.settle_whole(context, name, over.scaled(operators))
         return found.scaled(1 / operators)
 
     def _can_run(self, source: StepSource, program: Program) -> bool:

@@ -96,6 +96,13 @@ class CostCache:
 
         self._using(insert, None)
 
+    def settle(self, context: str, costs: Mapping[str, OperatorCost]) -> dict[str, OperatorCost]:
+        """Keep what was measured just now, but for what another process wrote meanwhile: that is
+        what both believe."""
+        meanwhile = self.read(context, list(costs))
+        self.write(context, {s: cost for s, cost in costs.items() if s not in meanwhile})
+        return {**costs, **meanwhile}
+
     def read_rates(self, context: str) -> dict[str, float]:
         def select(database: sqlite3.Connection) -> list[tuple[object, ...]]:
             statement = "SELECT name, value FROM rate WHERE context = ?"
@@ -132,6 +139,13 @@ class CostCache:
             database.execute("INSERT OR REPLACE INTO whole VALUES (?,?,?,?,?,?)", row)
 
         self._using(insert, None)
+
+    def settle_whole(self, context: str, name: str, found: Estimate) -> Estimate:
+        meanwhile = self.read_whole(context, name)
+        if meanwhile is not None and meanwhile.low:
+            return meanwhile
+        self.write_whole(context, name, found)
+        return found
 
     def forget(self) -> None:
         """Drop all costs, so that everything is measured again."""

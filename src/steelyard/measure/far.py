@@ -43,6 +43,8 @@ def measured_links(
         if not found.keys() >= _FIGURES:
             found = _measured(memory)
             if cache:
+                # Another process may have been first.
+                found = {**found, **cache.read_rates(context)}
                 cache.write_rates(context, found)
     finally:
         memory.close()

@@ -92,9 +92,8 @@ def measure_operators(
     # What reads far memory is called with what lies there near: a part of it has room.
     table.measure([s for s in new if not s.node.is_far_product])
     table.measure_parts([s for s in new if s.node.body is not None])
-    if cache and table.costs:
-        cache.write(context, table.costs)
-    costs = Costs(device=device, operators={**known, **table.costs})
+    found = cache.settle(context, table.costs) if cache and table.costs else table.costs
+    costs = Costs(device=device, operators={**known, **found})
     nodes = [s.node for s in subjects]
     operators = {**costs.operators, **declared_from(costs, nodes)}
     survey = Survey(

@@ -30,6 +30,8 @@ def with_measured_rates(
     if not all(name in rates for name in names):
         rates = _measured(torch_device or torch.device("cpu"))
         if cache:
+            # Another process may have been first.
+            rates |= cache.read_rates(context)
             cache.write_rates(context, rates)
     return replace(
         device,
