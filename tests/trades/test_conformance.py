@@ -145,7 +145,7 @@ def test_its_rules_are_for_any_trace_of_the_model(trade: Trade, name: str) -> No
 def test_no_offer_earns_what_its_trade_pays(trade: Trade, name: str) -> None:
     programs = [program for _, program in struck(trade, name)]
     if not programs:
-        pytest.skip("refused here")
+        pytest.skip(f"{trade.name} offers nothing on this model")
     plain = trial(name).plain
     costs = costs_of(plain.graph, *(p.graph for p in programs))
     if "computation" in trade.pays:

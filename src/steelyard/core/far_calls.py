@@ -3,9 +3,10 @@
 Not for where the calls go: see trips.py, far_products.py, far_inputs.py and far_gradients.py.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
+from types import MappingProxyType
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PAGE_BYTES
 from steelyard.core.collective import Collective, Exchange
@@ -249,6 +250,22 @@ def _numbered(name: str, number: int) -> str:
 
 def _fetch_of(name: str, number: int) -> str:
     return _numbered(f"{name}.fetch", number)
+
+
+def woven(
+    lines: Sequence[Instruction],
+    *,
+    before: Mapping[int, Sequence[Instruction]],
+    behind: Mapping[int, Sequence[Instruction]],
+    instead: Mapping[int, Sequence[Instruction]] = MappingProxyType({}),
+) -> list[Instruction]:
+    """The lines with what goes before, behind and in the place of each, by its number."""
+    placed: list[Instruction] = []
+    for number, line in enumerate(lines):
+        placed += before.get(number, ())
+        placed += instead.get(number, (line,))
+        placed += behind.get(number, ())
+    return placed
 
 
 class Running:

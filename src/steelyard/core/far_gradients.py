@@ -6,7 +6,7 @@ Not for how many slices: see trades/. Not for computing them: see exchange/.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from steelyard.core.far_calls import Calls, Running
+from steelyard.core.far_calls import Calls, Running, woven
 from steelyard.core.graph import SENT_PRODUCTS, Node, OutputKind, Phase
 from steelyard.core.program import Instruction, Program
 from steelyard.core.updates import GRADIENT, WEIGHT
@@ -51,11 +51,7 @@ def with_gradients_in_slices(
         # Itself is one of those that run. At once is before anything else is fetched.
         end = running.behind(place, lag + 1) if lag else place
         behind.setdefault(end, []).append(_at(own.end, lines[end]))
-    placed: list[Instruction] = []
-    for number, line in enumerate(lines):
-        placed += before.get(number, [])
-        placed += instead.get(number, [line])
-        placed += behind.get(number, [])
+    placed = woven(lines, before=before, behind=behind, instead=instead)
     result = replace(program, graph=calls.graph(), instructions=tuple(placed))
     assert not result.problems(), result.problems()
     return result

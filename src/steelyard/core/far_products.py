@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from steelyard.core.columns import IsPointwise
-from steelyard.core.far_calls import Calls, Looks, Running
+from steelyard.core.far_calls import Calls, Looks, Running, woven
 from steelyard.core.far_loops import Carried, Loops, Product
 from steelyard.core.graph import Graph, Node, Phase, Ref, Symbol
 from steelyard.core.program import Instruction, Program
@@ -122,7 +122,4 @@ def _with_slices(
             early = running.before(place, leads[parameter])
             before.setdefault(early, []).append(replace(begin, phase=lines[early].phase))
             behind.setdefault(place, []).append(replace(end, phase=lines[place].phase))
-    ordered: list[Instruction] = []
-    for number, line in enumerate(lines):
-        ordered += [*before.get(number, []), line, *behind.get(number, [])]
-    return ordered
+    return woven(lines, before=before, behind=behind)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.core.columns import IsPointwise
-from steelyard.core.far_calls import Calls, Looks, Running
+from steelyard.core.far_calls import Calls, Looks, Running, woven
 from steelyard.core.far_gradients import with_gradients_in_slices
 from steelyard.core.far_products import with_products_far
 from steelyard.core.graph import OutputKind, Phase
@@ -135,11 +135,7 @@ def with_gradients_far(
             instead[number] = [old, taken, calls.send(name, value, old.value)]
             sent = calls.sent(name, old.value)
         behind.setdefault(running.behind(number, lag), []).append(sent)
-    placed: list[Instruction] = []
-    for number, line in enumerate(lines):
-        placed += before.get(number, [])
-        placed += instead.get(number, [line])
-        placed += behind.get(number, [])
+    placed = woven(lines, before=before, behind=behind, instead=instead)
     result = replace(program, graph=calls.graph(), instructions=tuple(placed))
     assert not result.problems(), result.problems()
     return result
