@@ -157,7 +157,7 @@ def test_steps_in_micro_batches_are_checked_and_get_slower_once_for_good(
 ) -> None:
     prices, search = tight._look.prices, tight._look.search
     search.explore_all()
-    assert len(prices.costs.other_wholes) == 3  # 2, 4 and 8 micro-batches of 8 sentences
+    assert len(prices.costs.cut_steps) == 3  # 2, 4 and 8 micro-batches of 8 sentences
     plain = [search.explored(Variant(parts=parts)).plain.seconds for parts in (1, 2, 4, 8)]
     slower = [b >= a * (1 - 1e-9) for a, b in itertools.pairwise(plain)]
     assert slower == sorted(slower)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs, OperatorCost
 from steelyard.core.quad import Estimate
 from steelyard.core.rules import Rule
+from steelyard.predict import step_seconds
 from steelyard.predict.predict import PEAK_SHARE
 from steelyard.search import Found, Search
 from steelyard.trades.stream import Stream
@@ -124,11 +126,23 @@ def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
 
 def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None:
     trial = wordy()
-    halved = {trial.source.graph(micro_batches=2).fingerprint: Estimate.exactly(0.1)}
-    costs = Costs(device=DEVICE, operators=in_no_time(trial), other_wholes=halved)
+    halved = {2: Estimate.exactly(0.1)}
+    costs = Costs(device=DEVICE, operators=in_no_time(trial), cut_steps=halved)
     found = from_least_to_more_than_plain(trial.searching(costs))
     fastest = min(found.values(), key=seconds_of)
     assert [r.trade for r in fastest.rules] == ["accumulate"]
     peak = fastest.prediction.quad.memory_bytes.value
     for limit, planned in found.items():
         assert peak > limit or seconds_of(planned) == seconds_of(fastest), "it would have fitted"
+
+
+def test_a_step_in_micro_batches_takes_what_was_found_of_it_in_slices_too() -> None:
+    trial = wordy()
+    offers, _ = Stream().offers(trial.plain, trial.source)
+    cut = trial.struck([Rule(trade="accumulate", degree=2), *offers[-1].rules])
+    assert cut.repeats == 2
+    assert any(node.body for node in cut.graph.nodes)
+    costs = Costs(device=DEVICE)
+    slower = replace(costs, cut_steps={2: Estimate.exactly(1.5)})
+    assert step_seconds(cut, slower).value == pytest.approx(1.5 * step_seconds(cut, costs).value)
+    assert step_seconds(trial.plain, slower) == step_seconds(trial.plain, costs)

@@ -51,7 +51,7 @@ class Prices:
         self._cache = CostCache()
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
-        self._cuts: dict[str, Estimate] = {}
+        self._cuts: dict[int, Estimate] = {}
         # Of the step in so many micro-batches, beside the uncut one.
         self._cut_times: dict[int, float] = {}
         self._base: Program
@@ -64,7 +64,7 @@ class Prices:
         self.costs = Costs(
             device=cluster.device,
             operators=self._operators,
-            other_wholes=self._cuts,
+            cut_steps=self._cuts,
             links=links,
             far_bytes=cluster.far.size_bytes if cluster.far else 0,
         )
@@ -143,7 +143,7 @@ class Prices:
         to be only beyond the doubt of the check. Once a cut is slower than a coarser one, finer
         cuts are not said to be faster again: the search looks no further there.
         """
-        if cut.graph.fingerprint in self._cuts:
+        if cut.repeats in self._cuts:
             return
         alone = self._operator_seconds(cut) / self._operator_seconds(self._base)
         relative = None
@@ -167,7 +167,7 @@ class Prices:
             slower = max(relative.value, coarser[-1] / alone)
             relative = replace(relative, value=slower, high=max(relative.high, slower))
         self._cut_times[cut.repeats] = alone * relative.value
-        self._cuts[cut.graph.fingerprint] = self.costs.whole_step.times(relative)
+        self._cuts[cut.repeats] = self.costs.whole_step.times(relative)
 
     def _checked(
         self,

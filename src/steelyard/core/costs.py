@@ -10,7 +10,7 @@ from enum import StrEnum
 from steelyard.core.cluster import Device, Link
 from steelyard.core.collective import Collective
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Body, Graph, Node, Phase
+from steelyard.core.graph import Body, Node, Phase
 from steelyard.core.quad import NOTHING, Estimate
 
 # A roofline says which resource binds, not how well a kernel uses it: the published errors of
@@ -35,8 +35,8 @@ class OperatorCost:
 class Costs:
     """The price list. ``whole_step`` is what a whole step took over the sum of its operators.
 
-    ``other_wholes`` says the same of graphs, by fingerprint, that were checked apart: of the step
-    in micro-batches, whose small operators lose more to what comes between them.
+    ``cut_steps`` says the same of the step in so many micro-batches, whose small operators lose
+    more to what comes between them, in whatever way each is then computed.
     ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
     ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
     memory, which takes ``far_bytes``.
@@ -45,7 +45,7 @@ class Costs:
     device: Device
     operators: Mapping[str, OperatorCost] = field(default_factory=dict)
     whole_step: Estimate = field(default_factory=lambda: Estimate(value=1.0, low=0.8, high=1.25))
-    other_wholes: Mapping[str, Estimate] = field(default_factory=dict)
+    cut_steps: Mapping[int, Estimate] = field(default_factory=dict)
     update_call_seconds: Estimate = NOTHING
     links: Mapping[str, Link] = field(default_factory=dict)
     far_bytes: int = 0
@@ -64,9 +64,8 @@ class Costs:
         seconds = known.seconds if known else self.declared_seconds(node)
         return seconds + self.update_call_seconds if node.phase is Phase.UPDATE else seconds
 
-    def whole_step_of(self, graph: Graph) -> Estimate:
-        known = self.other_wholes and self.other_wholes.get(graph.fingerprint)
-        return known or self.whole_step
+    def whole_step_in(self, micro_batches: int) -> Estimate:
+        return self.cut_steps.get(micro_batches, self.whole_step)
 
     def workspace_bytes(self, node: Node) -> int:
         known = self.operators.get(node.signature)

@@ -57,7 +57,7 @@ class Durations:
 def durations(program: Program, costs: Costs) -> Durations:
     """One pass over the program, without what repeats it and what follows."""
     nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
-    whole = costs.whole_step_of(program.graph)
+    whole = costs.whole_step_in(program.repeats)
     computation = _total([costs.seconds(n) for n in nodes]).times(whole)
     if not program.exchanges:
         return Durations(
@@ -119,7 +119,7 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     """``device`` and ``link`` pick the end of the interval that is played."""
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
-    playing = _Playing(costs, device(costs.whole_step_of(program.graph)), device, link)
+    playing = _Playing(costs, device(costs.whole_step_in(program.repeats)), device, link)
     begins: list[float] = []
     arrives: dict[int, float] = {}
     for index, instruction in enumerate(program.instructions):
