@@ -69,7 +69,7 @@ def with_products_far(
             placed += own.lines()
             placed += [lines[k] for k, place in sorted(moved.items()) if place == number]
     ordered = _with_slices(calls, placed, at, slices, leads)
-    result = Program.of(calls.graph(), ordered, repeats=program.repeats, update=program.update)
+    result = program.with_lines(ordered, on=calls.graph())
     assert not result.problems(), result.problems()
     return result
 

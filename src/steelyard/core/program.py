@@ -70,7 +70,6 @@ class Program:
         graph: Graph,
         computed: Iterable[Instruction],
         *,
-        repeats: int = 1,
         update: "Program | None" = None,
     ) -> Self:
         """Add to ``computed`` each output's departure, as early as nothing reads it later."""
@@ -103,9 +102,16 @@ class Program:
             placed.append(instruction)
             placed += departures.get(index, [])
         loss = next(o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
-        return cls(
-            graph=graph, instructions=tuple(placed), loss=loss, repeats=repeats, update=update
-        )
+        return cls(graph=graph, instructions=tuple(placed), loss=loss, update=update)
+
+    def with_lines(self, computed: Iterable[Instruction], *, on: Graph) -> "Program":
+        """The same step by other lines, over ``on``."""
+        made = Program.of(on, computed)
+        return replace(self, graph=on, instructions=made.instructions, loss=made.loss)
+
+    def with_graph(self, graph: Graph) -> "Program":
+        """The same step over another graph, as that was captured."""
+        return self.with_lines((as_captured(graph, name) for name in order_of(graph)), on=graph)
 
     def repeated(self, times: int) -> "Program":
         return replace(self, repeats=times)

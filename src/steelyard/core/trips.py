@@ -97,7 +97,7 @@ def with_weights_far(
             ordered.append(replace(calls.fetched(weight, copy), phase=line.phase))
             looks.begin_anew(weight, copy)
         ordered += looks.rewritten(line)
-    result = Program.of(calls.graph(), ordered, repeats=program.repeats, update=program.update)
+    result = program.with_lines(ordered, on=calls.graph())
     assert not result.problems(), result.problems()
     return result
 

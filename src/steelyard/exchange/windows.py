@@ -61,7 +61,7 @@ def _without_sinks(program: Program, lines: list[Instruction]) -> Program:
 
 def _reordered(program: Program, lines: list[Instruction], places: list[_Place]) -> Program:
     ordered = [lines[index] for _, _, index in sorted(places)]
-    moved = Program.of(program.graph, ordered, repeats=program.repeats, update=program.update)
+    moved = program.with_lines(ordered, on=program.graph)
     assert not moved.problems(), moved.problems()
     return moved
 

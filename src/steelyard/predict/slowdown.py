@@ -21,7 +21,7 @@ def slowdown(program: Program, base: Program, costs: Costs) -> Estimate:
     Step by step: what the program adds to its own graph's plain step, and that step, which has been
     run in turns with ``base`` if it is in micro-batches, beside ``base``.
     """
-    plain = Program.plain(program.graph).repeated(program.repeats)
+    plain = program.with_graph(program.graph)
     before = _seconds(base, costs)
     if not before:
         return Estimate.exactly(1.0)

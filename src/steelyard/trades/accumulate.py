@@ -52,7 +52,7 @@ class Accumulate:
         if parts == program.repeats:
             return program
         graph = source.graph(micro_batches=parts)
-        return Program.plain(graph, update=program.update).repeated(parts)
+        return program.with_graph(graph).repeated(parts)
 
     def _parts(self, rules: Sequence[Rule], source: Source) -> int:
         degrees = sorted({rule.degree for rule in rules})

@@ -161,7 +161,7 @@ def with_transfers(
         ordered += placed.behind(number)
     nodes = [node for transfer in transfers for node in transfer.nodes]
     moved = replace(graph, nodes=(*graph.nodes, *nodes))
-    result = Program.of(moved, ordered, repeats=program.repeats, update=program.update)
+    result = program.with_lines(ordered, on=moved)
     assert not result.problems(), result.problems()
     return result
 

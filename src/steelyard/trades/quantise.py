@@ -121,7 +121,7 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
         nodes=_in_order(graph, lines, behind=behind, before=before),
         storages=(*graph.storages, *(c.storage for c in codings)),
     )
-    result = Program.of(coded, ordered, repeats=program.repeats, update=program.update)
+    result = program.with_lines(ordered, on=coded)
     assert not result.problems(), result.problems()
     assert not coded.problems(), coded.problems()
     return result

@@ -89,7 +89,7 @@ def with_copies(
         line = computed[number]
         placed += copies.made_for(graph.by_name[line.node].inputs, number)
         placed.append(copies.reading(line.node, line.node, line.phase, number))
-    return Program.of(graph, placed, repeats=program.repeats, update=program.update)
+    return program.with_lines(placed, on=graph)
 
 
 def _first_backward(computed: Sequence[Instruction]) -> int:

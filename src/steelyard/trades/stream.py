@@ -87,7 +87,7 @@ class Stream:
             for name in sorted(matching(graph, (rule,))):
                 graph = _streamed(graph, graph.by_name[name], parts=rule.degree)
         graph = source.rewritten(graph)
-        return Program.plain(graph, update=program.update).repeated(program.repeats)
+        return program.with_graph(graph)
 
 
 _NONE = "a large value in slices"
