@@ -87,7 +87,7 @@ class Ranks:
         model, step = self._live(program, sharded)
         step.backward(self.batch)  # the first call allocates what stays
         model.zero_grad()
-        with _Recorder() as recorder:
+        with Recorder() as recorder:
             step.backward(self.batch)
         gradients = _gradients(model)
         peaks = []
@@ -106,7 +106,7 @@ class Ranks:
             "handed_bytes": recorder.handed_bytes,
             "predicted_bytes": predicted.quad.communication_bytes.value,
             "executed": recorder.executed,
-            "planned": _planned(program),
+            "planned": planned_calls(program),
         }
 
     def digests(self, *, sharded: tuple[str, ...]) -> dict[str, str]:
@@ -201,7 +201,7 @@ class _Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does no
         return result
 
 
-class _Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
+class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
     """Which collectives really ran, in order, and the bytes of what they were handed."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class _Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does no
         return func(*args, **(kwargs or {}))
 
 
-def _planned(program: Program) -> list[str]:
+def planned_calls(program: Program) -> list[str]:
     nodes = program.graph.by_name
     names = []
     for instruction in program.instructions:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from steelyard.core.costs import Costs
+from steelyard.core.layout import LAYOUT_TRADES
 from steelyard.core.program import Program
 from steelyard.core.trade import Offer, Trade
 from steelyard.predict import step_seconds
@@ -101,9 +102,9 @@ def struck(trade: Trade, name: str) -> Iterator[tuple[Offer, Program]]:
 
 
 every_model = pytest.mark.parametrize("name", [on_its_worker(name) for name in MODELS])
-# Here is no optimizer, so nothing that it keeps: tests/api/test_far_states.py holds that one to the
-# same, bits, bytes and all.
-OF_THE_PASS = [trade for trade in TRADES if trade.name != "offload_state"]
+# Here is no optimizer, so nothing that it keeps, and one rank: tests/api/test_far_states.py and
+# tests/dist/test_planned.py hold the others to the same, bytes and all.
+OF_THE_PASS = [trade for trade in TRADES if trade.name not in {"offload_state", *LAYOUT_TRADES}]
 every_trade = pytest.mark.parametrize("trade", OF_THE_PASS, ids=lambda t: t.name)
 
 

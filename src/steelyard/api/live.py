@@ -16,17 +16,20 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.api.pricing import Prices
+from steelyard.api.ranks import Ranks
 from steelyard.capture.batching import batch_size
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import Captured, StepSource
-from steelyard.core.amounts import format_bytes
+from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Role
+from steelyard.core.layout import Layout
 from steelyard.core.plan import Plan
 from steelyard.core.program import Program
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.rules import Rule
+from steelyard.core.source import Laid
 from steelyard.core.trade import strike
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
@@ -66,6 +69,7 @@ class Step:
         self._source = source
         self._prices = prices
         self._update = update
+        self.ranks = Ranks.of(Layout.of(plan.decisions.rules))
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far
@@ -79,13 +83,14 @@ class Step:
             batch=source.batch,
             optimizer=live_optimizer,
             states=states,
-            reduction=source.reduction().value if program.repeats > 1 else "mean",
+            reduction=source.reduction().value if program.parts > 1 else "mean",
             other_shape=self._other_shape,
             runner=self._runner(states),
             reads=captured.reads,
+            rank=self.ranks.rank,
         )
         self._constants = tuple(captured.constants.values())
-        self._batch_bytes = program.repeats * program.graph.resident_bytes(Role.BATCH)
+        self._batch_bytes = program.parts * program.graph.resident_bytes(Role.BATCH)
         self._seconds: list[float] = []
         self._traffic = [self.traffic()]
         self._losses: list[torch.Tensor] = []
@@ -119,7 +124,7 @@ class Step:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         losses = [float(x) for x in self._losses]
-        busy, waited = between(self._traffic) or (None if self.far else 0.0, 0.0)
+        busy, waited = self.exchanged(self._traffic)
         return ShownReceipt(
             Receipt(
                 plan=self.plan,
@@ -132,14 +137,34 @@ class Step:
                     step_seconds=seconds,
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,
-                    notes=(*self.notes, *self._note_on_gradients()),
+                    notes=(*self.notes, *self.note_on_waits(waited), *self._note_on_gradients()),
                 ),
             )
         )
 
     def traffic(self) -> tuple[float, float]:
-        """Seconds so far that values were on their way to far memory or back; and were awaited."""
-        return (self.far.busy_seconds, self.far.waited_seconds) if self.far else (0.0, 0.0)
+        """Seconds so far that values were on their way to far memory or back; and that they, or
+        other ranks, were waited for."""
+        waited = sum(channel.waiting.seconds for channel in self.ranks.channels.values())
+        if self.far is None:
+            return 0.0, waited
+        return self.far.busy_seconds, self.far.waited_seconds + waited
+
+    def exchanged(self, traffic: Sequence[tuple[float, float]]) -> tuple[float | None, float]:
+        """Seconds of a step in which something was on its way, None where nobody knows; and in
+        which it was waited for. Torch does not say when an exchange among ranks is over."""
+        found = between(traffic)
+        many = bool(self.ranks.channels)
+        if found is None:
+            return (None if self.far or many else 0.0), 0.0
+        return (None if many else found[0]), found[1]
+
+    def note_on_waits(self, waited: float) -> tuple[str, ...]:
+        if not self.ranks.channels:
+            return ()
+        exposed = self.plan.predicted.quad.exposed_communication_seconds.value
+        own, said = format_seconds(waited), format_seconds(exposed)
+        return (f"waited {own} of a step for other ranks (predicted ~{said})",)
 
     def meter(self, call: Any) -> int:
         """The bytes at the peak of ``call``: what is resident and what it adds, by the allocator,
@@ -193,21 +218,28 @@ class Step:
     def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
         if self.plan.decisions.made_for.runner == "inductor":
             return compile_program
-        return partial(emit, far=self.far, tensors=states.tensors if states else None)
+        return partial(
+            emit,
+            channels=self.ranks.channels,
+            far=self.far,
+            tensors=states.tensors if states else None,
+        )
 
     def _program_at(self, source: StepSource) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step."""
         rules = [self._at(rule, source) for rule in self.plan.decisions.rules]
         base = Program.plain(source.captured().graph, update=self._update)
         program = strike(base, rules, trades=TRADES, source=source)
-        return program, source.captured(micro_batches=program.repeats)
+        return program, source.captured(micro_batches=program.parts)
 
     def _at(self, rule: Rule, source: StepSource) -> Rule:
         """A last batch that is no multiple of the parts is cut into the fewest no larger."""
-        possible, size = source.divisors(), batch_size(source.batch)
-        if rule.trade != "accumulate" or rule.degree in possible or size is None:
+        size, layout = batch_size(source.batch), Layout.of(self.plan.decisions.rules)
+        possible = Laid(source=source, layout=layout).divisors()
+        if rule.trade != "accumulate" or rule.degree in possible or not possible or size is None:
             return rule
-        most = (batch_size(self._source.batch) or 1) // rule.degree
+        size //= layout.batch
+        most = (batch_size(self._source.batch) or 1) // layout.batch // rule.degree
         return replace(rule, degree=min(k for k in possible if size // k <= max(most, 1)))
 
     def _other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:

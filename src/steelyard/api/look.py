@@ -20,7 +20,7 @@ from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster, Far
-from steelyard.core.plan import MadeFor, Prediction
+from steelyard.core.plan import Decisions, MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
@@ -31,10 +31,11 @@ from steelyard.operators import is_pointwise
 from steelyard.predict import predict
 from steelyard.run.lowered import lower
 from steelyard.run.watch import ModelWatch
-from steelyard.search import Found, Search
+from steelyard.search import ALLOWS_NONE, Found, Layouts, Search
 from steelyard.trades import TRADES
 
 Runner = Literal["python", "inductor"]
+_NO_PROBE = "is not probed on several ranks"
 # Of each runner, the tables that it can run; new plans are made on the first.
 DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1",)}
 
@@ -114,8 +115,22 @@ class Look:
         """Explored once, asked for any budget; its memory is that of generated Python."""
         return self.searching()
 
-    def searching(self, *, lossy: frozenset[Spot] = frozenset()) -> Search:
-        """``lossy`` are the values that may lose accuracy."""
+    @cached_property
+    def layouts(self) -> Layouts:
+        """On as many of the ranks as is fastest."""
+        return Layouts(
+            self.base,
+            trades=self.request.trades,
+            source=self._priced_source,
+            costs=self.prices.costs,
+            num_ranks=self.request.cluster.num_devices,
+            searching=lambda layout: self.searching(layout=layout),
+        )
+
+    def searching(
+        self, *, lossy: frozenset[Spot] = frozenset(), layout: tuple[Rule, ...] = ()
+    ) -> Search:
+        """``lossy`` are the values that may lose accuracy, ``layout`` where the step lies."""
         return Search(
             self.base,
             trades=self.request.trades,
@@ -124,7 +139,14 @@ class Look:
             lossy=lossy,
             # Inductor may make two copies in one go, and hold them.
             oftener=self.request.runner != "inductor",
+            layout=layout,
         )
+
+    def search_for(self, decisions: Decisions) -> Search:
+        """The search that these decisions are from."""
+        if self.request.cluster.num_devices > 1:
+            return self.layouts.search_by(decisions.rules)
+        return self.lossy.search_for(decisions.budget)
 
     @cached_property
     def lossy(self) -> Lossy:
@@ -160,6 +182,7 @@ class Look:
             decomposition=self.base.graph.decomposition,
             runner=self.request.runner,
             cluster=self.request.cluster.fingerprint,
+            ranks=self.request.cluster.num_devices,
             torch=torch.__version__.partition("+")[0],
             batch=self.source.entries(),
         )
@@ -181,6 +204,11 @@ class Look:
         """The fastest plan whose program, as its runner runs it, stays within the budget."""
         if self.request.runner == "inductor" and budget.memory_bytes is not None:
             return find_lowered(self, budget)
+        if self.request.cluster.num_devices > 1:
+            found = self.layouts.find(
+                budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
+            )
+            return found, found.prediction
         if self.request.runner == "python" and budget.accuracy_loss:
             return self.lossy.find(budget)
         found = self.search.find(budget)

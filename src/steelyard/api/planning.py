@@ -87,6 +87,12 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any) -> None:
     _check("cluster", cluster, fine=known, expected="Cluster.here(), or another Cluster")
     _check("budget", budget, fine=bound, expected='Budget(memory="2 GiB")')
     _check("runner", runner, fine=runner in DECOMPOSITIONS, expected=" or ".join(DECOMPOSITIONS))
+    if cluster is not None and cluster.num_devices > 1 and (runner == "inductor" or maximize):
+        raise BadInput(
+            f"several ranks are planned for without {'--maximize' if maximize else 'Inductor'}",
+            expected="one rank, or the python runner and a budget",
+            remedy="leave out --ranks, or the other",
+        )
     asked = maximize is None or maximize in [*Maximize]
     _check("maximize", maximize, fine=asked, expected=" or ".join(Maximize))
 
@@ -116,6 +122,7 @@ def plan_workload(
     runner: Runner = "python",
     maximize: Maximize | None = None,
     far: Far | None = None,
+    ranks: int = 1,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
@@ -124,7 +131,7 @@ def plan_workload(
         workload.loss,
         workload.first_batch(),
         optimizer=workload.optimizer,
-        cluster=Cluster.here(far=far),
+        cluster=Cluster.here(ranks=ranks, far=far),
         budget=budget,
         runner=runner,
         maximize=maximize,
@@ -164,7 +171,7 @@ def load(
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=Cluster.here(far=decisions.far),
+        cluster=Cluster.here(ranks=made_for.ranks, far=decisions.far),
         budget=decisions.budget,
         runner="inductor" if made_for.runner == "inductor" else "python",
         decomposition=made_for.decomposition,
@@ -227,14 +234,15 @@ class Planned:
         if self.plan.frontier and not self.plan.least_within:
             return self
         look.request.on_progress("exploring the whole curve")
-        look.lossy.search_for(self.plan.decisions.budget).explore_all()
+        search = look.search_for(self.plan.decisions)
+        search.explore_all()
         if look.request.runner == "inductor":
             curve = lowered_frontier(look)
         elif self.plan.frontier:
             return planned(look, self.plan.decisions.budget)
         else:
             # Read from a file: its decisions stay.
-            curve = look.search.frontier()
+            curve = search.frontier()
         return Planned(look, replace(self.plan, frontier=curve, least_within=0))
 
     def save(self, path: str | Path) -> None:

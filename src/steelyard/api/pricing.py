@@ -18,10 +18,12 @@ from steelyard.core.cluster import Cluster, Link
 from steelyard.core.costs import Costs, Missing, OperatorCost
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
+from steelyard.core.layout import DATA
 from steelyard.core.machine import available_bytes
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import measured_loopback
 from steelyard.measure.far import measured_links
 from steelyard.measure.operators import context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
@@ -56,10 +58,16 @@ class Prices:
         self._cut_times: dict[int, float] = {}
         self._base: Program
         self.notes: list[str] = []
+        # A rank has a part of the cores; alone, the user's own setting holds.
+        self._threads = cluster.device.threads if cluster.num_devices > 1 else None
         links: dict[str, Link] = {}
+        if cluster.num_devices > 1 and self._is_here:
+            on_progress("measuring how ranks reach one another")
+            links[DATA] = measured_loopback(cluster.num_devices, cache=self._cache)
         if cluster.far is not None:
             on_progress("measuring far memory")
-            links, notes = measured_links(cluster.far, cache=self._cache)
+            far_links, notes = measured_links(cluster.far, cache=self._cache)
+            links |= far_links
             self.notes += notes
         self.costs = Costs(
             device=cluster.device,
@@ -80,7 +88,8 @@ class Prices:
             return
         self._on_progress("measuring operators")
         self._known |= new
-        costs, survey = measure_operators(graphs, self._device, cache=self._cache)
+        with self._as_a_rank():
+            costs, survey = measure_operators(graphs, self._device, cache=self._cache)
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
         self.notes += [note for note in survey.notes if note not in self.notes]
@@ -97,7 +106,10 @@ class Prices:
         if not self._is_here or not any(is_wanted(n) for n in graph.nodes if not n.is_free):
             return
         self._on_progress("metering compiled calls")
-        costs, _ = measure_operators([graph], self._device, cache=self._cache, is_wanted=is_wanted)
+        with self._as_a_rank():
+            costs, _ = measure_operators(
+                [graph], self._device, cache=self._cache, is_wanted=is_wanted
+            )
         for node in graph.nodes:
             known = costs.operators.get(node.signature)
             if known is not None and node.signature not in self._known:
@@ -113,12 +125,13 @@ class Prices:
             return
         dims = dims_of(update)
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
-        context = context_of(self._device)
         name = f"between the calls of {update.graph.fingerprint}"
-        seconds = self._cache.read_whole(context, name)
-        if seconds is None:
-            seconds = update_call_seconds(make, dims=dims, calls=calls)
-            seconds = self._cache.settle_whole(context, name, seconds)
+        with self._as_a_rank():
+            context = context_of(self._device)
+            seconds = self._cache.read_whole(context, name)
+            if seconds is None:
+                seconds = update_call_seconds(make, dims=dims, calls=calls)
+                seconds = self._cache.settle_whole(context, name, seconds)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
     def check(self, source: StepSource, base: Program) -> None:
@@ -183,16 +196,27 @@ class Prices:
         It is found once and remembered: two plans of a step, and its run, say the same of it. What
         is remembered is the step's own, as operators not yet measured may be so the next time.
         """
-        context = context_of(self._device)
-        found = self._cache.read_whole(context, name)
-        if found is None or not found.low:
-            self._on_progress(doing)
-            with _untouched(source.model):
-                over = run()
-            if over is None:
-                return None
-            found = self._cache.settle_whole(context, name, over.scaled(operators))
+        with self._as_a_rank():
+            context = context_of(self._device)
+            found = self._cache.read_whole(context, name)
+            if found is None or not found.low:
+                self._on_progress(doing)
+                with _untouched(source.model):
+                    over = run()
+                if over is None:
+                    return None
+                found = self._cache.settle_whole(context, name, over.scaled(operators))
         return found.scaled(1 / operators)
+
+    @contextlib.contextmanager
+    def _as_a_rank(self) -> Iterator[None]:
+        """Within it operators run on as many threads as a rank has."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _can_run(self, source: StepSource, program: Program) -> bool:
         """Whether a step on the live model is possible and leaves nothing behind."""

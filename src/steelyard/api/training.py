@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from steelyard.api.live import Step, between
+from steelyard.api.live import Step
 from steelyard.api.planning import Planned
 from steelyard.api.workload import Workload
 from steelyard.core.receipt import Measured, Receipt
@@ -30,10 +30,10 @@ def run_workload(
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
     step: Step = planned.apply(workload.model)
-    log = _Log(step.traffic(), has_far=step.far is not None)
+    log = _Log(step)
 
     def seen(report: StepReport) -> None:
-        log.add(report, step.traffic())
+        log.add(report)
         on_step(report)
 
     def noted(note: str) -> None:
@@ -68,9 +68,9 @@ def run_workload(
 class _Log:
     """What the steps reported, for the receipt."""
 
-    def __init__(self, traffic: tuple[float, float], *, has_far: bool) -> None:
-        self._traffic = [traffic]
-        self._has_far = has_far
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._traffic = [step.traffic()]
         self.notes: list[str] = []
         self._steps = 0
         self._seconds: list[float] = []
@@ -78,7 +78,8 @@ class _Log:
         self._first: float | None = None
         self._last: float | None = None
 
-    def add(self, report: StepReport, traffic: tuple[float, float]) -> None:
+    def add(self, report: StepReport) -> None:
+        traffic = self._step.traffic()
         self._steps += 1
         if report.seconds is not None:
             self._seconds.append(report.seconds)
@@ -93,7 +94,8 @@ class _Log:
     def measured(self, steps: int) -> Measured:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
-        busy, waited = between(self._traffic) or (None if self._has_far else 0.0, 0.0)
+        busy, waited = self._step.exchanged(self._traffic)
+        self.notes += self._step.note_on_waits(waited)
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,

@@ -31,8 +31,8 @@ class Link:
     """One class of link between devices, declared or measured; the rate is one way.
 
     ``doubt`` is the share by which a transfer may take more or less than is said here.
-    ``call_seconds`` is what the device itself spends on one to far memory or back, and ``disturbs``
-    the share of the time that one takes by which it slows what runs beside it.
+    ``call_seconds`` is what the device itself spends on a message, and ``disturbs`` the share of
+    the time that a transfer takes by which it slows what runs beside it.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Link:
         return messages * self.latency_seconds + nbytes / self.bytes_per_second
 
     def device_seconds(self, nbytes: int, *, messages: int) -> float:
-        """What so many to far memory or back take of the device."""
+        """What so many messages take of the device."""
         return messages * self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
 
 
@@ -115,8 +115,11 @@ class Cluster:
         ).hexdigest()[:16]
 
     @classmethod
-    def here(cls, *, far: Far | None = None) -> "Cluster":
-        """The machine this runs on, as the operating system describes it; touches no device."""
+    def here(cls, *, ranks: int = 1, far: Far | None = None) -> "Cluster":
+        """The machine this runs on, as the operating system describes it; touches no device.
+
+        With several ``ranks`` each is a device of its own: an equal part of the cores.
+        """
         from steelyard.core.machine import this_device
 
-        return cls(device=this_device(), far=far)
+        return cls(device=this_device(ranks=ranks), num_devices=ranks, far=far)

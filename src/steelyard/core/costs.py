@@ -35,7 +35,7 @@ class OperatorCost:
 class Costs:
     """The price list. ``whole_step`` is what a whole step took over the sum of its operators.
 
-    ``cut_steps`` says the same of the step in so many micro-batches, whose small operators lose
+    ``cut_steps`` says the same of the step in so many equal parts, whose small operators lose
     more to what comes between them, in whatever way each is then computed.
     ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
     ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
@@ -54,18 +54,24 @@ class Costs:
         if node.is_free:
             return FREE
         if node.is_far:
-            link = self.links.get(node.collective.axis) if node.collective else None
-            if node.collective is None or link is None:
-                return FREE
-            collective = node.collective
-            own = link.device_seconds(collective.sent_bytes, messages=collective.hops)
-            return Estimate.within(own, share=_DECLARED_SHARE)
+            return self.beside_seconds(node)
         known = self.operators.get(node.signature)
         seconds = known.seconds if known else self.declared_seconds(node)
-        return seconds + self.update_call_seconds if node.phase is Phase.UPDATE else seconds
+        if node.phase is Phase.UPDATE:
+            seconds = seconds + self.update_call_seconds
+        return seconds + self.beside_seconds(node) if node.collective is not None else seconds
 
-    def whole_step_in(self, micro_batches: int) -> Estimate:
-        return self.cut_steps.get(micro_batches, self.whole_step)
+    def beside_seconds(self, node: Node) -> Estimate:
+        """What of them an exchange takes of the device while it is under way."""
+        collective = node.collective
+        link = self.links.get(collective.axis) if collective else None
+        if collective is None or link is None:
+            return FREE
+        own = link.device_seconds(collective.sent_bytes, messages=collective.hops)
+        return Estimate.within(own, share=_DECLARED_SHARE)
+
+    def whole_step_in(self, parts: int) -> Estimate:
+        return self.cut_steps.get(parts, self.whole_step)
 
     def workspace_bytes(self, node: Node) -> int:
         known = self.operators.get(node.signature)

@@ -15,20 +15,30 @@ _CORE_FLOPS_PER_SECOND = 40e9
 _CORE_BYTES_PER_SECOND = 8e9
 
 
-def this_device() -> Device:
-    cores = num_cores()
+def this_device(*, ranks: int = 1) -> Device:
+    """What one of so many ranks has of this machine."""
+    cores = max(1, num_cores() // ranks)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
     return Device(
         kind=f"cpu {processor()}",
         flops_per_second=cores * _CORE_FLOPS_PER_SECOND,
         bytes_per_second=cores * _CORE_BYTES_PER_SECOND,
-        memory_bytes=memory_bytes(),
-        threads=int(os.environ.get("OMP_NUM_THREADS") or cores),
+        memory_bytes=memory_bytes() // ranks,
+        threads=min(threads, cores) if ranks > 1 else threads,
         is_here=True,
     )
 
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_of(rank: int, num_ranks: int) -> set[int]:
+    """The cores of this process that are one rank's part of them; shared where they are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // num_ranks)
+    first = rank * each % len(cores)
+    return set(cores[first : first + each])
 
 
 def processor() -> str:

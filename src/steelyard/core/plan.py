@@ -26,7 +26,7 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFor:
-    """Fingerprints of what was planned, and with what."""
+    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on."""
 
     model: str
     graph: str
@@ -35,6 +35,7 @@ class MadeFor:
     cluster: str
     torch: str
     batch: tuple[BatchEntry, ...]
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,10 @@ class Decisions:
     @property
     def name(self) -> str:
         """Four hexadecimal digits that name the decisions in print."""
-        # A plan is called as it was before there were lags, and times.
-        rules = str(self.rules).replace(", lag=0, lead=0", "").replace(", times=1", "")
+        # A plan is called as it was before there were lags, times and buckets.
+        rules = str(tuple(sorted(self.rules)))
+        for unsaid in (", lag=0, lead=0", ", times=1", ", bucket_bytes=0"):
+            rules = rules.replace(unsaid, "")
         text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
         return sha256(text.encode()).hexdigest()[:4]
 
@@ -70,13 +73,17 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """An offer that was struck: what it pays and buys beside the plan without it."""
+    """An offer that was struck: what it pays and buys beside the plan without it.
+
+    ``buys_seconds`` are of computation, where it buys any.
+    """
 
     trade: str
     label: str
     rules: tuple[Rule, ...]
     buys_bytes: int
     pays_seconds: float
+    buys_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,14 @@ _LARGEST = 2**62
 _Whole = Annotated[int, Field(ge=0, le=_LARGEST)]
 
 
+def _written(parse: Callable[..., float], what: str) -> BeforeValidator:
+    """Texts are amounts as people write them; a number keeps every digit it has."""
+    return BeforeValidator(lambda given: parse(given, what=what) if type(given) is str else given)
+
+
+_Bytes = Annotated[int, _written(parse_bytes, "memory"), Field(ge=1, le=_LARGEST)]
+
+
 class _Quantise(BaseModel):
     """The keys of one ``[[quantise]]`` table are fields of Rule."""
 
@@ -70,6 +78,21 @@ class _Accumulate(BaseModel):
     most: ClassVar[int] = 1
 
     degree: Annotated[int, Field(ge=1, le=_LARGEST, alias="micro_batches")]
+
+
+class _ShardBatch(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 1
+
+    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    bucket_bytes: Annotated[_Bytes, Field(alias="bucket")]
+
+
+class _Overlap(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 1
+
+    lag: Annotated[int, Field(ge=1, le=_LARGEST, alias="window")]
 
 
 class _Stream(BaseModel):
@@ -100,9 +123,13 @@ class _OffloadState(BaseModel):
 
 
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
-_TABLES: dict[str, type[_Quantise | _Accumulate | _Stream | _OffloadState]] = {
+_TABLES: dict[
+    str, type[_Quantise | _Accumulate | _Stream | _ShardBatch | _Overlap | _OffloadState]
+] = {
     "accumulate": _Accumulate,
     "stream": _Stream,
+    "shard_batch": _ShardBatch,
+    "overlap": _Overlap,
     "recompute": _Recompute,
     "quantise": _Quantise,
     "offload": _Offload,
@@ -229,6 +256,7 @@ class _MadeFor(BaseModel):
     runner: str
     cluster: str
     torch: str
+    ranks: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
     batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
 
     def value(self) -> MadeFor:
@@ -239,16 +267,11 @@ class _MadeFor(BaseModel):
             runner=self.runner,
             cluster=self.cluster,
             torch=self.torch,
+            ranks=self.ranks,
             batch=tuple(entry.value() for entry in self.batch),
         )
 
 
-def _written(parse: Callable[..., float], what: str) -> BeforeValidator:
-    """Texts are amounts as people write them; a number keeps every digit it has."""
-    return BeforeValidator(lambda given: parse(given, what=what) if type(given) is str else given)
-
-
-_Bytes = Annotated[int, _written(parse_bytes, "memory"), Field(ge=1, le=_LARGEST)]
 _Positive = Field(gt=0, le=_LARGEST)
 
 
@@ -303,6 +326,8 @@ def _lines(decisions: Decisions) -> Iterator[str]:
     yield "\n[made_for]"
     for key in ("model", "graph", "decomposition", "runner", "cluster", "torch"):
         yield f"{key} = {_toml(getattr(made_for, key))}"
+    if made_for.ranks > 1:
+        yield f"ranks = {made_for.ranks}"
     for entry in made_for.batch:
         yield "\n[[made_for.batch]]"
         yield f"name = {_toml(entry.name)}"
@@ -329,7 +354,9 @@ def _lines(decisions: Decisions) -> Iterator[str]:
         for field, info in _TABLES[rule.trade].model_fields.items():
             if getattr(rule, field) == _UNSAID.get((rule.trade, field)):
                 continue  # as nearly always, and in files from before there was more
-            yield f"{info.alias or field} = {_toml(getattr(rule, field))}"
+            value = getattr(rule, field)
+            written = spell_bytes(value) if field == "bucket_bytes" else value
+            yield f"{info.alias or field} = {_toml(written)}"
 
 
 _UNSAID = {("recompute", "times"): 1, ("offload", "degree"): 0}

@@ -11,6 +11,7 @@ from typing import Self
 from steelyard.core.cluster import far_room
 from steelyard.core.coding import ENCODE
 from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase
+from steelyard.core.layout import ALONE, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Underway:
 class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
 
+    With a ``layout`` it is that of one rank, and ranks differ only in their part of the batch.
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
     ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot, and
     ``uncut`` of which parameters it cannot be some rows at a time, and why.
@@ -54,6 +56,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     loss: str = ""
     repeats: int = 1
+    layout: Layout = ALONE
     update: "Program | None" = None
     undivided: str = ""
     uncut: Mapping[str, str] = field(default_factory=dict)
@@ -115,6 +118,11 @@ class Program:
 
     def repeated(self, times: int) -> "Program":
         return replace(self, repeats=times)
+
+    @property
+    def parts(self) -> int:
+        """Into how many equal parts the global batch is cut, over all ranks."""
+        return self.repeats * self.layout.batch
 
     @cached_property
     def again(self) -> tuple[Instruction, ...]:

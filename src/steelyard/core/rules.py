@@ -22,7 +22,8 @@ class Rule:
     how many operators run while a transfer is under way: after a value is sent, before it is
     wanted back.
     Where a trade is on parameters and not on calls, ``op`` says what of them.
-    ``times`` is how often at most a value is made again.
+    ``times`` is how often at most a value is made again. ``bucket_bytes`` is how much goes in one
+    exchange, of what is sent together.
     """
 
     trade: str
@@ -34,6 +35,7 @@ class Rule:
     lag: int = 0
     lead: int = 0
     times: int = 1
+    bucket_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

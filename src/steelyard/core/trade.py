@@ -5,14 +5,15 @@ rewritten program less what it says of the program before.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph
+from steelyard.core.layout import Layout
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
+from steelyard.core.source import Laid, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +47,6 @@ class Refusal:
     left: Left = Left.WHOLE
 
 
-class Source(Protocol):
-    """The training step at other batch sizes: the global batch in ``micro_batches`` equal parts."""
-
-    def graph(self, *, micro_batches: int) -> Graph: ...
-
-    def rewritten(self, graph: Graph) -> Graph:
-        """A graph that a trade made of one of these, once it is known here too."""
-        ...
-
-    def divisors(self) -> tuple[int, ...]:
-        """Into how many equal parts the batch can be cut, 1 first."""
-        ...
-
-    def why_not_split(self) -> str | None:
-        """Why cutting the batch would change what is trained; None where it would not."""
-        ...
-
-
 class Trade(Protocol):
     """``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` are words of the four.
 
@@ -90,7 +73,10 @@ class Trade(Protocol):
 def strike(
     program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: Source
 ) -> Program:
-    """The program after all rules, each trade its own, in the order the trades are given."""
+    """The program after all rules, each trade its own, in the order the trades are given.
+
+    Rules that lay the step on several ranks make it the program of one of them.
+    """
     known = {trade.name for trade in trades}
     unknown = sorted({rule.trade for rule in rules} - known)
     if unknown:
@@ -99,7 +85,30 @@ def strike(
             expected=f"one of {', '.join(sorted(known))}",
             remedy="correct the trade of these rules, or plan again",
         )
+    layout = Layout.of(rules)
+    if layout != program.layout:
+        source = _laid(source, layout)
+        program = replace(program.with_graph(source.graph(micro_batches=1)), layout=layout)
     for trade in trades:
         own = [rule for rule in rules if rule.trade == trade.name]
         program = trade.rewrite(program, own, source)
     return program
+
+
+def _laid(source: Source, layout: Layout) -> Laid:
+    possible = source.divisors()
+    if layout.batch not in possible:
+        raise Mismatch(
+            f"the plan shares the batch among {layout.batch} ranks",
+            expected=f"one of {', '.join(str(k) for k in possible)} equal shares",
+            remedy="set ranks under [[shard_batch]] to one of these, or plan again",
+        )
+    reason = source.why_not_split() if layout.batch > 1 else None
+    if reason is not None:
+        raise Mismatch(
+            f"the plan shares the batch among {layout.batch} ranks, which would change what is "
+            f"trained: {reason}",
+            expected="a model and loss whose batch can be cut",
+            remedy="take the shard_batch rule out of the plan, or plan again",
+        )
+    return Laid(source=source, layout=layout)

@@ -3,14 +3,31 @@
 Not for bringing ranks up.
 """
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from steelyard.core.errors import Mismatch
 from steelyard.core.program import Program
 from steelyard.exchange.hazards import refuse_hazards
+from steelyard.operators import operator_named
+
+
+class Waiting:
+    """Waits for what was sent, and says how long that took in all."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._wait = operator_named("_c10d_functional.wait_tensor.default")
+
+    def __call__(self, sent: torch.Tensor) -> torch.Tensor:
+        begin = time.perf_counter()
+        arrived: torch.Tensor = self._wait(sent)
+        self.seconds += time.perf_counter() - begin
+        return arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +37,7 @@ class Channel:
     group: str
     backend: str
     num_ranks: int
+    waiting: Waiting = field(default_factory=Waiting)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Channel":
@@ -29,8 +47,8 @@ class Channel:
 def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:
     """That the live groups are those the program was made for, and can carry it out."""
     nodes = program.graph.by_name
-    for name in program.graph.collectives:
-        collective = nodes[name].collective
+    for exchange in program.exchanges:
+        collective = nodes[program.instructions[exchange.issue].node].collective
         assert collective is not None
         if collective.is_far:
             continue

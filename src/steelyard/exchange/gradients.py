@@ -9,8 +9,12 @@ from dataclasses import replace
 
 from steelyard.core.collective import Exchange, Transport
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Tensor
+from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
+from steelyard.core.layout import DATA
 from steelyard.exchange.rewriting import Rewriting, call, issue, wait
+
+# The input that says what a rank's loss weighs in the loss of all.
+SHARE = "share"
 
 
 def with_shared_tangent(graph: Graph, *, num_ranks: int) -> Graph:
@@ -37,8 +41,39 @@ def with_shared_tangent(graph: Graph, *, num_ranks: int) -> Graph:
     return change.result(graph.outputs)
 
 
+def with_whole_loss(
+    graph: Graph, *, num_ranks: int, transport: Transport, axis: str = DATA
+) -> Graph:
+    """The loss of all ranks' samples, in place of this rank's own: what each weighs is an input of
+    the step, for it may depend on the batch."""
+    change = Rewriting(graph)
+    (loss,) = (graph.by_name[o.node] for o in graph.outputs if o.kind is OutputKind.LOSS)
+    given = replace(loss.outputs[0], storage=len(change.storages), offset=0)
+    change.storages.append(Storage(nbytes=given.nbytes, role=Role.TANGENT))
+    share = change.put_before(graph.nodes[0].name, Node(name=SHARE, op="input", outputs=(given,)))
+    weighed = call(
+        "aten.mul.Tensor", loss, name=f"{loss.name}_weighed", args=(Ref(loss.name), Ref(SHARE)),
+        inputs=(loss, share), output=change.tensor(given.shape, given.dtype),
+        moved_bytes=3 * given.nbytes,
+    )  # fmt: skip
+    collective = transport.collective(
+        Exchange.ALL_REDUCE, axis=axis, num_ranks=num_ranks, nbytes=given.nbytes
+    )
+    sent = issue(
+        collective, weighed, name=f"{loss.name}_reduced",
+        output=change.tensor(given.shape, given.dtype), moved_bytes=2 * given.nbytes,
+    )  # fmt: skip
+    arrived = wait(sent, transport)
+    for node in (weighed, sent, arrived):
+        change.put_behind(loss.name, node)
+    outputs = (
+        replace(o, node=arrived.name) if o.kind is OutputKind.LOSS else o for o in graph.outputs
+    )
+    return change.result(tuple(outputs))
+
+
 def bucketed_all_reduce(
-    graph: Graph, *, bucket_bytes: int, num_ranks: int, transport: Transport, axis: str = "data"
+    graph: Graph, *, bucket_bytes: int, num_ranks: int, transport: Transport, axis: str = DATA
 ) -> Graph:
     """Every gradient summed over the ranks, in the order in which the backward pass makes them.
 

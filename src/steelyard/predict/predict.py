@@ -123,7 +123,7 @@ def _resident_bytes(program: Program) -> int:
     graph = program.graph
     held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
     # The global batch stays whole while its parts are worked on.
-    held += program.repeats * graph.resident_bytes(Role.BATCH)
+    held += program.parts * graph.resident_bytes(Role.BATCH)
     if program.update is not None:
         held += program.update.graph.resident_bytes(Role.STATE)
     return held + _pieces_bytes(program)
@@ -170,7 +170,7 @@ def _residents(program: Program) -> list[Holding]:
     held = [
         _held(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
         _held(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
-        _held(program.repeats * graph.resident_bytes(Role.BATCH), "the batch", Role.BATCH),
+        _held(program.parts * graph.resident_bytes(Role.BATCH), "the batch", Role.BATCH),
         _held(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
         _held(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]

@@ -25,7 +25,7 @@ def slowdown(program: Program, base: Program, costs: Costs) -> Estimate:
     before = _seconds(base, costs)
     if not before:
         return Estimate.exactly(1.0)
-    cut = costs.whole_step_in(program.repeats).over(costs.whole_step_in(base.repeats))
+    cut = costs.whole_step_in(program.parts).over(costs.whole_step_in(base.parts))
     return _added(program, plain, costs).times(cut.scaled(_seconds(plain, costs) / before))
 
 

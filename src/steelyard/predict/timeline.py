@@ -57,7 +57,7 @@ class Durations:
 def durations(program: Program, costs: Costs) -> Durations:
     """One pass over the program, without what repeats it and what follows."""
     nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
-    whole = costs.whole_step_in(program.repeats)
+    whole = costs.whole_step_in(program.parts)
     computation = _total([costs.seconds(n) for n in nodes]).times(whole)
     if not program.exchanges:
         return Durations(
@@ -119,7 +119,7 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     """``device`` and ``link`` pick the end of the interval that is played."""
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
-    playing = _Playing(costs, device(costs.whole_step_in(program.repeats)), device, link)
+    playing = _Playing(costs, device(costs.whole_step_in(program.parts)), device, link)
     begins: list[float] = []
     arrives: dict[int, float] = {}
     for index, instruction in enumerate(program.instructions):
@@ -166,19 +166,16 @@ class _Playing:
         stall = max(0.0, arrival - self.clock)
         self._exposed += stall
         self.clock += stall
-        if issued.is_far:
-            far = self._costs.links[issued.axis]
-            self._spared += stall * self._whole * far.disturbs
-            # Of a transfer: waiting may take longer.
-            self._at_most += issued.sent_bytes / far.bytes_per_second * self._whole * far.disturbs
+        link = self._costs.links[issued.axis]
+        self._spared += stall * self._whole * link.disturbs
+        # Of a transfer: waiting may take longer.
+        self._at_most += issued.sent_bytes / link.bytes_per_second * self._whole * link.disturbs
 
     def run(self, node: Node) -> None:
-        seconds = self._device(self._costs.seconds(node)) * self._whole
-        if node.is_far:
-            # Spread over what runs while the transfer is under way.
-            self._beside += seconds
-        else:
-            self.clock += seconds
+        beside = self._device(self._costs.beside_seconds(node)) * self._whole
+        # Spread over what runs while the exchange is under way.
+        self._beside += beside
+        self.clock += self._device(self._costs.seconds(node)) * self._whole - beside
 
     def issue(self, collective: Collective) -> float:
         """When it arrives."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from steelyard.core.accuracy import keeps
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.peak import Timeline
-from steelyard.core.plan import Plan
+from steelyard.core.plan import Plan, Taken
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
@@ -76,7 +76,7 @@ class Tree:
     unplanned_timeline: Timeline | None
 
 
-_PAID_IN = {"offload": "communication", "offload_state": "communication"}
+_PAID_IN = dict.fromkeys(("offload", "offload_state", "shard_batch"), "communication")
 
 
 def tree_of(subject: Plan | Receipt) -> Tree:
@@ -110,7 +110,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
                 trade=t.trade,
                 label=t.label,
                 pays=_about(t.pays_seconds, Unit.SECONDS, _PAID_IN.get(t.trade, "computation")),
-                buys=_about(t.buys_bytes, Unit.BYTES, "memory"),
+                buys=_bought(t),
                 rules=t.rules,
             )
             for t in plan.taken
@@ -193,6 +193,13 @@ def _about(value: float, unit: Unit, of: str) -> str:
     return f"~{sign}{amount(abs(value), unit)} {of}" if abs(value) > _NO_TIME else "nothing"
 
 
+def _bought(taken: Taken) -> str:
+    memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
+    if not taken.buys_seconds:
+        return memory
+    return f"{_about(taken.buys_seconds, Unit.SECONDS, 'computation')}, {memory}"
+
+
 def _least_is(plan: Plan) -> str:
     if not plan.least_within:
         return "is the least found"
@@ -259,6 +266,10 @@ def rule_in_words(rule: Rule) -> str:
     """A decision as one line, for plans whose reasons are not known."""
     if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"
+    if rule.trade == "shard_batch":
+        return f"{rule.trade}: {rule.degree} ranks, {format_bytes(rule.bucket_bytes)} at a time"
+    if rule.trade == "overlap":
+        return f"{rule.trade}: window {rule.lag}"
     if rule.trade == "offload_state":
         return f"{rule.trade}: {rule.op} of {rule.module} ({rule.count})"
     if rule.degree:

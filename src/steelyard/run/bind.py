@@ -15,6 +15,7 @@ from steelyard.core.errors import Mismatch
 from steelyard.core.far_gradients import gradients_in_slices
 from steelyard.core.graph import OutputKind, Tensor
 from steelyard.core.program import Program
+from steelyard.exchange.gradients import SHARE
 from steelyard.run.counting import TargetCounter
 from steelyard.run.emit import Emitted
 
@@ -107,8 +108,8 @@ class BoundProgram:
         far_sink: Callable[[nn.Parameter], Sink | None] = lambda _: None,
     ) -> None:
         """``far_sink`` says where a gradient goes that does not stay."""
-        self.repeats = program.repeats
-        counted = program.graph.counted if program.repeats > 1 else ()
+        self.repeats, self.parts = program.repeats, program.parts
+        counted = program.graph.counted if program.parts > 1 else ()
         self.counters = [TargetCounter(program.graph, mean) for mean in counted]
         self.run = emitted.run
         self.emitted = emitted
@@ -117,19 +118,23 @@ class BoundProgram:
         self._parts: list[_Part] = []
         self._strides: list[tuple[str, int, Tensor]] = []
         self._tangent: int | None = None
+        self._share: int | None = None
         for slot, name in enumerate(emitted.inputs):
             if name == "tangent":
                 self._tangent = slot
+            elif name == SHARE:
+                self._share = slot
             elif name in live:
                 self._template[slot] = _fitting(name, live[name], nodes[name].outputs)
             elif nodes[name].outputs or name in names:  # else nothing reads it, see BatchLayout
                 leaf = _leaf_of(name, names)
                 planned = nodes[name].outputs[0] if nodes[name].outputs else None
-                rows = _rows(name, planned, shapes[leaf], program.repeats)
+                rows = _rows(name, planned, shapes[leaf], program.parts)
                 self._parts.append(_Part(leaf=leaf, slot=slot, rows=rows))
                 if planned is not None:
                     self._strides.append((name, leaf, planned))
         tangent = nodes.get("tangent")
+        self.share = nodes[SHARE].outputs[0] if self._share is not None else None
         self.tangent = tangent.outputs[0] if tangent else None
         outputs = [i.sink for i in program.instructions if i.sink is not None]
         slots = {name: slot for slot, name in enumerate(emitted.inputs)}
@@ -142,6 +147,10 @@ class BoundProgram:
         ]
         self._writes_batch = None in self._sinks
         self.made_in_slices = gradients_in_slices(program)
+        # Ranks that drew the same numbers for other samples would train on half of the noise.
+        self.draws_apart = program.layout.batch > 1 and any(
+            n.is_random for n in program.graph.nodes
+        )
 
     def check_strides(self, leaves: Sequence[Any]) -> None:
         for name, leaf, planned in self._strides:
@@ -153,14 +162,23 @@ class BoundProgram:
                     remedy="lay batches out alike, for example by .contiguous() when collating",
                 )
 
-    def inputs(self, leaves: Sequence[Any], index: int, tangent: torch.Tensor) -> list[Any]:
-        """What the program takes for micro-batch ``index``."""
+    def inputs(
+        self,
+        leaves: Sequence[Any],
+        index: int,
+        tangent: torch.Tensor,
+        share: torch.Tensor | None = None,
+    ) -> list[Any]:
+        """What the program takes for part ``index`` of the global batch; ``share`` is what its
+        loss weighs, where the program puts the losses of ranks together."""
         inputs = self._template.copy()
         for part in self._parts:
             leaf, rows = leaves[part.leaf], part.rows
             inputs[part.slot] = leaf if rows is None else leaf.narrow(0, index * rows, rows)
         if self._tangent is not None:
             inputs[self._tangent] = tangent
+        if self._share is not None:
+            inputs[self._share] = share
         return inputs
 
     def sinks_for(
@@ -249,15 +267,15 @@ def _leaf_of(name: str, names: Sequence[str]) -> int:
     return names.index(name)
 
 
-def _rows(name: str, planned: Tensor | None, shape: torch.Size | None, repeats: int) -> int | None:
-    """How many rows of this leaf a micro-batch takes; None where it takes the whole."""
+def _rows(name: str, planned: Tensor | None, shape: torch.Size | None, parts: int) -> int | None:
+    """How many rows of this leaf each part takes; None where it takes the whole."""
     if planned is None or shape is None or tuple(shape) == planned.shape:
         return None
-    if planned.shape and tuple(shape) == (repeats * planned.shape[0], *planned.shape[1:]):
+    if planned.shape and tuple(shape) == (parts * planned.shape[0], *planned.shape[1:]):
         return planned.shape[0]
     raise Mismatch(
         f"{name} has shape {list(shape)}",
-        expected=f"{list(planned.shape)} in each of {repeats} micro-batches",
+        expected=f"{list(planned.shape)} in each of {parts} equal parts",
         remedy="plan again for this batch",
     )
 

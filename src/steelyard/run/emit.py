@@ -139,7 +139,7 @@ class _Writer:
         return repr(argument)
 
     def _operator(self, node: Node) -> str:
-        call = self._far_call(node) or quickest(node)
+        call = self._far_call(node) or self._waiting(node) or quickest(node)
         name = self._operators.get(call)
         if name is None:
             name = self._operators[call] = f"{node.op.split('.')[1]}_{len(self._operators)}"
@@ -163,6 +163,14 @@ class _Writer:
         caller = self._caller(node.args[0])
         bound: Callable[..., Any] = getattr(caller, node.op.removeprefix(FAR_CALLS))
         return bound
+
+    def _waiting(self, node: Node) -> Callable[..., Any] | None:
+        """What waits for other ranks, and counts for how long."""
+        if not node.waits_for or node.is_far:
+            return None
+        collective = self._program.graph.by_name[node.waits_for].collective
+        assert collective is not None
+        return self._channels[collective.axis].waiting
 
     def _caller(self, name: Argument) -> FarTensors | Slots | None:
         """What has a place for good is named; what has one for a step has a number."""

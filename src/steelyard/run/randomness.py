@@ -4,8 +4,9 @@ Torch's, Python's, numpy's, and those of a data loader. Not for where they are k
 checkpoint.py.
 """
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,3 +83,16 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's code may draw from it
     torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def drawing_apart(rank: int) -> Iterator[None]:
+    """Within it each rank draws numbers of its own, outside of it all of them the same.
+
+    The seed is drawn, so that the state of a generator outside says all there is to be saved.
+    """
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed((seed + rank) % 2**63)
+        yield

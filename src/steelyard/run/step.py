@@ -25,6 +25,7 @@ from steelyard.run.bind import (
 )
 from steelyard.run.counting import shares
 from steelyard.run.emit import Emitted, emit
+from steelyard.run.randomness import drawing_apart
 from steelyard.run.watch import ModelWatch, OptimizerWatch
 
 Constants = Mapping[str, torch.Tensor]
@@ -53,7 +54,8 @@ class LiveStep:
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
     batch of another shape, or raises; without it such a batch is a Mismatch. ``reads`` is asked
     before every step. ``states`` are the weights, gradients and what the optimizer keeps that lie
-    in far memory.
+    in far memory. ``rank`` is which of the ranks that share the batch this one is: every rank is
+    given the whole batch.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class LiveStep:
         other_shape: OtherShape | None = None,
         runner: Callable[[Program], Emitted] = emit,
         reads: CodeReads | None = None,
+        rank: int = 0,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput(
@@ -82,6 +85,7 @@ class LiveStep:
         self.states = states
         self.program = program
         self.other: dict[Shapes, Program] = {}
+        self._rank = rank
         self._reduction = reduction
         self._other_shape = other_shape
         self._runner = runner
@@ -238,15 +242,19 @@ class LiveStep:
     def _accumulate(
         self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
     ) -> torch.Tensor:
-        """Forward and backward over the micro-batches; the loss over all of them."""
+        """Forward and backward over this rank's micro-batches; the loss over all of them."""
         shares = self._shares(bound, leaves)
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
-        with torch.no_grad():
-            for index, share in enumerate(shares):
+        first = self._rank * bound.repeats
+        own_numbers = drawing_apart(self._rank) if bound.draws_apart else contextlib.nullcontext()
+        with torch.no_grad(), own_numbers:
+            for index in range(first, first + bound.repeats):
+                share = shares[index]
                 if share == 0.0:  # nothing counted: no loss, no gradient, and 0 / 0 in its mean
                     continue
-                inputs = bound.inputs(leaves, index, self._tangent(bound, share, scale))
+                tangent, weight = self._tangent(bound, share, scale), self._weight(bound, share)
+                inputs = bound.inputs(leaves, index, tangent, weight)
                 late: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if hooked else None
                 sinks = bound.sinks_for(inputs, late)
                 with _torch.below_autograd():
@@ -254,22 +262,32 @@ class LiveStep:
                 if late:
                     _through_hooks(late)
                 loss = loss.detach()
-                loss = _times(loss, share)
+                if weight is None:
+                    loss = _times(loss, share)
                 total = loss if total is None else total + loss
                 del loss  # or it stands beside the total while the next part runs
         assert total is not None
         return total
 
     def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
-        """What each micro-batch's loss weighs in the loss of the batch."""
-        each = 1.0 if self._reduction == "sum" else 1 / bound.repeats
+        """What the loss of each part weighs in the loss of the batch; all ranks find the same."""
+        each = 1.0 if self._reduction == "sum" else 1 / bound.parts
         if not bound.counters:
-            return [each] * bound.repeats
+            return [each] * bound.parts
         nothing = torch.zeros(())
-        parts = [bound.inputs(leaves, index, nothing) for index in range(bound.repeats)]
+        parts = [bound.inputs(leaves, index, nothing) for index in range(bound.parts)]
         counts = [[counter.count(part) for part in parts] for counter in bound.counters]
         weighed = shares(counts, are_weighed=self._reduction == "counted")
-        return [each] * bound.repeats if self._reduction == "sum" else weighed
+        if bound.share is not None and 0.0 in weighed:
+            raise _nothing_counted(weighed.index(0.0) // bound.repeats)
+        return [each] * bound.parts if self._reduction == "sum" else weighed
+
+    def _weight(self, bound: BoundProgram, share: float) -> torch.Tensor | None:
+        """What a rank's loss weighs, where the program adds the losses of ranks up."""
+        planned = bound.share
+        if planned is None:
+            return None
+        return torch.full(planned.shape, share, dtype=getattr(torch, planned.dtype))
 
     def _tangent(
         self, bound: BoundProgram, share: float, scale: float | torch.Tensor
@@ -298,6 +316,14 @@ def _times(value: torch.Tensor, share: float) -> torch.Tensor:
         return value
     whole = round(1 / share)
     return value / whole if share == 1 / whole else value * share
+
+
+def _nothing_counted(rank: int) -> Mismatch:
+    return Mismatch(
+        f"no target of rank {rank}'s share of the batch counts in the loss",
+        expected="at least one target that is not ignored in each rank's micro-batches",
+        remedy="shuffle or pad the batch so that every share holds some, or skip this batch",
+    )
 
 
 def _through_hooks(late: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -2,6 +2,7 @@
 Torch-free, and handed its trades. Not for capturing, measuring or running."""
 
 from steelyard.search.found import Found, Gap
-from steelyard.search.search import Search, search
+from steelyard.search.layouts import Layouts
+from steelyard.search.search import ALLOWS_NONE, Search, search
 
-__all__ = ["Found", "Gap", "Search", "search"]
+__all__ = ["ALLOWS_NONE", "Found", "Gap", "Layouts", "Search", "search"]

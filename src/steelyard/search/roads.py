@@ -106,7 +106,7 @@ class Roads:
         sliced: Mapping[int, Sequence[Sliced]],
     ) -> None:
         graph = program.graph
-        whole = costs.whole_step_in(program.repeats).value
+        whole = costs.whole_step_in(program.parts).value
         nodes = [graph.by_name[i.node] for i in lines]
         self._whole = whole
         self._seconds = np.array([costs.seconds(n).value for n in nodes]) * whole

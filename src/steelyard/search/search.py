@@ -13,12 +13,14 @@ from steelyard.core.coding import settled
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph
+from steelyard.core.layout import LAYOUT_TRADES
 from steelyard.core.offers import offers_of
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
 from steelyard.core.quad import EXACT, UNKNOWN
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, rule_of, spot_of, to_rules
-from steelyard.core.trade import Left, Offer, Refusal, Source, Trade, strike
+from steelyard.core.source import Laid, Source
+from steelyard.core.trade import Left, Offer, Refusal, Trade, strike
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
@@ -54,7 +56,8 @@ class Search:
 
     ``lossy`` are the values that a lossy trade may be struck on, by where they are made; without
     any, such trades are offered and refused for the reason that ``find`` is told. ``oftener``: a
-    value may be made again more than once.
+    value may be made again more than once. ``layout``: rules that lay the step on several ranks;
+    what is searched then is the program of one of them.
     """
 
     def __init__(
@@ -66,24 +69,27 @@ class Search:
         costs: Costs,
         lossy: frozenset[Spot] = frozenset(),
         oftener: bool = True,
+        layout: Sequence[Rule] = (),
     ) -> None:
-        self.program = program
+        self._whole, self._whole_source = program, source
+        self.layout = tuple(layout)
         self._trades = {trade.name: trade for trade in trades}
-        self._source = source
+        self.program = self._strike(())
+        self._source = Laid(source=source, layout=self.program.layout)
         self._costs = costs
         self._lossy = lossy
         self._oftener = oftener
         self.offers: list[Offer] = []
         self.refusals: list[Refusal] = []
         for trade in trades:
-            if trade.name in FAR_TRADES and not costs.far_bytes:
-                continue  # nobody asked for it
-            offers, refusals = trade.offers(program, source)
+            if trade.name in LAYOUT_TRADES or (trade.name in FAR_TRADES and not costs.far_bytes):
+                continue  # nobody asked for it, or whoever did has chosen
+            offers, refusals = trade.offers(self.program, self._source)
             if trade.is_exact:
                 self.offers += offers
             elif lossy:
-                able = self._allowed(program.graph, offers)
-                self.offers += offers_of(trade.name, program.graph, able)
+                able = self._allowed(self.program.graph, offers)
+                self.offers += offers_of(trade.name, self.program.graph, able)
             self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
         self._splits = splits([r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1])
@@ -414,7 +420,8 @@ class Search:
         return frozenset(v for v in values if spot_of(graph, graph.by_name[v]) in self._lossy)
 
     def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
-        return (*variant.rules, *self._own_rules(self._explored[variant], point))
+        own = self._own_rules(self._explored[variant], point)
+        return (*self.layout, *variant.rules, *own)
 
     def _own_rules(self, explored: Explored, point: Point) -> tuple[Rule, ...]:
         """What is recomputed, kept in 8 bits and moved within the variant."""
@@ -425,8 +432,8 @@ class Search:
         return (*rules, *coded, *moving)
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
-        trades = tuple(self._trades.values())
-        return strike(self.program, rules, trades=trades, source=self._source)
+        trades, every = tuple(self._trades.values()), (*self.layout, *rules)
+        return strike(self._whole, every, trades=trades, source=self._whole_source)
 
 
 def _finer(degrees: Sequence[int], degree: int, step: int) -> int:

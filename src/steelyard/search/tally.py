@@ -312,7 +312,7 @@ class Tally:
         self.left_bytes = int(self._bytes[self._stays].sum())
         self._update_bytes = peak_bytes(bare, costs) + self.left_bytes
         self.plain_seconds = step_seconds(program, costs).value
-        self._factor = program.repeats * costs.whole_step_in(program.repeats).value
+        self._factor = program.repeats * costs.whole_step_in(program.parts).value
         # What the optimizer's step moves takes its room, and its pieces are resident already.
         self._far_bytes = costs.far_bytes - program.far_bytes
         self._pieces_bytes = 0 if program.is_moving else 2 * FAR_PIECE_BYTES

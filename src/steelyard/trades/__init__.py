@@ -5,13 +5,16 @@ from steelyard.core.trade import Trade
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.offload import Offload
 from steelyard.trades.offload_state import OffloadState
+from steelyard.trades.overlap import Overlap
 from steelyard.trades.quantise import Quantise
 from steelyard.trades.recompute import Recompute
+from steelyard.trades.shard_batch import ShardBatch
 from steelyard.trades.stream import Stream
 
 __all__ = ["TRADES"]
 
 # In the order they are struck: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
-    Accumulate(), Stream(), Recompute(), Quantise(), Offload(), OffloadState(),
+    Accumulate(), Stream(), ShardBatch(), Overlap(), Recompute(), Quantise(), Offload(),
+    OffloadState(),
 )  # fmt: skip

@@ -12,7 +12,8 @@ from typing import ClassVar
 from steelyard.core.errors import Mismatch
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
-from steelyard.core.trade import Offer, Refusal, Source
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
 
 
 class Accumulate:

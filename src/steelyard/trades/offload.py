@@ -19,7 +19,8 @@ from steelyard.core.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
 from steelyard.core.rules import Rule, rule_of, to_rules
-from steelyard.core.trade import Offer, Refusal, Source
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
 from steelyard.core.waiting import Late, first_late, first_wanted, waiting
 
 # Of a value that may come back in slices. Two slices are near, so that of few nothing is gained; of

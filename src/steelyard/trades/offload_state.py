@@ -17,7 +17,8 @@ from steelyard.core.far_products import sliceable
 from steelyard.core.graph import BlockRun, Graph, Node, OutputKind, Role, path_matches
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, starred
-from steelyard.core.trade import Offer, Refusal, Source
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
 from steelyard.core.trips import with_gradients_far, with_states_far, with_weights_far
 from steelyard.core.updates import GRADIENT, WEIGHT, owners, states
 

@@ -15,7 +15,8 @@ from steelyard.core.graph import Graph, Node, Phase
 from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
 from steelyard.core.rules import Rule, matching
-from steelyard.core.trade import Offer, Refusal, Source
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
 from steelyard.core.waiting import LEAST_BYTES, Late, first_late, first_wanted, waiting
 
 _NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"

@@ -17,7 +17,8 @@ from steelyard.core.graph import Graph, Node, Phase
 from steelyard.core.offers import offers_of
 from steelyard.core.program import Instruction, Program
 from steelyard.core.rules import Rule, rule_of
-from steelyard.core.trade import Offer, Refusal, Source
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
 
 _ONCE: Mapping[str, int] = MappingProxyType({})
 

@@ -16,8 +16,9 @@ from steelyard.core.graph import Body, Graph, Node, Phase, Ref, Sliced, Symbol, 
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, matching, to_rules
 from steelyard.core.slicing import Kind, Unsliceable, arguments, leading
+from steelyard.core.source import Source
 from steelyard.core.stretch import Stretch, stretch_around
-from steelyard.core.trade import Offer, Refusal, Source
+from steelyard.core.trade import Offer, Refusal
 
 # Fewer rows than this make products slow; and what holds less is no trouble.
 _FEWEST_ROWS = 128

@@ -1,0 +1,49 @@
+"""The training step at other batch sizes, as whoever rewrites it may ask for it.
+
+Not for capturing it: see capture/.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from steelyard.core.graph import Graph
+from steelyard.core.layout import Layout
+
+
+class Source(Protocol):
+    """The global batch in ``micro_batches`` equal parts, and the graph of one."""
+
+    def graph(self, *, micro_batches: int) -> Graph: ...
+
+    def rewritten(self, graph: Graph) -> Graph:
+        """A graph that a trade made of one of these, once it is known here too."""
+        ...
+
+    def divisors(self) -> tuple[int, ...]:
+        """Into how many equal parts the batch can be cut, 1 first."""
+        ...
+
+    def why_not_split(self) -> str | None:
+        """Why cutting the batch would change what is trained; None where it would not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """The step of one rank, as its source: its share of the batch in equal parts."""
+
+    source: Source
+    layout: Layout
+
+    def graph(self, *, micro_batches: int) -> Graph:
+        return self.source.graph(micro_batches=micro_batches * self.layout.batch)
+
+    def rewritten(self, graph: Graph) -> Graph:
+        return self.source.rewritten(graph)
+
+    def divisors(self) -> tuple[int, ...]:
+        ranks = self.layout.batch
+        return tuple(k // ranks for k in self.source.divisors() if k % ranks == 0)
+
+    def why_not_split(self) -> str | None:
+        return self.source.why_not_split()

@@ -1,0 +1,174 @@
+"""How long ranks on this machine take to exchange something, and what that takes of their cores.
+
+Starts the ranks, each on its part of the cores, and lets them all-reduce. Not for exchanging in a
+step: the operators of torch do that.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from steelyard.core.cluster import Link
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.errors import RunFailed
+from steelyard.core.machine import cores_of
+from steelyard.measure.cache import CostCache
+
+_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 4096, 1 << 20, 16 << 20
+_ROUNDS, _SECONDS = 9, 120
+_MATRIX = 256
+_DOUBT = 0.15
+# What is remembered is above zero.
+_NEXT_TO_NONE = 1e-12
+_FIGURES = frozenset({"latency", "rate", "call", "disturbs"})
+
+
+def measured_loopback(num_ranks: int, *, cache: CostCache | None = None) -> Link:
+    """The link that joins so many ranks of gloo on this machine; measured once and remembered."""
+    context = f"{num_ranks} ranks of gloo on {len(cores_of(0, 1))} cores, torch {torch.__version__}"
+    found = cache.read_rates(context) if cache else {}
+    if not found.keys() >= _FIGURES:
+        found = _fitted(_timed(num_ranks), num_ranks)
+        if cache:
+            # Another process may have been first.
+            found = {**found, **cache.read_rates(context)}
+            cache.write_rates(context, found)
+    return Link(
+        kind="loopback",
+        latency_seconds=found["latency"],
+        bytes_per_second=found["rate"],
+        doubt=_DOUBT,
+        call_seconds=found["call"],
+        disturbs=found["disturbs"],
+    )
+
+
+def _fitted(timed: dict[str, float], num_ranks: int) -> dict[str, float]:
+    """A line through the times of a small and two large exchanges, as a ring sends them."""
+    small, middle, large = (
+        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
+        for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES)
+    )
+    seconds = timed["large"] - timed["middle"]
+    rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, _NEXT_TO_NONE)
+    latency = (timed["small"] - small.sent_bytes / rate) / small.hops
+    return {
+        "latency": max(latency, _NEXT_TO_NONE),
+        "rate": rate,
+        "call": max(timed["call"] / small.hops, _NEXT_TO_NONE),
+        "disturbs": min(1.0, max(timed["disturbs"], _NEXT_TO_NONE)),
+    }
+
+
+def _timed(num_ranks: int) -> dict[str, float]:
+    """What the slowest rank says of each figure."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "steelyard.measure.exchanges", folder, str(num_ranks)]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                # Nothing listens beyond this machine.
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            failures = [rank.communicate(timeout=_SECONDS)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        failed = [n for n, rank in enumerate(ranks) if rank.returncode]
+        if failed:
+            said = (failures[failed[0]].strip().splitlines() or ["nothing was said"])[-1]
+            raise RunFailed(
+                f"{num_ranks} ranks could not be measured: rank {failed[0]} says {said[:120]}",
+                expected="ranks on this machine that reach one another over its loopback",
+                remedy="try: python -m torch.distributed.run --standalone --nproc-per-node 2",
+            )
+        found = [
+            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)
+        ]
+    return {name: max(said[name] for said in found) for name in found[0]}
+
+
+def main(folder: str, num_ranks: int, rank: int) -> None:
+    cores = cores_of(rank, num_ranks)
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=_SECONDS),
+    )
+    with torch.no_grad():
+        figures = _figures()
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _figures() -> dict[str, float]:
+    small, middle, large = (
+        torch.ones(nbytes // 4) for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES)
+    )
+    begin, calls = time.thread_time(), 3 * _ROUNDS
+    seconds = {"small": _seconds(small, calls)}
+    seconds["call"] = (time.thread_time() - begin) / calls
+    seconds |= {"middle": _seconds(middle, calls), "large": _seconds(large, _ROUNDS)}
+    return {**seconds, "disturbs": _disturbs(large, seconds["large"])}
+
+
+def _seconds(x: torch.Tensor, rounds: int) -> float:
+    dist.all_reduce(x)
+    return median(_took(lambda: dist.all_reduce(x)) for _ in range(rounds))
+
+
+def _disturbs(x: torch.Tensor, alone: float) -> float:
+    """By what share of the time that it takes an exchange slows what runs beside it."""
+    matrix = torch.ones(_MATRIX, _MATRIX)
+    one = median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS))
+    # Longer than the exchange, so that it is hidden where it can be.
+    count = max(1, round(2 * alone / one))
+
+    def computing() -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    def beside() -> None:
+        under_way = dist.all_reduce(x, async_op=True)
+        computing()
+        assert under_way is not None
+        under_way.wait()
+
+    shares = []
+    for _ in range(_ROUNDS):
+        before, during, after = _took(computing), _took(beside), _took(computing)
+        shares.append((during - (before + after) / 2) / alone)
+    return median(shares)
+
+
+def _took(work: Callable[[], object]) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

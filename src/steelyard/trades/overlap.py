@@ -1,0 +1,73 @@
+"""Overlap: wait for what ranks exchange only a few exchanges later, so that others compute.
+
+Waiting late may hold more: what has arrived, and what a backend keeps until then. Struck behind
+whatever puts exchanges into the graph. Not for what is exchanged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from steelyard.core.graph import Graph
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
+from steelyard.exchange.windows import waits_within
+
+
+class Overlap:
+    """Pays memory, buys communication."""
+
+    name: ClassVar[str] = "overlap"
+    pays: ClassVar[tuple[str, ...]] = ("memory",)
+    buys: ClassVar[tuple[str, ...]] = ("communication",)
+    is_exact: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = True
+
+    def offers(
+        self,
+        program: Program,
+        source: Source,  # noqa: ARG002 - the program's exchanges decide
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        count = len(program.exchanges)
+        windows = sorted({min(2**k, count) for k in range(count.bit_length() + 1)}) if count else ()
+        offers = (
+            Offer(
+                trade=self.name,
+                label=f"wait {window} exchange{'s' if window > 1 else ''} later",
+                rules=(Rule(trade=self.name, lag=window),),
+            )
+            for window in windows
+        )
+        return tuple(offers), ()
+
+    def rewrite(
+        self,
+        program: Program,
+        rules: Sequence[Rule],
+        source: Source,  # noqa: ARG002 - the program's exchanges decide
+    ) -> Program:
+        if not rules or not program.exchanges:
+            return program
+        assert not program.again, "overlap orders the graph, so it is struck before copies are made"
+        late = waits_within(program, max(rule.lag for rule in rules))
+        return program.with_graph(_in_order_of(late))
+
+
+def _in_order_of(program: Program) -> Graph:
+    """Its graph with the nodes in the order of its lines; what no line computes stays in front of
+    what it stood in front of."""
+    graph = program.graph
+    place = {line.value: at for at, line in enumerate(program.instructions) if line.sink is None}
+    keys: dict[str, tuple[int, int]] = {}
+    following = len(program.instructions)
+    for at, node in reversed([*enumerate(graph.nodes)]):
+        if node.is_input:
+            keys[node.name] = (-1, at)
+            continue
+        following = place.get(node.name, following)
+        keys[node.name] = (following, at)
+    ordered = replace(graph, nodes=tuple(sorted(graph.nodes, key=lambda n: keys[n.name])))
+    assert not ordered.problems(), ordered.problems()
+    return ordered

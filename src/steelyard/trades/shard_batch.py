@@ -1,0 +1,72 @@
+"""Shard the batch: each rank works on an equal share of it, and gradients are summed over ranks.
+
+Data parallelism, as nodes of one rank's graph: buckets of all-reduces behind the backward pass's
+gradients, and the loss of all. What is summed is the mean over the same samples in another order.
+Random values are each rank's own. Not for when results are waited for: see overlap.py; nor for
+giving a rank its part of the weights or of what the optimizer keeps.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from steelyard.core.collective import GLOO
+from steelyard.core.layout import DATA
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
+from steelyard.exchange.gradients import bucketed_all_reduce, with_whole_loss
+
+
+class ShardBatch:
+    """Pays communication, buys computation and memory."""
+
+    name: ClassVar[str] = "shard_batch"
+    pays: ClassVar[tuple[str, ...]] = ("communication",)
+    buys: ClassVar[tuple[str, ...]] = ("computation", "memory")
+    is_exact: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = False
+
+    def offers(
+        self,
+        program: Program,  # noqa: ARG002 - the batch decides, not the program
+        source: Source,
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        shares = [k for k in source.divisors() if k > 1]
+        reason = source.why_not_split() if shares else "the batch has only one example"
+        if reason is not None:
+            label = "the batch among ranks"
+            return (), (Refusal(trade=self.name, label=label, reason=reason),)
+        offers = (
+            Offer(
+                trade=self.name,
+                label=f"among {k} ranks",
+                rules=(Rule(trade=self.name, degree=k, bucket_bytes=BUCKET_BYTES),),
+            )
+            for k in shares
+        )
+        return tuple(offers), ()
+
+    def rewrite(
+        self,
+        program: Program,
+        rules: Sequence[Rule],
+        source: Source,  # noqa: ARG002 - the program is one rank's already
+    ) -> Program:
+        ranks = program.layout.batch
+        if not rules or ranks == 1:
+            return program
+        assert not program.again, "shard_batch changes the graph, so it is struck early"
+        graph = with_whole_loss(program.graph, num_ranks=ranks, transport=GLOO, axis=DATA)
+        graph = bucketed_all_reduce(
+            graph,
+            bucket_bytes=max(rule.bucket_bytes for rule in rules),
+            num_ranks=ranks,
+            transport=GLOO,
+            axis=DATA,
+        )
+        return program.with_graph(graph)
+
+
+# What stock DistributedDataParallel takes; a search tries others.
+BUCKET_BYTES = 25 * 2**20

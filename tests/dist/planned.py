@@ -1,0 +1,194 @@
+"""Plans for two ranks made and run through the public API, beside the same training on one device.
+
+Not the judgement: that is the tests'. In float64, so that Adam does not make noise of a zero
+gradient into a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import steelyard as sy
+from steelyard.core.budget import Budget
+from steelyard.core.layout import Layout
+from steelyard.core.plan import Decisions
+from steelyard.core.planfile import write_decisions
+from steelyard.core.rules import Rule
+from tests.dist.ranks import NUM_RANKS
+from tests.dist.scenarios import Recorder, planned_calls
+from tests.harness import in_a_hurry
+from tests.zoo.case import Loss, next_token_loss, tokens
+from tests.zoo.own import GPT
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """``share_of_plain``: the budget, as a share of what a rank takes without recomputing."""
+
+    make: Callable[[], tuple[nn.Module, Loss, Any]]
+    share_of_plain: float | None = None
+    micro_batches: int = 1
+
+
+def _gpt(dropout: float = 0.0) -> tuple[nn.Module, Loss, Any]:
+    model = GPT(layers=2, width=32, heads=2, vocabulary=64, length=16, dropout=dropout)
+    return model, next_token_loss, tokens(8, 16, 64)
+
+
+def _padded() -> tuple[nn.Module, Loss, Any]:
+    """The ranks' shares hold unequally many targets that count."""
+    model, loss, batch = _gpt()
+    batch["y"][:3, 4:] = -100
+    return model, loss, batch
+
+
+def _summed() -> tuple[nn.Module, Loss, Any]:
+    model, _, batch = _gpt()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch["y"].flatten(), reduction="sum")
+
+    return model, loss, batch
+
+
+CASES = {
+    "gpt, in less memory": Case(_gpt, share_of_plain=0.8),
+    "gpt with dropout": Case(partial(_gpt, 0.2)),
+    "padded, in micro-batches": Case(_padded, micro_batches=2),
+    "summed": Case(_summed),
+}
+
+
+def trained(rank: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths: list[Any] = [folder]
+        dist.broadcast_object_list(paths)
+        with in_a_hurry(Path(paths[0]) / "costs.sqlite"):
+            found = {name: _trained(case, rank, Path(paths[0])) for name, case in CASES.items()}
+            dist.barrier()
+    return found
+
+
+def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, loss, batch = case.make()
+    model, batch = model.double(), _doubled(batch)
+    alone = copy.deepcopy(model)
+    planned = _planned(case, model, loss, batch, rank, folder / "train.plan.toml")
+    step = planned.apply()
+    random = any(node.is_random for node in step.live.program.graph.nodes)
+    torch.manual_seed(1)
+    losses = [float(step(batch)) for _ in range(STEPS)]
+    after = torch.initial_seed(), int(torch.randint(2**40, ()))
+    torch.manual_seed(1)
+    expected = _alone(alone, loss, batch, random=random, parts=step.live.program.parts)
+    with Recorder() as recorder:
+        step.backward(batch)
+    receipt = step.receipt()
+    return {
+        "ranks": Layout.of(planned.plan.decisions.rules).num_ranks,
+        "rules": sorted({rule.trade for rule in planned.plan.decisions.rules}),
+        "losses": losses,
+        "expected": expected,
+        "error": _error(model, alone),
+        "digest": _digest(model),
+        "after": after,
+        "executed": recorder.executed,
+        "planned": planned_calls(step.live.program) * step.live.program.repeats,
+        "handed_bytes": recorder.handed_bytes,
+        "predicted_bytes": planned.predicted.communication_bytes.value,
+        "peak_bytes": receipt.measured.memory_bytes,
+        "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
+    }
+
+
+def _planned(
+    case: Case, model: nn.Module, loss: Loss, batch: Any, rank: int, path: Path
+) -> sy.Planned:
+    """By rank 0, and read by all: what is measured twice is not the same twice."""
+    if rank == 0:
+        write_decisions(path, _decided(case, model, loss, batch))
+    dist.barrier()
+    loaded = sy.load(path, model, loss, batch, optimizer=OPTIMIZER)
+    dist.barrier()
+    return loaded
+
+
+def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
+    """On both ranks, also where one alone would be faster: these models are tiny."""
+    cluster = sy.Cluster.here(ranks=NUM_RANKS)
+    look = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=cluster)._look
+    way = min(look.layouts.ways(NUM_RANKS), key=lambda way: way.nbytes)
+    search, budget = look.layouts.search_by(way.rules), Budget()
+    if case.share_of_plain is not None:
+        plain = search.explored().plain.peak_bytes
+        budget = Budget(memory_bytes=round(case.share_of_plain * plain))
+    rules = search.find(budget).rules
+    if case.micro_batches > 1:
+        rules = (*rules, Rule(trade="accumulate", degree=case.micro_batches))
+    return Decisions(made_for=look.made_for(), budget=budget, rules=rules)
+
+
+def _alone(
+    model: nn.Module, loss: Loss, batch: Any, *, random: bool, parts: int
+) -> list[float]:
+    """Plain PyTorch on the whole batch; what is random, as the ranks draw it."""
+    optimizer = OPTIMIZER(model.parameters())
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        if random:
+            value = _in_shares(model, loss, batch, parts)
+        else:
+            value = loss(model, batch)
+            value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses
+
+
+def _in_shares(model: nn.Module, loss: Loss, batch: Any, parts: int) -> Tensor:
+    seed, total = int(torch.empty((), dtype=torch.int64).random_()), torch.zeros(())
+    for rank in range(NUM_RANKS):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed((seed + rank) % 2**63)
+            share = {key: x.chunk(parts)[rank] for key, x in batch.items()}
+            value = loss(model, share) / NUM_RANKS
+            value.backward()
+            total = total + value.detach()
+    return total
+
+
+def _doubled(batch: Any) -> Any:
+    return {
+        key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for key, x in batch.items()
+    }
+
+
+def _error(model: nn.Module, alone: nn.Module) -> float:
+    """The largest difference of a parameter, of what training changed at most."""
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,190 @@
+"""Sharing the batch among ranks, and waiting late for what they exchange: one rank's program.
+
+What such programs compute on live ranks: see tests/dist/test_planned.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+
+import pytest
+from torch import nn
+
+from steelyard.core.budget import Budget
+from steelyard.core.cluster import Device, Link
+from steelyard.core.costs import Costs
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import OutputKind, Role
+from steelyard.core.layout import DATA, Layout
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.predict import predict, step_seconds
+from steelyard.search import Found, Layouts, Search
+from steelyard.trades import TRADES
+from steelyard.trades.overlap import Overlap
+from steelyard.trades.shard_batch import ShardBatch
+from tests.harness import Trial
+from tests.zoo.case import class_loss, images, next_token_loss, tokens
+from tests.zoo.own import GPT
+
+pytestmark = pytest.mark.slow
+
+KIB = 1024
+DEVICE = Device(kind="declared", flops_per_second=1e9, bytes_per_second=1e10, memory_bytes=1 << 40)
+
+
+@functools.cache
+def trial() -> Trial:
+    model = GPT(layers=2, width=32, heads=2, vocabulary=64, length=16)
+    return Trial(model, next_token_loss, tokens(8, 16, 64))
+
+
+def costs(rate: float) -> Costs:
+    link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
+    return Costs(device=DEVICE, links={DATA: link})
+
+
+def shared(ranks: int, *more: Rule, bucket_bytes: int = 16 * KIB) -> Program:
+    batch = Rule(trade="shard_batch", degree=ranks, bucket_bytes=bucket_bytes)
+    return trial().struck((batch, *more))
+
+
+def batch_rows(program: Program) -> set[int]:
+    graph = program.graph
+    return {
+        t.shape[0]
+        for node in graph.inputs()
+        for t in node.outputs
+        if graph.storages[t.storage].role is Role.BATCH
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> None:
+    program = shared(ranks)
+    assert program.problems() == []
+    assert program.layout == Layout(batch=ranks)
+    assert batch_rows(program) == {8 // ranks}
+    assert program.parts == ranks
+    # A ring passes every share but one's own twice; shares are rounded up.
+    nbytes = [
+        t.nbytes
+        for node in program.graph.inputs()
+        for t in node.outputs
+        if program.graph.storages[t.storage].role is Role.PARAMETER
+    ]
+    exchanges = len(program.exchanges)
+    least = 2 * (ranks - 1) * (sum(nbytes) + 4) / ranks
+    assert least <= program.sent_bytes <= least + 2 * ranks * exchanges
+    outputs = {o.kind: o.node for o in program.graph.outputs}
+    assert program.graph.by_name[outputs[OutputKind.LOSS]].waits_for
+
+
+def test_micro_batches_are_of_the_ranks_own_share() -> None:
+    program = shared(2, Rule(trade="accumulate", degree=2))
+    assert (program.repeats, program.parts, batch_rows(program)) == (2, 4, {2})
+    assert program.sent_bytes == 2 * shared(2).sent_bytes
+    whole, share = (p.graph.resident_bytes(Role.BATCH) * p.parts for p in (trial().plain, program))
+    assert whole == share, "every rank is given the whole batch"
+
+
+def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
+    plain = trial().plain
+    recompute = next(t for t in TRADES if t.name == "recompute")
+    offers, _ = recompute.offers(plain, trial().source)
+    widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
+    program = shared(2, *widest.rules)
+    assert len(program.again) == len(trial().struck(widest.rules).again) > 0
+    assert program.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "said"),
+    [
+        (3, (), "shares the batch among 3 ranks"),
+        (16, (), "one of 1, 2, 4, 8 equal shares"),
+        (4, (Rule(trade="accumulate", degree=4),), "runs the batch in 4 parts"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared_so_is_refused(
+    ranks: int, more: tuple[Rule, ...], said: str
+) -> None:
+    with pytest.raises(Mismatch, match=said):
+        shared(ranks, *more)
+
+
+def test_batch_statistics_are_not_split_in_silence() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
+    normed = Trial(model, class_loss, images(4, 8, 10))
+    offers, (refusal,) = ShardBatch().offers(normed.plain, normed.source)
+    assert not offers
+    assert "BatchNorm in 1 takes its statistics over the whole batch" in refusal.reason
+    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)
+    with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
+        normed.struck([rule])
+
+
+def test_waiting_later_hides_more_and_computes_the_same() -> None:
+    plain = shared(2, bucket_bytes=4 * KIB)
+    offers, _ = Overlap().offers(plain, trial().source)
+    assert [o.rules[0].lag for o in offers] == sorted({o.rules[0].lag for o in offers})
+    assert offers[-1].rules[0].lag == len(plain.exchanges) > 8
+    programs = [plain, *(Overlap().rewrite(plain, o.rules, trial().source) for o in offers)]
+    for program in programs:
+        assert program.problems() == []
+        assert program.sent_bytes == plain.sent_bytes
+        assert {n.name for n in program.graph.nodes} == {n.name for n in plain.graph.nodes}
+        computed = [i.value for i in program.instructions if not i.sink and _computes(program, i)]
+        assert computed == [
+            i.value for i in plain.instructions if not i.sink and _computes(plain, i)
+        ]
+    exposed = [predict(p, costs(1e7)).quad.exposed_communication_seconds.value for p in programs]
+    assert all(late <= soon * (1 + 1e-9) for soon, late in pairwise(exposed))
+    assert exposed[-1] < 0.8 * exposed[0]
+
+
+def _computes(program: Program, instruction: object) -> bool:
+    node = program.graph.by_name[instruction.node]  # type: ignore[attr-defined]
+    return not node.is_free and not node.waits_for
+
+
+def layouts(price: Costs, *, num_ranks: int = 4) -> Layouts:
+    plain, source = trial().plain, trial().source
+
+    def searching(layout: tuple[Rule, ...]) -> Search:
+        return Search(plain, trades=TRADES, source=source, costs=price, layout=layout)
+
+    return Layouts(
+        plain, trades=TRADES, source=source, costs=price, num_ranks=num_ranks, searching=searching
+    )
+
+
+def ranks_of(found: Found) -> int:
+    return Layout.of(found.rules).num_ranks
+
+
+def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> None:
+    alone = step_seconds(trial().plain, costs(1e3)).value
+    slow = layouts(costs(1e3)).find(Budget())
+    assert ranks_of(slow) == 1
+    assert slow.prediction.quad.step_seconds.value == alone
+    assert {r.label for r in slow.refused if r.trade == "shard_batch"} == {
+        "among 2 ranks", "among 4 ranks",
+    }  # fmt: skip
+    fast = layouts(costs(1e12)).find(Budget())
+    assert ranks_of(fast) == 4
+    assert fast.prediction.quad.step_seconds.value < 0.3 * alone
+    (taken,) = (t for t in fast.taken if t.trade == "shard_batch")
+    assert taken.buys_seconds > 0.7 * alone
+    assert taken.buys_bytes > 0
+    assert [r.label for r in fast.refused if r.trade == "shard_batch"] == ["among 2 ranks"]
+
+
+def test_a_faster_link_never_makes_the_step_slower() -> None:
+    found = [layouts(costs(rate)).find(Budget()) for rate in (1e3, 1e6, 1e7, 1e8, 1e9, 1e12)]
+    seconds = [f.prediction.quad.step_seconds.value for f in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert {ranks_of(f) for f in found} >= {1, 4}
