@@ -5,6 +5,7 @@ The parts stand in files of their own, and can be had from here. Not for measuri
 
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
 from steelyard.core.device import DTYPES, Device
 from steelyard.core.errors import BadInput
@@ -84,3 +85,17 @@ class Cluster:
             )
         member = Member(of=this_device(ranks=ranks), count=ranks, link=loopback())
         return cls(tree=Scope(name="here", members=(member,)), far=far)
+
+    @classmethod
+    def load(cls, path: str | Path, *, far: Far | None = None) -> "Cluster":
+        """What a TOML file declares: see docs/clusters.md. No device is touched."""
+        from steelyard.core.cluster_file import read_tree
+
+        return cls(tree=read_tree(Path(path)), far=far)
+
+    @classmethod
+    def named(cls, name: str, *, far: Far | None = None) -> "Cluster":
+        """A ready-made machine, such as ``"dgx-h100"``."""
+        from steelyard.core.cluster_file import preset_tree
+
+        return cls(tree=preset_tree(name), far=far)
