@@ -80,6 +80,9 @@ def test_what_is_declared_is_what_is_there() -> None:
     [
         ("mine = 8", "rack = 8", "scope.node holds itself: node > rack > node"),
         ("mine = 8", "node = 8", "scope.node holds itself: node > node"),
+        ("node = 4", "rack = 4", "scope.rack holds itself: rack > rack"),
+        ("[scope.rack]", "[scope.a]\nmembers = {b = 1}\n[scope.b]\nmembers = {a = 1}\n[scope.rack]",
+         "scope.a holds itself: a > b > a"),
         ("mine = 8", "mina = 8", "names mina, which nothing declares; did you mean mine?"),
         ("mine = 8", '"" = 8', "names , which nothing declares"),
         ('link = "inside"', "", "scope.node.link is missing: nothing joins its 8 members"),

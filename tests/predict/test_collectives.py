@@ -111,6 +111,16 @@ def test_two_ranks_far_apart_pass_every_gate_between_them() -> None:
     assert near[0].sent_bytes == far[0].sent_bytes == 10**9
 
 
+def test_a_wide_uplink_does_not_hide_a_narrow_port() -> None:
+    uplink = Link(kind="uplink", latency_seconds=1e-6, bytes_per_second=1e12)
+    racks = even(8, 4, 2, links=(INSIDE, OUTSIDE, uplink), ports=(1, 8, 1))
+    (far,) = send(route(racks, [0, 63]), 10**9)
+    assert far.seconds == pytest.approx(10e-6 + 1e9 / 24e9)
+    # One rank in each rack: neither rack nor node joins two of them, and yet they are passed.
+    found = by(all_reduce(route(racks, [0, 32]), 10**9), Algorithm.RING)
+    assert found.seconds == pytest.approx(2 * (10e-6 + 0.5e9 / 24e9))
+
+
 def test_groups_that_share_a_port_divide_it() -> None:
     """Eight groups of one rank a node each: two to each of four ports."""
     nbytes = 16 << 30

@@ -83,10 +83,13 @@ class _Reading:
         root = self._root()
         try:
             tree = self._scope(root, within=()) if root else None
-            for kind, look in (("device", self._device_table), ("link", self._link)):
-                # What nothing uses may be wrong as well.
-                for name in self._own[kind]:
-                    look(name)
+            # What nothing uses may be wrong as well: a loop is nobody's member but its own.
+            for name in self._own["scope"]:
+                self._scope(name, within=())
+            for name in self._own["device"]:
+                self._device_table(name)
+            for name in self._own["link"]:
+                self._link(name)
         except _Wrong:
             tree = None
         if tree is not None and tree.num_devices > MOST_DEVICES:
