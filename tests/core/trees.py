@@ -10,12 +10,29 @@ DEVICES = tuple(
     Device(kind=kind, flops_per_second=rate, bytes_per_second=rate, memory_bytes=1 << 30)
     for kind, rate in (("quick", 2e12), ("slow", 1e12))
 )
-LINKS = st.builds(
+PLAIN = st.builds(
     Link,
     kind=st.sampled_from(["a", "b"]),
     latency_seconds=st.floats(1e-7, 1e-4),
     bytes_per_second=st.floats(1e8, 1e12),
 )
+
+
+def _curve(latency: float, bends: list[tuple[int, float]]) -> Link:
+    points, size, seconds = [(1024, latency)], 1024, latency
+    for factor, rate in bends:
+        seconds += size * (factor - 1) / rate
+        size *= factor
+        points.append((size, seconds))
+    return Link.curve(points, kind="curved")
+
+
+CURVED = st.builds(
+    _curve,
+    st.floats(1e-7, 1e-4),
+    st.lists(st.tuples(st.integers(2, 64), st.floats(1e8, 1e12)), min_size=1, max_size=4),
+)
+LINKS = PLAIN | CURVED
 
 
 def member(of: Device | Scope, count: int, link: Link, ports: int = 1) -> Member:
