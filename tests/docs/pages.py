@@ -7,7 +7,8 @@
     ```sh        a line that begins with `steelyard` runs in this process and must end with 0, or
                  as its comment `# exit code 3` says. Other lines are ways to set up: see SET_UP.
     ```text      what the block before it prints, compared by its form: see form().
-    ```toml      tables that the plan file of the page has, with these keys.
+    ```toml      tables that the plan file of the page has, with these keys. One that begins with
+                 `# cluster.toml` is saved under that name instead.
     ```json      keys that the JSON printed before it has.
     ```          a drawing, which is not checked.
 
@@ -138,6 +139,8 @@ class Session:
         _compare_memory(block.text, said)
 
     def _toml(self, block: Block) -> None:
+        if save(block):
+            return
         (file,) = Path().glob("*.plan.toml")
         _compare_keys(tomllib.loads(block.text), tomllib.loads(file.read_text()), "")
 
@@ -156,8 +159,8 @@ class Session:
 
 
 def save(block: Block) -> bool:
-    """A block that begins with the name of a script is that script."""
-    named = re.match(r"# (\w+\.py)\n", block.text)
+    """A block that begins with the name of a file is that file."""
+    named = re.match(r"# (\w+\.(py|toml))\n", block.text)
     if named:
         Path(named[1]).write_text(block.text, encoding="utf-8")
     return named is not None

@@ -87,6 +87,12 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any) -> None:
     _check("cluster", cluster, fine=known, expected="Cluster.here(), or another Cluster")
     _check("budget", budget, fine=bound, expected='Budget(memory="2 GiB")')
     _check("runner", runner, fine=runner in DECOMPOSITIONS, expected=" or ".join(DECOMPOSITIONS))
+    if cluster is not None and cluster.num_devices > 1 and not cluster.device.is_here:
+        raise BadInput(
+            f"the cluster has {cluster.num_devices} devices that are not here",
+            expected="one device, or several ranks of this machine",
+            remedy="give Cluster.here(ranks=2), or one device of that class",
+        )
     if cluster is not None and cluster.num_devices > 1 and (runner == "inductor" or maximize):
         raise BadInput(
             f"several ranks are planned for without {'--maximize' if maximize else 'Inductor'}",

@@ -22,6 +22,9 @@ _BYTES = {
     "tb": 10**12,
 }
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+# Of what is sent over a line; as of bytes, letters of either case are the same.
+_SENT = {**_BYTES, "bit": 1 / 8, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
+_FLOPS = {"flop": 1.0, "mflop": 1e6, "gflop": 1e9, "tflop": 1e12, "pflop": 1e15}
 _AMOUNT = re.compile(r"\s*([+-]?[0-9_]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 
@@ -59,6 +62,47 @@ def parse_rate(amount: str | int | float, *, what: str = "rate") -> float:
     return _parse(text, _BYTES, what=what, example=example, bare=1.0)
 
 
+def parse_line_rate(amount: str, *, what: str = "rate") -> float:
+    """``"450 GB/s"`` -> 4.5e11, ``"100 Gbit/s"`` -> 1.25e10, in bytes a second.
+
+    ``Gb/s`` is refused: networks mean bits by it and many people bytes.
+    """
+    example = "450 GB/s or 100 Gbit/s"
+    if re.search(r"[kKmMgGtT]b(ps|/s)?\s*$", str(amount)):
+        raise BudgetError(
+            f"{what} = {amount[:40]!r} may be bits or bytes",
+            expected="either, written out: Gbit/s or GB/s",
+            remedy=f"write {what} as {example}",
+        )
+    return _parse(_per(amount, "s", what=what, example=example), _SENT, what=what, example=example)
+
+
+def parse_flops(amount: str, *, what: str = "peak") -> float:
+    """``"989 TFLOP/s"`` -> 9.89e14."""
+    example = "989 TFLOP/s"
+    per_second = _per(amount, "s", what=what, example=example)
+    return _parse(per_second, _FLOPS, what=what, example=example)
+
+
+def parse_price(amount: str, *, what: str = "price") -> float:
+    """``"2.5 USD/h"`` -> 2.5."""
+    example = "2.5 USD/h"
+    hourly = _per(amount, "h", what=what, example=example)
+    return _parse(hourly, {"usd": 1.0}, what=what, example=example)
+
+
+def _per(amount: str, time: str, *, what: str, example: str) -> str:
+    """Without the ``/s`` or ``/h`` that it must end in."""
+    text = amount.strip()
+    if not text.lower().endswith(f"/{time}"):
+        raise BudgetError(
+            f"{what} = {amount[:40]!r} does not end in /{time}",
+            expected=f"so much in a time, such as {example}",
+            remedy=f"write {what} as {example}",
+        )
+    return text[: -len(time) - 1]
+
+
 def parse_share(amount: str | int | float, *, what: str = "accuracy_loss") -> float:
     """``"0.5%"`` -> 0.005; a bare number is the share itself. Zero is allowed."""
     units = {"%": 0.01}
@@ -78,7 +122,7 @@ def _parse(
     *,
     what: str,
     example: str,
-    bare: float,
+    bare: float = 1.0,
     zero: bool = False,
 ) -> float:
     # A pattern is matched in quadratic time at worst; no amount is that long.

@@ -5,6 +5,7 @@
     |   |-- BudgetError                a budget that is no amount
     |   |-- CaptureRefused             a model or loss that cannot be captured truthfully
     |   |-- PlanFileError              a plan file that cannot be read
+    |   |-- ClusterFileError           a cluster file that cannot be read
     |   `-- Mismatch                   a plan, model or batch that is not the one planned for
     |-- Infeasible                 3   no plan fits the budget
     `-- RunFailed                  4   training stopped
@@ -59,6 +60,10 @@ class CaptureRefused(BadInput):
 
 class PlanFileError(BadInput):
     """A plan file that cannot be read."""
+
+
+class ClusterFileError(BadInput):
+    """A cluster file that cannot be read, or that declares no possible cluster."""
 
 
 class Mismatch(BadInput):

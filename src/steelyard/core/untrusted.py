@@ -248,6 +248,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tuple_type": lambda _: "an array",
     "too_long": lambda c: f"an array of at most {c['max_length']}",
     "model_type": lambda _: "a table",
+    "dict_type": lambda _: "a table",
     "dataclass_type": lambda _: "an object",
     "enum": lambda c: f"one of {c['expected']}",
     "literal_error": lambda c: str(c["expected"]),

@@ -1,0 +1,76 @@
+"""Clusters that are made up, small enough to count by hand. Not for what presets say."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from steelyard.core.cluster import Device, Link, Member, Scope
+
+DEVICES = tuple(
+    Device(kind=kind, flops_per_second=rate, bytes_per_second=rate, memory_bytes=1 << 30)
+    for kind, rate in (("quick", 2e12), ("slow", 1e12))
+)
+PLAIN = st.builds(
+    Link,
+    kind=st.sampled_from(["a", "b"]),
+    latency_seconds=st.floats(1e-7, 1e-4),
+    bytes_per_second=st.floats(1e8, 1e12),
+)
+
+
+def _curve(latency: float, bends: list[tuple[int, float]]) -> Link:
+    points, size, seconds = [(1024, latency)], 1024, latency
+    for factor, rate in bends:
+        seconds += size * (factor - 1) / rate
+        size *= factor
+        points.append((size, seconds))
+    return Link.curve(points, kind="curved")
+
+
+CURVED = st.builds(
+    _curve,
+    st.floats(1e-7, 1e-4),
+    st.lists(st.tuples(st.integers(2, 64), st.floats(1e8, 1e12)), min_size=1, max_size=4),
+)
+LINKS = PLAIN | CURVED
+
+
+def member(of: Device | Scope, count: int, link: Link, ports: int = 1) -> Member:
+    return Member(of=of, count=count, link=link, ports=ports)
+
+
+def even(*counts: int, links: tuple[Link, ...], ports: tuple[int, ...] = ()) -> Scope:
+    """Equal members all the way: ``even(8, 4, ...)`` is four nodes of eight devices."""
+    of: Device | Scope = DEVICES[0]
+    for level, (count, link) in enumerate(zip(counts, links, strict=True)):
+        many = ports[level] if ports else 1
+        of = Scope(name=f"level {level}", members=(member(of, count, link, many),))
+    assert isinstance(of, Scope)
+    return of
+
+
+def _scopes(inner: st.SearchStrategy[Device | Scope]) -> st.SearchStrategy[Scope]:
+    members = st.lists(
+        st.builds(Member, of=inner, count=st.integers(1, 4), link=LINKS, ports=st.integers(1, 4)),
+        min_size=1,
+        max_size=3,
+    ).map(tuple)
+    return st.builds(Scope, name=st.sampled_from(["x", "y"]), members=members)
+
+
+ANY = _scopes(st.sampled_from(DEVICES) | _scopes(st.sampled_from(DEVICES) | _scopes(
+    st.sampled_from(DEVICES)
+)))  # fmt: skip
+
+
+def flat(scope: Scope) -> list[tuple[tuple[str, int], ...]]:
+    """Each device by rank, as the way to it: written out, where the code counts."""
+    found: list[tuple[tuple[str, int], ...]] = []
+    for nth_class, inner in enumerate(scope.members):
+        for nth in range(inner.count):
+            here = (f"{nth_class}:{nth}", id(inner))
+            if isinstance(inner.of, Device):
+                found.append((here,))
+            else:
+                found += [(here, *way) for way in flat(inner.of)]
+    return found
