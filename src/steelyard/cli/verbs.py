@@ -96,6 +96,9 @@ _Train = Annotated[
 _Runner = Annotated[
     Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
 ]
+_Ranks = Annotated[
+    int, Parameter(help="How many processes of this machine it may lie on, each with its cores.")
+]
 _COPY = "copy the plan file to a folder that can be written to"
 _OTHER_PAGE = "give another place with --html"
 _Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
@@ -123,6 +126,7 @@ def plan(
         Maximize | None, Parameter(help="Ask for the largest that fits instead.")
     ] = None,
     runner: _Runner = "python",
+    ranks: _Ranks = 1,
     far: FarMemory = _NEAR,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
@@ -154,12 +158,13 @@ def plan(
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question, beside_it = wish(what_if), far.said()
+    at_least_one("--ranks", ranks)
     if check is None:
         refuse_to_lose(path)
-    elif budget != Budget() or maximize or output or beside_it:
+    elif budget != Budget() or maximize or output or beside_it or ranks > 1:
         raise BadInput(
             "--check takes its budget from the plan file",
-            expected="no budget, --maximize, --far or -o beside it",
+            expected="no budget, --maximize, --ranks, --far or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
     with _planning(shown) as tell:
@@ -169,7 +174,7 @@ def plan(
         if check is None:
             planned = api.plan_workload(
                 workload, budget=budget, runner=runner, maximize=maximize, far=beside_it,
-                title=title(train), on_progress=tell,
+                ranks=ranks, title=title(train), on_progress=tell,
             )  # fmt: skip
         else:
             planned = api.load_planned(check, workload, title=title(train), on_progress=tell)
