@@ -71,7 +71,7 @@ STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stopped": ({"is_stopped": True}, lost(), "stopped"),
     "ended early": (ended(0), lost(), "ended early"),
     "behind": (asked(at(4)), lost(), "hanging"),
-    "behind, in another exchange": (asked(at(4, is_waiting=True)), lost(), "hanging"),
+    "came to no exchange at all": (asked(Progress(is_waiting=True)), lost(), "hanging"),
     "no answer": (asked(None), lost(), "hanging"),
     "in no exchange": (asked(at(5, is_waiting=False)), lost(), "hanging"),
     "another exchange": (lost(progress=at(5, "broadcast Float [4]")), lost(), "other exchange"),
@@ -141,6 +141,13 @@ def test_complaints_alone_blame_nobody_wrongly() -> None:
     found = verdict(case(lost(2.0), lost(1.0)))
     assert isinstance(found, RankFailed)
     assert (found.cause, GLOO in found.happened) == ("exchange", True)
+
+
+def test_with_the_recorder_switched_off_nobody_is_blamed_for_waiting() -> None:
+    nothing = Progress(is_waiting=True)
+    found = verdict(case(lost(progress=nothing), asked(nothing), asked(nothing)))
+    assert isinstance(found, RankFailed)
+    assert found.cause == "exchange"
 
 
 FACTS = st.sampled_from(

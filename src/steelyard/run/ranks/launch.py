@@ -79,30 +79,32 @@ def launch(
     logs.mkdir(parents=True, exist_ok=True)
     run = Path(tempfile.mkdtemp(prefix="run-", dir=logs))
     group = _Group(num_ranks, run, timeout_seconds, environ or {}, max_restarts, on_restart)
-    spec = WorkerSpec(
+    agent = _torch.supervised_agent(
+        _spec(command, num_ranks, run.name, max_restarts),
+        group,
+        have_ended=group.have_ended,
+        shutdown_seconds=shutdown_seconds,
+    )
+    stopped_by = ""
+    with _quiet(), _handlers_kept():
+        try:
+            if agent.run().is_failed():
+                raise group.failures[-1]
+        except SignalException as stop:
+            stopped_by = signal.Signals(stop.sigval).name
+    return Ended(restarts=tuple(group.failures), stopped_by=stopped_by, logs=run)
+
+
+def _spec(command: Sequence[str], num_ranks: int, run_id: str, max_restarts: int) -> WorkerSpec:
+    return WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
-        rdzv_handler=_OneHost(run.name),
+        rdzv_handler=_OneHost(run_id),
         entrypoint=sys.executable,
         args=("-I", "-S", guard.__file__, os.getpid(), *command),
         max_restarts=max_restarts,
         monitor_interval=_LOOK_SECONDS,
     )
-    agent = _torch.supervised_agent(
-        spec, group, have_ended=group.have_ended, shutdown_seconds=shutdown_seconds
-    )
-    with _quiet(), _handlers_kept():
-        try:
-            failed = agent.run().is_failed()
-        except SignalException as stop:
-            return Ended(
-                restarts=tuple(group.failures),
-                stopped_by=signal.Signals(stop.sigval).name,
-                logs=run,
-            )
-    if failed:
-        raise group.failures[-1]
-    return Ended(restarts=tuple(group.failures), logs=run)
 
 
 class _Group(LogsSpecs):
@@ -222,4 +224,6 @@ def _handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None is a handler that is not Python's, and cannot be put back.
+            if handler is not None:
+                signal.signal(number, handler)

@@ -197,6 +197,8 @@ def _behind(case: Case) -> SteelyardError | None:
         for issued in one.progress.issued if one.is_running else ():
             if issued.number < furthest[issued.group].number:
                 return _hanging(case, one, furthest[issued.group])
+        if one.is_running and not one.progress.issued and furthest:
+            return _hanging(case, one, furthest.get(_ALL))
     return None
 
 

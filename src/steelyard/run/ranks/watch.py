@@ -96,11 +96,13 @@ class Watch:
     # --- looking ----------------------------------------------------------------------------------
 
     def _case(self, pids: Mapping[int, int]) -> Case:
+        ranks = tuple(self._evidence(rank, pids[rank]) for rank in range(len(self._places)))
+        was_killed = any(one.status == -signal.SIGKILL for one in ranks)
         return Case(
-            ranks=tuple(self._evidence(rank, pids[rank]) for rank in range(len(self._places))),
+            ranks=ranks,
             timeout_seconds=self._timeout_seconds,
             logs=str(self._places[0].path.parent),
-            oom_kills=oom_kills() - self._oom_kills_before,
+            oom_kills=oom_kills() - self._oom_kills_before if was_killed else 0,
         )
 
     def _evidence(self, rank: int, pid: int) -> Evidence:

@@ -130,7 +130,8 @@ def progress(line: str = "") -> Progress:
             Issued(group=group, number=entry["collective_seq_id"], words=_words_for(entry))
             for group, entry in sorted(last.items())
         ),
-        is_waiting=any(not entry["retired"] for entry in entries),
+        # Where nothing was recorded nothing is known: the recorder can be switched off.
+        is_waiting=not entries or any(not entry["retired"] for entry in entries),
         line=line,
     )
 
