@@ -47,7 +47,14 @@ def ranks_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def run(folder: Path, scenario: str, *, num_ranks: int = 2, max_restarts: int = 0) -> Ended:
+def run(
+    folder: Path,
+    scenario: str,
+    *,
+    num_ranks: int = 2,
+    max_restarts: int = 0,
+    on_restart: Callable[[RankFailed], None] | None = None,
+) -> Ended:
     seconds = SHORT_SECONDS if scenario in ("stop", "sleep") else PATIENCE_SECONDS
     return launch(
         [sys.executable, str(HERE / "one.py"), str(folder), scenario, str(seconds)],
@@ -55,6 +62,7 @@ def run(folder: Path, scenario: str, *, num_ranks: int = 2, max_restarts: int = 
         logs=folder / "logs",
         timeout_seconds=seconds,
         max_restarts=max_restarts,
+        on_restart=on_restart,
     )
 
 
@@ -107,8 +115,10 @@ def test_four_ranks_exchange_and_only_the_first_prints(
 
 
 def test_a_killed_rank_costs_one_restart_and_no_step(tmp_path: Path) -> None:
-    ended = run(tmp_path, "kill once", max_restarts=3)
-    assert [(lost.rank, lost.cause) for lost in ended.restarts] == [(CULPRIT, "killed")]
+    told: list[RankFailed] = []
+    ended = run(tmp_path, "kill once", max_restarts=3, on_restart=told.append)
+    assert [(lost.rank, lost.cause) for lost in told] == [(CULPRIT, "killed")]
+    assert list(ended.restarts) == told
     sums(tmp_path, 2)
     tries = [f"{int(step >= BREAKS_AT)}:{step}" for step in range(STEPS)]
     assert (tmp_path / "steps-0").read_text().split() == tries

@@ -150,6 +150,12 @@ def test_with_the_recorder_switched_off_nobody_is_blamed_for_waiting() -> None:
     assert found.cause == "exchange"
 
 
+def test_a_rank_that_is_slow_to_speak_is_not_blamed_for_one_that_gloo_ended() -> None:
+    found = verdict(case(ended(-signal.SIGABRT, stderr=None), asked(None), lost()))
+    assert isinstance(found, RankFailed)
+    assert (found.rank, found.cause) == (0, "other exchange")
+
+
 FACTS = st.sampled_from(
     [
         *(culprit for culprit, _, _ in STORIES.values()),

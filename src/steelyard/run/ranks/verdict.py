@@ -72,7 +72,8 @@ def at_once(case: Case) -> SteelyardError | None:
 
 
 def verdict(case: Case) -> SteelyardError:
-    rules = (_ended_early, _absent, _behind, _not_waiting, _other_exchange, _aborted, _left)
+    # Whoever runs on is blamed last: others may be slow to say what they know.
+    rules = (_ended_early, _absent, _other_exchange, _aborted, _behind, _not_waiting, _left)
     found = at_once(case) or _first(case, rules)
     assert found is not None, case
     return found
@@ -183,6 +184,43 @@ def _absent(case: Case) -> SteelyardError | None:
     return None
 
 
+def _other_exchange(case: Case) -> SteelyardError | None:
+    groups = {issued.group for one in case.ranks for issued in one.progress.issued}
+    for group in sorted(groups):
+        last = {
+            one.rank: issued
+            for one in case.ranks
+            for issued in one.progress.issued
+            if issued.group == group
+        }
+        number = max(issued.number for issued in last.values())
+        words = {rank: issued.words for rank, issued in last.items() if issued.number == number}
+        most = Counter(words.values()).most_common(1)[0][0]
+        other = next(rank for rank, each in words.items() if each == most)
+        for rank, each in words.items():
+            if each != most:
+                text = f"exchanges {each}, where rank {other} exchanges {most}"
+                one = case.ranks[rank]
+                return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
+    return None
+
+
+def _aborted(case: Case) -> SteelyardError | None:
+    """Gloo ends the process that is sent another amount than it asked for, be it right or wrong."""
+    for one in case.ranks:
+        if one.status == -signal.SIGABRT:
+            words = [
+                f"rank {other.rank} was in {issued.words}"
+                for other in case.ranks
+                for issued in other.progress.issued
+                if issued.group == _ALL
+            ]
+            text = "was ended by gloo (SIGABRT), as it does where ranks bring different amounts"
+            text += f"; {', '.join(words)}" if words else ""
+            return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
+    return None
+
+
 def _behind(case: Case) -> SteelyardError | None:
     """An exchange that is issued completes by itself: whoever is behind did not issue it."""
     furthest: dict[str, Issued] = {}
@@ -220,43 +258,6 @@ def _hanging(case: Case, one: Evidence, missed: Issued | None) -> RankFailed:
     text = f"did not come to {what}in which others waited {case.timeout_seconds:g} s: {where}"
     remedy = "mend what keeps it there, or allow ranks to wait longer"
     return _failed(case, one, "hanging", text, remedy=remedy)
-
-
-def _other_exchange(case: Case) -> SteelyardError | None:
-    groups = {issued.group for one in case.ranks for issued in one.progress.issued}
-    for group in sorted(groups):
-        last = {
-            one.rank: issued
-            for one in case.ranks
-            for issued in one.progress.issued
-            if issued.group == group
-        }
-        number = max(issued.number for issued in last.values())
-        words = {rank: issued.words for rank, issued in last.items() if issued.number == number}
-        most = Counter(words.values()).most_common(1)[0][0]
-        other = next(rank for rank, each in words.items() if each == most)
-        for rank, each in words.items():
-            if each != most:
-                text = f"exchanges {each}, where rank {other} exchanges {most}"
-                one = case.ranks[rank]
-                return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
-    return None
-
-
-def _aborted(case: Case) -> SteelyardError | None:
-    """Gloo ends the process that is sent another amount than it asked for, be it right or wrong."""
-    for one in case.ranks:
-        if one.status == -signal.SIGABRT:
-            words = [
-                f"rank {other.rank} was in {issued.words}"
-                for other in case.ranks
-                for issued in other.progress.issued
-                if issued.group == _ALL
-            ]
-            text = "was ended by gloo (SIGABRT), as it does where ranks bring different amounts"
-            text += f"; {', '.join(words)}" if words else ""
-            return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
-    return None
 
 
 def _left(case: Case) -> SteelyardError | None:

@@ -51,7 +51,7 @@ def recorded(who: Who) -> Iterator[None]:
         if not (isinstance(error, SystemExit) and error.code in (0, None)):
             path = who.place.error if who.place else _path_of(os.environ.get(_ERROR_FILE_VARIABLE))
             if path is not None and not path.exists():
-                said = testify(error)
+                said = statement_of(error)
                 # The error counts, not that it could not be written down (a full disk, say).
                 with contextlib.suppress(OSError):
                     write_whole(path, _as_error_file(error, said))
@@ -73,7 +73,7 @@ def _as_error_file(error: BaseException, said: Statement) -> dict[str, Any]:
     }
 
 
-def testify(error: BaseException) -> Statement:
+def statement_of(error: BaseException) -> Statement:
     of_exchange = any(map(_is_of_exchange, _chain(error)))
     ours = error if isinstance(error, SteelyardError) else None
     return Statement(
