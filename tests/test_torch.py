@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import logging
 import random
 import re
@@ -612,3 +613,30 @@ def test_the_engine_is_below_what_autograd_calls() -> None:
 
     Looking.apply(torch.ones((), requires_grad=True)).backward()
     assert seen == [True]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_the_flight_recorder_keeps_what_gloo_exchanged() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch.distributed.all_reduce(torch.ones(3, 2))
+        last = _torch.exchanges_issued()[-1]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert last["profiling_name"] == "gloo:all_reduce"
+    assert (last["input_dtypes"], last["input_sizes"]) == (["Float"], [[3, 2]])
+    assert (last["process_group"][0], last["is_p2p"], last["retired"]) == ("0", False, True)
+    assert last["collective_seq_id"] > 0
+
+
+def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    steps = ("_monitor_workers", "_start_workers", "_stop_workers", "_rendezvous")
+    assert all(callable(getattr(LocalElasticAgent, step)) for step in steps)
+    # It runs in tests/run/ranks/test_launch.py; here: torch's own loop calls what is replaced.
+    assert "self._monitor_workers(" in inspect.getsource(LocalElasticAgent._invoke_run)
+    assert "_torch.supervised_agent(" in (_SOURCE / "run/ranks/launch.py").read_text()

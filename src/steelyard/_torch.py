@@ -5,6 +5,7 @@ The one file that may import them. Not for logic: names, thin wrappers, nothing 
 
 import contextlib
 import gc
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ __all__ = [
     "cpp_compiler",
     "cpp_errors",
     "draws",
+    "exchanges_issued",
     "functional_calls",
     "hooks_of_all_modules",
     "inductor_compiled",
@@ -94,6 +96,7 @@ __all__ = [
     "quiet_logs",
     "reads_data",
     "storage_key",
+    "supervised_agent",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -530,3 +533,36 @@ def inductor_lowered(
         setattr(GraphLowering, method, original)
     ((source, lowering),) = written
     return result, source, lowering
+
+
+def exchanges_issued() -> list[dict[str, Any]]:
+    """What the flight recorder kept of this process's exchanges, oldest first; gloo's too."""
+    dump = attrgetter("_dump_fr_trace_json")(torch._C._distributed_c10d)
+    entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
+    return entries
+
+
+def supervised_agent(
+    spec: Any,
+    logs: Any,
+    *,
+    have_ended: Callable[[Mapping[int, int]], bool],
+    shutdown_seconds: int,
+) -> Any:
+    """torchrun's agent for this host, which asks before it looks at its workers itself.
+
+    ``have_ended`` is given the process of each rank. Left to itself the agent reaps whoever ended
+    first, then waits up to 30 seconds, a figure that cannot be set, for ranks that wait in an
+    exchange and heed no SIGTERM, or that are stopped.
+    """
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Supervised(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            if not have_ended({w.global_rank: w.id for w in worker_group.workers}):
+                return RunResult(state=WorkerState.HEALTHY)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+
+    return Supervised(spec, logs, shutdown_timeout=shutdown_seconds)

@@ -6,15 +6,17 @@
     |   |-- CaptureRefused             a model or loss that cannot be captured truthfully
     |   |-- PlanFileError              a plan file that cannot be read
     |   |-- ClusterFileError           a cluster file that cannot be read
-    |   `-- Mismatch                   a plan, model or batch that is not the one planned for
+    |   |-- Mismatch                   a plan, model or batch that is not the one planned for
+    |   `-- RanksDiffer                ranks that do not hold the same plan, model, batch or torch
     |-- Infeasible                 3   no plan fits the budget
     `-- RunFailed                  4   training stopped
         |-- CheckpointError            a checkpoint that cannot be written or read
-        `-- NonFinite                  a loss that is NaN or infinite
+        |-- NonFinite                  a loss that is NaN or infinite
+        `-- RankFailed                 the rank that broke, and of what
 Not for mistakes of our own: those are assertions.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class SteelyardError(ValueError):
@@ -70,6 +72,17 @@ class Mismatch(BadInput):
     """A plan, a model or a batch that is not the one that was planned for."""
 
 
+class RanksDiffer(BadInput):
+    """Ranks that do not hold the same; ``rank`` is the one that differs, ``item`` in what."""
+
+    def __init__(
+        self, happened: str, *, expected: str, remedy: str, rank: int = -1, item: str = ""
+    ) -> None:
+        super().__init__(happened, expected=expected, remedy=remedy)
+        self.rank = rank
+        self.item = item
+
+
 class Infeasible(SteelyardError):
     """No plan fits the budget; says the least possible and what sets it.
 
@@ -97,3 +110,37 @@ class CheckpointError(RunFailed):
 
 class NonFinite(RunFailed):
     """A loss that is NaN or infinite."""
+
+
+# How a rank may break. "Absent" never came; "hanging" runs on and does not come to the exchange in
+# which the others wait; "other exchange" came with another kind or another amount; "exchange" is an
+# exchange that failed while all ranks were well.
+Cause = Literal[
+    "exception",
+    "out of memory",
+    "killed",
+    "exit code",
+    "ended early",
+    "stopped",
+    "hanging",
+    "absent",
+    "other exchange",
+    "exchange",
+]
+
+
+class RankFailed(RunFailed):
+    """One rank ended the run of all; ``rank`` is that one, or -1 if none can be told."""
+
+    def __init__(
+        self,
+        happened: str,
+        *,
+        expected: str,
+        remedy: str,
+        rank: int = -1,
+        cause: Cause = "exchange",
+    ) -> None:
+        super().__init__(happened, expected=expected, remedy=remedy)
+        self.rank = rank
+        self.cause = cause
