@@ -7,19 +7,27 @@ from steelyard.api.demo import demo
 from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
+from steelyard.api.ranks import as_a_rank, joined_ranks, restarts
 from steelyard.api.training import run_workload
 from steelyard.api.workload import Workload, load_workload
+from steelyard.run.randomness import seed_everything
+from steelyard.run.ranks.launch import launch
 
 __all__ = [
     "Planned",
     "Step",
     "Workload",
+    "as_a_rank",
     "demo",
     "doctor",
+    "joined_ranks",
+    "launch",
     "load",
     "load_planned",
     "load_workload",
     "plan",
     "plan_workload",
+    "restarts",
     "run_workload",
+    "seed_everything",
 ]

@@ -42,6 +42,7 @@ from steelyard.report.tree import tree_of
 from steelyard.run.emit import Emitted, emit
 from steelyard.run.inductor import compile_program
 from steelyard.run.lowered import lower
+from steelyard.run.ranks.together import begin_alike
 from steelyard.run.step import CodeReads, Constants, LiveStep
 from steelyard.trades import TRADES
 
@@ -70,6 +71,8 @@ class Step:
         self._prices = prices
         self._update = update
         self.ranks = Ranks.of(Layout.of(plan.decisions.rules))
+        if self.ranks.channels:
+            begin_alike([*source.model.parameters(), *source.model.buffers()])
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far

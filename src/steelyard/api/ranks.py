@@ -1,16 +1,28 @@
-"""The process groups that a plan's mesh axes stand for, in a process that is one of the ranks.
+"""A process that is one of the ranks of a plan: how it joins them, and over what it speaks to them.
 
-Not for starting ranks, nor for joining them.
+Not for starting ranks: see run/ranks/launch.py.
 """
 
-from collections.abc import Mapping
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
+from steelyard import _torch
+from steelyard.api.workload import Workload
 from steelyard.core.errors import Mismatch
 from steelyard.core.layout import DATA, Layout
+from steelyard.core.machine import cores_of
 from steelyard.exchange.channel import Channel
+from steelyard.run.ranks.agreement import words_for
+from steelyard.run.ranks.join import joined
+from steelyard.run.ranks.together import Alone, InGroup, Together
+from steelyard.run.ranks.who import who_am_i
+from steelyard.run.ranks.witness import recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +31,10 @@ class Ranks:
 
     rank: int = 0
     channels: Mapping[str, Channel] = field(default_factory=dict)
+
+    @property
+    def together(self) -> Together:
+        return InGroup() if self.channels else Alone()
 
     @classmethod
     def of(cls, layout: Layout) -> "Ranks":
@@ -36,3 +52,43 @@ class Ranks:
                 "apply; or plan again for this many",
             )
         return cls(rank=group.rank(), channels={DATA: Channel.of(group)})
+
+
+@contextlib.contextmanager
+def as_a_rank(num_ranks: int) -> Iterator[None]:
+    """What ends the rank is written down for whoever started it."""
+    who = who_am_i(os.environ)
+    with recorded(who):
+        who.check_size(num_ranks)
+        yield
+
+
+def keep_to_own_cores() -> None:
+    """Ranks of one machine that wander over all of its cores get in each other's way."""
+    who = who_am_i(os.environ)
+    cores = cores_of(who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", who.size)))
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+
+
+@contextlib.contextmanager
+def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> Iterator[None]:
+    """One of the ranks that hold the same plan, a model of the same shapes and the same batch."""
+    found = _torch.tree_flatten_with_path(workload.first_batch())[0]
+    tensors = {_torch.keystr(path): x for path, x in found if isinstance(x, torch.Tensor)}
+    named = workload.model.named_parameters()
+    words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
+    # Ranks that draw another batch each would train on less than the plan says.
+    words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
+    with joined(who_am_i(os.environ), words, timeout_seconds=timeout_seconds):
+        yield
+
+
+def restarts() -> int:
+    """How often the ranks were started before."""
+    return who_am_i(os.environ).attempt
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -9,6 +9,7 @@ from statistics import median
 
 from steelyard.api.live import Step
 from steelyard.api.planning import Planned
+from steelyard.api.ranks import keep_to_own_cores
 from steelyard.api.workload import Workload
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.measure.process import rss_peak_bytes
@@ -30,6 +31,8 @@ def run_workload(
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
     step: Step = planned.apply(workload.model)
+    if step.ranks.channels:
+        keep_to_own_cores()
     log = _Log(step)
 
     def seen(report: StepReport) -> None:
@@ -58,6 +61,7 @@ def run_workload(
         on_note=noted,
         meter=step.meter,
         predicted_bytes=planned.plan.predicted.peak.nbytes,
+        together=step.ranks.together,
     )
     if finished.stopped_by == "SIGINT":
         raise KeyboardInterrupt
@@ -91,6 +95,10 @@ class _Log:
         self._first = report.loss if self._first is None else self._first
         self._last = report.loss
 
+    def _of_all(self, nbytes: int | None) -> int | None:
+        """Of the rank that held most; all took the same steps, so all ask or none does."""
+        return None if nbytes is None else self._step.ranks.together.most(nbytes)
+
     def measured(self, steps: int) -> Measured:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
@@ -99,7 +107,7 @@ class _Log:
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,
-            memory_bytes=self._peak_bytes,
+            memory_bytes=self._of_all(self._peak_bytes),
             rss_bytes=rss_peak_bytes(),
             communication_seconds=busy,
             computation_seconds=None if seconds is None else seconds - waited,

@@ -4,6 +4,7 @@ Not for the words of an error: see core/errors.py and report/failure.py.
 """
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,11 @@ def foreseen(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
         raise Unforeseen(doing, exit_code) from error
 
 
+def is_watched() -> bool:
+    """Whether this is a rank that our launcher started, which will say what went wrong."""
+    return "STEELYARD_RANK_FOLDER" in os.environ
+
+
 def ended(error: BaseException, given: Sequence[str]) -> int:
     """Say what happened, and return the exit code that says it too."""
     if isinstance(error, BrokenPipeError):
@@ -53,6 +59,8 @@ def ended(error: BaseException, given: Sequence[str]) -> int:
         quieten(sys.stdout)
         return OK
     failure = _failure_of(error, given)
+    if is_watched():
+        return failure.exit_code  # it is told by whoever started the ranks, once
     steps = afterwards(error.__cause__ or error)
     failure = replace(failure, remedy="; ".join((failure.remedy, *steps)))
     try:

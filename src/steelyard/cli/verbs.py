@@ -5,11 +5,9 @@ Not for deciding or wiring anything. What only reads a plan never imports torch.
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -20,29 +18,23 @@ from steelyard.cli.arguments import (
     plan_path,
     refuse_unwritable,
     resume_from,
-    stopped_at,
     title,
     wish,
 )
 from steelyard.cli.endings import (
     BAD_INPUT,
     INFEASIBLE,
-    MISSED,
     OK,
     RUN_FAILED,
-    TERMINATED,
     foreseen,
 )
 from steelyard.cli.interrupt import heed
+from steelyard.cli.running import Training, run_by
+from steelyard.cli.showing import Shown, hint, loaded, planning
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput
-from steelyard.report.lines import Tone, Zoom
-from steelyard.report.progress import Progress, Status
-from steelyard.report.terminal import write
-
-if TYPE_CHECKING:
-    from steelyard.api import Workload
+from steelyard.report.lines import Zoom
 
 _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
 5 a measurement outside its predicted interval (run --strict), 130 interrupted,
@@ -59,16 +51,6 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.register_install_completion_command()
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """How much is shown, and in which form."""
-
-    json: Annotated[bool, Parameter(negative="", help="One JSON document, errors too.")] = False
-    quiet: Annotated[bool, Parameter(negative="", help="No progress and no hints.")] = False
-    debug: Annotated[bool, Parameter(negative="", help="Show tracebacks.")] = False
 
 
 @Parameter(name="*")
@@ -167,8 +149,8 @@ def plan(
             expected="no budget, --maximize, --ranks, --far or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
-    with _planning(shown) as tell:
-        workload = _loaded(train, tell)
+    with planning(shown) as tell:
+        workload = loaded(train, tell)
         from steelyard import api
 
         if check is None:
@@ -190,9 +172,9 @@ def plan(
         write_explanation(path, plan)
     write_page(tree, html)
     beside = path.with_suffix(".json").name
-    _hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
+    hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
     run_it = shlex.join(("steelyard", "run", train, "--plan", str(path)))
-    _hint(f"next: {run_it} --steps 100 --checkpoint saved", shown)
+    hint(f"next: {run_it} --steps 100 --checkpoint saved", shown)
     return OK if tree.fits else INFEASIBLE
 
 
@@ -219,15 +201,13 @@ def run(
     strict: Annotated[
         bool, Parameter(negative="", help="Exit with 5 if a prediction missed its interval.")
     ] = False,
+    rank_timeout: Annotated[
+        str, Parameter(help="How long one rank may wait for another, such as 5min.")
+    ] = "5min",
     html: _Page = None,
     shown: Shown = _PLAINLY,
 ) -> int:
     """Train by a plan, and set what was measured beside what was predicted."""
-    from steelyard.core.explanation import with_reasons, write_explanation
-    from steelyard.core.receipt import Receipt
-    from steelyard.report.show import show, write_page
-    from steelyard.report.tree import tree_of
-
     path = plan or plan_path(train)
     if path.exists():
         refuse_unwritable(path, _COPY)
@@ -235,39 +215,13 @@ def run(
     start, folder = resume_from(resume, checkpoint)
     at_least_one("--steps", steps)
     at_least_one("--checkpoint-every", checkpoint_every)
-    with _planning(shown) as tell:
-        workload = _loaded(train, tell)
-        from steelyard import api
-
-        planned = api.load_planned(path, workload, title=title(train), on_progress=tell)
-    with (
-        foreseen("training", RUN_FAILED, in_json=shown.json),
-        Progress(sys.stderr, quiet=shown.quiet) as progress,
-    ):
-        try:
-            receipt = api.run_workload(
-                planned, workload, steps=steps, seed=seed, checkpoint=folder,
-                checkpoint_every=checkpoint_every, resume=start, on_step=progress,
-                on_note=progress.note,
-            )  # fmt: skip
-        except KeyboardInterrupt as stop:
-            stop.args = (stopped_at(progress, folder),)
-            raise
-    receipt = Receipt(plan=with_reasons(receipt.plan, path), measured=receipt.measured)
-    tree = tree_of(receipt)
-    show(tree, in_json=shown.json)
-    write_explanation(path, receipt.plan, receipt.measured)
-    write_page(tree, html)
-    explain_it = shlex.join(("steelyard", "explain", str(path)))
-    _hint(f"written: {path.with_suffix('.json')}, for {explain_it}", shown)
-    if folder is None:
-        _hint("weights were not kept: --checkpoint DIR saves them", shown)
-    if receipt.measured.steps < steps:
-        # Only SIGTERM ends a run early and in good order; the receipt is of what was run.
-        said = f"steelyard: interrupted{stopped_at(progress, folder)}"
-        write([((said, Tone.PLAIN),)], sys.stderr)
-        return TERMINATED
-    return MISSED if strict and any(row.is_outside for row in tree.rows) else OK
+    return run_by(
+        Training(
+            train=train, path=path, steps=steps, folder=folder, every=checkpoint_every,
+            resume=start, seed=seed, strict=strict, rank_timeout=rank_timeout, html=html,
+            shown=shown,
+        )
+    )  # fmt: skip
 
 
 @app.command
@@ -286,8 +240,8 @@ def frontier(
 
     refuse_unwritable(html, _OTHER_PAGE)
     beside_it = far.said()
-    with _planning(shown) as tell:
-        workload = _loaded(train, tell)
+    with planning(shown) as tell:
+        workload = loaded(train, tell)
         from steelyard import api
 
         planned = api.plan_workload(
@@ -297,7 +251,7 @@ def frontier(
     tree = tree_of(planned.plan)
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)
     write_page(tree, html)
-    _hint(f"next: steelyard plan {shlex.quote(train)} --memory (one of these)", shown)
+    hint(f"next: steelyard plan {shlex.quote(train)} --memory (one of these)", shown)
     return OK
 
 
@@ -362,30 +316,7 @@ def demo(*, shown: Shown = _PLAINLY) -> int:
         heed()
         ok, receipt = api.demo(lambda line: None if shown.quiet else show_text(line, stream=out))
     show(tree_of(receipt), in_json=shown.json)
-    _hint(
+    hint(
         "next: give your own script a workload(), then steelyard plan train.py --memory 2GiB", shown
     )
     return OK if ok else RUN_FAILED
-
-
-@contextmanager
-def _planning(shown: Shown) -> Iterator[Status]:
-    with (
-        foreseen("planning", BAD_INPUT, in_json=shown.json),
-        Status(sys.stderr, quiet=shown.quiet) as tell,
-    ):
-        yield tell
-
-
-def _loaded(train: str, tell: Status) -> "Workload":
-    tell("importing torch")
-    from steelyard import api
-
-    heed()
-    tell(f"loading {train}")
-    return api.load_workload(train)
-
-
-def _hint(text: str, shown: Shown) -> None:
-    if not (shown.quiet or shown.json):
-        write([((text, Tone.FAINT),)], sys.stdout)

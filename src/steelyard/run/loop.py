@@ -25,12 +25,16 @@ from steelyard.run import checkpoint
 from steelyard.run.batches import Batches, Feed
 from steelyard.run.bind import live_tensors
 from steelyard.run.checkpoint import Position
-from steelyard.run.folder import CheckpointFolder, verify
+from steelyard.run.folder import CheckpointFolder, step_of, verify
 from steelyard.run.randomness import random_state, seed_everything, set_random_state
+from steelyard.run.ranks.together import Alone, Together
 from steelyard.run.step import LiveStep
 
 # Runs what it is given, once, and says how many bytes the allocator held at the peak.
 Meter = Callable[[Callable[[], None]], int]
+
+
+_ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,34 +82,39 @@ def train(
     on_note: Callable[[str], None] | None = None,
     meter: Meter | None = None,
     predicted_bytes: int = 0,
+    together: Together = _ALONE,
 ) -> Finished:
     """Take steps until ``steps`` are done, counting those of the run that is resumed.
 
     A checkpoint that cannot be saved on the way (a full disk) is noted, and training goes on with
     the earlier ones untouched; one that cannot be saved at the end is an error. A batch that cannot
     be had or used is an error too, and the steps before it are saved. SIGTERM and Ctrl-C let the
-    step end, save and return; a second Ctrl-C does not wait.
+    step end, save and return; a second Ctrl-C does not wait. ``together`` are the ranks that all do
+    this: one saves, and a signal to any of them stops all after the same step.
     """
     if seed is not None:
         seed_everything(seed)
-    run = _Run(step, Feed(batches), checkpoints, on_note)
+    run = _Run(step, Feed(batches), checkpoints, on_note, together)
+    stopped_by = ""
     with run.holding_folder(), run.counting_updates(), _Signals() as signals:
         run.begin()
         first = run.step
         if first >= steps:
             run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
-        while run.step < steps and not signals.received:
+        while run.step < steps and not (stopped_by := together.stopping(signals.received)):
             metered = meter if run.step == first + 1 else None
             report = _one_step(run, metered, steps, predicted_bytes)
             run.save_if_due()
             if on_step is not None:
                 on_step(report)
+        # Of the last step, too, one that was stopped has to say so.
+        stopped_by = stopped_by or signals.received
         run.save_last()
     return Finished(
         step=run.step,
         loss=run.loss,
-        stopped_by=signals.received,
-        exit_code=128 + signal.Signals[signals.received] if signals.received else 0,
+        stopped_by=stopped_by,
+        exit_code=128 + signal.Signals[stopped_by] if stopped_by else 0,
         checkpoint=run.saved,
     )
 
@@ -144,6 +153,7 @@ class _Run:
         feed: Feed,
         settings: Checkpoints | None,
         note: Callable[[str], None] | None,
+        together: Together,
     ) -> None:
         self.live = live
         self.feed = feed
@@ -151,6 +161,7 @@ class _Run:
         self.loss: float | None = None
         self.saved: Path | None = None
         self._note = note
+        self._together = together
         self._settings = settings
         self._folder = CheckpointFolder(settings.folder, keep=settings.keep) if settings else None
         self._first = 0
@@ -161,7 +172,8 @@ class _Run:
         self._written = [tensors[name] for name in sorted(written & tensors.keys())]
 
     def holding_folder(self) -> contextlib.AbstractContextManager[None]:
-        return self._folder.locked() if self._folder else contextlib.nullcontext()
+        saves = self._folder is not None and self._together.saves
+        return self._folder.locked() if self._folder and saves else contextlib.nullcontext()
 
     def begin(self) -> None:
         settings, folder = self._settings, self._folder
@@ -169,8 +181,7 @@ class _Run:
             return
         checkpoint.check_savable(self.live.model)
         if settings.resume is not False:
-            chosen = folder.latest() if settings.resume is True else settings.resume
-            self._resume(chosen, folder)
+            self._resume(self._chosen(settings.resume, folder), folder)
         elif folder.checkpoints():
             raise CheckpointError(
                 f"{folder.path} holds checkpoints of an earlier run",
@@ -198,7 +209,7 @@ class _Run:
     @contextlib.contextmanager
     def saving_what_was_before(self) -> Iterator[None]:
         """Around a step: if it fails before it changes a weight, the steps before it are saved."""
-        if self._folder is None:
+        if self._folder is None or not self._together.saves:
             yield
             return
         before = self._position()
@@ -235,7 +246,7 @@ class _Run:
             )
 
     def save_if_due(self) -> None:
-        if self._settings is None or self.step % self._settings.every:
+        if self._settings is None or self.step % self._settings.every or not self._together.saves:
             return
         try:
             self._save()
@@ -245,7 +256,7 @@ class _Run:
             self.tell(f"{error.happened}; training goes on, {error.remedy}")
 
     def save_last(self, position: Position | None = None) -> None:
-        if self._folder is None or self.step == 0:
+        if self._folder is None or self.step == 0 or not self._together.saves:
             return
         if self.saved is None or self.saved.name != f"step-{self.step:06d}":
             self._save(position)
@@ -276,6 +287,13 @@ class _Run:
         if self._note is not None:
             self._note(text)
 
+    def _chosen(self, resume: Path | bool, folder: CheckpointFolder) -> Path:
+        """All ranks go on from the one that the first finds."""
+        if isinstance(resume, Path):
+            return resume
+        found = folder.latest() if self._together.saves else folder.path
+        return folder.path / f"step-{self._together.same(step_of(found)):06d}"
+
     def _resume(self, chosen: Path, folder: CheckpointFolder) -> None:
         try:
             verify(chosen)
@@ -299,7 +317,7 @@ class _Run:
         set_random_state(position.now, self.feed.generators)
         self.step = self._first = position.step
         self.saved = chosen
-        for path in folder.go_on_from(chosen):
+        for path in folder.go_on_from(chosen) if self._together.saves else ():
             self.tell(f"set aside {path.name}: it is later than {chosen.name}")
 
 

@@ -1,0 +1,134 @@
+"""``steelyard run``: training by a plan, here or on several ranks, and the receipt.
+
+Not for reading arguments: see verbs.py.
+"""
+
+import shlex
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steelyard.cli.arguments import stopped_at, title
+from steelyard.cli.endings import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
+from steelyard.cli.ranks import in_rank, is_quiet, is_to_start, left_with, ranks_of, start
+from steelyard.cli.showing import Shown, hint, loaded, planning
+from steelyard.core.amounts import parse_seconds
+from steelyard.report.lines import Tone
+from steelyard.report.progress import Progress
+from steelyard.report.terminal import write
+
+if TYPE_CHECKING:
+    from steelyard.core.receipt import Receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What was asked of ``steelyard run``."""
+
+    train: str
+    path: Path
+    steps: int
+    folder: Path | None
+    every: int
+    resume: Path | bool
+    seed: int
+    strict: bool
+    rank_timeout: str
+    html: Path | None
+    shown: Shown
+
+    @property
+    def waits_seconds(self) -> float:
+        return parse_seconds(self.rank_timeout, what="--rank-timeout")
+
+    def arguments(self) -> list[str]:
+        """What makes another process do the same."""
+        given = ["run", self.train, "--plan", str(self.path), "--steps", str(self.steps)]
+        given += ["--seed", str(self.seed), "--rank-timeout", self.rank_timeout]
+        given += ["--checkpoint-every", str(self.every)]
+        given += ["--checkpoint", str(self.folder)] if self.folder else []
+        if self.resume is not False:
+            given += ["--resume", *([] if self.resume is True else [str(self.resume)])]
+        given += ["--html", str(self.html)] if self.html else []
+        flags = {"--strict": self.strict, "--json": self.shown.json, "--quiet": self.shown.quiet}
+        flags["--debug"] = self.shown.debug
+        return [*given, *(flag for flag, is_set in flags.items() if is_set)]
+
+
+def run_by(asked: Training) -> int:
+    num_ranks = ranks_of(asked.path)
+    if is_to_start(num_ranks):
+        with Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
+            return start(
+                asked.arguments(),
+                num_ranks,
+                timeout_seconds=asked.waits_seconds,
+                note=progress.note,
+            )
+    if is_quiet():
+        asked = replace(asked, shown=replace(asked.shown, quiet=True))
+    return left_with(_trained(asked, num_ranks))
+
+
+def _trained(asked: Training, num_ranks: int) -> int:
+    with ExitStack() as group, Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
+        with planning(asked.shown) as tell, in_rank(num_ranks):
+            from steelyard import api
+
+            if num_ranks > 1:
+                api.seed_everything(asked.seed)
+            workload = loaded(asked.train, tell)
+            resume = asked.resume
+            if num_ranks > 1:
+                tell("meeting the other ranks")
+                group.enter_context(
+                    api.joined_ranks(
+                        workload, plan=asked.path.read_text(), timeout_seconds=asked.waits_seconds
+                    )
+                )
+                resume = resume or _has_saved(asked.folder)
+            name = title(asked.train)
+            planned = api.load_planned(asked.path, workload, title=name, on_progress=tell)
+        with foreseen("training", RUN_FAILED, in_json=asked.shown.json), in_rank(num_ranks):
+            try:
+                receipt = api.run_workload(
+                    planned, workload, steps=asked.steps, seed=asked.seed,
+                    checkpoint=asked.folder, checkpoint_every=asked.every, resume=resume,
+                    on_step=progress, on_note=progress.note,
+                )  # fmt: skip
+            except KeyboardInterrupt as stop:
+                stop.args = (stopped_at(progress, asked.folder),)
+                raise
+    return OK if is_quiet() else _told(asked, receipt, progress)
+
+
+def _has_saved(folder: Path | None) -> bool:
+    """Whether ranks that were started again have something to go on from."""
+    from steelyard import api
+
+    return api.restarts() > 0 and folder is not None and any(folder.glob("step-*"))
+
+
+def _told(asked: Training, receipt: "Receipt", progress: Progress) -> int:
+    from steelyard.core.explanation import with_reasons, write_explanation
+    from steelyard.report.show import show, write_page
+    from steelyard.report.tree import tree_of
+
+    path, shown = asked.path, asked.shown
+    receipt = replace(receipt, plan=with_reasons(receipt.plan, path))
+    tree = tree_of(receipt)
+    show(tree, in_json=shown.json)
+    write_explanation(path, receipt.plan, receipt.measured)
+    write_page(tree, asked.html)
+    explain_it = shlex.join(("steelyard", "explain", str(path)))
+    hint(f"written: {path.with_suffix('.json')}, for {explain_it}", shown)
+    if asked.folder is None:
+        hint("weights were not kept: --checkpoint DIR saves them", shown)
+    if receipt.measured.steps < asked.steps:
+        # Only SIGTERM ends a run early and in good order; the receipt is of what was run.
+        said = f"steelyard: interrupted{stopped_at(progress, asked.folder)}"
+        write([((said, Tone.PLAIN),)], sys.stderr)
+        return TERMINATED
+    return MISSED if asked.strict and any(row.is_outside for row in tree.rows) else OK

@@ -1,0 +1,68 @@
+"""What ranks that train together do alike: begin with one model, stop after one step, save once.
+
+Not for joining them (join.py), nor for what a step exchanges: those are nodes of its graph.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Together(Protocol):
+    """``saves``: whether this rank writes what is the same on all."""
+
+    @property
+    def saves(self) -> bool: ...
+
+    def stopping(self, signal: str) -> str:
+        """The signal that some rank was sent, if one was; asked by all before each step."""
+        ...
+
+    def same(self, number: int) -> int:
+        """What the first rank says."""
+        ...
+
+    def most(self, number: int) -> int: ...
+
+
+class Alone:
+    saves = True
+
+    def stopping(self, signal: str) -> str:
+        return signal
+
+    def same(self, number: int) -> int:
+        return number
+
+    def most(self, number: int) -> int:
+        return number
+
+
+class InGroup:
+    """Of the ranks of the default process group."""
+
+    def __init__(self) -> None:
+        self.saves = dist.get_rank() == 0
+
+    def stopping(self, signal: str) -> str:
+        is_sent = self.most(bool(signal)) > 0
+        return (signal or "SIGTERM") if is_sent else ""
+
+    def same(self, number: int) -> int:
+        held = torch.tensor(number)
+        dist.broadcast(held, src=0)
+        return int(held)
+
+    def most(self, number: int) -> int:
+        held = torch.tensor(int(number))
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        return int(held)
+
+
+def begin_alike(tensors: Iterable[torch.Tensor]) -> None:
+    """Every rank takes the values of the first: what was drawn at random differs."""
+    with torch.no_grad():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)

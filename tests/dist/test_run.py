@@ -1,0 +1,101 @@
+"""``steelyard run`` of a plan for two ranks: one receipt, one restart for one kill, the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+_SCRIPT = '''
+import os, signal
+from functools import partial
+
+import torch
+from torch import nn
+
+import steelyard as sy
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    for step in range(6):
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if step == 4 and first and os.environ.get("RANK") == os.environ.get("KILLED"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield {name: torch.randn(8, 16, generator=generator) for name in ("x", "y")}
+
+
+def workload():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.GELU(), nn.Linear(32, 16))
+    return sy.Workload(model, loss, batches, partial(torch.optim.AdamW, lr=1e-2))
+'''
+_ON_TWO = '\n[[overlap]]\nwindow = 1\n\n[[shard_batch]]\nranks = 2\nbucket = "64 KiB"\n'
+
+
+def steelyard(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "steelyard", *arguments],
+        cwd=folder,
+        env={**os.environ, "STEELYARD_CACHE": str(folder / "costs.sqlite"), **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a script, and a plan of it that was edited to lie on two ranks: one would be faster."""
+    path = tmp_path_factory.mktemp("ranks")
+    (path / "train.py").write_text(_SCRIPT)
+    planned = steelyard(path, "plan", "train.py", "--ranks", "2", "--quiet")
+    assert planned.returncode == 0, planned.stderr
+    assert "among 2 ranks" in planned.stdout
+    plan = path / "train.plan.toml"
+    assert "\nranks = 2\n" in plan.read_text()
+    plan.write_text(plan.read_text() + _ON_TWO)
+    return path
+
+
+def weights(checkpoint: Path) -> dict[str, bytes]:
+    (file,) = checkpoint.glob("model*.safetensors")
+    with safe_open(file, framework="numpy") as found:
+        return {name: found.get_tensor(name).tobytes() for name in found.keys()}  # noqa: SIM118
+
+
+def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
+    run = ("run", "train.py", "--steps", "6", "--checkpoint-every", "1", "--rank-timeout", "60s")
+    whole = steelyard(folder, *run, "--checkpoint", "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "started again" not in whole.stderr
+    said = json.loads((folder / "train.plan.json").read_text())["measured"]
+    assert (said["steps"], said["first_step"]) == (6, 1)
+    assert said["communication_seconds"] is None
+    assert any("for other ranks" in note for note in said["notes"])
+
+    killed = steelyard(folder, *run, "--checkpoint", "killed", KILLED="1")
+    assert killed.returncode == 0, killed.stderr
+    assert killed.stderr.count("started again") == 1
+    assert "rank 1 was killed" in killed.stderr
+    said = json.loads((folder / "train.plan.json").read_text())["measured"]
+    assert (said["steps"], said["first_step"]) == (6, 5)
+    assert weights(folder / "killed" / "step-000006") == weights(folder / "whole" / "step-000006")
+
+
+def test_ranks_of_another_number_are_refused(folder: Path) -> None:
+    alone = steelyard(folder, "run", "train.py", RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT="29500")  # fmt: skip
+    assert alone.returncode == 2
+    assert "the plan is for 2 ranks, and 3 were started" in alone.stderr
