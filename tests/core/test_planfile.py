@@ -52,9 +52,14 @@ RECOMPUTE = st.builds(
     count=LEAST_ONE,
     times=st.integers(1, 16),
 )
-RULES = st.tuples(st.sets(ACCUMULATE, max_size=1), st.sets(RECOMPUTE, max_size=5)).map(
-    lambda both: tuple(sorted(both[0] | both[1]))
+SHARD_BATCH = st.builds(
+    Rule, trade=st.just("shard_batch"), degree=st.integers(2, 2**62), bucket_bytes=LEAST_ONE
 )
+OVERLAP = st.builds(Rule, trade=st.just("overlap"), lag=LEAST_ONE)
+RULES = st.tuples(
+    *(st.sets(rules, max_size=1) for rules in (ACCUMULATE, SHARD_BATCH, OVERLAP)),
+    st.sets(RECOMPUTE, max_size=5),
+).map(lambda all_of_them: tuple(sorted(set().union(*all_of_them))))
 BATCH = st.lists(
     st.builds(
         BatchEntry, name=WORDS, shape=st.lists(WHOLE, max_size=5).map(tuple), dtype=WORDS
@@ -66,7 +71,7 @@ ANY_DECISIONS = st.builds(
     made_for=st.builds(
         MadeFor,
         model=WORDS, graph=WORDS, decomposition=WORDS, runner=WORDS, cluster=WORDS, torch=WORDS,
-        batch=BATCH,
+        batch=BATCH, ranks=LEAST_ONE,
     ),
     budget=st.builds(
         Budget,

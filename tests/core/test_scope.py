@@ -200,3 +200,9 @@ def test_a_peak_that_nobody_said_is_not_made_up() -> None:
     assert DEVICES[0].peak_flops_per_second("float32") == 2e12
     with pytest.raises(BadInput, match="bfloat16 is not known"):
         DEVICES[0].peak_flops_per_second("bfloat16")
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, 10**6])
+def test_absurd_numbers_of_ranks_are_refused(ranks: int) -> None:
+    with pytest.raises(BadInput, match="a cluster of"):
+        Cluster.here(ranks=ranks)

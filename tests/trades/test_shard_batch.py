@@ -188,3 +188,14 @@ def test_a_faster_link_never_makes_the_step_slower() -> None:
     seconds = [f.prediction.quad.step_seconds.value for f in found]
     assert seconds == sorted(seconds, reverse=True)
     assert {ranks_of(f) for f in found} >= {1, 4}
+
+
+def test_a_batch_that_has_no_share_for_all_ranks_is_told_so() -> None:
+    found = layouts(costs(1e12), num_ranks=3).find(Budget())
+    assert ranks_of(found) == 1
+    (refusal,) = (r for r in found.refused if r.trade == "shard_batch")
+    assert (refusal.label, refusal.reason) == (
+        "among 3 ranks",
+        "the batch does not divide into 3 equal shares",
+    )
+    assert ranks_of(layouts(costs(1e12), num_ranks=6).find(Budget())) == 2

@@ -3,7 +3,7 @@
 Only wires: capture -> measure -> search -> plan. Not for running it: see live.py and training.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -24,11 +24,12 @@ from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.explanation import write_plan
+from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan, Prediction
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
 from steelyard.core.program import Program
-from steelyard.core.rules import FAR_TRADES
+from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.predict import slowdown
 from steelyard.report.html import to_html
 from steelyard.report.lines import plain
@@ -171,6 +172,13 @@ def load(
             f"{path} is for an unknown table of operators, {made_for.decomposition[:40]!r}",
             expected=" or ".join(DECOMPOSITIONS[made_for.runner]),
             remedy="plan again with this version",
+        )
+    ranks = Layout.of(decisions.rules).num_ranks
+    if ranks > made_for.ranks:
+        raise Mismatch(
+            f"{path} lies on {ranks} ranks, and is made for {made_for.ranks}",
+            expected=f"at most {made_for.ranks} under [[shard_batch]]",
+            remedy=f"plan again with --ranks {ranks}, or set made_for.ranks to {ranks}",
         )
     request = Request(
         model=model,
@@ -327,7 +335,7 @@ def planned(look: Look, budget: Budget) -> Planned:
     look.request.on_progress("searching")
     found, predicted = look.find(budget)
     plan = Plan(
-        title=_title(look),
+        title=_title(look, found.rules),
         decisions=Decisions(
             made_for=look.made_for(),
             budget=budget,
@@ -369,7 +377,7 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
             f"{format_bytes(limit)}"
         )
     plan = Plan(
-        title=_title(look),
+        title=_title(look, decisions.rules),
         decisions=decisions,
         before=look.before(),
         unplanned=look.unplanned,
@@ -433,6 +441,8 @@ def _check_made_for(decisions: Decisions, look: Look) -> None:
         )
 
 
-def _title(look: Look) -> str:
+def _title(look: Look, rules: Sequence[Rule]) -> str:
+    ranks = Layout.of(rules).num_ranks
+    among = f", {ranks} ranks" if ranks > 1 else ""
     shapes = ", ".join("x".join(map(str, e.shape)) for e in look.source.entries()[:1])
-    return f"{look.request.title}, batch {shapes}"
+    return f"{look.request.title}, batch {shapes}{among}"

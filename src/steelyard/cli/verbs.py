@@ -140,7 +140,6 @@ def plan(
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question, beside_it = wish(what_if), far.said()
-    at_least_one("--ranks", ranks)
     if check is None:
         refuse_to_lose(path)
     elif budget != Budget() or maximize or output or beside_it or ranks > 1:

@@ -37,6 +37,10 @@ __all__ = [
 ]
 
 
+# More processes than that only wait for one another.
+_RANKS_OF_A_CORE = 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The devices a plan may use, and the farther memory that each may move values to."""
@@ -75,13 +79,14 @@ class Cluster:
 
         ``ranks`` processes share its cores and its memory evenly, and speak over loopback.
         """
-        from steelyard.core.machine import loopback, this_device
+        from steelyard.core.machine import loopback, num_cores, this_device
 
-        if type(ranks) is not int or ranks < 1:
+        most = _RANKS_OF_A_CORE * num_cores()
+        if type(ranks) is not int or not 1 <= ranks <= most:
             raise BadInput(
                 f"a cluster of {ranks!r} ranks",
-                expected="a whole number of processes, at least 1",
-                remedy="write Cluster.here(ranks=2)",
+                expected=f"a whole number of processes, from 1 to {most} on {num_cores()} cores",
+                remedy="write Cluster.here(ranks=2), or --ranks 2",
             )
         member = Member(of=this_device(ranks=ranks), count=ranks, link=loopback())
         return cls(tree=Scope(name="here", members=(member,)), far=far)

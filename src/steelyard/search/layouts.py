@@ -18,7 +18,7 @@ from steelyard.core.program import Program
 from steelyard.core.quad import Quad
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal, Trade, strike
+from steelyard.core.trade import Left, Offer, Refusal, Trade, strike
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.search import ALLOWS_NONE, Search
@@ -48,8 +48,9 @@ class Layouts:
         self._searching = searching
         self._searches: dict[tuple[Rule, ...], Search] = {}
         self._ways: dict[int, list[_Way]] = {}
-        offers, self.refusals = self._trade(_BATCH).offers(program, source)
+        offers, refusals = self._trade(_BATCH).offers(program, source)
         self.offers = [o for o in offers if num_ranks % o.rules[0].degree == 0]
+        self.refusals = refusals or self._uneven(num_ranks)
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
@@ -129,6 +130,14 @@ class Layouts:
             refused=(*refused, *found.refused),
             num_offers=found.num_offers + len(self.offers),
         )
+
+    def _uneven(self, num_ranks: int) -> tuple[Refusal, ...]:
+        """Of all the ranks there are, where the batch has no equal shares for them."""
+        if num_ranks in {1, *(offer.rules[0].degree for offer in self.offers)}:
+            return ()
+        reason = f"the batch does not divide into {num_ranks} equal shares"
+        label = f"among {num_ranks} ranks"
+        return (Refusal(trade=_BATCH, label=label, reason=reason, left=Left.NEVER),)
 
     def _taken(self, way: "_Way") -> Taken:
         """Beside the step of one rank on the whole batch, nothing else being done to either."""
