@@ -28,7 +28,7 @@ def _moved(takes: Sequence[Tensor], target: Callable[[int], int | None]) -> Pair
     return pairs
 
 
-def _dim(node: Node, place: int, rank: int, default: int = 0) -> int:
+def argument_dim(node: Node, place: int, rank: int, default: int = 0) -> int:
     value = node.args[place] if len(node.args) > place else dict(node.kwargs).get("dim", default)
     assert isinstance(value, int)
     return value % rank if rank else 0
@@ -47,13 +47,13 @@ def _transposed(node: Node, takes: Sequence[Tensor]) -> Pairs:
     if node.op == "aten.t.default":
         one, other = 0, rank - 1
     else:
-        one, other = _dim(node, 1, rank), _dim(node, 2, rank)
+        one, other = argument_dim(node, 1, rank), argument_dim(node, 2, rank)
     swapped = {one: other, other: one}
     return _moved(takes, lambda d: swapped.get(d, d))
 
 
 def _unsqueezed(node: Node, takes: Sequence[Tensor]) -> Pairs:
-    new = _dim(node, 1, len(takes[0].shape) + 1)
+    new = argument_dim(node, 1, len(takes[0].shape) + 1)
     return _moved(takes, lambda d: d + (d >= new))
 
 
@@ -75,14 +75,14 @@ def _but_one(place: int, *, default: int = 0, removed: bool = False) -> Callable
     """All dims but the one that the argument at ``place`` names, which may be gone afterwards."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
-        gone = _dim(node, place, len(takes[0].shape), default)
+        gone = argument_dim(node, place, len(takes[0].shape), default)
         return _moved(takes, lambda d: None if d == gone else d - (removed and d > gone))
 
     return rule
 
 
 def _stacked(node: Node, takes: Sequence[Tensor]) -> Pairs:
-    new = _dim(node, 1, len(takes[0].shape) + 1)
+    new = argument_dim(node, 1, len(takes[0].shape) + 1)
     return _moved(takes, lambda d: d + (d >= new))
 
 
@@ -90,7 +90,7 @@ def _put_back(place: int, *, added: bool) -> Callable[..., Pairs]:
     """The gradient of a part, in zeros along the dim of which it was a part."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
-        dim = _dim(node, place, len(node.outputs[0].shape))
+        dim = argument_dim(node, place, len(node.outputs[0].shape))
         if added:
             return _moved(takes, lambda d: d + (d >= dim))
         return _moved(takes, lambda d: None if d == dim else d)
@@ -106,7 +106,7 @@ def _apart(place: int) -> Callable[..., Pairs]:
     """Each line along the dim that the argument at ``place`` names is worked on by itself."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
-        dim = _dim(node, place, len(takes[0].shape), -1)
+        dim = argument_dim(node, place, len(takes[0].shape), -1)
         return [(s, t) for s, t in _moved(takes, lambda d: None if d == dim else d)[1:]]
 
     return rule
@@ -209,7 +209,7 @@ def _looked_up_back(node: Node, takes: Sequence[Tensor]) -> Pairs:
 
 def _log_softmax(node: Node, takes: Sequence[Tensor]) -> Pairs:
     place = 1 if len(takes) == 1 else 2
-    dim = _dim(node, place, len(takes[0].shape))
+    dim = argument_dim(node, place, len(takes[0].shape))
     return [*_apart(place)(node, takes), ((Shard(dim),) * len(takes), (Shard(dim),))]
 
 

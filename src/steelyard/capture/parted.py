@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.capture.local import LocalNodes, numbered
+from steelyard.capture.operator_rules import argument_dim
 from steelyard.capture.redistribution import contiguous, received_bytes, redistributed
-from steelyard.capture.strategies import strategies, tensors_of
+from steelyard.capture.strategies import SPLITS, strategies, tensors_of
 from steelyard.capture.vocabulary import split_by_rows
 from steelyard.core.collective import Transport
 from steelyard.core.errors import BadInput
@@ -205,7 +206,12 @@ class _Parting:
         changes = 0
         wanted = self._wanted.get(node.name)
         is_cut = isinstance(wanted, Shard)
-        for value, tensor, placement in zip(held, takes, strategy.takes, strict=True):
+        for name, value, tensor, placement in zip(
+            tensors_of(node), held, takes, strategy.takes, strict=True
+        ):
+            if isinstance(placement, Partial) and len(self._graph.users[name]) > 1:
+                # One of several readers mostly needs the sum, and then all have it.
+                exchanged += received_bytes(tensor.nbytes, PARTIAL, REPLICATE, self._num_ranks)
             if placement not in value.copies:
                 old = _nearest(value.copies, placement, self._num_ranks)
                 # What is summed and cut is soon gathered again, unless it was to be cut.
@@ -258,6 +264,14 @@ class _Parting:
         if places is None:
             return args
         changed = list(args)
+        if node.op in SPLITS:
+            dim = argument_dim(node, 2, len(node.outputs[0].shape))
+            size = local_shape(node.outputs[0].shape, strategy.gives[0], self._num_ranks)[dim]
+            if isinstance(args[1], int):
+                changed[1] = size
+            elif isinstance(strategy.gives[0], Shard) and strategy.gives[0].dim == dim:
+                changed[1] = (size,) * len(node.outputs)
+            return tuple(changed)
         if node.op == "aten.convolution_backward.default":
             sizes = args[places[0]]
             if isinstance(sizes, tuple):
@@ -324,6 +338,7 @@ _SIZES = {
     "aten.slice_backward.default": (1,),
     "aten.select_backward.default": (1,),
     "aten.convolution_backward.default": (3,),
+    **dict.fromkeys(SPLITS, (1,)),
     "steelyard.copy_laid_out": (1, 2),
 }
 

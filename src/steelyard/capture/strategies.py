@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from steelyard import _torch
-from steelyard.capture.operator_rules import BY_ROWS, OWN, Pairs
+from steelyard.capture.operator_rules import BY_ROWS, OWN, Pairs, argument_dim
 from steelyard.core.graph import Argument, Node, Ref, Tensor
 from steelyard.core.placement import (
     PARTIAL,
@@ -46,6 +46,7 @@ def strategies(
             for given, made in base
             for groups in ((1,) if node.op in BY_ROWS else groups_of(near))
         ]
+        pairs += _in_groups(node, takes, near)
     found = [whole]
     for given, made in pairs:
         if all(fits(t, p, num_ranks) for t, p in zip(takes, given, strict=True)):
@@ -130,6 +131,27 @@ def _viewed(node: Node, source: Tensor, near: Sequence[Placement], num_ranks: in
     return pairs
 
 
+def _in_groups(node: Node, takes: Sequence[Tensor], near: Sequence[Placement]) -> Pairs:
+    """Taking stretches of a dim apart that are groups of a part, and putting them together."""
+    is_split, is_joined = node.op in SPLITS, node.op == "aten.cat.default"
+    if not is_split and not is_joined:
+        return []
+    dim = argument_dim(node, 2 if is_split else 1, len(takes[0].shape))
+    pieces = node.outputs if is_split else takes
+    if len({piece.shape for piece in pieces}) > 1:
+        return []
+    pairs: Pairs = []
+    for groups in groups_of(near):
+        if is_joined:
+            joined = Shard(dim, groups * len(pieces))
+            pairs.append(((Shard(dim, groups),) * len(pieces), (joined,)))
+        elif groups % len(pieces) == 0:
+            part = Shard(dim, groups // len(pieces))
+            pairs.append(((Shard(dim, groups),), (part,) * len(pieces)))
+    return pairs
+
+
+SPLITS = frozenset({"aten.split.Tensor", "aten.split_with_sizes.default"})
 _VIEWS = frozenset({
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
 })  # fmt: skip
