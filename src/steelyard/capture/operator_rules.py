@@ -286,3 +286,16 @@ OWN: dict[str, Rule] = {
     "aten.nll_loss_forward.default": _lost,
     "aten.nll_loss_backward.default": _lost_back,
 }  # fmt: skip
+
+# What reads no values, and what says the same of a whole, of which only a part is at hand.
+VALUELESS = {
+    "aten.empty_like.default": "aten.new_empty_strided.default",
+    "aten.zeros_like.default": "aten.new_zeros.default",
+    "aten.ones_like.default": "aten.new_ones.default",
+    "aten.full_like.default": "aten.new_full.default",
+    "aten.new_empty.default": "",
+    "aten.new_empty_strided.default": "",
+    "aten.new_zeros.default": "",
+    "aten.new_ones.default": "",
+    "aten.new_full.default": "",
+}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.capture.local import LocalNodes, numbered
-from steelyard.capture.operator_rules import argument_dim
+from steelyard.capture.operator_rules import VALUELESS, argument_dim
 from steelyard.capture.redistribution import contiguous, received_bytes, redistributed
 from steelyard.capture.strategies import SPLITS, strategies, tensors_of
 from steelyard.capture.vocabulary import split_by_rows
@@ -89,7 +89,7 @@ class _Parting:
             self._place_input(node)
         elif node.is_getitem:
             self._place_getitem(node)
-        elif node.op in _VALUELESS and node.inputs:
+        elif node.op in VALUELESS and node.inputs:
             self._place_shaped_like(node)
         else:
             self._place_call(node)
@@ -136,7 +136,7 @@ class _Parting:
         placement, value = next(iter(copies.items()))
         args = (Ref(value), *node.args[1:])
         shape, stride = node.outputs[0].shape, node.outputs[0].stride
-        op = _VALUELESS[node.op]
+        op = VALUELESS[node.op]
         if isinstance(placement, Shard) and op:
             sizes = (shape, stride) if op.endswith("empty_strided.default") else (shape,)
             made = replace(node, op=op, nth=-1)
@@ -340,19 +340,6 @@ _SIZES = {
     "aten.convolution_backward.default": (3,),
     **dict.fromkeys(SPLITS, (1,)),
     "steelyard.copy_laid_out": (1, 2),
-}
-
-# What reads no values, and what says the same of a whole, of which only a part is at hand.
-_VALUELESS = {
-    "aten.empty_like.default": "aten.new_empty_strided.default",
-    "aten.zeros_like.default": "aten.new_zeros.default",
-    "aten.ones_like.default": "aten.new_ones.default",
-    "aten.full_like.default": "aten.new_full.default",
-    "aten.new_empty.default": "",
-    "aten.new_empty_strided.default": "",
-    "aten.new_zeros.default": "",
-    "aten.new_ones.default": "",
-    "aten.new_full.default": "",
 }
 
 # What adds up or copies, element by element.

@@ -37,7 +37,7 @@ def strategies(
     whole = Strategy(takes=(REPLICATE,) * len(takes), gives=(REPLICATE,) * count)
     if not takes or node.is_random or node.mutates:
         return (whole,)
-    if node.op in _VIEWS:
+    if node.op in VIEWS:
         pairs = _viewed(node, takes[0], near, num_ranks)
     else:
         base = OWN[node.op](node, takes) if node.op in OWN else _of_dtensor(node, takes, count)
@@ -152,6 +152,6 @@ def _in_groups(node: Node, takes: Sequence[Tensor], near: Sequence[Placement]) -
 
 
 SPLITS = frozenset({"aten.split.Tensor", "aten.split_with_sizes.default"})
-_VIEWS = frozenset({
+VIEWS = frozenset({
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
 })  # fmt: skip

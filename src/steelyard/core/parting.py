@@ -18,3 +18,21 @@ class Parting:
     num_ranks: int
     inputs: tuple[tuple[str, Placement], ...] = ()
     values: tuple[tuple[str, Placement], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Parameters that are best cut together: from a whole value to a sum, nothing is exchanged.
+
+    ``sums`` are the results of the forward pass that come out in terms, ``wholes`` the values whose
+    gradients do, and ``exchanged_bytes`` the sizes of both: each is reduced over all ranks once a
+    step. ``flops`` is what the ranks divide among them of the forward pass.
+    """
+
+    path: str
+    inputs: tuple[tuple[str, Placement], ...]
+    sums: tuple[str, ...]
+    wholes: tuple[str, ...]
+    parameter_bytes: int
+    exchanged_bytes: int
+    flops: int
