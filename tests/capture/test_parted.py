@@ -27,7 +27,7 @@ from tests import zoo
 from tests.capture import in_step
 
 # What computes in single precision inside, whatever its weights are, rounds as single does.
-_ROUNDING, _ROUNDING_SINGLE = 1e-12, 1e-6
+ROUNDING, ROUNDING_SINGLE = 1e-12, 1e-6
 _MODELS = ("gpt", "gpt_sdpa", "moe", "resnet_bn", "hf_llama", "hf_mixtral")
 
 
@@ -104,7 +104,7 @@ class Whole:
 def test_however_the_parts_lie_the_step_is_the_same(name: str) -> None:
     whole = Whole(name)
     dtypes = {t.dtype for n in whole.graph.nodes if not n.is_input for t in n.outputs}
-    bound = _ROUNDING_SINGLE if "float32" in dtypes else _ROUNDING
+    bound = ROUNDING_SINGLE if "float32" in dtypes else ROUNDING
     for seed, num_ranks in enumerate((2, 4)):
         choice = whole.at_random(seed, num_ranks)
         assert choice.inputs, "nothing is in parts"
@@ -120,7 +120,7 @@ def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
     whole = Whole("gpt")
     choice = Parting(axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=2)))
     graphs = whole.in_parts(choice)
-    assert whole.error(choice, graphs) < _ROUNDING
+    assert whole.error(choice, graphs) < ROUNDING
     nodes = [graphs[0].by_name[name] for name in graphs[0].collectives]
     kinds = Counter((n.phase, n.collective.kind) for n in nodes if n.collective)
     # In each of two blocks one for attention and one for the MLP; Shoeybi et al. 2019, figure 4.
@@ -142,7 +142,7 @@ def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
         axis="tensor", num_ranks=2, inputs=weights, values=(("add", Shard(1)), ("add_1", Shard(1)))
     )
     graphs = whole.in_parts(cut)
-    assert whole.error(cut, graphs) < _ROUNDING
+    assert whole.error(cut, graphs) < ROUNDING
     forward = [n for n in graphs[0].forward() if n.collective is not None]
     assert {n.collective.kind for n in forward if n.collective} == {
         Exchange.ALL_GATHER,
@@ -157,7 +157,7 @@ def test_a_split_vocabulary_never_gathers_its_scores() -> None:
     whole = Whole("gpt")
     choice = Parting(axis="tensor", num_ranks=2, inputs=(("parameter:token.weight", Shard(0)),))
     graphs = whole.in_parts(choice)
-    assert whole.error(choice, graphs) < _ROUNDING
+    assert whole.error(choice, graphs) < ROUNDING
     gathered = [
         n
         for n in graphs[0].nodes
