@@ -167,6 +167,16 @@ def test_a_split_vocabulary_never_gathers_its_scores() -> None:
     assert [n.outputs[0].shape for n in gathered] == [(2, 64)]
 
 
+def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
+    whole = Whole("gpt")
+    assert whole.graph.runs
+    for layers, left in ((1, ()), (2, whole.graph.runs)):
+        choice = Parting(
+            axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=layers))
+        )
+        assert whole.in_parts(choice)[0].runs == left
+
+
 def test_nothing_in_parts_is_the_captured_step() -> None:
     whole = Whole("gpt")
     (graph, _) = whole.in_parts(Parting(axis="tensor", num_ranks=2))

@@ -17,7 +17,18 @@ from steelyard.capture.strategies import SPLITS, strategies, tensors_of
 from steelyard.capture.vocabulary import split_by_rows
 from steelyard.core.collective import Transport
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase, Ref, Role, Tensor
+from steelyard.core.graph import (
+    Argument,
+    BlockRun,
+    Graph,
+    Node,
+    Output,
+    OutputKind,
+    Phase,
+    Ref,
+    Role,
+    Tensor,
+)
 from steelyard.core.parting import Parting
 from steelyard.core.placement import (
     PARTIAL,
@@ -99,11 +110,13 @@ class _Parting:
 
     def result(self) -> Graph:
         outputs = self._own_gradients(tuple(self._left(o) for o in self._graph.outputs))
+        nodes = tuple(numbered(self._local.nodes))
         graph = replace(
             self._graph,
-            nodes=tuple(numbered(self._local.nodes)),
+            nodes=nodes,
             storages=tuple(self._local.storages),
             outputs=outputs,
+            runs=tuple(run for run in self._graph.runs if _still_equal(nodes, run)),
         )
         assert not graph.problems(), graph.problems()
         return graph
@@ -209,7 +222,7 @@ class _Parting:
         for name, value, tensor, placement in zip(
             tensors_of(node), held, takes, strategy.takes, strict=True
         ):
-            if isinstance(placement, Partial) and len(self._graph.users[name]) > 1:
+            if isinstance(placement, Partial) and self._readers(name) > 1:
                 # One of several readers mostly needs the sum, and then all have it.
                 exchanged += received_bytes(tensor.nbytes, PARTIAL, REPLICATE, self._num_ranks)
             if placement not in value.copies:
@@ -231,6 +244,11 @@ class _Parting:
             changes += 1
         terms = sum(isinstance(p, Partial) for p in strategy.gives)
         return weights, exchanged, changes, terms
+
+    def _readers(self, name: str) -> int:
+        """Of its values, and not only of its form."""
+        by_name = self._graph.by_name
+        return sum(by_name[user].op not in VALUELESS for user in self._graph.users[name])
 
     def _wanted_placements(self) -> dict[str, Placement]:
         """Gradients are to lie as their parameters; what is only added up to one, as well."""
@@ -314,6 +332,18 @@ class _Parting:
                 taken.add(by_name[output.node].outputs[0].storage)
             owned.append(output)
         return tuple(owned)
+
+
+def _still_equal(nodes: Sequence[Node], run: BlockRun) -> bool:
+    """Whether the blocks of a run, once verified equal, are in parts alike."""
+    blocks: dict[str, list[object]] = {}
+    for node in nodes:
+        if node.path.startswith(f"{run.prefix}.") and node.phase is Phase.FORWARD:
+            index, _, rest = node.path.removeprefix(f"{run.prefix}.").partition(".")
+            shapes = tuple(t.shape for t in node.outputs)
+            blocks.setdefault(index, []).append((rest, node.op, node.nth, shapes))
+    ours = [blocks.get(str(run.first + place), []) for place in range(run.count)]
+    return all(block == ours[0] for block in ours)
 
 
 def _nearest(copies: dict[Placement, str], wanted: Placement, num_ranks: int) -> Placement:
