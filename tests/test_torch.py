@@ -58,6 +58,18 @@ def joint(dynamo_graph: Any) -> torch.fx.GraphModule:
     return graph
 
 
+def test_dtensor_says_which_placements_a_product_takes() -> None:
+    """Of one axis and without a mesh: result, left side, right side."""
+    left = _torch.Layout((4, 8), (8, 1), torch.float32)
+    right = _torch.Layout((8, 6), (6, 1), torch.float32)
+    found = _torch.dtensor_strategies(aten.mm.default, [left, right], {})
+    assert [("sum", 0), ("shard", 1), ("shard", 0)] in found
+    assert [("shard", 0), ("shard", 0), ("whole", 0)] in found
+    assert [("shard", 1), ("whole", 0), ("shard", 1)] in found
+    # A rule that would need its sizes rewritten is not passed on.
+    assert _torch.dtensor_strategies(aten.view.default, [left, [32]], {}) == []
+
+
 def test_every_name_has_a_canary_here_and_a_user_in_the_package() -> None:
     here = Path(__file__).read_text()
     used = "\n".join(p.read_text() for p in _SOURCE.rglob("*.py") if p.name != "_torch.py")

@@ -61,6 +61,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "Layout",
     "OpOverload",
     "ParamAOTInput",
     "PhiloxStateTracker",
@@ -80,6 +81,7 @@ __all__ = [
     "cpp_compiler",
     "cpp_errors",
     "draws",
+    "dtensor_strategies",
     "exchanges_issued",
     "functional_calls",
     "hooks_of_all_modules",
@@ -392,6 +394,55 @@ _TAGGED = {
     *("aten", "prims", "prim", "profiler", "mkldnn", "mkl", "mkldnn_prepacked", "onednn"),
     *("_c10d_functional", "_c10d_functional_autograd", "c10d", "inductor", "steelyard"),
 }
+
+
+def dtensor_strategies(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[list[tuple[str, int]]]:
+    """The placements of results and tensors that DTensor knows for a call on one mesh axis.
+
+    Each as a word and a dim: whole, shard, sum, or other. ``args`` hold (shape, stride, dtype) for
+    tensors. Empty where it has no rule, or one that rewrites sizes among the arguments itself.
+    """
+    # Imports torch.distributed, which nobody else needs who plans for one device.
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    table = DTensor._op_dispatcher.sharding_propagator
+    rule = table.op_single_dim_strategy_funcs.get(operator)
+    if (
+        rule is None
+        or operator in table.op_to_shape_and_stride_idx
+        or operator in table.op_to_scalar_shape_adjuster
+    ):
+        return []
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Layout):
+            return TensorMeta(torch.Size(value.shape), value.stride, value.dtype)
+        return [described(v) for v in value] if isinstance(value, list) else value
+
+    def word(placement: Any) -> tuple[str, int]:
+        if placement is None or isinstance(placement, Replicate):
+            return "whole", 0
+        if type(placement) is Partial:
+            return ("sum", 0) if placement.reduce_op == "sum" else ("other", 0)
+        dim = getattr(placement, "dim", None)
+        return ("shard", dim) if isinstance(dim, int) else ("other", 0)
+
+    found = rule.func(
+        operator, tuple(map(described, args)), {key: described(v) for key, v in kwargs.items()}
+    )
+    return [[word(placement) for placement in strategy] for strategy in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor among the arguments of a call that nobody carries out."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def is_engine(frame: FrameType) -> bool:

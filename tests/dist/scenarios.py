@@ -37,15 +37,18 @@ from tests.dist.ranks import NUM_RANKS
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-_COSTS = Costs(
+COSTS = Costs(
     device=Device(
         kind="declared", flops_per_second=1e10, bytes_per_second=1e10, memory_bytes=1 << 40
     ),
-    links={"data": Link(kind="declared", latency_seconds=5e-5, bytes_per_second=1e8)},
+    links={
+        axis: Link(kind="declared", latency_seconds=5e-5, bytes_per_second=1e8)
+        for axis in ("data", "tensor")
+    },
 )
 # Gloo lets go of an exchange in a thread of its own, a moment after the wait, where the meter does
 # not see what is freed. So it is given that moment, and the least of a few is taken.
-_METERED, _MOMENT_SECONDS = 3, 0.002
+METERED, _MOMENT_SECONDS = 3, 0.002
 
 
 class Ranks:
@@ -91,12 +94,12 @@ class Ranks:
             step.backward(self.batch)
         gradients = _gradients(model)
         peaks = []
-        for _ in range(_METERED):
+        for _ in range(METERED):
             model.zero_grad()
             dist.barrier()
-            with _Patience():
+            with Patience():
                 peaks.append(meter_once(lambda: step.backward(self.batch)).peak_bytes)
-        predicted = predict(program, _COSTS)
+        predicted = predict(program, COSTS)
         above = int(predicted.quad.memory_bytes.value) - predicted.peak.resident_bytes
         return {
             "error": max(self._error(name, g, sharded) for name, g in gradients.items()),
@@ -191,7 +194,7 @@ def gathers(rank: int) -> dict[str, Any]:
     return {"done": done, "wrong": wrong}
 
 
-class _Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
+class Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
     """Gives gloo's threads time to let go of what has been waited for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

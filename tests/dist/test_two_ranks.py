@@ -52,6 +52,16 @@ def test_parameters_in_shares() -> None:
         assert again["peak_bytes"] < programs["all, re-gather, window None"]["peak_bytes"]
 
 
+@pytest.mark.parametrize("scenario", ["transformers", "others"])
+def test_tensors_in_parts(scenario: str) -> None:
+    for rank in on_two_ranks(f"tests.dist.parts:{scenario}"):
+        for name, step in rank.items():
+            assert step["in_parts"] > 0, name
+            assert step["error"] < 1e-5, name
+            _sent_as_predicted(name, step)
+            assert step["predicted_peak_bytes"] == step["peak_bytes"], name
+
+
 def test_twenty_thousand_gathers_six_in_flight() -> None:
     for rank in on_two_ranks("tests.dist.scenarios:gathers"):
         assert rank["done"] >= 20_000

@@ -250,7 +250,7 @@ def like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
         return twin
 
 
-def _result(func: Any, args: Any, kwargs: Any) -> Any:
+def described(func: Any, args: Any, kwargs: Any) -> Any:
     """What the operator gives on fake tensors.
 
     Torch 2.13 describes products of groups for bfloat16 alone, while its kernels take others too.
@@ -285,7 +285,7 @@ class StorageWatch(_torch.TorchDispatchMode):
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = _result(func, args, kwargs or {})
+        result = described(func, args, kwargs or {})
         for leaf in _torch.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._born(leaf)

@@ -323,18 +323,18 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _flops(node: torch.fx.Node) -> int:
-    target = node.target
-    assert isinstance(target, _torch.OpOverload)
-    formula = flop_registry.get(target.overloadpacket) or _FLOPS.get(str(target.overloadpacket))
-    if formula is None:
-        return 0
-
     def value(n: torch.fx.Node) -> Any:
         return n.meta.get("val")
 
     args = torch.fx.node.map_arg(node.args, value)
     kwargs = torch.fx.node.map_arg(node.kwargs, value)
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    return flops_of_call(node.target, args, kwargs, node.meta.get("val"))
+
+
+def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
+    assert isinstance(target, _torch.OpOverload)
+    formula = flop_registry.get(target.overloadpacket) or _FLOPS.get(str(target.overloadpacket))
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -1,0 +1,226 @@
+"""Steps in parts on several ranks: equal by value to the whole step, however the parts lie.
+
+All ranks in one process (see in_step.py); in double precision, so that a wrong sum cannot pass for
+rounding. Real processes are in tests/dist.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from steelyard import _torch
+from steelyard.capture.parted import parted
+from steelyard.capture.source import Captured, StepSource
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Graph, OutputKind, Phase, Role
+from steelyard.core.parting import Parting
+from steelyard.core.placement import PARTIAL, REPLICATE, Placement, Shard, fits
+from tests import zoo
+from tests.capture import in_step
+
+# What computes in single precision inside, whatever its weights are, rounds as single does.
+ROUNDING, ROUNDING_SINGLE = 1e-12, 1e-6
+_MODELS = ("gpt", "gpt_sdpa", "moe", "resnet_bn", "hf_llama", "hf_mixtral")
+
+
+class Whole:
+    """A case of the zoo in double precision, what one device makes of it, and of its parts."""
+
+    def __init__(self, name: str) -> None:
+        model, loss, batch = zoo.case(name).make()
+        self.model = copy.deepcopy(model).double()
+        self.batch = _torch.tree_map(_widened, batch)
+        self.captured: Captured = StepSource(
+            model=self.model, loss=loss, batch=self.batch
+        ).captured()
+        self.graph: Graph = self.captured.graph
+        constants = self.captured.constants
+        self.given = in_step.given(self.graph, self.model, self.batch, constants)
+        (self.left,) = in_step.run([self.graph], [self.given])
+
+    def in_parts(self, choice: Parting) -> list[Graph]:
+        ranks = range(choice.num_ranks)
+        return [parted(self.graph, choice, rank=rank, transport=GLOO) for rank in ranks]
+
+    def error(self, choice: Parting, graphs: list[Graph]) -> float:
+        """The largest difference of what leaves the step, as a share of the largest there is."""
+        placed: dict[str, Placement] = dict(choice.inputs)
+        inputs = [
+            {
+                name: in_step.cut(x, placed.get(name, REPLICATE), rank, choice.num_ranks)
+                for name, x in self.given.items()
+            }
+            for rank in range(choice.num_ranks)
+        ]
+        left = in_step.run(graphs, inputs)
+        largest = max(float(x.abs().max()) for k, x in self.left.values.items() if k[1])
+        worst = 0.0
+        for key, expected in self.left.values.items():
+            parts = [rank.values[key] for rank in left]
+            got = in_step.joined(parts, placed.get(key[1], REPLICATE))
+            # A gradient that is zero but for rounding (of a bias before BatchNorm) has no scale.
+            scale = max(float(expected.abs().max()), largest / 100)
+            worst = max(worst, float((got - expected).abs().max()) / scale)
+        return worst
+
+    def at_random(self, seed: int, num_ranks: int) -> Parting:
+        """Any placement of most parameters and buffers, and of some values on their way."""
+        chance = random.Random(seed)
+        inputs, values = [], []
+        for node in self.graph.nodes:
+            if len(node.outputs) != 1 or node.is_getitem:
+                continue
+            tensor = node.outputs[0]
+            shards: list[Placement] = [
+                shard
+                for dim in range(len(tensor.shape))
+                for shard in (Shard(dim), Shard(dim), Shard(dim, 2), Shard(dim, 3))
+                if fits(tensor, shard, num_ranks)
+            ]
+            role = self.graph.storages[tensor.storage].role
+            if node.is_input and role in (Role.PARAMETER, Role.BUFFER):
+                if shards and chance.random() < 0.7:
+                    inputs.append((node.name, chance.choice(shards)))
+            elif not node.is_input and chance.random() < 0.1:
+                if tensor.dtype == "float64":
+                    shards.append(PARTIAL)
+                if shards:
+                    values.append((node.name, chance.choice(shards)))
+        return Parting(
+            axis="tensor", num_ranks=num_ranks, inputs=tuple(inputs), values=tuple(values)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _MODELS)
+def test_however_the_parts_lie_the_step_is_the_same(name: str) -> None:
+    whole = Whole(name)
+    dtypes = {t.dtype for n in whole.graph.nodes if not n.is_input for t in n.outputs}
+    bound = ROUNDING_SINGLE if "float32" in dtypes else ROUNDING
+    for seed, num_ranks in enumerate((2, 4)):
+        choice = whole.at_random(seed, num_ranks)
+        assert choice.inputs, "nothing is in parts"
+        graphs = whole.in_parts(choice)
+        assert whole.error(choice, graphs) < bound
+        for graph in graphs:
+            assert graph.problems() == []
+            named = Counter((n.path, n.op, n.nth) for n in graph.forward())
+            assert max(named.values()) == 1, "two calls of one name"
+
+
+def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
+    whole = Whole("gpt")
+    choice = Parting(axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=2)))
+    graphs = whole.in_parts(choice)
+    assert whole.error(choice, graphs) < ROUNDING
+    nodes = [graphs[0].by_name[name] for name in graphs[0].collectives]
+    kinds = Counter((n.phase, n.collective.kind) for n in nodes if n.collective)
+    # In each of two blocks one for attention and one for the MLP; Shoeybi et al. 2019, figure 4.
+    assert kinds == {
+        (Phase.FORWARD, Exchange.ALL_REDUCE): 4,
+        (Phase.BACKWARD, Exchange.ALL_REDUCE): 4,
+    }
+    # All products are in halves, but those with the head, which is left whole.
+    head = sum(n.flops for n in whole.graph.nodes if n.path == "head")
+    assert graphs[0].flops == (whole.graph.flops - head) // 2 + head
+
+
+def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
+    """Chosen for two values only, sequence parallelism follows (Korthikanti et al. 2022)."""
+    whole = Whole("gpt")
+    weights = tuple(_columns_then_rows(layers=2))
+    plain = Parting(axis="tensor", num_ranks=2, inputs=weights)
+    cut = Parting(
+        axis="tensor", num_ranks=2, inputs=weights, values=(("add", Shard(1)), ("add_1", Shard(1)))
+    )
+    graphs = whole.in_parts(cut)
+    assert whole.error(cut, graphs) < ROUNDING
+    forward = [n for n in graphs[0].forward() if n.collective is not None]
+    assert {n.collective.kind for n in forward if n.collective} == {
+        Exchange.ALL_GATHER,
+        Exchange.REDUCE_SCATTER,
+    }
+    norms = [n for n in graphs[0].nodes if n.op == "aten.native_layer_norm.default"]
+    rows = [n.outputs[0].shape[1] for n in whole.in_parts(plain)[0].nodes if n.op == norms[0].op]
+    assert [2 * n.outputs[0].shape[1] for n in norms] == rows
+
+
+def test_a_split_vocabulary_never_gathers_its_scores() -> None:
+    whole = Whole("gpt")
+    choice = Parting(axis="tensor", num_ranks=2, inputs=(("parameter:token.weight", Shard(0)),))
+    graphs = whole.in_parts(choice)
+    assert whole.error(choice, graphs) < ROUNDING
+    gathered = [
+        n
+        for n in graphs[0].nodes
+        if n.collective is not None and n.collective.kind is Exchange.ALL_GATHER
+    ]
+    # Of each of 64 rows one number a rank: the logarithm of its sum of exponentials.
+    assert [n.outputs[0].shape for n in gathered] == [(2, 64)]
+
+
+def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
+    whole = Whole("gpt")
+    assert whole.graph.runs
+    for layers, left in ((1, ()), (2, whole.graph.runs)):
+        choice = Parting(
+            axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=layers))
+        )
+        assert whole.in_parts(choice)[0].runs == left
+
+
+def test_nothing_in_parts_is_the_captured_step() -> None:
+    whole = Whole("gpt")
+    (graph, _) = whole.in_parts(Parting(axis="tensor", num_ranks=2))
+    assert [(n.name, n.op, n.signature, n.nth) for n in graph.nodes] == [
+        (n.name, n.op, n.signature, n.nth) for n in whole.graph.nodes
+    ]
+    assert graph.flops == whole.graph.flops
+    assert [n.moved_bytes for n in graph.nodes] == [n.moved_bytes for n in whole.graph.nodes]
+
+
+def test_what_does_not_divide_is_refused_in_three_lines() -> None:
+    whole = Whole("mlp")
+    for choice in (
+        Parting(axis="tensor", num_ranks=3, inputs=(("parameter:0.weight", Shard(0)),)),
+        Parting(axis="tensor", num_ranks=2, inputs=(("parameter:0.wieght", Shard(0)),)),
+    ):
+        with pytest.raises(BadInput):
+            whole.in_parts(choice)
+
+
+def test_gradients_lie_as_their_parameters() -> None:
+    whole = Whole("resnet_bn")
+    choice = whole.at_random(7, 2)
+    for graph in whole.in_parts(choice):
+        storages = []
+        for output in graph.outputs:
+            if output.kind is OutputKind.GRADIENT:
+                made, of = graph.by_name[output.node], graph.by_name[output.target]
+                assert made.outputs[0].shape == of.outputs[0].shape
+                assert made.outputs[0].stride == of.outputs[0].stride
+                storages.append(made.outputs[0].storage)
+        assert len(set(storages)) == len(storages)
+
+
+def _columns_then_rows(*, layers: int) -> list[tuple[str, Placement]]:
+    found: list[tuple[str, Placement]] = []
+    for layer in range(layers):
+        at = f"parameter:blocks.{layer}"
+        found += [(f"{at}.attention.qkv.{kind}", Shard(0, 3)) for kind in ("weight", "bias")]
+        found += [(f"{at}.mlp.up.{kind}", Shard(0)) for kind in ("weight", "bias")]
+        found += [(f"{at}.{name}.weight", Shard(1)) for name in ("attention.out", "mlp.down")]
+    return found
+
+
+def _widened(leaf: Any) -> Any:
+    is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(torch.float64) if is_float else leaf
