@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
+from steelyard.api.look import Request
 from steelyard.core.budget import Budget
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions
@@ -56,8 +58,8 @@ def _padded() -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
-def _summed() -> tuple[nn.Module, Loss, Any]:
-    model, _, batch = _gpt()
+def _random_and_summed() -> tuple[nn.Module, Loss, Any]:
+    model, _, batch = _gpt(dropout=0.2)
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(batch["x"]).flatten(0, 1)
@@ -66,11 +68,10 @@ def _summed() -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
+# Each is captured, planned for and loaded, on both ranks: seconds of each.
 CASES = {
-    "gpt, in less memory": Case(_gpt, share_of_plain=0.8),
-    "gpt with dropout": Case(partial(_gpt, 0.2)),
     "padded, in micro-batches": Case(_padded, micro_batches=2),
-    "summed": Case(_summed),
+    "random and summed, in less memory": Case(_random_and_summed, share_of_plain=0.8),
 }
 
 
@@ -78,7 +79,7 @@ def trained(rank: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         paths: list[Any] = [folder]
         dist.broadcast_object_list(paths)
-        with in_a_hurry(Path(paths[0]) / "costs.sqlite"):
+        with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             found = {name: _trained(case, rank, Path(paths[0])) for name, case in CASES.items()}
             dist.barrier()
     return found
@@ -131,8 +132,11 @@ def _planned(
 
 def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     """On both ranks, also where one alone would be faster: these models are tiny."""
-    cluster = sy.Cluster.here(ranks=NUM_RANKS)
-    look = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=cluster)._look
+    look = Request(
+        model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
+        cluster=sy.Cluster.here(ranks=NUM_RANKS), runner="python", title="",
+        on_progress=lambda _: None,
+    ).looked_at()  # fmt: skip
     way = min(look.layouts.ways(NUM_RANKS), key=lambda way: way.nbytes)
     search, budget = look.layouts.search_by(way.rules), Budget()
     if case.share_of_plain is not None:
@@ -168,7 +172,7 @@ def _in_shares(model: nn.Module, loss: Loss, batch: Any, parts: int) -> Tensor:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed((seed + rank) % 2**63)
             share = {key: x.chunk(parts)[rank] for key, x in batch.items()}
-            value = loss(model, share) / NUM_RANKS
+            value = loss(model, share)
             value.backward()
             total = total + value.detach()
     return total

@@ -48,7 +48,7 @@ COSTS = Costs(
 )
 # Gloo lets go of an exchange in a thread of its own, a moment after the wait, where the meter does
 # not see what is freed. So it is given that moment, and the least of a few is taken.
-METERED, _MOMENT_SECONDS = 3, 0.002
+METERED, _MOMENT_SECONDS = 5, 0.002
 
 
 class Ranks:

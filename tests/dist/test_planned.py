@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.dist.planned import CASES, NUM_RANKS
@@ -10,7 +12,10 @@ from tests.dist.ranks import on_two_ranks
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def test_ranks_that_share_the_batch_train_as_one_device() -> None:
+def test_ranks_that_share_the_batch_train_as_one_device(
+    costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     first, second = on_two_ranks("tests.dist.planned:trained")
     assert first.keys() == second.keys() == CASES.keys()
     for name, case in CASES.items():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def steelyard(folder: Path, *arguments: str, **environ: str) -> subprocess.Compl
     return subprocess.run(
         [sys.executable, "-m", "steelyard", *arguments],
         cwd=folder,
-        env={**os.environ, "STEELYARD_CACHE": str(folder / "costs.sqlite"), **environ},
+        env={**os.environ, **environ},
         capture_output=True,
         text=True,
         timeout=240,
@@ -56,17 +57,19 @@ def steelyard(folder: Path, *arguments: str, **environ: str) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, costs: Path) -> Iterator[Path]:
     """With a script, and a plan of it that was edited to lie on two ranks: one would be faster."""
     path = tmp_path_factory.mktemp("ranks")
     (path / "train.py").write_text(_SCRIPT)
-    planned = steelyard(path, "plan", "train.py", "--ranks", "2", "--quiet")
-    assert planned.returncode == 0, planned.stderr
-    assert "among 2 ranks" in planned.stdout
-    plan = path / "train.plan.toml"
-    assert "\nranks = 2\n" in plan.read_text()
-    plan.write_text(plan.read_text() + _ON_TWO)
-    return path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STEELYARD_CACHE", str(costs))
+        planned = steelyard(path, "plan", "train.py", "--ranks", "2", "--quiet")
+        assert planned.returncode == 0, planned.stderr
+        assert "among 2 ranks" in planned.stdout
+        plan = path / "train.plan.toml"
+        assert "\nranks = 2\n" in plan.read_text()
+        plan.write_text(plan.read_text() + _ON_TWO)
+        yield path
 
 
 def weights(checkpoint: Path) -> dict[str, bytes]:
