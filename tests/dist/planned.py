@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import steelyard as sy
 from steelyard.api.look import Request
 from steelyard.core.budget import Budget
+from steelyard.core.errors import Mismatch
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
@@ -100,6 +102,8 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     expected = _alone(alone, loss, batch, random=random, parts=step.live.program.parts)
     with Recorder() as recorder:
         step.backward(batch)
+    with pytest.raises(Mismatch) as refused:
+        step({key: x[:7] for key, x in batch.items()})
     receipt = step.receipt()
     return {
         "ranks": Layout.of(planned.plan.decisions.rules).num_ranks,
@@ -113,6 +117,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "planned": planned_calls(step.live.program) * step.live.program.repeats,
         "handed_bytes": recorder.handed_bytes,
         "predicted_bytes": planned.predicted.communication_bytes.value,
+        "refused": str(refused.value),
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }

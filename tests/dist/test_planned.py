@@ -31,5 +31,6 @@ def test_ranks_that_share_the_batch_train_as_one_device(
         assert one["executed"] == one["planned"], name
         assert one["handed_bytes"] == one["predicted_bytes"] > 0, name
         assert one["peak_bytes"] == pytest.approx(one["predicted_peak_bytes"], rel=0.01), name
+        assert "a batch of 7 has no equal shares for 2 ranks" in one["refused"], name
         assert ("accumulate" in one["rules"]) == (case.micro_batches > 1), name
         assert ("recompute" in one["rules"]) == (case.share_of_plain is not None), name

@@ -9,6 +9,7 @@ import functools
 from itertools import pairwise
 
 import pytest
+import torch
 from torch import nn
 
 from steelyard.core.budget import Budget
@@ -199,3 +200,12 @@ def test_a_batch_that_has_no_share_for_all_ranks_is_told_so() -> None:
         "the batch does not divide into 3 equal shares",
     )
     assert ranks_of(layouts(costs(1e12), num_ranks=6).find(Budget())) == 2
+
+
+def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
+    model = nn.Linear(4, 6, bias=False)
+    model.weight = nn.Parameter(torch.randn(6, 8)[:, :4])
+    gaps = Trial(model, class_loss, {"x": torch.randn(4, 4), "y": torch.zeros(4, dtype=torch.long)})
+    offers, (refusal,) = ShardBatch().offers(gaps.plain, gaps.source)
+    assert not offers
+    assert "has gaps between its elements" in refusal.reason

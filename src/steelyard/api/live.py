@@ -247,6 +247,13 @@ class Step:
 
     def _other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
         """The same rules at another batch shape: predicted, and run if they fit."""
+        size, ranks = batch_size(batch), Layout.of(self.plan.decisions.rules).batch
+        if size is not None and size % ranks:
+            raise Mismatch(
+                f"a batch of {size} has no equal shares for {ranks} ranks",
+                expected=f"a number of samples that {ranks} divides",
+                remedy="drop the last partial batch (drop_last=True), or pad it",
+            )
         program, captured = self._program_at(self._source.at(batch))
         self._prices.know(program.graph)
         nbytes = peak_bytes(program, self._prices.costs)

@@ -100,6 +100,17 @@ def bucketed_all_reduce(
     return change.result(outputs)
 
 
+def why_not_reduced(graph: Graph) -> str | None:
+    """Why some gradient cannot be exchanged; None where all can."""
+    for output in graph.outputs:
+        if output.kind is OutputKind.GRADIENT:
+            try:
+                _dense(graph, output)
+            except BadInput as refusal:
+                return refusal.happened
+    return None
+
+
 def _buckets(graph: Graph, bucket_bytes: int) -> list[list[int]]:
     """Places in ``graph.outputs``; one gradient may be larger than a bucket."""
     places = [

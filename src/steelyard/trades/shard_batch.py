@@ -15,7 +15,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
-from steelyard.exchange.gradients import bucketed_all_reduce, with_whole_loss
+from steelyard.exchange.gradients import bucketed_all_reduce, why_not_reduced, with_whole_loss
 
 
 class ShardBatch:
@@ -28,12 +28,11 @@ class ShardBatch:
     is_bitwise: ClassVar[bool] = False
 
     def offers(
-        self,
-        program: Program,  # noqa: ARG002 - the batch decides, not the program
-        source: Source,
+        self, program: Program, source: Source
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         shares = [k for k in source.divisors() if k > 1]
         reason = source.why_not_split() if shares else "the batch has only one example"
+        reason = reason or why_not_reduced(program.graph)
         if reason is not None:
             label = "the batch among ranks"
             return (), (Refusal(trade=self.name, label=label, reason=reason),)
