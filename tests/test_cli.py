@@ -117,6 +117,19 @@ def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> Non
     assert Path("other.json").exists()
 
 
+def test_what_to_plan_for_is_this_machine_a_name_or_a_file(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for asked_for, devices in (("--ranks 2", 2), ("--cluster dgx-h100", 8), ("", 1)):
+        fake_api.ASKED.clear()
+        assert main(["plan", "train.py", *asked_for.split()]) == 0
+        assert asked("plan_workload")["cluster"].num_devices == devices
+    for wrong in ("--cluster dgx-h100 --ranks 2", "--cluster dgx-h10", "--cluster none.toml",
+                  "--ranks 0", "--ranks 100000"):  # fmt: skip
+        assert main(["plan", "train.py", *wrong.split()]) == 2, wrong
+        assert "next: " in capsys.readouterr().err
+
+
 def test_each_workload_of_a_script_has_a_plan_of_its_own(api: fake_api.Fake) -> None:
     assert main(["plan", "train.py:small"]) == 0
     assert Path("train.small.plan.toml").exists()

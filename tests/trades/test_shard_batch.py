@@ -6,16 +6,18 @@ What such programs compute on live ranks: see tests/dist/test_planned.py.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+import steelyard as sy
 from steelyard.core.budget import Budget
-from steelyard.core.cluster import Device, Link
+from steelyard.core.cluster import Device, Link, Member, Scope
 from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import OutputKind, Role
 from steelyard.core.layout import DATA, Layout
 from steelyard.core.program import Program
@@ -209,3 +211,23 @@ def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
     offers, (refusal,) = ShardBatch().offers(gaps.plain, gaps.source)
     assert not offers
     assert "has gaps between its elements" in refusal.reason
+
+
+def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> None:
+    it = trial()
+    many = sy.plan(it.model, it.loss, it.batch, cluster=sy.Cluster.named("p2.16xlarge"))
+    rules = many.plan.decisions.rules
+    one = many.plan.unplanned.quad.step_seconds.value
+    assert Layout.of(rules).num_ranks in (1, 2, 4, 8)
+    assert many.predicted.step_seconds.value <= one
+    (uneven,) = (r for r in many.plan.refused if r.label == "among 16 ranks")
+    assert uneven.reason == "the batch does not divide into 16 equal shares"
+    with pytest.raises(BadInput, match="the cluster is mixed"):
+        sy.plan(it.model, it.loss, it.batch, cluster=mixed())
+
+
+def mixed() -> sy.Cluster:
+    link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=1e9)
+    other = replace(DEVICE, kind="other")
+    members = (Member(of=DEVICE, count=1, link=link), Member(of=other, count=1, link=link))
+    return sy.Cluster(tree=Scope(name="two", members=members))

@@ -21,7 +21,7 @@ from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.trace import Loss
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget, Maximize
-from steelyard.core.cluster import Cluster, Far
+from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.explanation import write_plan
 from steelyard.core.layout import Layout
@@ -88,12 +88,6 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any) -> None:
     _check("cluster", cluster, fine=known, expected="Cluster.here(), or another Cluster")
     _check("budget", budget, fine=bound, expected='Budget(memory="2 GiB")')
     _check("runner", runner, fine=runner in DECOMPOSITIONS, expected=" or ".join(DECOMPOSITIONS))
-    if cluster is not None and cluster.num_devices > 1 and not cluster.device.is_here:
-        raise BadInput(
-            f"the cluster has {cluster.num_devices} devices that are not here",
-            expected="one device, or several ranks of this machine",
-            remedy="give Cluster.here(ranks=2), or one device of that class",
-        )
     if cluster is not None and cluster.num_devices > 1 and (runner == "inductor" or maximize):
         raise BadInput(
             f"several ranks are planned for without {'--maximize' if maximize else 'Inductor'}",
@@ -128,8 +122,7 @@ def plan_workload(
     budget: Budget,
     runner: Runner = "python",
     maximize: Maximize | None = None,
-    far: Far | None = None,
-    ranks: int = 1,
+    cluster: Cluster | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
@@ -138,7 +131,7 @@ def plan_workload(
         workload.loss,
         workload.first_batch(),
         optimizer=workload.optimizer,
-        cluster=Cluster.here(ranks=ranks, far=far),
+        cluster=cluster,
         budget=budget,
         runner=runner,
         maximize=maximize,

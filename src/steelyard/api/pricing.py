@@ -15,6 +15,7 @@ from steelyard import _torch
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster, Link
+from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs, Missing, OperatorCost
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
@@ -28,7 +29,7 @@ from steelyard.measure.far import measured_links
 from steelyard.measure.operators import context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
 from steelyard.measure.whole_step import Runnable, beside, whole_step
-from steelyard.predict import peak_bytes
+from steelyard.predict import carried, peak_bytes
 from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
@@ -75,6 +76,7 @@ class Prices:
             cut_steps=self._cuts,
             links=links,
             far_bytes=cluster.far.size_bytes if cluster.far else 0,
+            carried=_carried(cluster),
         )
         # What cannot even be called on its own.
         self.failed: set[str] = set()
@@ -250,6 +252,15 @@ class Prices:
         nodes = program.graph.by_name
         computed = [nodes[i.node] for i in program.instructions if i.sink is None]
         return program.repeats * sum(self.costs.seconds(node).value for node in computed)
+
+
+def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int], Link]:
+    """What exchanges take among ranks that are not here."""
+    count = cluster.num_devices
+    if count == 1 or cluster.device.is_here:
+        return {}
+    numbers = (n for n in range(2, count + 1) if count % n == 0)
+    return carried(cluster.tree, axis=DATA, numbers=numbers)
 
 
 def dims_of(update: Program) -> list[int]:

@@ -8,7 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
-from steelyard.core.cluster import Far
+from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput
 from steelyard.core.printable import printable
 from steelyard.report.progress import Progress
@@ -65,6 +65,19 @@ def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Far |
             remedy="write --far /scratch --far-rate 500MB/s --far-size 20GiB",
         )
     return Far(folder, rate=rate, size=size)
+
+
+def cluster_of(cluster: str | None, ranks: int, far: Far | None) -> Cluster:
+    """This machine, or the one in a file, or one of those that are known by name."""
+    if cluster is None:
+        return Cluster.here(ranks=ranks, far=far)
+    if ranks > 1 or far is not None:
+        raise BadInput(
+            f"--cluster says what there is, and so does {'--ranks' if ranks > 1 else '--far'}",
+            expected="one of them",
+            remedy="leave out the other",
+        )
+    return Cluster.load(cluster) if cluster.endswith(".toml") else Cluster.named(cluster)
 
 
 def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | bool, Path | None]:

@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from steelyard import __version__
 from steelyard.cli.arguments import (
     at_least_one,
+    cluster_of,
     far_memory,
     plan_path,
     refuse_unwritable,
@@ -109,6 +110,10 @@ def plan(
     ] = None,
     runner: _Runner = "python",
     ranks: _Ranks = 1,
+    cluster: Annotated[
+        str | None,
+        Parameter(help="What to plan for instead of this machine: a TOML file, or dgx-h100."),
+    ] = None,
     far: FarMemory = _NEAR,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
@@ -142,10 +147,10 @@ def plan(
     question, beside_it = wish(what_if), far.said()
     if check is None:
         refuse_to_lose(path)
-    elif budget != Budget() or maximize or output or beside_it or ranks > 1:
+    elif budget != Budget() or maximize or output or beside_it or ranks > 1 or cluster:
         raise BadInput(
             "--check takes its budget from the plan file",
-            expected="no budget, --maximize, --ranks, --far or -o beside it",
+            expected="no budget, --maximize, --ranks, --cluster, --far or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
     with planning(shown) as tell:
@@ -154,8 +159,9 @@ def plan(
 
         if check is None:
             planned = api.plan_workload(
-                workload, budget=budget, runner=runner, maximize=maximize, far=beside_it,
-                ranks=ranks, title=title(train), on_progress=tell,
+                workload, budget=budget, runner=runner, maximize=maximize,
+                cluster=cluster_of(cluster, ranks, beside_it), title=title(train),
+                on_progress=tell,
             )  # fmt: skip
         else:
             planned = api.load_planned(check, workload, title=title(train), on_progress=tell)
@@ -172,8 +178,9 @@ def plan(
     write_page(tree, html)
     beside = path.with_suffix(".json").name
     hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
-    run_it = shlex.join(("steelyard", "run", train, "--plan", str(path)))
-    hint(f"next: {run_it} --steps 100 --checkpoint saved", shown)
+    if cluster is None:
+        run_it = shlex.join(("steelyard", "run", train, "--plan", str(path)))
+        hint(f"next: {run_it} --steps 100 --checkpoint saved", shown)
     return OK if tree.fits else INFEASIBLE
 
 
@@ -244,8 +251,8 @@ def frontier(
         from steelyard import api
 
         planned = api.plan_workload(
-            workload, budget=Budget(), runner=runner, maximize=None, far=beside_it,
-            title=title(train), on_progress=tell,
+            workload, budget=Budget(), runner=runner, maximize=None,
+            cluster=cluster_of(None, 1, beside_it), title=title(train), on_progress=tell,
         ).charted()  # fmt: skip
     tree = tree_of(planned.plan)
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)

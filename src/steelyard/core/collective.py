@@ -34,6 +34,11 @@ class Collective:
     held_bytes: int = 0
 
     @property
+    def whole_bytes(self) -> int:
+        """What is exchanged, seen from all ranks together: a ring's shares, put side by side."""
+        return self.sent_bytes // self.hops * self.num_ranks if self.hops else 0
+
+    @property
     def is_far(self) -> bool:
         """Between near and far memory, not between ranks."""
         return self.kind in (Exchange.SEND, Exchange.FETCH)

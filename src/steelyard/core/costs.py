@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from steelyard.core.cluster import Device, Link
-from steelyard.core.collective import Collective
+from steelyard.core.collective import Collective, Exchange
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Body, Node, Phase
 from steelyard.core.quad import NOTHING, Estimate
@@ -39,7 +39,8 @@ class Costs:
     more to what comes between them, in whatever way each is then computed.
     ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
     ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
-    memory, which takes ``far_bytes``.
+    memory, which takes ``far_bytes``; ``carried`` what an exchange takes as a whole, by axis, kind
+    and number of ranks, where it is known so.
     """
 
     device: Device
@@ -49,6 +50,7 @@ class Costs:
     update_call_seconds: Estimate = NOTHING
     links: Mapping[str, Link] = field(default_factory=dict)
     far_bytes: int = 0
+    carried: Mapping[tuple[str, Exchange, int], Link] = field(default_factory=dict)
 
     def seconds(self, node: Node) -> Estimate:
         if node.is_free:
@@ -84,8 +86,9 @@ class Costs:
         if node.body is not None:
             return Estimate.within(self._declared_within(node.body), share=_DECLARED_SHARE)
         device = self.device
+        flops_per_second = device.flops_in(node.outputs[0].dtype if node.outputs else "")
         seconds = device.call_seconds + max(
-            node.flops / device.flops_per_second, node.moved_bytes / device.bytes_per_second
+            node.flops / flops_per_second, node.moved_bytes / device.bytes_per_second
         )
         return Estimate.within(seconds, share=_DECLARED_SHARE)
 
@@ -99,6 +102,10 @@ class Costs:
 
     def exchange_seconds(self, collective: Collective) -> Estimate:
         """What the exchange takes on its link, apart from the call that issues it."""
+        whole = self.carried.get((collective.axis, collective.kind, collective.num_ranks))
+        if whole is not None:
+            seconds = whole.seconds(collective.whole_bytes, messages=1)
+            return Estimate.within(seconds, share=whole.doubt)
         link = self.links.get(collective.axis)
         if link is None:
             raise BadInput(

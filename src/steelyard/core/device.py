@@ -45,6 +45,10 @@ class Device:
             )
         return known[dtype]
 
+    def flops_in(self, dtype: str) -> float:
+        """Of operators that give this dtype; where nobody said, as of float32."""
+        return dict(self.peaks).get(dtype, self.flops_per_second)
+
     @property
     def identity(self) -> str:
         """What makes plans differ. What runs here is known by its name, for its rates vary."""

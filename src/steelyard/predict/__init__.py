@@ -3,6 +3,7 @@
 Not for measuring or deciding; search scores with it and the receipt is held against it.
 """
 
+from steelyard.predict.carried import carried
 from steelyard.predict.predict import (
     kept_gradients_bytes,
     least_possible_bytes,
@@ -13,6 +14,7 @@ from steelyard.predict.predict import (
 from steelyard.predict.slowdown import slowdown
 
 __all__ = [
+    "carried",
     "kept_gradients_bytes",
     "least_possible_bytes",
     "peak_bytes",

@@ -166,7 +166,9 @@ class _Playing:
         stall = max(0.0, arrival - self.clock)
         self._exposed += stall
         self.clock += stall
-        link = self._costs.links[issued.axis]
+        link = self._costs.links.get(issued.axis)
+        if link is None:
+            return  # known as a whole, and nothing of what it takes of the device
         self._spared += stall * self._whole * link.disturbs
         # Of a transfer: waiting may take longer.
         self._at_most += issued.sent_bytes / link.bytes_per_second * self._whole * link.disturbs

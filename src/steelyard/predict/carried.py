@@ -1,0 +1,35 @@
+"""What exchanges among the ranks of a declared cluster take, as curves over the bytes exchanged.
+
+For each number of ranks the quickest algorithm at each size, with straight lines between. Not for
+the algorithms: see collectives.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from steelyard.core.collective import Exchange
+from steelyard.core.link import Link
+from steelyard.core.scope import Scope
+from steelyard.predict.collectives import Carried, all_gather, all_reduce, reduce_scatter
+from steelyard.predict.routes import Route, route
+
+_ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[Carried, ...]]] = {
+    Exchange.ALL_REDUCE: all_reduce,
+    Exchange.ALL_GATHER: all_gather,
+    Exchange.REDUCE_SCATTER: reduce_scatter,
+}
+# From a scalar to the gradients of a large model, each four times the one before.
+_SIZES = tuple(1 << power for power in range(2, 37, 2))
+
+
+def carried(
+    tree: Scope, *, axis: str, numbers: Iterable[int]
+) -> dict[tuple[str, Exchange, int], Link]:
+    """Of the first so many ranks, for each of ``numbers``."""
+    found = {}
+    for ranks in numbers:
+        way = route(tree, range(ranks))
+        for kind, algorithms in _ALGORITHMS.items():
+            points = [(nbytes, algorithms(way, nbytes)[0].seconds) for nbytes in _SIZES]
+            name = f"{kind.value} among {ranks}"
+            found[axis, kind, ranks] = Link.curve(points, kind=name, doubt=way.doubt)
+    return found

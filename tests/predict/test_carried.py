@@ -1,0 +1,47 @@
+"""Curves of what exchanges take in a declared cluster: what the algorithms say, and between."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from steelyard.core.cluster import Cluster
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.costs import Costs
+from steelyard.predict.carried import carried
+from steelyard.predict.collectives import all_gather, all_reduce, reduce_scatter
+from steelyard.predict.routes import route
+
+_FIND = {
+    Exchange.ALL_REDUCE: all_reduce,
+    Exchange.ALL_GATHER: all_gather,
+    Exchange.REDUCE_SCATTER: reduce_scatter,
+}
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "p2.16xlarge", "dgx-1-v100"])
+def test_a_curve_is_what_the_quickest_algorithm_takes(name: str) -> None:
+    tree = Cluster.named(name).tree
+    numbers = [n for n in (2, 4, 8) if n <= tree.num_devices]
+    found = carried(tree, axis="data", numbers=numbers)
+    assert found.keys() == {("data", kind, n) for kind in _FIND for n in numbers}
+    for (_, kind, ranks), link in found.items():
+        way = route(tree, range(ranks))
+        for nbytes in (4, 1 << 20, 1 << 30):
+            quickest = _FIND[kind](way, nbytes)[0].seconds
+            assert link.seconds(nbytes, messages=1) == pytest.approx(quickest)
+        sizes = [3**power for power in range(2, 22)]
+        seconds = [link.seconds(nbytes, messages=1) for nbytes in sizes]
+        assert all(less <= more for less, more in pairwise(seconds))
+
+
+@pytest.mark.parametrize("kind", [Exchange.ALL_REDUCE, Exchange.ALL_GATHER])
+def test_prices_go_by_all_that_is_exchanged(kind: Exchange) -> None:
+    cluster = Cluster.named("dgx-h100")
+    costs = Costs(device=cluster.device, carried=carried(cluster.tree, axis="data", numbers=[4]))
+    nbytes = 3 << 20
+    collective = GLOO.collective(kind, axis="data", num_ranks=4, nbytes=nbytes)
+    assert collective.whole_bytes == nbytes
+    link = costs.carried["data", kind, 4]
+    assert costs.exchange_seconds(collective).value == link.seconds(nbytes, messages=1) > 0
