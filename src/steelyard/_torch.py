@@ -61,7 +61,6 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
-    "Layout",
     "OpOverload",
     "ParamAOTInput",
     "PhiloxStateTracker",
