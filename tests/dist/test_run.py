@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from safetensors import safe_open
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 _SCRIPT = '''
-import os, signal
+import os, signal, time
 from functools import partial
 
 import torch
@@ -34,6 +36,7 @@ def batches():
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if step == 4 and first and os.environ.get("RANK") == os.environ.get("KILLED"):
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
         yield {name: torch.randn(8, 16, generator=generator) for name in ("x", "y")}
 
 
@@ -95,6 +98,27 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
     said = json.loads((folder / "train.plan.json").read_text())["measured"]
     assert (said["steps"], said["first_step"]) == (6, 5)
     assert weights(folder / "killed" / "step-000006") == weights(folder / "whole" / "step-000006")
+
+
+def test_ctrl_c_stops_all_ranks_after_one_step_and_saves_it(folder: Path) -> None:
+    arguments = ("run", "train.py", "--steps", "6", "--checkpoint", "slow", "--checkpoint-every", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "steelyard", *arguments],
+        cwd=folder,
+        env={**os.environ, "PAUSE": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    give_up = time.monotonic() + 200
+    while not (folder / "slow" / "step-000002").exists() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    saved = sorted(path.name for path in (folder / "slow").glob("step-*"))
+    assert "step-000006" not in saved
+    assert f"after step {int(saved[-1][-6:])} of 6; go on with --resume slow" in said
 
 
 def test_ranks_of_another_number_are_refused(folder: Path) -> None:

@@ -21,6 +21,7 @@ from steelyard.report.terminal import quieten, width_of, write
 OK, BAD_INPUT, INFEASIBLE, RUN_FAILED, MISSED = 0, 2, 3, 4, 5
 # What a shell says of a process that SIGTERM ended, as it ends every verb but run.
 TERMINATED = 143
+INTERRUPTED = 130
 VERBS = ("plan", "run", "frontier", "explain", "doctor", "demo")
 
 

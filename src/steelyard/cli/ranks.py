@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from steelyard.cli.endings import OK, TERMINATED, is_watched
+from steelyard.cli.endings import INTERRUPTED, OK, TERMINATED, is_watched
 from steelyard.core.layout import Layout
 from steelyard.core.machine import this_device
 from steelyard.core.planfile import read_decisions
@@ -56,7 +56,8 @@ def start(
     said = int(code.read_text()) if code.exists() else OK
     # Of ranks that ended well nobody asks for the logs.
     shutil.rmtree(logs, ignore_errors=True)
-    return TERMINATED if ended.stopped_by == "SIGTERM" else said
+    # As one process would end; the first rank has said where it stopped.
+    return {"SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}.get(ended.stopped_by, said)
 
 
 @contextlib.contextmanager
