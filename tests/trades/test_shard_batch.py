@@ -25,6 +25,7 @@ from steelyard.core.rules import Rule
 from steelyard.predict import predict, step_seconds
 from steelyard.search import Found, Layouts, Search
 from steelyard.trades import TRADES
+from steelyard.trades.offload_state import OffloadState
 from steelyard.trades.overlap import Overlap
 from steelyard.trades.shard_batch import ShardBatch
 from tests.harness import Trial
@@ -231,3 +232,13 @@ def mixed() -> sy.Cluster:
     other = replace(DEVICE, kind="other")
     members = (Member(of=DEVICE, count=1, link=link), Member(of=other, count=1, link=link))
     return sy.Cluster(tree=Scope(name="two", members=members))
+
+
+def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None:
+    program = shared(2)
+    offers, (refusal,) = OffloadState().offers(program, trial().source)
+    assert not offers
+    assert "where ranks exchange gradients" in refusal.reason
+    rule = Rule(trade="offload_state", module="head.weight", op="gradient")
+    with pytest.raises(Mismatch, match="lies on 2 ranks and moves weights"):
+        shared(2, rule)

@@ -46,6 +46,8 @@ _TRAINED_SLICE_BYTES, _UPDATE_SLICE_BYTES = 8 << 20, 2 << 20
 _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
 _LEAD_OF_SLICES = 1
 
+_ON_RANKS = "is not tried where ranks exchange gradients"
+
 
 class OffloadState:
     """Pays communication with far memory, buys memory for the whole step.
@@ -67,6 +69,9 @@ class OffloadState:
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
         """One for each parameter, those of equal blocks together; of some in several numbers of
         slices, of which one can be taken."""
+        if program.layout.num_ranks > 1:
+            refusal = Refusal(trade=self.name, label=", ".join(MOVABLE), reason=_ON_RANKS)
+            return (), (refusal,)
         able = {what: movable(program, what) for what in MOVABLE}
         possible = _possible(program, able)
         offers = {what: self._offers(program, what, able, possible) for what in MOVABLE}
@@ -117,6 +122,13 @@ class OffloadState:
     ) -> Program:
         if not rules:
             return program
+        if program.layout.num_ranks > 1:
+            raise Mismatch(
+                f"the plan lies on {program.layout.num_ranks} ranks and moves weights, gradients "
+                "or what the optimizer keeps",
+                expected="one of the two",
+                remedy="take the offload_state rules out of the plan, or plan again",
+            )
         from steelyard.operators import is_pointwise
 
         leads = {
