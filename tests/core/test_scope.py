@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -206,3 +207,11 @@ def test_a_peak_that_nobody_said_is_not_made_up() -> None:
 def test_absurd_numbers_of_ranks_are_refused(ranks: int) -> None:
     with pytest.raises(BadInput, match="a cluster of"):
         Cluster.here(ranks=ranks)
+
+
+def test_operators_are_priced_by_the_peak_of_what_they_give() -> None:
+    apart = replace(DEVICES[0], peaks=(("bfloat16", 8e12),))
+    assert (apart.flops_in("bfloat16"), apart.flops_in("float32")) == (8e12, 2e12)
+    with pytest.raises(BadInput, match="float16 is not known"):
+        apart.flops_in("float16")
+    assert DEVICES[0].flops_in("bfloat16") == 2e12, "nothing is told apart"

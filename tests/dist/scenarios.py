@@ -24,7 +24,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
-from steelyard.exchange.gradients import bucketed_all_reduce, with_shared_tangent
+from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
 from steelyard.exchange.windows import issued_ahead, waits_within
 from steelyard.measure.meter import meter_once
@@ -48,6 +48,8 @@ COSTS = Costs(
 )
 # Gloo lets go of an exchange in a thread of its own, a moment after the wait, where the meter does
 # not see what is freed. So it is given that moment, and the least of a few is taken.
+# Of a mean over the whole batch: what a rank's loss weighs.
+_SHARE = 1 / NUM_RANKS
 METERED, _MOMENT_SECONDS = 4, 0.002
 
 
@@ -70,7 +72,7 @@ class Ranks:
         self._channels = {"data": Channel.of(dist.group.WORLD)}
 
     def graph(self, *, sharded: tuple[str, ...] = ()) -> Graph:
-        graph = with_shared_tangent(self._captured.graph, num_ranks=NUM_RANKS)
+        graph = self._captured.graph
         for parameter in sharded:
             graph = gathered(graph, parameter, num_ranks=NUM_RANKS, transport=GLOO)
         return graph
@@ -88,17 +90,17 @@ class Ranks:
     def report(self, program: Program, *, sharded: tuple[str, ...] = ()) -> dict[str, Any]:
         assert program.problems() == []
         model, step = self._live(program, sharded)
-        step.backward(self.batch)  # the first call allocates what stays
+        step.backward(self.batch, _SHARE)  # the first call allocates what stays
         model.zero_grad()
         with Recorder() as recorder:
-            step.backward(self.batch)
+            step.backward(self.batch, _SHARE)
         gradients = _gradients(model)
         peaks = []
         for _ in range(METERED):
             model.zero_grad()
             dist.barrier()
             with Patience():
-                peaks.append(meter_once(lambda: step.backward(self.batch)).peak_bytes)
+                peaks.append(meter_once(lambda: step.backward(self.batch, _SHARE)).peak_bytes)
         predicted = predict(program, COSTS)
         above = int(predicted.quad.memory_bytes.value) - predicted.peak.resident_bytes
         return {
@@ -115,7 +117,7 @@ class Ranks:
     def digests(self, *, sharded: tuple[str, ...]) -> dict[str, str]:
         """Of each gradient, or this rank's share of it, as all-reduces leave them."""
         model, step = self._live(self.program(8192), ())
-        step.backward(self.batch)
+        step.backward(self.batch, _SHARE)
         return {name: _digest(self._own(name, g, sharded)) for name, g in _gradients(model).items()}
 
     def _live(self, program: Program, sharded: tuple[str, ...]) -> tuple[nn.Module, LiveStep]:

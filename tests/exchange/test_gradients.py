@@ -14,7 +14,7 @@ from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Axis, Graph, OutputKind, Ref
 from steelyard.core.program import Program
-from steelyard.exchange.gradients import bucketed_all_reduce, with_shared_tangent
+from steelyard.exchange.gradients import SHARE, bucketed_all_reduce, with_whole_loss
 from tests.exchange.made_up import chain
 from tests.search.graphs import random_step
 
@@ -86,21 +86,24 @@ def test_a_gradient_with_gaps_is_refused() -> None:
         reduced(graph, bucket_bytes=1)
 
 
-def test_the_share_of_the_loss_goes_into_the_tangent() -> None:
-    graph = with_shared_tangent(chain(), num_ranks=4)
-    (reader,) = graph.users["tangent"]
-    assert graph.by_name[reader].op == "aten.div.Scalar"
-    assert graph.by_name[reader].args == (Ref("tangent"), 4)
-    assert graph.users[reader] == ("work0",)
+def test_the_loss_of_all_is_the_sum_of_what_each_weighs() -> None:
+    before = random_step(3)
+    graph = with_whole_loss(before, num_ranks=4, transport=GLOO)
+    (old,), (new,) = (
+        [o.node for o in g.outputs if o.kind is OutputKind.LOSS] for g in (before, graph)
+    )
+    (issued,) = graph.collectives
+    assert graph.by_name[new].waits_for == issued
+    (weighed,) = graph.by_name[issued].inputs
+    assert graph.by_name[weighed].args == (Ref(old), Ref(SHARE))
+    assert [n.name for n in graph.inputs() if n.name == SHARE] == [SHARE]
 
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), bucket_bytes=st.integers(1, 16_384), ranks=st.integers(2, 9))
 def test_every_gradient_is_sent_once(seed: int, bucket_bytes: int, ranks: int) -> None:
     before = random_step(seed)
-    after = reduced(
-        with_shared_tangent(before, num_ranks=ranks), bucket_bytes=bucket_bytes, num_ranks=ranks
-    )
+    after = reduced(before, bucket_bytes=bucket_bytes, num_ranks=ranks)
     program = Program.plain(after)
     assert after.problems() == program.problems() == []
     gradients = [o for o in before.outputs if o.kind is OutputKind.GRADIENT]

@@ -86,10 +86,8 @@ class Costs:
         if node.body is not None:
             return Estimate.within(self._declared_within(node.body), share=_DECLARED_SHARE)
         device = self.device
-        flops_per_second = device.flops_in(node.outputs[0].dtype if node.outputs else "")
-        seconds = device.call_seconds + max(
-            node.flops / flops_per_second, node.moved_bytes / device.bytes_per_second
-        )
+        computing = node.flops / device.flops_in(node.outputs[0].dtype) if node.flops else 0.0
+        seconds = device.call_seconds + max(computing, node.moved_bytes / device.bytes_per_second)
         return Estimate.within(seconds, share=_DECLARED_SHARE)
 
     def _declared_within(self, body: Body) -> float:

@@ -46,8 +46,8 @@ class Device:
         return known[dtype]
 
     def flops_in(self, dtype: str) -> float:
-        """Of operators that give this dtype; where nobody said, as of float32."""
-        return dict(self.peaks).get(dtype, self.flops_per_second)
+        """Of operators that give this dtype; where no dtypes are told apart, all are as float32."""
+        return self.peak_flops_per_second(dtype) if self.peaks else self.flops_per_second
 
     @property
     def identity(self) -> str:

@@ -17,30 +17,6 @@ from steelyard.exchange.rewriting import Rewriting, call, issue, wait
 SHARE = "share"
 
 
-def with_shared_tangent(graph: Graph, *, num_ranks: int) -> Graph:
-    """Each rank works on one of ``num_ranks`` equal shares of a loss that is a mean.
-
-    Scaling the one number that the backward pass starts from spares a pass over every gradient.
-    """
-    change = Rewriting(graph)
-    tangent = next(
-        n
-        for n in graph.inputs()
-        for t in n.outputs
-        if graph.storages[t.storage].role is Role.TANGENT
-    )
-    first = graph.users[tangent.name][0]
-    given = tangent.outputs[0]
-    share = call(
-        "aten.div.Scalar", graph.by_name[first], name=f"{tangent.name}_share",
-        args=(Ref(tangent.name), num_ranks), inputs=(tangent,),
-        output=change.tensor(given.shape, given.dtype), moved_bytes=2 * given.nbytes,
-    )  # fmt: skip
-    change.put_before(first, share)
-    change.reroute(tangent, share)
-    return change.result(graph.outputs)
-
-
 def with_whole_loss(
     graph: Graph, *, num_ranks: int, transport: Transport, axis: str = DATA
 ) -> Graph:
