@@ -26,11 +26,13 @@ NAMED = (
 
 
 def plan_everything(sample: Any) -> None:
-    source = source_of(sample, for_planning=True)
+    source = source_of(
+        sample, for_planning=True, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)
+    )
     source.captured()
     source.splitting()
     source.twin()
-    source.update(functools.partial(torch.optim.AdamW, lr=1e-3))
+    source.update()
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -1,4 +1,4 @@
-"""Plans for two ranks made and run through the public API, beside the same training on one device.
+"""Plans for ranks made and run through the public API, beside the same training on one device.
 
 Not the judgement: that is the tests'. In float64, so that Adam does not make noise of a zero
 gradient into a step.
@@ -29,8 +29,8 @@ from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
 from steelyard.core.rules import Rule
-from tests.dist.ranks import NUM_RANKS
-from tests.dist.scenarios import Recorder, planned_calls
+from tests import zoo
+from tests.dist.scenarios import Patience, Recorder, planned_calls
 from tests.harness import in_a_hurry
 from tests.zoo.case import Loss, next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -44,6 +44,7 @@ class Case:
     """``share_of_plain``: the budget, as a share of what a rank takes without recomputing."""
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
+    layout: Layout
     share_of_plain: float | None = None
     micro_batches: int = 1
 
@@ -70,19 +71,42 @@ def _random_and_summed() -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
-# Each is captured, planned for and loaded, on both ranks: seconds of each.
+def _channels() -> tuple[nn.Module, Loss, Any]:
+    model, loss, batch = zoo.case("resnet_bn").make()
+    return model, loss, batch
+
+
+_BATCH, _TENSOR = Layout(batch=2), Layout(tensor=2)
+# Each is captured, planned for and loaded, on all ranks: seconds of each.
 CASES = {
-    "padded, in micro-batches": Case(_padded, micro_batches=2),
-    "random and summed, in less memory": Case(_random_and_summed, share_of_plain=0.8),
+    "padded, in micro-batches": Case(_padded, _BATCH, micro_batches=2),
+    "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
+    "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),
+    "padded tensors in parts, in micro-batches": Case(_padded, _TENSOR, micro_batches=2),
+    "channels in parts": Case(_channels, _TENSOR),
+}
+ON_FOUR = {
+    "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
+    "padded batch and tensors, in micro-batches": Case(
+        _padded, Layout(batch=2, tensor=2), micro_batches=2
+    ),
 }
 
 
 def trained(rank: int) -> dict[str, Any]:
+    return _all_trained(CASES, rank)
+
+
+def trained_on_four(rank: int) -> dict[str, Any]:
+    return _all_trained(ON_FOUR, rank)
+
+
+def _all_trained(cases: dict[str, Case], rank: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         paths: list[Any] = [folder]
         dist.broadcast_object_list(paths)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
-            found = {name: _trained(case, rank, Path(paths[0])) for name, case in CASES.items()}
+            found = {name: _trained(case, rank, Path(paths[0])) for name, case in cases.items()}
             dist.barrier()
     return found
 
@@ -96,28 +120,40 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     step = planned.apply()
     random = any(node.is_random for node in step.live.program.graph.nodes)
     torch.manual_seed(1)
-    losses = [float(step(batch)) for _ in range(STEPS)]
+    losses = [float(step(batch))]
+    with Patience():  # while the step meters itself
+        losses.append(float(step(batch)))
+    losses += [float(step(batch)) for _ in range(STEPS - 2)]
     after = torch.initial_seed(), int(torch.randint(2**40, ()))
     torch.manual_seed(1)
-    expected = _alone(alone, loss, batch, random=random, parts=step.live.program.parts)
+    shares = case.layout.batch if random else 1
+    expected = _alone(alone, loss, batch, shares=shares)
+    with step.whole():
+        error, digest = _error(model, alone), _digest(model)
     with Recorder() as recorder:
-        step.backward(batch)
-    with pytest.raises(Mismatch) as refused:
-        step({key: x[:7] for key, x in batch.items()})
+        step(batch)
+    odd = {key: x[:7] for key, x in batch.items()}
+    refused = ""
+    if case.layout.batch > 1:
+        with pytest.raises(Mismatch) as mismatch:
+            step(odd)
+        refused = str(mismatch.value)
+    elif case.micro_batches == 1:
+        step(odd)
     receipt = step.receipt()
     return {
-        "ranks": Layout.of(planned.plan.decisions.rules).num_ranks,
+        "axes": Layout.of(planned.plan.decisions.rules).axes,
         "rules": sorted({rule.trade for rule in planned.plan.decisions.rules}),
         "losses": losses,
         "expected": expected,
-        "error": _error(model, alone),
-        "digest": _digest(model),
+        "error": error,
+        "digest": digest,
         "after": after,
         "executed": recorder.executed,
         "planned": planned_calls(step.live.program) * step.live.program.repeats,
         "handed_bytes": recorder.handed_bytes,
         "predicted_bytes": planned.predicted.communication_bytes.value,
-        "refused": str(refused.value),
+        "refused": refused,
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
@@ -136,13 +172,13 @@ def _planned(
 
 
 def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
-    """On both ranks, also where one alone would be faster: these models are tiny."""
+    """On all ranks, also where one alone would be faster: these models are tiny."""
     look = Request(
         model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
-        cluster=sy.Cluster.here(ranks=NUM_RANKS), runner="python", title="",
+        cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner="python", title="",
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
-    way = min(look.layouts.ways(NUM_RANKS), key=lambda way: way.nbytes)
+    way = min(look.layouts.ways(case.layout), key=lambda way: way.nbytes)
     search, budget = look.layouts.search_by(way.rules), Budget()
     if case.share_of_plain is not None:
         plain = search.explored().plain.peak_bytes
@@ -153,16 +189,14 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     return Decisions(made_for=look.made_for(), budget=budget, rules=rules)
 
 
-def _alone(
-    model: nn.Module, loss: Loss, batch: Any, *, random: bool, parts: int
-) -> list[float]:
-    """Plain PyTorch on the whole batch; what is random, as the ranks draw it."""
+def _alone(model: nn.Module, loss: Loss, batch: Any, *, shares: int) -> list[float]:
+    """Plain PyTorch on the whole batch; of several shares, each draws what is random apart."""
     optimizer = OPTIMIZER(model.parameters())
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        if random:
-            value = _in_shares(model, loss, batch, parts)
+        if shares > 1:
+            value = _in_shares(model, loss, batch, shares)
         else:
             value = loss(model, batch)
             value.backward()
@@ -171,12 +205,12 @@ def _alone(
     return losses
 
 
-def _in_shares(model: nn.Module, loss: Loss, batch: Any, parts: int) -> Tensor:
+def _in_shares(model: nn.Module, loss: Loss, batch: Any, shares: int) -> Tensor:
     seed, total = int(torch.empty((), dtype=torch.int64).random_()), torch.zeros(())
-    for rank in range(NUM_RANKS):
+    for place in range(shares):
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed((seed + rank) % 2**63)
-            share = {key: x.chunk(parts)[rank] for key, x in batch.items()}
+            torch.manual_seed((seed + place) % 2**63)
+            share = {key: x.chunk(shares)[place] for key, x in batch.items()}
             value = loss(model, share)
             value.backward()
             total = total + value.detach()

@@ -1,4 +1,4 @@
-"""Two ranks of gloo for a test: a fresh process imports torch, forks both and waits for them.
+"""Ranks of gloo for a test: a fresh process imports torch, forks all of them and waits for them.
 
 Not in pytest's own process, which has threads by then. What a rank finds out comes back as JSON.
 """
@@ -29,10 +29,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_two_ranks(scenario: str) -> list[Any]:
+    return on_ranks(scenario, count=NUM_RANKS)
+
+
+def on_ranks(scenario: str, *, count: int) -> list[Any]:
     """What ``module:function(rank)`` returned on each rank."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.ranks", scenario, folder],
+            [sys.executable, "-m", "tests.dist.ranks", scenario, folder, str(count)],
             cwd=_ROOT,
             # Gloo listens on this interface and no other; both ranks share two cores with others.
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -48,19 +52,19 @@ def on_two_ranks(scenario: str) -> list[Any]:
             printed, _ = process.communicate()
             raise AssertionError(f"{scenario} hung:\n{printed}") from None
         assert process.returncode == 0, f"{scenario} failed:\n{printed}"
-        return [json.loads(_result(folder, rank).read_text()) for rank in range(NUM_RANKS)]
+        return [json.loads(_result(folder, rank).read_text()) for rank in range(count)]
 
 
-def main(scenario: str, folder: str) -> int:
+def main(scenario: str, folder: str, count: str) -> int:
     module, _, function = scenario.partition(":")
     run = getattr(importlib.import_module(module), function)  # once for both ranks
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, "a fork keeps one thread, and perhaps the locks of the others"
     ranks = []
-    for rank in range(NUM_RANKS):
+    for rank in range(int(count)):
         child = os.fork()
         if child == 0:
-            os._exit(_rank(run, Path(folder), rank))
+            os._exit(_rank(run, Path(folder), rank, int(count)))
         ranks.append(child)
     while ranks:
         ended, status = os.wait()
@@ -72,7 +76,7 @@ def main(scenario: str, folder: str) -> int:
     return 0
 
 
-def _rank(run: Callable[[int], Any], folder: Path, rank: int) -> int:
+def _rank(run: Callable[[int], Any], folder: Path, rank: int, count: int) -> int:
     faulthandler.dump_traceback_later(_RANK_SECONDS, exit=True)
     try:
         torch.set_num_threads(1)
@@ -80,7 +84,7 @@ def _rank(run: Callable[[int], Any], folder: Path, rank: int) -> int:
             "gloo",
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
-            world_size=NUM_RANKS,
+            world_size=count,
             timeout=timedelta(seconds=_EXCHANGE_SECONDS),
         )
         _result(folder, rank).write_text(json.dumps(run(rank)))

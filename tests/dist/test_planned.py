@@ -1,36 +1,47 @@
-"""Plans for two ranks, made and run through the public API: the training of one device, by value."""
+"""Plans for ranks, made and run through the public API: the training of one device, by value."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.dist.planned import CASES, NUM_RANKS
-from tests.dist.ranks import on_two_ranks
+from tests.dist.planned import CASES, ON_FOUR, Case
+from tests.dist.ranks import on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def test_ranks_that_share_the_batch_train_as_one_device(
-    costs: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("scenario", "cases", "count"), [("trained", CASES, 2), ("trained_on_four", ON_FOUR, 4)]
+)
+def test_ranks_train_as_one_device(
+    costs: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, cases: dict[str, Case], count: int
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
-    first, second = on_two_ranks("tests.dist.planned:trained")
-    assert first.keys() == second.keys() == CASES.keys()
-    for name, case in CASES.items():
-        one, other = first[name], second[name]
-        assert one["ranks"] == NUM_RANKS, name
+    ranks = on_ranks(f"tests.dist.planned:{scenario}", count=count)
+    for name, case in cases.items():
+        one, *others = (rank[name] for rank in ranks)
+        assert one["axes"] == case.layout.axes, name
         # The same bits on every rank, and one device's numbers but for the order of a sum.
-        assert one["digest"] == other["digest"], name
-        assert one["losses"] == other["losses"] == pytest.approx(one["expected"], rel=1e-9), name
+        assert [other["digest"] for other in others] == [one["digest"]] * (count - 1), name
+        assert [other["losses"] for other in others] == [one["losses"]] * (count - 1), name
+        assert one["losses"] == pytest.approx(one["expected"], rel=1e-9), name
         assert one["losses"][-1] < one["losses"][0], name
-        assert one["error"] < 1e-9, name
         # What is drawn next is drawn alike: loaders shuffle the same way.
-        assert one["after"] == other["after"], name
-        assert one["executed"] == one["planned"], name
-        assert one["handed_bytes"] == one["predicted_bytes"] > 0, name
-        assert one["peak_bytes"] == pytest.approx(one["predicted_peak_bytes"], rel=0.01), name
-        assert "a batch of 7 has no equal shares for 2 ranks" in one["refused"], name
-        assert ("accumulate" in one["rules"]) == (case.micro_batches > 1), name
-        assert ("recompute" in one["rules"]) == (case.share_of_plain is not None), name
+        assert [other["after"] for other in others] == [one["after"]] * (count - 1), name
+        for rank in (one, *others):
+            _agrees(rank, case, name)
+
+
+def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
+    """What it did with what was said."""
+    assert rank["error"] < 1e-9, name
+    assert rank["executed"] == rank["planned"], name
+    assert rank["handed_bytes"] == rank["predicted_bytes"] > 0, name
+    assert rank["peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01), name
+    if case.layout.batch > 1:
+        assert "a batch of 7 has no equal shares for 2 ranks" in rank["refused"], name
+    assert ("accumulate" in rank["rules"]) == (case.micro_batches > 1), name
+    assert ("recompute" in rank["rules"]) == (case.share_of_plain is not None), name

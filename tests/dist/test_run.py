@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
@@ -41,9 +43,23 @@ def batches():
 
 
 def workload():
-    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.GELU(), nn.Linear(32, 16))
+    torch.manual_seed(2)
+    dropout = nn.Dropout(float(os.environ.get("DROPOUT", "0.2")))
+    model = nn.Sequential(nn.Linear(16, 32), dropout, nn.GELU(), nn.Linear(32, 16))
     return sy.Workload(model, loss, batches, partial(torch.optim.AdamW, lr=1e-2))
 '''
+_PARTS = """
+[[overlap]]
+window = 1
+"""+ "".join(
+    f"""
+[[shard_tensor]]
+ranks = 2
+parameter = "{name}"
+dim = {dim}
+"""
+    for name, dim in (("0.bias", 0), ("0.weight", 0), ("3.weight", 1))
+)
 _ON_TWO = '\n[[overlap]]\nwindow = 1\n\n[[shard_batch]]\nranks = 2\nbucket = "64 KiB"\n'
 
 
@@ -75,10 +91,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory, costs: Path) -> Iterator[Pa
         yield path
 
 
+def tensors(checkpoint: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Of the model and the optimizer."""
+    found = {}
+    for path in (checkpoint / "model.safetensors", checkpoint / "optimizer.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            found |= {f"{path.stem} {n}": file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    return found
+
+
 def weights(checkpoint: Path) -> dict[str, bytes]:
-    (file,) = checkpoint.glob("model*.safetensors")
-    with safe_open(file, framework="numpy") as found:
-        return {name: found.get_tensor(name).tobytes() for name in found.keys()}  # noqa: SIM118
+    return {name: tensor.tobytes() for name, tensor in tensors(checkpoint).items()}
 
 
 def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
@@ -98,6 +121,34 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
     said = json.loads((folder / "train.plan.json").read_text())["measured"]
     assert (said["steps"], said["first_step"]) == (6, 5)
     assert weights(folder / "killed" / "step-000006") == weights(folder / "whole" / "step-000006")
+
+
+def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
+    """On ranks that share the batch, on ranks that hold parts, of which one is killed, on one."""
+
+    def run(plan: str, steps: int, *arguments: str, **environ: str) -> str:
+        every = ("--checkpoint-every", "1", "--rank-timeout", "60s", "--plan", plan)
+        taken = ("--steps", str(steps), *every, "--checkpoint", *arguments)
+        ran = steelyard(folder, "run", "train.py", *taken, DROPOUT="0", **environ)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stderr
+
+    given = ("plan", "train.py", "--ranks", "2", "--quiet", "-o", "alone.plan.toml")
+    assert steelyard(folder, *given, DROPOUT="0").returncode == 0
+    alone = (folder / "alone.plan.toml").read_text()
+    (folder / "batch.plan.toml").write_text(alone + _ON_TWO)
+    (folder / "parts.plan.toml").write_text(alone + _PARTS)
+    run("alone.plan.toml", 7, "alone")
+    run("batch.plan.toml", 2, "chain")
+    said = run("parts.plan.toml", 6, "chain", "--resume", "chain", KILLED="1")
+    assert "rank 1 was killed" in said
+    assert said.count("started again") == 1
+    run("alone.plan.toml", 7, "chain", "--resume", "chain")
+    ours, theirs = (tensors(folder / name / "step-000007") for name in ("chain", "alone"))
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert ours[name].shape == expected.shape, name
+        assert np.allclose(ours[name], expected, rtol=1e-4, atol=1e-6), name
 
 
 def test_ctrl_c_stops_all_ranks_after_one_step_and_saves_it(folder: Path) -> None:

@@ -20,14 +20,16 @@ _FIND = {
 }
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "p2.16xlarge", "dgx-1-v100"])
-def test_a_curve_is_what_the_quickest_algorithm_takes(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stride"), [("dgx-h100", 1), ("p2.16xlarge", 1), ("dgx-1-v100", 1), ("p2.16xlarge", 4)]
+)
+def test_a_curve_is_what_the_quickest_algorithm_takes(name: str, stride: int) -> None:
     tree = Cluster.named(name).tree
-    numbers = [n for n in (2, 4, 8) if n <= tree.num_devices]
-    found = carried(tree, axis="data", numbers=numbers)
-    assert found.keys() == {("data", kind, n) for kind in _FIND for n in numbers}
-    for (_, kind, ranks), link in found.items():
-        way = route(tree, range(ranks))
+    numbers = [n for n in (2, 4, 8) if n * stride <= tree.num_devices]
+    found = carried(tree, axis="data", numbers=numbers, stride=stride)
+    assert found.keys() == {("data", kind, n, stride) for kind in _FIND for n in numbers}
+    for (_, kind, ranks, _), link in found.items():
+        way = route(tree, range(0, ranks * stride, stride))
         for nbytes in (4, 1 << 20, 1 << 30):
             quickest = _FIND[kind](way, nbytes)[0].seconds
             assert link.seconds(nbytes, messages=1) == pytest.approx(quickest)
@@ -43,5 +45,5 @@ def test_prices_go_by_all_that_is_exchanged(kind: Exchange) -> None:
     nbytes = 3 << 20
     collective = GLOO.collective(kind, axis="data", num_ranks=4, nbytes=nbytes)
     assert collective.whole_bytes == nbytes
-    link = costs.carried["data", kind, 4]
+    link = costs.carried["data", kind, 4, 1]
     assert costs.exchange_seconds(collective).value == link.seconds(nbytes, messages=1) > 0

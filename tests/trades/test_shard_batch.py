@@ -19,7 +19,7 @@ from steelyard.core.cluster import Device, Link, Member, Scope
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import OutputKind, Role
-from steelyard.core.layout import DATA, Layout
+from steelyard.core.layout import DATA, TENSOR, Layout
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.predict import predict, step_seconds
@@ -46,7 +46,7 @@ def trial() -> Trial:
 
 def costs(rate: float) -> Costs:
     link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
-    return Costs(device=DEVICE, links={DATA: link})
+    return Costs(device=DEVICE, links={DATA: link, TENSOR: link})
 
 
 def shared(ranks: int, *more: Rule, bucket_bytes: int = 16 * KIB) -> Program:

@@ -3,6 +3,7 @@
 Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``: see training.py.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Role
-from steelyard.core.layout import Layout
+from steelyard.core.layout import DATA, Layout
 from steelyard.core.plan import Plan
 from steelyard.core.program import Program
 from steelyard.core.receipt import Measured, Receipt
@@ -32,6 +33,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.source import Laid
 from steelyard.core.trade import strike
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
 from steelyard.measure.meter import meter_once
 from steelyard.measure.process import rss_peak_bytes
@@ -71,12 +73,14 @@ class Step:
         self._prices = prices
         self._update = update
         self.ranks = Ranks.of(Layout.of(plan.decisions.rules))
-        if self.ranks.channels:
+        if self.ranks.groups:
             begin_alike([*source.model.parameters(), *source.model.buffers()])
+        self._parts: Parts | None = None
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far
         self.far = FarMemory(far) if far else None
+        self._parts = self.ranks.parts_of(source.model, program)
         live_optimizer = None if optimizer is None else optimizer(source.model.parameters())
         states = self._states_far(live_optimizer, program)
         self.live = LiveStep(
@@ -86,11 +90,12 @@ class Step:
             batch=source.batch,
             optimizer=live_optimizer,
             states=states,
+            parts=self._parts,
             reduction=source.reduction().value if program.parts > 1 else "mean",
             other_shape=self._other_shape,
             runner=self._runner(states),
             reads=captured.reads,
-            rank=self.ranks.rank,
+            rank=program.layout.place(self.ranks.rank, DATA),
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.parts * program.graph.resident_bytes(Role.BATCH)
@@ -119,8 +124,22 @@ class Step:
 
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Add gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would."""
+        if self._parts is not None:
+            raise BadInput(
+                "step.backward leaves gradients, of which this rank would have parts: to clip them "
+                "by their norm, or to unscale them, each rank would do something else",
+                expected="step(batch), which updates too",
+                remedy="take the shard_tensor rules out of the plan, or call step(batch)",
+            )
         self._keeps_gradients = self._keeps_gradients or bool(self.live.gradients())
         return self.live.backward(batch, scale)
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the model is whole on every rank, to evaluate or save it; all enter together.
+
+        Between steps a rank may hold parts of weights, where the plan shards tensors.
+        """
+        return self.live.whole()
 
     def receipt(self) -> "ShownReceipt":
         """What the steps so far cost, beside what they were predicted to cost."""
@@ -231,9 +250,12 @@ class Step:
     def _program_at(self, source: StepSource) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step."""
         rules = [self._at(rule, source) for rule in self.plan.decisions.rules]
-        base = Program.plain(source.captured().graph, update=self._update)
-        program = strike(base, rules, trades=TRADES, source=source)
-        return program, source.captured(micro_batches=program.parts)
+        # A whole model is traced, of which there are parts once the first step is bound.
+        with self._parts.imagined() if self._parts else contextlib.nullcontext():
+            graph = source.captured().graph
+            base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
+            program = strike(base, rules, trades=TRADES, source=source)
+            return program, source.captured(micro_batches=program.parts)
 
     def _at(self, rule: Rule, source: StepSource) -> Rule:
         """A last batch that is no multiple of the parts is cut into the fewest no larger."""

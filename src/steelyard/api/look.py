@@ -26,6 +26,7 @@ from steelyard.core.quad import Estimate
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
 from steelyard.core.sliced_updates import why_whole
 from steelyard.core.trade import Trade, strike
+from steelyard.exchange.parts import why_unparted
 from steelyard.exchange.states import why_uncut, why_undivided
 from steelyard.operators import is_pointwise
 from steelyard.predict import predict
@@ -64,12 +65,13 @@ class Request:
             loss=self.loss,
             batch=self.batch,
             decomposition=self.decomposition or DECOMPOSITIONS[self.runner][0],
+            optimizer=self.optimizer,
         )
         if source.is_imagined:
             # What can be run is traced whole, once for planning and for running.
             source = replace(source, for_planning=True)
         graph = source.graph(micro_batches=1)
-        update = None if self.optimizer is None else source.update(self.optimizer)
+        update = source.update()
         base = Program.plain(graph, update=update)
         prices = Prices(self.cluster, on_progress=self.on_progress)
         prices.know(graph)
@@ -79,7 +81,9 @@ class Request:
             if self.cluster.far is not None:
                 undivided = why_undivided(self.optimizer, dims_of(update))
                 update = replace(update, undivided=undivided, uncut=self._uncut(update))
-                base = replace(base, update=update)
+            if self.cluster.num_devices > 1:
+                update = replace(update, unparted=why_unparted(self.optimizer))
+            base = replace(base, update=update)
         prices.check(source, base)
         watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
         return Look(request=self, source=source, base=base, prices=prices, watch=watch)

@@ -19,8 +19,9 @@ from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs, Missing, OperatorCost
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
-from steelyard.core.layout import DATA
+from steelyard.core.layout import DATA, TENSOR
 from steelyard.core.machine import available_bytes
+from steelyard.core.parting import Parting, Region
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
@@ -64,7 +65,9 @@ class Prices:
         links: dict[str, Link] = {}
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring how ranks reach one another")
-            links[DATA] = measured_loopback(cluster.num_devices, cache=self._cache)
+            # Of one machine's ranks any two are as near.
+            loopback = measured_loopback(cluster.num_devices, cache=self._cache)
+            links |= {DATA: loopback, TENSOR: loopback}
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
@@ -254,13 +257,18 @@ class Prices:
         return program.repeats * sum(self.costs.seconds(node).value for node in computed)
 
 
-def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int], Link]:
-    """What exchanges take among ranks that are not here."""
+def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
+    """What exchanges take among ranks that are not here: neighbours that share tensors, and those
+    of as many such groups that share the batch."""
     count = cluster.num_devices
     if count == 1 or cluster.device.is_here:
         return {}
-    numbers = (n for n in range(2, count + 1) if count % n == 0)
-    return carried(cluster.tree, axis=DATA, numbers=numbers)
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    found = carried(cluster.tree, axis=TENSOR, numbers=divisors[1:])
+    for stride in divisors[:-1]:
+        numbers = [n for n in divisors[1:] if count % (n * stride) == 0]
+        found |= carried(cluster.tree, axis=DATA, numbers=numbers, stride=stride)
+    return found
 
 
 def dims_of(update: Program) -> list[int]:
@@ -275,6 +283,8 @@ class PricedSource:
     def __init__(self, source: StepSource, prices: Prices) -> None:
         self._source = source
         self._prices = prices
+        self._parted: dict[tuple[str, Parting, int], Graph] = {}
+        self._updates: dict[Parting, Program] = {}
 
     def graph(self, *, micro_batches: int) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches)
@@ -293,6 +303,22 @@ class PricedSource:
                     remedy="take the stream rule out of the plan, or plan again",
                 )
         return graph
+
+    def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
+        return self._source.regions(graph, num_ranks=num_ranks)
+
+    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+        key = graph.fingerprint, choice, rank
+        if key not in self._parted:
+            self._parted[key] = self._source.in_parts(graph, choice, rank=rank)
+            self._prices.know(self._parted[key])
+        return self._parted[key]
+
+    def update_in_parts(self, update: Program, choice: Parting) -> Program:
+        if choice not in self._updates:
+            self._updates[choice] = self._source.update_in_parts(update, choice)
+            self._prices.know(self._updates[choice].graph)
+        return self._updates[choice]
 
     def divisors(self) -> tuple[int, ...]:
         return self._source.divisors()

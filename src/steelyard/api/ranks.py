@@ -8,16 +8,23 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from steelyard import _torch
 from steelyard.api.workload import Workload
 from steelyard.core.errors import Mismatch
-from steelyard.core.layout import DATA, Layout
+from steelyard.core.layout import ALONE, Layout
 from steelyard.core.machine import cores_of
+from steelyard.core.placement import Shard
+from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.parts import Parts, Way
+from steelyard.run.bind import live_tensors
 from steelyard.run.ranks.agreement import words_for
 from steelyard.run.ranks.join import joined
 from steelyard.run.ranks.together import Alone, InGroup, Together
@@ -25,16 +32,13 @@ from steelyard.run.ranks.who import who_am_i
 from steelyard.run.ranks.witness import recorded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Which of the ranks this process is, and over what it speaks along each axis."""
+    """Which of the ranks this process is, and with whom it speaks along each axis."""
 
+    layout: Layout = ALONE
     rank: int = 0
-    channels: Mapping[str, Channel] = field(default_factory=dict)
-
-    @property
-    def together(self) -> Together:
-        return InGroup() if self.channels else Alone()
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: Layout) -> "Ranks":
@@ -51,7 +55,38 @@ class Ranks:
                 remedy="steelyard run starts them; or torchrun, with init_process_group before "
                 "apply; or plan again for this many",
             )
-        return cls(rank=group.rank(), channels={DATA: Channel.of(group)})
+        return cls(layout=layout, rank=group.rank(), groups=_groups(layout, group))
+
+    @property
+    def together(self) -> Together:
+        return InGroup() if self.groups else Alone()
+
+    @cached_property
+    def channels(self) -> Mapping[str, Channel]:
+        return {axis: Channel.of(group) for axis, group in self.groups.items()}
+
+    def parts_of(self, model: nn.Module, program: Program) -> Parts | None:
+        """The model cut to what this rank holds of it; None where that is all of it."""
+        choice = program.parting
+        if choice is None:
+            return None
+        place = self.layout.place(self.rank, choice.axis)
+        ways = {
+            name: Way(
+                shard=lies, num_ranks=choice.num_ranks, rank=place, group=self.groups[choice.axis]
+            )
+            for name, lies in choice.inputs
+            if isinstance(lies, Shard)
+        }
+        return Parts(live_tensors(model, {}), ways)
+
+
+def _groups(layout: Layout, everyone: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
+    axes = layout.axes
+    if len(axes) == 1:
+        return dict.fromkeys(axes, everyone)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return {axis: mesh.get_group(axis) for axis in axes}
 
 
 @contextlib.contextmanager

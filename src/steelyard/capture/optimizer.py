@@ -4,7 +4,8 @@ Its second step, when the state exists. Not for running it: the live optimizer d
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,20 +16,26 @@ from steelyard.capture.fakes import StorageWatch, like
 from steelyard.capture.plain import layout, plain_argument, signature_of_call
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph, Node, Phase, Ref, Role, Storage, Tensor
+from steelyard.core.placement import Placement, Shard, local_shape, local_stride
 from steelyard.core.program import Instruction, Program
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+# How some parameters lie, by name, and on how many ranks.
+Shares = Mapping[str, tuple[Placement, int]]
 
 
 def capture_update(
-    model: nn.Module, make: OptimizerFactory, *, without_gradient: frozenset[str] = frozenset()
+    model: nn.Module,
+    make: OptimizerFactory,
+    *,
+    without_gradient: frozenset[str] = frozenset(),
+    shares: Shares = MappingProxyType({}),
 ) -> Program:
+    """With ``shares`` that of one rank, which has but parts of some parameters."""
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     parameters: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        twin = like(parameter, mode)
-        assert isinstance(twin, nn.Parameter)
-        parameters[name] = twin
+        parameters[name] = _twin(parameter, mode, shares.get(name))
     with mode:
         optimizer = _made(make, list(parameters.values()))
         for name, parameter in parameters.items():
@@ -47,6 +54,17 @@ def capture_update(
                 remedy="plan without optimizer= and step your own after step.backward(batch)",
             ) from error
     return recorder.program()
+
+
+def _twin(parameter: nn.Parameter, mode: Any, share: tuple[Placement, int] | None) -> nn.Parameter:
+    twin = like(parameter, mode)
+    assert isinstance(twin, nn.Parameter)
+    if share is not None and isinstance(share[0], Shard):
+        with mode:
+            shape = local_shape(tuple(twin.shape), *share)
+            stride = local_stride(tuple(twin.shape), twin.stride(), shape)
+            twin.data = torch.empty_strided(shape, stride, dtype=twin.dtype, device=twin.device)
+    return twin
 
 
 def _made(make: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

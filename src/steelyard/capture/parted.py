@@ -110,12 +110,21 @@ class _Parting:
 
     def result(self) -> Graph:
         outputs = self._own_gradients(tuple(self._left(o) for o in self._graph.outputs))
+        # A mean over classes in parts is spelled as sums; what it counts are targets of all ranks.
+        counts = tuple(
+            replace(
+                mean,
+                targets=self._as(mean.targets, REPLICATE, at=self._graph.by_name[mean.targets]),
+            )
+            for mean in self._graph.counted
+        )
         nodes = tuple(numbered(self._local.nodes))
         graph = replace(
             self._graph,
             nodes=nodes,
             storages=tuple(self._local.storages),
             outputs=outputs,
+            counts=counts,
             runs=tuple(run for run in self._graph.runs if _still_equal(nodes, run)),
         )
         assert not graph.problems(), graph.problems()

@@ -19,13 +19,18 @@ from steelyard.capture.deep import multiplied
 from steelyard.capture.eager import EagerTwin, eager_twin
 from steelyard.capture.fakes import on_cpu, put_back_on_failure
 from steelyard.capture.hooks import refuse_hooks
-from steelyard.capture.optimizer import OptimizerFactory, capture_update
+from steelyard.capture.optimizer import OptimizerFactory, Shares, capture_update
+from steelyard.capture.parted import parted
 from steelyard.capture.plain import to_graph
 from steelyard.capture.reads import Reads
+from steelyard.capture.regions import regions
 from steelyard.capture.short import Short, shortened
 from steelyard.capture.trace import Loss, trace
+from steelyard.core.collective import GLOO
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph
+from steelyard.core.parting import Parting, Region
+from steelyard.core.placement import REPLICATE
 from steelyard.core.plan import BatchEntry
 from steelyard.core.program import Program
 
@@ -56,6 +61,7 @@ class StepSource:
     batch: Any
     decomposition: str = "python-2"
     for_planning: bool = False
+    optimizer: OptimizerFactory | None = None
     _captured: dict[int, Captured] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
@@ -98,9 +104,29 @@ class StepSource:
     def _twin_of(self, model: nn.Module) -> EagerTwin:
         return eager_twin(model, self.loss, self.batch)
 
-    def update(self, make: OptimizerFactory) -> Program:
-        graph = self.graph(micro_batches=1)
-        return capture_update(self.model, make, without_gradient=frozenset(graph.unused))
+    def update(self) -> Program | None:
+        return None if self.optimizer is None else self._update(self.optimizer, {})
+
+    def update_in_parts(self, update: Program, choice: Parting) -> Program:
+        """As ``update``, which is the whole one, is known otherwise."""
+        assert self.optimizer is not None, "there is an update, so somebody makes it"
+        inputs = dict(choice.inputs)
+        shares = {
+            name: (inputs.get(f"parameter:{name}", REPLICATE), choice.num_ranks)
+            for name, _ in self.model.named_parameters()
+        }
+        parted = self._update(self.optimizer, shares)
+        return replace(update, graph=parted.graph, instructions=parted.instructions)
+
+    def _update(self, make: OptimizerFactory, shares: Shares) -> Program:
+        unused = frozenset(self.graph(micro_batches=1).unused)
+        return capture_update(self.model, make, without_gradient=unused, shares=shares)
+
+    def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
+        return regions(graph, num_ranks=num_ranks)
+
+    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+        return parted(graph, choice, rank=rank, transport=GLOO)
 
     def entries(self) -> tuple[BatchEntry, ...]:
         return entries(self.batch)
@@ -125,7 +151,7 @@ class StepSource:
 
     def _like(self, **changed: Any) -> "StepSource":
         """``dataclasses.replace`` would carry over what was captured."""
-        kept = ("model", "loss", "batch", "decomposition", "for_planning")
+        kept = ("model", "loss", "batch", "decomposition", "for_planning", "optimizer")
         return StepSource(**{**{name: getattr(self, name) for name in kept}, **changed})
 
     def _capture(self, micro_batches: int) -> Captured:

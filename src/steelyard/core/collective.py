@@ -23,7 +23,8 @@ class Collective:
     """One exchange, from the call that issues it to the call that waits for it.
 
     Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other. ``held_bytes`` are
-    the backend's own, besides arguments and results, until the wait is over.
+    the backend's own, besides arguments and results, until the wait is over. Of all ranks there are
+    every ``stride``-th takes part.
     """
 
     kind: Exchange
@@ -32,6 +33,7 @@ class Collective:
     sent_bytes: int
     hops: int
     held_bytes: int = 0
+    stride: int = 1
 
     @property
     def whole_bytes(self) -> int:
@@ -57,7 +59,9 @@ class Transport:
     copies: frozenset[Exchange] = frozenset()
     reduces_all: frozenset[Exchange] = frozenset()
 
-    def collective(self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int) -> Collective:
+    def collective(
+        self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int, stride: int = 1
+    ) -> Collective:
         """The exchange of a tensor that is ``nbytes`` large as a whole, around a ring."""
         # A ring passes every share but one's own once to gather, and once more to reduce first.
         rounds = 2 if kind is Exchange.ALL_REDUCE or kind in self.reduces_all else 1
@@ -69,6 +73,7 @@ class Transport:
             sent_bytes=hops * -(-nbytes // num_ranks),
             hops=hops,
             held_bytes=nbytes if kind in self.copies else 0,
+            stride=stride,
         )
 
 

@@ -39,8 +39,8 @@ class Costs:
     more to what comes between them, in whatever way each is then computed.
     ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
     ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
-    memory, which takes ``far_bytes``; ``carried`` what an exchange takes as a whole, by axis, kind
-    and number of ranks, where it is known so.
+    memory, which takes ``far_bytes``; ``carried`` what an exchange takes as a whole, by axis, kind,
+    number of ranks and how far they are apart, where it is known so.
     """
 
     device: Device
@@ -50,7 +50,7 @@ class Costs:
     update_call_seconds: Estimate = NOTHING
     links: Mapping[str, Link] = field(default_factory=dict)
     far_bytes: int = 0
-    carried: Mapping[tuple[str, Exchange, int], Link] = field(default_factory=dict)
+    carried: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
 
     def seconds(self, node: Node) -> Estimate:
         if node.is_free:
@@ -102,7 +102,8 @@ class Costs:
 
     def exchange_seconds(self, collective: Collective) -> Estimate:
         """What the exchange takes on its link, apart from the call that issues it."""
-        whole = self.carried.get((collective.axis, collective.kind, collective.num_ranks))
+        ranks = collective.num_ranks, collective.stride
+        whole = self.carried.get((collective.axis, collective.kind, *ranks))
         if whole is not None:
             seconds = whole.seconds(collective.whole_bytes, messages=1)
             return Estimate.within(seconds, share=whole.doubt)

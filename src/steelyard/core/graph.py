@@ -346,7 +346,8 @@ class Graph:
 
     ``unused`` lists trainable parameters that the loss does not depend on (their gradient stays
     None, as in eager PyTorch). ``eager_peak_bytes`` is what eager PyTorch would hold above the
-    resident bytes in the same forward and backward pass.
+    resident bytes in the same forward and backward pass. ``counts`` are the counted means of the
+    loss where a rewrite has spelled some of them otherwise.
     """
 
     nodes: tuple[Node, ...]
@@ -356,6 +357,7 @@ class Graph:
     runs: tuple[BlockRun, ...] = ()
     unused: tuple[str, ...] = ()
     eager_peak_bytes: int = 0
+    counts: tuple[Counted, ...] | None = None
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -381,6 +383,8 @@ class Graph:
     @cached_property
     def counted(self) -> tuple[Counted, ...]:
         """The counted means in the loss; two that count the same targets are listed once."""
+        if self.counts is not None:
+            return self.counts
         found = []
         for node in map(self.by_name.__getitem__, self._counted_means):
             targets, ignored = node.args[1], node.args[4]

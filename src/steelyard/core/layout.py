@@ -8,31 +8,43 @@ from dataclasses import dataclass
 
 from steelyard.core.rules import Rule
 
-# The mesh axis of ranks that hold the same weights and work on different samples.
-DATA = "data"
+# The mesh axis of ranks that hold the same weights and work on different samples, and that of ranks
+# which hold parts of the same weights and work on the same samples.
+DATA, TENSOR = "data", "tensor"
 # Trades whose rules say where the step lies, and what goes on while ranks exchange.
-LAYOUT_TRADES = frozenset({"shard_batch", "overlap"})
+LAYOUT_TRADES = frozenset({"shard_tensor", "shard_batch", "overlap"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """``batch``: so many ranks share the batch equally, each with a model of its own."""
+    """``batch``: so many groups of ranks share the batch equally; ``tensor``: so many ranks to a
+    group, which share tensors of one model. Ranks of a group are neighbours."""
 
     batch: int = 1
+    tensor: int = 1
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> "Layout":
-        degrees = [rule.degree for rule in rules if rule.trade == "shard_batch"]
-        return cls(batch=max(degrees, default=1))
+        rules = tuple(rules)
+        return cls(batch=_degree(rules, "shard_batch"), tensor=_degree(rules, "shard_tensor"))
 
     @property
     def num_ranks(self) -> int:
-        return self.batch
+        return self.batch * self.tensor
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh: the number of ranks along each axis that has more than one."""
-        return {DATA: self.batch} if self.batch > 1 else {}
+        """The mesh, neighbours last: the number of ranks along each axis that has several."""
+        sizes = {DATA: self.batch, TENSOR: self.tensor}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    def place(self, rank: int, axis: str) -> int:
+        """Which of the ranks along this axis it is."""
+        return rank // self.tensor if axis == DATA else rank % self.tensor
+
+
+def _degree(rules: tuple[Rule, ...], trade: str) -> int:
+    return max((rule.degree for rule in rules if rule.trade == trade), default=1)
 
 
 ALONE = Layout()

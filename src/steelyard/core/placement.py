@@ -70,14 +70,21 @@ def local_tensor(tensor: Tensor, placement: Placement, num_ranks: int) -> Tensor
     shape = local_shape(tensor.shape, placement, num_ranks)
     if shape == tensor.shape:
         return tensor
-    order = sorted(range(len(shape)), key=lambda d: (-tensor.stride[d], d))
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(order):
+    stride = local_stride(tensor.shape, tensor.stride, shape)
+    return replace(tensor, shape=shape, stride=stride, offset=0)
+
+
+def local_stride(
+    shape: tuple[int, ...], stride: tuple[int, ...], part: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Of a part of that shape, dense in memory in the order in which the whole is."""
+    found, step = [0] * len(part), 1
+    for dim in sorted(range(len(part)), key=lambda d: (stride[d], -d)):
         # An expanded dim has no memory of its own.
-        if tensor.stride[dim] or tensor.shape[dim] == 1:
-            stride[dim] = step
-            step *= shape[dim]
-    return replace(tensor, shape=shape, stride=tuple(stride), offset=0)
+        if stride[dim] or shape[dim] == 1:
+            found[dim] = step
+            step *= part[dim]
+    return tuple(found)
 
 
 def seen_through(

@@ -55,7 +55,7 @@ class Decisions:
         """Four hexadecimal digits that name the decisions in print."""
         # A plan is called as it was before there were lags, times and buckets.
         rules = str(tuple(sorted(self.rules)))
-        for unsaid in (", lag=0, lead=0", ", times=1", ", bucket_bytes=0"):
+        for unsaid in (", lag=0, lead=0", ", times=1", ", bucket_bytes=0", ", dim=0, groups=1"):
             rules = rules.replace(unsaid, "")
         text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
         return sha256(text.encode()).hexdigest()[:4]

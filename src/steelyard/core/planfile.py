@@ -80,6 +80,17 @@ class _Accumulate(BaseModel):
     degree: Annotated[int, Field(ge=1, le=_LARGEST, alias="micro_batches")]
 
 
+class _ShardTensor(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 100_000
+
+    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    module: Annotated[str, Field(alias="parameter")]
+    dim: Annotated[int, Field(ge=0, le=63)]
+    groups: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+
+
 class _ShardBatch(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 1
@@ -124,9 +135,11 @@ class _OffloadState(BaseModel):
 
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
 _TABLES: dict[
-    str, type[_Quantise | _Accumulate | _Stream | _ShardBatch | _Overlap | _OffloadState]
+    str,
+    type[_Quantise | _Accumulate | _Stream | _ShardTensor | _ShardBatch | _Overlap | _OffloadState],
 ] = {
     "accumulate": _Accumulate,
+    "shard_tensor": _ShardTensor,
     "stream": _Stream,
     "shard_batch": _ShardBatch,
     "overlap": _Overlap,
@@ -359,7 +372,7 @@ def _lines(decisions: Decisions) -> Iterator[str]:
             yield f"{info.alias or field} = {_toml(written)}"
 
 
-_UNSAID = {("recompute", "times"): 1, ("offload", "degree"): 0}
+_UNSAID = {("recompute", "times"): 1, ("offload", "degree"): 0, ("shard_tensor", "groups"): 1}
 
 
 def _toml(value: str | int | float) -> str:

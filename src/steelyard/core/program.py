@@ -12,6 +12,7 @@ from steelyard.core.cluster import far_room
 from steelyard.core.coding import ENCODE
 from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase
 from steelyard.core.layout import ALONE, Layout
+from steelyard.core.parting import Parting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,12 @@ class Underway:
 class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
 
-    With a ``layout`` it is that of one rank, and ranks differ only in their part of the batch.
+    With a ``layout`` it is that of ``rank``; those of ranks that work on different samples are
+    alike. ``parting`` says which of the model's tensors it holds a part of.
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
-    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot, and
-    ``uncut`` of which parameters it cannot be some rows at a time, and why.
+    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot,
+    ``uncut`` of which parameters it cannot be some rows at a time, and why, and ``unparted`` why
+    it would be another on parts of parameters.
     """
 
     graph: Graph
@@ -57,15 +60,18 @@ class Program:
     loss: str = ""
     repeats: int = 1
     layout: Layout = ALONE
+    rank: int = 0
+    parting: Parting | None = None
     update: "Program | None" = None
     undivided: str = ""
+    unparted: str = ""
     uncut: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def plain(cls, graph: Graph, *, update: "Program | None" = None) -> Self:
+    def plain(cls, graph: Graph, *, update: "Program | None" = None, rank: int = 0) -> Self:
         """The graph as captured: everything the backward pass needs is kept."""
         computed = [as_captured(graph, name) for name in order_of(graph)]
-        return cls.of(graph, computed, update=update)
+        return replace(cls.of(graph, computed, update=update), rank=rank)
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ class Rule:
     wanted back.
     Where a trade is on parameters and not on calls, ``op`` says what of them.
     ``times`` is how often at most a value is made again. ``bucket_bytes`` is how much goes in one
-    exchange, of what is sent together.
+    exchange, of what is sent together. ``dim`` and ``groups`` say along what a tensor is cut.
     """
 
     trade: str
@@ -36,6 +36,8 @@ class Rule:
     lead: int = 0
     times: int = 1
     bucket_bytes: int = 0
+    dim: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,12 @@ def starred(module: str, run: BlockRun) -> str | None:
     if not run.first <= index < run.first + run.count:
         return None
     return ".".join([*parts[: len(prefix)], "*", *parts[len(prefix) + 1 :]])
+
+
+def pattern_of(name: str, runs: Iterable[BlockRun]) -> str:
+    """Of what equal blocks hold alike the same."""
+    patterns = (starred(name, run) for run in sorted(runs, key=lambda r: -len(r.prefix)))
+    return next((p for p in patterns if p is not None), name)
 
 
 def _operators(count: int) -> str:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from steelyard.core.graph import Graph
 from steelyard.core.layout import Layout
+from steelyard.core.parting import Parting, Region
+from steelyard.core.program import Program
 
 
 class Source(Protocol):
@@ -17,6 +19,18 @@ class Source(Protocol):
 
     def rewritten(self, graph: Graph) -> Graph:
         """A graph that a trade made of one of these, once it is known here too."""
+        ...
+
+    def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
+        """What could be cut together, of a graph's parameters."""
+        ...
+
+    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+        """The graph of one of the ranks among which tensors lie in parts."""
+        ...
+
+    def update_in_parts(self, update: Program, choice: Parting) -> Program:
+        """The optimizer's step on one rank's parts."""
         ...
 
     def divisors(self) -> tuple[int, ...]:
@@ -40,6 +54,15 @@ class Laid:
 
     def rewritten(self, graph: Graph) -> Graph:
         return self.source.rewritten(graph)
+
+    def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
+        return self.source.regions(graph, num_ranks=num_ranks)
+
+    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+        return self.source.in_parts(graph, choice, rank=rank)
+
+    def update_in_parts(self, update: Program, choice: Parting) -> Program:
+        return self.source.update_in_parts(update, choice)
 
     def divisors(self) -> tuple[int, ...]:
         ranks = self.layout.batch

@@ -4,10 +4,10 @@ As DistributedDataParallel does (Li et al., VLDB 2020), but as nodes of the grap
 results are waited for: see windows.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from steelyard.core.collective import Exchange, Transport
+from steelyard.core.collective import Collective, Exchange, Transport
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
 from steelyard.core.layout import DATA
@@ -18,7 +18,7 @@ SHARE = "share"
 
 
 def with_whole_loss(
-    graph: Graph, *, num_ranks: int, transport: Transport, axis: str = DATA
+    graph: Graph, *, num_ranks: int, transport: Transport, axis: str = DATA, stride: int = 1
 ) -> Graph:
     """The loss of all ranks' samples, in place of this rank's own: what each weighs is an input of
     the step, for it may depend on the batch."""
@@ -33,7 +33,7 @@ def with_whole_loss(
         moved_bytes=3 * given.nbytes,
     )  # fmt: skip
     collective = transport.collective(
-        Exchange.ALL_REDUCE, axis=axis, num_ranks=num_ranks, nbytes=given.nbytes
+        Exchange.ALL_REDUCE, axis=axis, num_ranks=num_ranks, nbytes=given.nbytes, stride=stride
     )
     sent = issue(
         collective, weighed, name=f"{loss.name}_reduced",
@@ -49,18 +49,30 @@ def with_whole_loss(
 
 
 def bucketed_all_reduce(
-    graph: Graph, *, bucket_bytes: int, num_ranks: int, transport: Transport, axis: str = DATA
+    graph: Graph,
+    *,
+    bucket_bytes: int,
+    num_ranks: int,
+    transport: Transport,
+    axis: str = DATA,
+    stride: int = 1,
 ) -> Graph:
     """Every gradient summed over the ranks, in the order in which the backward pass makes them.
 
     A bucket is sent right behind its last gradient and waited for at once; gradients that come
-    out of an exchange already are left alone.
+    out of an exchange over this axis already are left alone.
     """
     change = Rewriting(graph)
+
+    def collective(nbytes: int) -> Collective:
+        return transport.collective(
+            Exchange.ALL_REDUCE, axis=axis, num_ranks=num_ranks, nbytes=nbytes, stride=stride
+        )
+
     outputs = list(graph.outputs)
-    for number, bucket in enumerate(_buckets(graph, bucket_bytes)):
+    for number, bucket in enumerate(_buckets(graph, bucket_bytes, axis)):
         gradients = [graph.by_name[outputs[place].node] for place in bucket]
-        whole = _reduced(change, gradients, number, num_ranks, transport, axis)
+        whole = _reduced(change, gradients, number, transport, collective)
         behind = gradients[-1].name
         start = 0
         for place, gradient in zip(bucket, gradients, strict=True):
@@ -87,12 +99,12 @@ def why_not_reduced(graph: Graph) -> str | None:
     return None
 
 
-def _buckets(graph: Graph, bucket_bytes: int) -> list[list[int]]:
+def _buckets(graph: Graph, bucket_bytes: int, axis: str) -> list[list[int]]:
     """Places in ``graph.outputs``; one gradient may be larger than a bucket."""
     places = [
         place
         for place, output in enumerate(graph.outputs)
-        if output.kind is OutputKind.GRADIENT and not graph.by_name[output.node].waits_for
+        if output.kind is OutputKind.GRADIENT and axis != _arrived_over(graph, output.node)
     ]
     places.sort(key=lambda place: graph.position[graph.outputs[place].node])
     buckets: list[list[int]] = []
@@ -107,13 +119,18 @@ def _buckets(graph: Graph, bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
+def _arrived_over(graph: Graph, name: str) -> str:
+    """The axis of the exchange whose result this is."""
+    sent = graph.by_name.get(graph.by_name[name].waits_for)
+    return sent.collective.axis if sent is not None and sent.collective is not None else ""
+
+
 def _reduced(
     change: Rewriting,
     gradients: Sequence[Node],
     number: int,
-    num_ranks: int,
     transport: Transport,
-    axis: str,
+    collective: Callable[[int], Collective],
 ) -> Node:
     """Issue and wait for one bucket behind its last gradient; the value that is waited for."""
     behind = gradients[-1].name
@@ -127,11 +144,8 @@ def _reduced(
         if len(flat) > 1:
             given = change.put_behind(behind, _joined(change, flat, number))
     tensor = given.outputs[0]
-    collective = transport.collective(
-        Exchange.ALL_REDUCE, axis=axis, num_ranks=num_ranks, nbytes=tensor.nbytes
-    )
     issued = issue(
-        collective, given, name=f"bucket_{number}_reduced",
+        collective(tensor.nbytes), given, name=f"bucket_{number}_reduced",
         output=change.tensor(tensor.shape, tensor.dtype), moved_bytes=2 * tensor.nbytes,
     )  # fmt: skip
     change.put_behind(behind, issued)

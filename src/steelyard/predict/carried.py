@@ -22,14 +22,14 @@ _SIZES = tuple(1 << power for power in range(2, 37, 2))
 
 
 def carried(
-    tree: Scope, *, axis: str, numbers: Iterable[int]
-) -> dict[tuple[str, Exchange, int], Link]:
-    """Of the first so many ranks, for each of ``numbers``."""
+    tree: Scope, *, axis: str, numbers: Iterable[int], stride: int = 1
+) -> dict[tuple[str, Exchange, int, int], Link]:
+    """Of so many ranks, for each of ``numbers``: the first, or every ``stride``-th."""
     found = {}
     for ranks in numbers:
-        way = route(tree, range(ranks))
+        way = route(tree, range(0, ranks * stride, stride))
         for kind, algorithms in _ALGORITHMS.items():
             points = [(nbytes, algorithms(way, nbytes)[0].seconds) for nbytes in _SIZES]
             name = f"{kind.value} among {ranks}"
-            found[axis, kind, ranks] = Link.curve(points, kind=name, doubt=way.doubt)
+            found[axis, kind, ranks, stride] = Link.curve(points, kind=name, doubt=way.doubt)
     return found

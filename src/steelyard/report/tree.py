@@ -76,7 +76,9 @@ class Tree:
     unplanned_timeline: Timeline | None
 
 
-_PAID_IN = dict.fromkeys(("offload", "offload_state", "shard_batch"), "communication")
+_PAID_IN = dict.fromkeys(
+    ("offload", "offload_state", "shard_batch", "shard_tensor"), "communication"
+)
 
 
 def tree_of(subject: Plan | Receipt) -> Tree:
@@ -268,6 +270,8 @@ def rule_in_words(rule: Rule) -> str:
         return f"{rule.trade}: micro_batches {rule.degree}"
     if rule.trade == "shard_batch":
         return f"{rule.trade}: {rule.degree} ranks, {format_bytes(rule.bucket_bytes)} at a time"
+    if rule.trade == "shard_tensor":
+        return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
     if rule.trade == "overlap":
         return f"{rule.trade}: window {rule.lag}"
     if rule.trade == "offload_state":

@@ -209,7 +209,8 @@ class _Run:
     @contextlib.contextmanager
     def saving_what_was_before(self) -> Iterator[None]:
         """Around a step: if it fails before it changes a weight, the steps before it are saved."""
-        if self._folder is None or not self._together.saves:
+        # Parts are put together by all ranks, and of these one may have failed.
+        if self._folder is None or not self._together.saves or self.live.parts is not None:
             yield
             return
         before = self._position()
@@ -246,20 +247,28 @@ class _Run:
             )
 
     def save_if_due(self) -> None:
-        if self._settings is None or self.step % self._settings.every or not self._together.saves:
+        if self._settings is None or self.step % self._settings.every:
             return
         try:
-            self._save()
+            self._save_whole(is_due=self._together.saves)
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
                 raise
             self.tell(f"{error.happened}; training goes on, {error.remedy}")
 
     def save_last(self, position: Position | None = None) -> None:
-        if self._folder is None or self.step == 0 or not self._together.saves:
+        if self._folder is None or self.step == 0:
             return
-        if self.saved is None or self.saved.name != f"step-{self.step:06d}":
-            self._save(position)
+        is_saved = self.saved is not None and self.saved.name == f"step-{self.step:06d}"
+        self._save_whole(position, is_due=self._together.saves and not is_saved)
+
+    def _save_whole(self, position: Position | None = None, *, is_due: bool) -> None:
+        """By the rank for which it is due; where it holds parts, from all."""
+        if self.live.parts is not None and not self._together.same(is_due):
+            return
+        with self.live.whole():
+            if is_due:
+                self._save(position)
 
     def _position(self) -> Position:
         return Position(
@@ -306,7 +315,7 @@ class _Run:
                     remedy=f"resume from the one before it: --resume {shlex.quote(str(before))}",
                 )
             raise error from None
-        with self.live.states_loading() as empty_for:
+        with self.live.whole(), self.live.states_loading() as empty_for:
             position = checkpoint.load(
                 chosen,
                 model=self.live.model,

@@ -14,6 +14,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.program import Program
+from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
 from steelyard.run.bind import (
     BatchLayout,
@@ -54,8 +55,8 @@ class LiveStep:
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
     batch of another shape, or raises; without it such a batch is a Mismatch. ``reads`` is asked
     before every step. ``states`` are the weights, gradients and what the optimizer keeps that lie
-    in far memory. ``rank`` is which of the ranks that share the batch this one is: every rank is
-    given the whole batch.
+    in far memory, ``parts`` the tensors of which this rank holds a part. ``rank`` is which of the
+    ranks that share the batch this one is: every rank is given the whole batch.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LiveStep:
         batch: Any,
         optimizer: torch.optim.Optimizer | None = None,
         states: FarStates | None = None,
+        parts: Parts | None = None,
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
         runner: Callable[[Program], Emitted] = emit,
@@ -83,6 +85,7 @@ class LiveStep:
         self.model = model
         self.optimizer = optimizer
         self.states = states
+        self.parts = parts
         self.program = program
         self.other: dict[Shapes, Program] = {}
         self._rank = rank
@@ -133,6 +136,10 @@ class LiveStep:
     def gradients(self) -> list[torch.Tensor]:
         """Those that are held now."""
         return [p.grad for p in self._parameters if p.grad is not None]
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Within it all ranks hold all of the model and of what the optimizer keeps."""
+        return self.parts.whole(self.optimizer) if self.parts else contextlib.nullcontext()
 
     def states_near(self) -> contextlib.AbstractContextManager[None]:
         """Within it all that the optimizer keeps can be read."""

@@ -1,5 +1,7 @@
 """On how many of the ranks the step lies, and how: one search for each way, the fastest of them.
 
+Ranks share the batch, or tensors, or are groups that share the batch of ranks that share tensors.
+
 What is recomputed, cut and moved is chosen for each way by itself, and what ranks exchange by how
 the step then plays. Not for what one rank does under a layout: see search.py.
 """
@@ -12,7 +14,7 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible
-from steelyard.core.layout import LAYOUT_TRADES, Layout
+from steelyard.core.layout import ALONE, LAYOUT_TRADES, Layout
 from steelyard.core.plan import Taken
 from steelyard.core.program import Program
 from steelyard.core.quad import Quad
@@ -23,7 +25,7 @@ from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.search import ALLOWS_NONE, Search
 
-_BATCH, _OVERLAP = "shard_batch", "overlap"
+_BATCH, _TENSOR, _OVERLAP = "shard_batch", "shard_tensor", "overlap"
 # How much is sent at once: what hides best depends on the model's layers and on the link.
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 # A way that holds this much less is worth a search of its own where memory is short.
@@ -47,27 +49,43 @@ class Layouts:
         self._trades = tuple(trades)
         self._searching = searching
         self._searches: dict[tuple[Rule, ...], Search] = {}
-        self._ways: dict[int, list[_Way]] = {}
-        offers, refusals = self._trade(_BATCH).offers(program, source)
-        self.offers = [o for o in offers if num_ranks % o.rules[0].degree == 0]
-        self.refusals = refusals or self._uneven(num_ranks)
+        self._ways: dict[Layout, list[_Way]] = {}
+        batches, refusals = self._trade(_BATCH).offers(program, source)
+        degrees = [1, *(o.rules[0].degree for o in batches if num_ranks % o.rules[0].degree == 0)]
+        self.refusals = refusals or self._uneven(num_ranks, degrees)
+        self._regions: dict[int, tuple[Offer, ...]] = {1: ()}
+        for ranks in range(2, num_ranks + 1):
+            if num_ranks % ranks == 0:
+                self._look_for_regions(ranks)
+        self.layouts = [
+            Layout(batch=batch, tensor=tensor)
+            for tensor in self._regions
+            for batch in degrees
+            if num_ranks % (batch * tensor) == 0
+        ]
+
+    def _look_for_regions(self, ranks: int) -> None:
+        among = replace(self._program, layout=Layout(tensor=ranks))
+        offers, refusals = self._trade(_TENSOR).offers(among, self._source)
+        self.refusals = (*self.refusals, *(replace(r, left=Left.NEVER) for r in refusals))
+        if offers:
+            self._regions[ranks] = offers
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
         best: tuple[_Way, Found] | None = None
         tightest: Infeasible | None = None
-        for ranks in self._most_promising():
-            for way in self._worth_searching(ranks, budget):
-                if best is not None and way.seconds >= _seconds(best[1]):
-                    continue
-                try:
-                    found = self.search_by(way.rules).find(budget, barred=barred)
-                except Infeasible as infeasible:
-                    if tightest is None or _least(infeasible) < _least(tightest):
-                        tightest = infeasible
-                    continue
-                if best is None or _seconds(found) < _seconds(best[1]):
-                    best = way, found
+        for way in self._most_promising(budget):
+            if best is not None and way.seconds >= _seconds(best[1]):
+                continue
+            try:
+                found = self.search_by(way.rules).find(budget, barred=barred)
+            except Infeasible as infeasible:
+                if tightest is None or _least(infeasible) < _least(tightest):
+                    tightest = infeasible
+                continue
+            if best is None or _seconds(found) < _seconds(best[1]):
+                best = way, found
         if best is None:
             assert tightest is not None
             raise tightest
@@ -81,27 +99,56 @@ class Layouts:
             known = self._searches[layout] = self._searching(layout)
         return known
 
-    def _most_promising(self) -> list[int]:
-        """All ranks first: where that is not the fastest, fewer are."""
-        return [*sorted((o.rules[0].degree for o in self.offers), reverse=True), 1]
+    def _most_promising(self, budget: Budget) -> list["_Way"]:
+        """What is fastest of itself first: where that fits, nothing slower is looked into."""
+        found = [way for layout in self.layouts for way in self._worth_searching(layout, budget)]
+        return sorted(found, key=lambda way: (way.seconds, way.layout.num_ranks))
 
-    def _worth_searching(self, ranks: int, budget: Budget) -> list["_Way"]:
-        """The fastest, nothing else being done; where that takes too much, the leanest too."""
-        ways = self.ways(ranks)
-        fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
-        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
-        limit = budget.memory_bytes
-        fits = limit is None or fastest.nbytes <= limit
-        if fits or leanest.nbytes > _LEANER * fastest.nbytes:
+    def _worth_searching(self, layout: Layout, budget: Budget) -> list["_Way"]:
+        """The fastest, nothing else being done; where that takes too much, the fastest of those
+        that do not, and the leanest."""
+        ways = sorted(self.ways(layout), key=lambda way: (way.seconds, way.nbytes))
+        fastest, limit = ways[0], budget.memory_bytes
+        if limit is None or fastest.nbytes <= limit:
             return [fastest]
-        return [fastest, leanest]
+        fitting = [way for way in ways if way.nbytes <= limit]
+        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
+        lean = [leanest] if leanest.nbytes <= _LEANER * fastest.nbytes else []
+        return [*dict.fromkeys((fastest, *fitting[:1], *lean))]
 
-    def ways(self, ranks: int) -> list["_Way"]:
-        """On so many ranks: with each bucket, and each time to wait for one."""
-        if ranks not in self._ways:
-            laid = self._shared(ranks) if ranks > 1 else [()]
-            self._ways[ranks] = [self._counted(rules) for rules in laid]
-        return self._ways[ranks]
+    def ways(self, layout: Layout) -> list["_Way"]:
+        """With each bucket, each time to wait for one, and more and more of the tensors cut."""
+        if layout not in self._ways:
+            self._ways[layout] = [self._counted(rules) for rules in self._rules(layout)]
+        return self._ways[layout]
+
+    def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
+        if layout.tensor == 1:
+            yield from self._shared(layout.batch) if layout.batch > 1 else [()]
+            return
+        # How gradients are sent is chosen as if each group were one rank.
+        shared: tuple[Rule, ...] = ()
+        if layout.batch > 1:
+            ways = self.ways(replace(layout, tensor=1))
+            shared = min(ways, key=lambda way: (way.seconds, way.nbytes)).rules
+        for cut in self._cuts(layout.tensor):
+            if shared:
+                yield *shared, *cut
+                continue
+            offers, _ = self._trade(_OVERLAP).offers(self._strike(cut), self._source)
+            for offer in offers[:: max(len(offers) - 1, 1)]:
+                yield *offer.rules, *cut
+
+    def _cuts(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
+        """The first offers, best first, and one more each time; no tensor is cut twice."""
+        rules: tuple[Rule, ...] = ()
+        named: set[str] = set()
+        for offer in self._regions[ranks]:
+            names = {rule.module for rule in offer.rules}
+            if named.isdisjoint(names):
+                named |= names
+                rules = *rules, *offer.rules
+                yield rules
 
     def _shared(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
         for nbytes in _BUCKETS:
@@ -114,53 +161,79 @@ class Layouts:
         program = self._strike(rules)
         return _Way(
             rules=rules,
+            layout=program.layout,
             seconds=step_seconds(program, self._costs).value,
             nbytes=peak_bytes(program, self._costs),
         )
 
     def _told(self, way: "_Way", found: Found) -> Found:
         """With what was decided here among what was taken and refused."""
-        ranks = Layout.of(way.rules).num_ranks
-        others = (offer for offer in self.offers if offer.rules[0].degree != ranks)
-        refused = [*self.refusals, *(self._why_not(offer, found) for offer in others)]
-        taken = () if ranks == 1 else (self._taken(way),)
+        others = [x for x in self.layouts if x not in (ALONE, way.layout)]
+        whole = [o for o in self._regions[way.layout.tensor] if not set(o.rules) <= set(way.rules)]
+        refused = [*self.refusals, *(self._why_not(layout, found) for layout in others)]
+        refused += [self._why_whole(offer, found, way) for offer in whole]
+        offers = len(self.layouts) - (ALONE in self.layouts) + len(whole)
         return replace(
             found,
-            taken=(*taken, *found.taken),
+            taken=(*self._taken(way), *found.taken),
             refused=(*refused, *found.refused),
-            num_offers=found.num_offers + len(self.offers),
+            num_offers=found.num_offers + offers,
         )
 
-    def _uneven(self, num_ranks: int) -> tuple[Refusal, ...]:
+    def _uneven(self, num_ranks: int, degrees: Sequence[int]) -> tuple[Refusal, ...]:
         """Of all the ranks there are, where the batch has no equal shares for them."""
-        if num_ranks in {1, *(offer.rules[0].degree for offer in self.offers)}:
+        if num_ranks in degrees:
             return ()
         reason = f"the batch does not divide into {num_ranks} equal shares"
         label = f"among {num_ranks} ranks"
         return (Refusal(trade=_BATCH, label=label, reason=reason, left=Left.NEVER),)
 
-    def _taken(self, way: "_Way") -> Taken:
-        """Beside the step of one rank on the whole batch, nothing else being done to either."""
-        programs = self._program, self._strike(way.rules)
-        whole, share = (predict(program, self._costs).quad for program in programs)
-        overlap, batch = way.rules
-        sent = f"{format_bytes(batch.bucket_bytes)} at a time"
+    def _taken(self, way: "_Way") -> Iterator[Taken]:
+        """Each way of sharing beside the step without it, nothing else being done to either."""
+        of_batch = tuple(r for r in way.rules if r.trade == _BATCH)
+        of_tensors = tuple(r for r in way.rules if r.trade == _TENSOR)
+        lag = max((r.lag for r in way.rules if r.trade == _OVERLAP), default=1)
+        waiting = tuple(r for r in way.rules if r.trade == _OVERLAP)
+        if of_batch:
+            sent = f"{format_bytes(of_batch[0].bucket_bytes)} at a time"
+            label = f"among {way.layout.batch} ranks, gradients {sent}, {lag} under way"
+            yield self._gained(_BATCH, label, (), (*waiting, *of_batch))
+        if of_tensors:
+            label = f"{len(of_tensors)} rules, parts on {way.layout.tensor} ranks"
+            before = (*waiting, *of_batch) if of_batch else ()
+            yield self._gained(_TENSOR, label, before, way.rules)
+
+    def _gained(
+        self, trade: str, label: str, before: tuple[Rule, ...], after: tuple[Rule, ...]
+    ) -> Taken:
+        programs = self._strike(before), self._strike(after)
+        without, with_it = (predict(program, self._costs).quad for program in programs)
         return Taken(
-            trade=_BATCH,
-            label=f"among {batch.degree} ranks, gradients {sent}, {overlap.lag} under way",
-            rules=way.rules,
-            buys_bytes=round(whole.memory_bytes.value - share.memory_bytes.value),
-            buys_seconds=whole.computation_seconds.value - share.computation_seconds.value,
-            pays_seconds=_exposed(share),
+            trade=trade,
+            label=label,
+            rules=tuple(rule for rule in after if rule not in before),
+            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
+            buys_seconds=without.computation_seconds.value - with_it.computation_seconds.value,
+            pays_seconds=_exposed(with_it) - _exposed(without),
         )
 
-    def _why_not(self, offer: Offer, found: Found) -> Refusal:
-        seconds = min(way.seconds for way in self.ways(offer.rules[0].degree))
-        alone, plan = format_seconds(seconds), format_seconds(_seconds(found))
-        reason = f"takes ~{alone} a step before anything else, the plan ~{plan} in all"
-        if seconds < _seconds(found):
-            reason = "with it no faster plan fits the budget"
-        return Refusal(trade=offer.trade, label=offer.label, reason=reason)
+    def _why_not(self, layout: Layout, found: Found) -> Refusal:
+        seconds = min(way.seconds for way in self.ways(layout))
+        return Refusal(
+            trade=_TENSOR if layout.tensor > 1 else _BATCH,
+            label=_label(layout),
+            reason=_slower(seconds, found) or "with it no faster plan fits the budget",
+        )
+
+    def _why_whole(self, offer: Offer, found: Found, way: "_Way") -> Refusal:
+        """Of tensors that could be cut too, or otherwise, where others are."""
+        cut = {rule.module for rule in way.rules if rule.trade == _TENSOR}
+        if any(rule.module in cut for rule in offer.rules):
+            reason = "the same weights are cut otherwise"
+        else:
+            seconds = self._counted((*way.rules, *offer.rules)).seconds
+            reason = _slower(seconds, found, than=way.seconds) or "no faster plan was found with it"
+        return Refusal(trade=_TENSOR, label=offer.label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
         return next(trade for trade in self._trades if trade.name == name)
@@ -174,8 +247,27 @@ class _Way:
     """How the step may lie, and what it takes so, nothing else being done."""
 
     rules: tuple[Rule, ...]
+    layout: Layout
     seconds: float
     nbytes: int
+
+
+def _label(layout: Layout) -> str:
+    if layout.tensor == 1:
+        return f"among {layout.batch} ranks"
+    parts = f"parts on {layout.tensor} ranks"
+    return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
+
+
+def _slower(seconds: float, found: Found, *, than: float | None = None) -> str:
+    """Empty where it is not."""
+    plan = _seconds(found)
+    if seconds < (plan if than is None else than):
+        return ""
+    beside = f"the plan ~{format_seconds(plan)} in all"
+    if than is not None:
+        beside = f"without it ~{format_seconds(than)}"
+    return f"takes ~{format_seconds(seconds)} a step before anything else, {beside}"
 
 
 def _seconds(found: Found) -> float:

@@ -432,7 +432,8 @@ class Search:
         return (*rules, *coded, *moving)
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
-        trades, every = tuple(self._trades.values()), (*self.layout, *rules)
+        every = tuple(dict.fromkeys((*self.layout, *rules)))
+        trades = tuple(self._trades.values())
         return strike(self._whole, every, trades=trades, source=self._whole_source)
 
 

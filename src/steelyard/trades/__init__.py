@@ -9,12 +9,13 @@ from steelyard.trades.overlap import Overlap
 from steelyard.trades.quantise import Quantise
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.shard_batch import ShardBatch
+from steelyard.trades.shard_tensor import ShardTensor
 from steelyard.trades.stream import Stream
 
 __all__ = ["TRADES"]
 
 # In the order they are struck: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
-    Accumulate(), Stream(), ShardBatch(), Overlap(), Recompute(), Quantise(), Offload(),
-    OffloadState(),
+    Accumulate(), ShardTensor(), Stream(), ShardBatch(), Overlap(), Recompute(), Quantise(),
+    Offload(), OffloadState(),
 )  # fmt: skip

@@ -14,9 +14,9 @@ from typing import ClassVar
 from steelyard.core.errors import Mismatch
 from steelyard.core.far_gradients import made_by_products
 from steelyard.core.far_products import sliceable
-from steelyard.core.graph import BlockRun, Graph, Node, OutputKind, Role, path_matches
+from steelyard.core.graph import Graph, Node, OutputKind, Role, path_matches
 from steelyard.core.program import Program
-from steelyard.core.rules import Rule, starred
+from steelyard.core.rules import Rule, pattern_of
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
 from steelyard.core.trips import with_gradients_far, with_states_far, with_weights_far
@@ -95,7 +95,7 @@ class OffloadState:
     ) -> list[Offer]:
         by_pattern: dict[str, list[tuple[int, ...]]] = {}
         for parameter in able[what]:
-            pattern = _pattern(parameter, program.graph.runs)
+            pattern = pattern_of(parameter, program.graph.runs)
             by_pattern.setdefault(pattern, []).append(possible.of[what].get(parameter, (0,)))
         found = []
         for pattern, parts in by_pattern.items():
@@ -228,7 +228,7 @@ def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _Slice
     kept = {} if program.update is None else states(program.update.graph)
     named: dict[str, set[str]] = {}
     for parameter in dict.fromkeys(p for given in able.values() for p in given):
-        named.setdefault(_pattern(parameter, program.graph.runs), set()).add(parameter)
+        named.setdefault(pattern_of(parameter, program.graph.runs), set()).add(parameter)
     large = [p for p, nbytes in able[WEIGHTS].items() if nbytes >= _LEAST_SLICED_BYTES]
     read = sliceable(program, large)
     made = made_by_products(program, [p for p in large if p in able[GRADIENTS]])
@@ -390,11 +390,6 @@ def _alone(graph: Graph) -> Iterator[Node]:
             (tensor,) = node.outputs
             if on[tensor.storage] == 1 and tensor.nbytes == graph.storages[tensor.storage].nbytes:
                 yield node
-
-
-def _pattern(parameter: str, runs: Sequence[BlockRun]) -> str:
-    patterns = (starred(parameter, run) for run in sorted(runs, key=lambda r: -len(r.prefix)))
-    return next((p for p in patterns if p is not None), parameter)
 
 
 def _leads(able: Mapping[str, int], rules: Sequence[Rule], program: Program) -> dict[str, int]:

@@ -56,13 +56,18 @@ class ShardBatch:
         if not rules or ranks == 1:
             return program
         assert not program.again, "shard_batch changes the graph, so it is struck early"
-        graph = with_whole_loss(program.graph, num_ranks=ranks, transport=GLOO, axis=DATA)
+        # Those that hold the same part of a model are as far apart as its parts are many.
+        stride = program.layout.tensor
+        graph = with_whole_loss(
+            program.graph, num_ranks=ranks, transport=GLOO, axis=DATA, stride=stride
+        )
         graph = bucketed_all_reduce(
             graph,
             bucket_bytes=max(rule.bucket_bytes for rule in rules),
             num_ranks=ranks,
             transport=GLOO,
             axis=DATA,
+            stride=stride,
         )
         return program.with_graph(graph)
 

@@ -62,7 +62,10 @@ class InGroup:
 
 
 def begin_alike(tensors: Iterable[torch.Tensor]) -> None:
-    """Every rank takes the values of the first: what was drawn at random differs."""
+    """Every rank takes the values of the first, and will draw the same: what was drawn differs."""
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
+    state = torch.get_rng_state()
+    dist.broadcast(state, src=0)
+    torch.set_rng_state(state)
