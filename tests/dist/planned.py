@@ -47,6 +47,7 @@ class Case:
     layout: Layout
     share_of_plain: float | None = None
     micro_batches: int = 1
+    with_states: bool = False
 
 
 def _gpt(dropout: float = 0.0) -> tuple[nn.Module, Loss, Any]:
@@ -81,14 +82,20 @@ _BATCH, _TENSOR = Layout(batch=2), Layout(tensor=2)
 CASES = {
     "padded, in micro-batches": Case(_padded, _BATCH, micro_batches=2),
     "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
+    "random and summed, with states in shares": Case(
+        _random_and_summed, _BATCH, share_of_plain=0.95, with_states=True
+    ),
+    "padded, with states in shares, in micro-batches": Case(
+        _padded, _BATCH, micro_batches=2, with_states=True
+    ),
     "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),
     "padded tensors in parts, in micro-batches": Case(_padded, _TENSOR, micro_batches=2),
     "channels in parts": Case(_channels, _TENSOR),
 }
 ON_FOUR = {
     "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
-    "padded batch and tensors, in micro-batches": Case(
-        _padded, Layout(batch=2, tensor=2), micro_batches=2
+    "padded batch, tensors and states, in micro-batches": Case(
+        _padded, Layout(batch=2, tensor=2), micro_batches=2, with_states=True
     ),
 }
 
@@ -178,7 +185,12 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner="python", title="",
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
-    way = min(look.layouts.ways(case.layout), key=lambda way: way.nbytes)
+    ways = [
+        way
+        for way in look.layouts.ways(case.layout)
+        if any(rule.trade == "shard_states" for rule in way.rules) == case.with_states
+    ]
+    way = min(ways, key=lambda way: way.nbytes)
     search, budget = look.layouts.search_by(way.rules), Budget()
     if case.share_of_plain is not None:
         plain = search.explored().plain.peak_bytes

@@ -74,7 +74,7 @@ class Ranks:
     def graph(self, *, sharded: tuple[str, ...] = ()) -> Graph:
         graph = self._captured.graph
         for parameter in sharded:
-            graph = gathered(graph, parameter, num_ranks=NUM_RANKS, transport=GLOO)
+            graph = gathered(graph, [parameter], num_ranks=NUM_RANKS, transport=GLOO)
         return graph
 
     def program(self, bucket_bytes: int, *, sharded: tuple[str, ...] = ()) -> Program:

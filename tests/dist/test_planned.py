@@ -43,5 +43,6 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
     assert rank["peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01), name
     if case.layout.batch > 1:
         assert "a batch of 7 has no equal shares for 2 ranks" in rank["refused"], name
+    assert ("shard_states" in rank["rules"]) == case.with_states, name
     assert ("accumulate" in rank["rules"]) == (case.micro_batches > 1), name
     assert ("recompute" in rank["rules"]) == (case.share_of_plain is not None), name

@@ -25,7 +25,7 @@ def two_gathers(*ops: str, overlapping: bool) -> Program:
     """The second is issued before or after the first is waited for."""
     graph = chain(gradients=2)
     for number, op in enumerate(ops):
-        graph = gathered(graph, f"parameter:p{number}", num_ranks=2, transport=GLOO)
+        graph = gathered(graph, [f"parameter:p{number}"], num_ranks=2, transport=GLOO)
         name = f"parameter:p{number}_gathered"
         nodes = (replace(n, op=op) if n.name == name and op else n for n in graph.nodes)
         graph = replace(graph, nodes=tuple(nodes))

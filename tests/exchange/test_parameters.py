@@ -19,7 +19,7 @@ NAME = "parameter:p0"
 
 def test_the_step_lies_on_one_share_and_gathers_the_whole() -> None:
     before = chain()
-    graph = gathered(before, NAME, num_ranks=4, transport=GLOO)
+    graph = gathered(before, [NAME], num_ranks=4, transport=GLOO)
     assert graph.by_name[NAME].outputs[0].shape == (64,)
     whole = before.resident_bytes(Role.PARAMETER)
     assert graph.resident_bytes(Role.PARAMETER) == whole - 1024 + 256
@@ -31,7 +31,7 @@ def test_the_step_lies_on_one_share_and_gathers_the_whole() -> None:
 
 
 def test_its_gradient_is_reduced_and_scattered() -> None:
-    graph = gathered(chain(), NAME, num_ranks=4, transport=GLOO)
+    graph = gathered(chain(), [NAME], num_ranks=4, transport=GLOO)
     output = next(o for o in graph.outputs if o.target == NAME)
     assert graph.by_name[output.node].outputs[0].shape == (64,)
     kinds = [graph.by_name[name].collective for name in graph.collectives]
@@ -41,7 +41,7 @@ def test_its_gradient_is_reduced_and_scattered() -> None:
 
 
 def test_gathering_again_is_recomputing_the_gather() -> None:
-    plain = Program.plain(gathered(chain(), NAME, num_ranks=2, transport=GLOO))
+    plain = Program.plain(gathered(chain(), [NAME], num_ranks=2, transport=GLOO))
     again = with_copies(plain, {f"{NAME}_gathered", f"{NAME}_gathered_waited"})
     assert again.problems() == []
     assert len(again.exchanges) == len(plain.exchanges) + 1
@@ -65,19 +65,19 @@ def test_what_reads_a_gathered_parameter_can_still_be_recomputed() -> None:
         storages=(*graph.storages, graph.storages[graph.by_name["work0"].outputs[0].storage]),
     )
     assert "act" in recomputable(graph)
-    assert "act" in recomputable(gathered(graph, NAME, num_ranks=2, transport=GLOO))
+    assert "act" in recomputable(gathered(graph, [NAME], num_ranks=2, transport=GLOO))
     assert Recompute.is_exact
 
 
 @pytest.mark.parametrize("num_ranks", [3, 512])
 def test_a_parameter_that_cannot_be_cut_evenly_is_refused(num_ranks: int) -> None:
     with pytest.raises(BadInput, match="cannot be cut into"):
-        gathered(chain(), NAME, num_ranks=num_ranks, transport=GLOO)
+        gathered(chain(), [NAME], num_ranks=num_ranks, transport=GLOO)
 
 
 def test_a_frozen_parameter_is_only_gathered() -> None:
     graph = chain()
     outputs = tuple(o for o in graph.outputs if o.target != NAME)
-    graph = gathered(replace(graph, outputs=outputs), NAME, num_ranks=2, transport=GLOO)
+    graph = gathered(replace(graph, outputs=outputs), [NAME], num_ranks=2, transport=GLOO)
     assert len(graph.collectives) == 1
     assert all(o.target != NAME for o in graph.outputs if o.kind is OutputKind.GRADIENT)

@@ -28,7 +28,7 @@ def exchanging(seed: int, *, again: bool) -> Program:
         if graph.storages[n.outputs[0].storage].role is Role.PARAMETER
     ]  # fmt: skip
     for name in weights[::2]:
-        graph = gathered(graph, name, num_ranks=2, transport=GLOO)
+        graph = gathered(graph, [name], num_ranks=2, transport=GLOO)
     program = Program.plain(
         bucketed_all_reduce(graph, bucket_bytes=4096, num_ranks=2, transport=GLOO)
     )
@@ -87,7 +87,7 @@ def test_a_window_counts_exchanges_issued_behind() -> None:
 
 
 def test_no_wait_behind_what_reads_the_result() -> None:
-    program = Program.plain(gathered(chain(), "parameter:p1", num_ranks=2, transport=GLOO))
+    program = Program.plain(gathered(chain(), ["parameter:p1"], num_ranks=2, transport=GLOO))
     late = lines(waits_within(program, None))
     assert late.index("parameter:p1_gathered_waited") == late.index("work1") - 1
     # Nothing is computed between the two; ahead of it, the gather has company.

@@ -22,7 +22,7 @@ COSTS = costs(exchange_seconds=1.0)
 
 def scattered(transport: Transport, *, window: int | None) -> Program:
     """Three gradients; the first is reduced and scattered, its parameter gathered beforehand."""
-    graph = gathered(chain(), "parameter:p0", num_ranks=2, transport=transport)
+    graph = gathered(chain(), ["parameter:p0"], num_ranks=2, transport=transport)
     return waits_within(Program.plain(graph), window)
 
 

@@ -284,7 +284,7 @@ class PricedSource:
         self._source = source
         self._prices = prices
         self._parted: dict[tuple[str, Parting, int], Graph] = {}
-        self._updates: dict[Parting, Program] = {}
+        self._updates: dict[tuple[Parting, ...], Program] = {}
 
     def graph(self, *, micro_batches: int) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches)
@@ -314,11 +314,11 @@ class PricedSource:
             self._prices.know(self._parted[key])
         return self._parted[key]
 
-    def update_in_parts(self, update: Program, choice: Parting) -> Program:
-        if choice not in self._updates:
-            self._updates[choice] = self._source.update_in_parts(update, choice)
-            self._prices.know(self._updates[choice].graph)
-        return self._updates[choice]
+    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+        if partings not in self._updates:
+            self._updates[partings] = self._source.update_in_parts(update, partings)
+            self._prices.know(self._updates[partings].graph)
+        return self._updates[partings]
 
     def divisors(self) -> tuple[int, ...]:
         return self._source.divisors()

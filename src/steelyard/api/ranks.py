@@ -67,17 +67,15 @@ class Ranks:
 
     def parts_of(self, model: nn.Module, program: Program) -> Parts | None:
         """The model cut to what this rank holds of it; None where that is all of it."""
-        choice = program.parting
-        if choice is None:
+        if not program.partings:
             return None
-        place = self.layout.place(self.rank, choice.axis)
-        ways = {
-            name: Way(
-                shard=lies, num_ranks=choice.num_ranks, rank=place, group=self.groups[choice.axis]
-            )
-            for name, lies in choice.inputs
-            if isinstance(lies, Shard)
-        }
+        ways: dict[str, list[Way]] = {}
+        for choice in program.partings:
+            place, group = self.layout.place(self.rank, choice.axis), self.groups[choice.axis]
+            for name, lies in choice.inputs:
+                if isinstance(lies, Shard):
+                    way = Way(shard=lies, num_ranks=choice.num_ranks, rank=place, group=group)
+                    ways.setdefault(name, []).append(way)
         return Parts(live_tensors(model, {}), ways)
 
 

@@ -4,7 +4,7 @@ Its second step, when the state exists. Not for running it: the live optimizer d
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +16,12 @@ from steelyard.capture.fakes import StorageWatch, like
 from steelyard.capture.plain import layout, plain_argument, signature_of_call
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph, Node, Phase, Ref, Role, Storage, Tensor
-from steelyard.core.placement import Placement, Shard, local_shape, local_stride
+from steelyard.core.placement import Shard, local_shape, local_stride
 from steelyard.core.program import Instruction, Program
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-# How some parameters lie, by name, and on how many ranks.
-Shares = Mapping[str, tuple[Placement, int]]
+# How some parameters are cut, by name, and among how many ranks: the parts again, where they are.
+Shares = Mapping[str, Sequence[tuple[Shard, int]]]
 
 
 def capture_update(
@@ -35,7 +35,7 @@ def capture_update(
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     parameters: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        parameters[name] = _twin(parameter, mode, shares.get(name))
+        parameters[name] = _twin(parameter, mode, shares.get(name, ()))
     with mode:
         optimizer = _made(make, list(parameters.values()))
         for name, parameter in parameters.items():
@@ -56,13 +56,13 @@ def capture_update(
     return recorder.program()
 
 
-def _twin(parameter: nn.Parameter, mode: Any, share: tuple[Placement, int] | None) -> nn.Parameter:
+def _twin(parameter: nn.Parameter, mode: Any, cuts: Sequence[tuple[Shard, int]]) -> nn.Parameter:
     twin = like(parameter, mode)
     assert isinstance(twin, nn.Parameter)
-    if share is not None and isinstance(share[0], Shard):
+    for lies, num_ranks in cuts:
+        shape = local_shape(tuple(twin.shape), lies, num_ranks)
+        stride = local_stride(tuple(twin.shape), twin.stride(), shape)
         with mode:
-            shape = local_shape(tuple(twin.shape), *share)
-            stride = local_stride(tuple(twin.shape), twin.stride(), shape)
             twin.data = torch.empty_strided(shape, stride, dtype=twin.dtype, device=twin.device)
     return twin
 

@@ -30,7 +30,7 @@ from steelyard.core.collective import GLOO
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph
 from steelyard.core.parting import Parting, Region
-from steelyard.core.placement import REPLICATE
+from steelyard.core.placement import Shard
 from steelyard.core.plan import BatchEntry
 from steelyard.core.program import Program
 
@@ -107,14 +107,14 @@ class StepSource:
     def update(self) -> Program | None:
         return None if self.optimizer is None else self._update(self.optimizer, {})
 
-    def update_in_parts(self, update: Program, choice: Parting) -> Program:
+    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
         """As ``update``, which is the whole one, is known otherwise."""
         assert self.optimizer is not None, "there is an update, so somebody makes it"
-        inputs = dict(choice.inputs)
-        shares = {
-            name: (inputs.get(f"parameter:{name}", REPLICATE), choice.num_ranks)
-            for name, _ in self.model.named_parameters()
-        }
+        shares: dict[str, list[tuple[Shard, int]]] = {}
+        for parting in partings:
+            for name, lies in parting.inputs:
+                if isinstance(lies, Shard):
+                    shares.setdefault(name.partition(":")[2], []).append((lies, parting.num_ranks))
         parted = self._update(self.optimizer, shares)
         return replace(update, graph=parted.graph, instructions=parted.instructions)
 

@@ -12,7 +12,7 @@ from steelyard.core.rules import Rule
 # which hold parts of the same weights and work on the same samples.
 DATA, TENSOR = "data", "tensor"
 # Trades whose rules say where the step lies, and what goes on while ranks exchange.
-LAYOUT_TRADES = frozenset({"shard_tensor", "shard_batch", "overlap"})
+LAYOUT_TRADES = frozenset({"shard_tensor", "shard_states", "shard_batch", "overlap"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,15 @@ class _ShardTensor(BaseModel):
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
 
 
+class _ShardStates(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 100_000
+
+    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    module: Annotated[str, Field(alias="parameter")]
+    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+
+
 class _ShardBatch(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 1
@@ -104,6 +113,7 @@ class _Overlap(BaseModel):
     most: ClassVar[int] = 1
 
     lag: Annotated[int, Field(ge=1, le=_LARGEST, alias="window")]
+    lead: Annotated[_Whole, Field(alias="ahead")] = 0
 
 
 class _Stream(BaseModel):
@@ -134,12 +144,14 @@ class _OffloadState(BaseModel):
 
 
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
-_TABLES: dict[
-    str,
-    type[_Quantise | _Accumulate | _Stream | _ShardTensor | _ShardBatch | _Overlap | _OffloadState],
-] = {
+_Table = (
+    _Quantise | _Accumulate | _Stream | _ShardTensor | _ShardStates | _ShardBatch | _Overlap
+    | _OffloadState
+)  # fmt: skip
+_TABLES: dict[str, type[_Table]] = {
     "accumulate": _Accumulate,
     "shard_tensor": _ShardTensor,
+    "shard_states": _ShardStates,
     "stream": _Stream,
     "shard_batch": _ShardBatch,
     "overlap": _Overlap,
@@ -372,7 +384,12 @@ def _lines(decisions: Decisions) -> Iterator[str]:
             yield f"{info.alias or field} = {_toml(written)}"
 
 
-_UNSAID = {("recompute", "times"): 1, ("offload", "degree"): 0, ("shard_tensor", "groups"): 1}
+_UNSAID = {
+    ("recompute", "times"): 1,
+    ("offload", "degree"): 0,
+    ("shard_tensor", "groups"): 1,
+    ("overlap", "lead"): 0,
+}
 
 
 def _toml(value: str | int | float) -> str:

@@ -48,7 +48,7 @@ class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
 
     With a ``layout`` it is that of ``rank``; those of ranks that work on different samples are
-    alike. ``parting`` says which of the model's tensors it holds a part of.
+    alike. ``partings`` say which of the model's tensors it holds a part of, or a part of a part.
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
     ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot,
     ``uncut`` of which parameters it cannot be some rows at a time, and why, and ``unparted`` why
@@ -61,7 +61,7 @@ class Program:
     repeats: int = 1
     layout: Layout = ALONE
     rank: int = 0
-    parting: Parting | None = None
+    partings: tuple[Parting, ...] = ()
     update: "Program | None" = None
     undivided: str = ""
     unparted: str = ""

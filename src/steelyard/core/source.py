@@ -29,8 +29,8 @@ class Source(Protocol):
         """The graph of one of the ranks among which tensors lie in parts."""
         ...
 
-    def update_in_parts(self, update: Program, choice: Parting) -> Program:
-        """The optimizer's step on one rank's parts."""
+    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+        """The optimizer's step on one rank's parts, and parts of parts."""
         ...
 
     def divisors(self) -> tuple[int, ...]:
@@ -61,8 +61,8 @@ class Laid:
     def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
         return self.source.in_parts(graph, choice, rank=rank)
 
-    def update_in_parts(self, update: Program, choice: Parting) -> Program:
-        return self.source.update_in_parts(update, choice)
+    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+        return self.source.update_in_parts(update, partings)
 
     def divisors(self) -> tuple[int, ...]:
         ranks = self.layout.batch

@@ -5,7 +5,7 @@ and gradients follow. Not for what a step computes with parts: that is its progr
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +54,17 @@ class Way:
 
 class Parts:
     """``ways`` says of which of the model's tensors this rank keeps a part, by their names in a
-    graph; cutting happens here."""
+    graph, and of which a part of a part; cutting happens here."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], ways: Mapping[str, Way]) -> None:
-        self._ways = {id(tensors[name]): way for name, way in ways.items()}
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], ways: Mapping[str, Sequence[Way]]
+    ) -> None:
         self._held = [tensors[name] for name in ways]
+        self._ways = {id(tensors[name]): tuple(way) for name, way in ways.items()}
         self._forms = {id(t): (t.shape, t.stride()) for t in self._held}
         for tensor in self._held:
             tensor.grad = None
-            tensor.data = self._ways[id(tensor)].part_of(tensor.data)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._ways
+            tensor.data = self._cut(tensor, tensor.data)
 
     @contextlib.contextmanager
     def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -123,12 +122,21 @@ class Parts:
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == weight.shape:
                     kept[key] = change(parameter, value)
 
-    def _gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        shape, stride = self._forms[id(parameter)]
-        return self._ways[id(parameter)].whole_of(part, part.new_empty_strided(shape, stride))
+    def _gathered(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """From the innermost part outwards; each whole is as its part is cut from it."""
+        forms = [self._forms[id(tensor)]]
+        for way in self._ways[id(tensor)][:-1]:
+            shape, stride = forms[-1]
+            local = local_shape(tuple(shape), way.shard, way.num_ranks)
+            forms.append((torch.Size(local), local_stride(tuple(shape), stride, local)))
+        for way, (shape, stride) in zip(reversed(self._ways[id(tensor)]), reversed(forms)):
+            part = way.whole_of(part, part.new_empty_strided(shape, stride))
+        return part
 
-    def _cut(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        return self._ways[id(parameter)].part_of(whole)
+    def _cut(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        for way in self._ways[id(tensor)]:
+            whole = way.part_of(whole)
+        return whole
 
 
 def why_unparted(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:

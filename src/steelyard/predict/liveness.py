@@ -30,7 +30,7 @@ class Liveness:
 def liveness(program: Program, costs: Costs, *, accumulating: bool = False) -> Liveness:
     """``accumulating``: gradients exist already and are added into, so that none is kept."""
     births, deaths = _lifetimes(program, accumulating=accumulating)
-    for exchange, nbytes in _held(program):
+    for exchange, nbytes in held_underway(program):
         births[exchange.issue] += nbytes
         if exchange.wait is not None:
             deaths[exchange.wait] += nbytes
@@ -66,7 +66,7 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
             )
     found += [
         _underway(program.graph.by_name[program.instructions[exchange.issue].node], nbytes)
-        for exchange, nbytes in _held(program)
+        for exchange, nbytes in held_underway(program)
         if exchange.issue <= index and (exchange.wait is None or index <= exchange.wait)
     ]
     return tuple(sorted(found, key=lambda h: -h.nbytes))
@@ -96,7 +96,7 @@ _FETCHES = {
 }
 
 
-def _held(program: Program) -> list[tuple[Underway, int]]:
+def held_underway(program: Program) -> list[tuple[Underway, int]]:
     """What the backend keeps for itself of each exchange that is on its way."""
     nodes = program.graph.by_name
     found = []

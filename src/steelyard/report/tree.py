@@ -77,7 +77,7 @@ class Tree:
 
 
 _PAID_IN = dict.fromkeys(
-    ("offload", "offload_state", "shard_batch", "shard_tensor"), "communication"
+    ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states"), "communication"
 )
 
 
@@ -272,6 +272,8 @@ def rule_in_words(rule: Rule) -> str:
         return f"{rule.trade}: {rule.degree} ranks, {format_bytes(rule.bucket_bytes)} at a time"
     if rule.trade == "shard_tensor":
         return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
+    if rule.trade == "shard_states":
+        return f"{rule.trade}: {rule.module} ({rule.count}) among {rule.degree} ranks"
     if rule.trade == "overlap":
         return f"{rule.trade}: window {rule.lag}"
     if rule.trade == "offload_state":

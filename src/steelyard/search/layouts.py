@@ -25,7 +25,9 @@ from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.search import ALLOWS_NONE, Search
 
-_BATCH, _TENSOR, _OVERLAP = "shard_batch", "shard_tensor", "overlap"
+_BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
+# How many operators ahead weights are gathered; each holds more than the one before.
+_AHEAD = (0, 4, 16)
 # How much is sent at once: what hides best depends on the model's layers and on the link.
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 # A way that holds this much less is worth a search of its own where memory is short.
@@ -117,10 +119,26 @@ class Layouts:
         return [*dict.fromkeys((fastest, *fitting[:1], *lean))]
 
     def ways(self, layout: Layout) -> list["_Way"]:
-        """With each bucket, each time to wait for one, and more and more of the tensors cut."""
+        """With each bucket, each time to wait for one, and more and more of the tensors cut; and
+        with weights in shares too, where several have the same."""
         if layout not in self._ways:
-            self._ways[layout] = [self._counted(rules) for rules in self._rules(layout)]
+            ways = [self._counted(rules) for rules in self._rules(layout)]
+            ways += [self._counted(rules) for rules in self._with_states(ways)]
+            self._ways[layout] = ways
         return self._ways[layout]
+
+    def _with_states(self, ways: Sequence["_Way"]) -> Iterator[tuple[Rule, ...]]:
+        """Added to the fastest and to the leanest."""
+        if ways[0].layout.batch == 1:
+            return
+        fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
+        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
+        for way in dict.fromkeys((fastest, leanest)):
+            offers, _ = self._trade(_STATES).offers(self._strike(way.rules), self._source)
+            states = tuple(rule for offer in offers for rule in offer.rules)
+            for lead in _AHEAD if states else ():
+                waiting = (replace(r, lead=lead) if r.trade == _OVERLAP else r for r in way.rules)
+                yield *waiting, *states
 
     def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
@@ -192,16 +210,21 @@ class Layouts:
         """Each way of sharing beside the step without it, nothing else being done to either."""
         of_batch = tuple(r for r in way.rules if r.trade == _BATCH)
         of_tensors = tuple(r for r in way.rules if r.trade == _TENSOR)
+        of_states = tuple(r for r in way.rules if r.trade == _STATES)
         lag = max((r.lag for r in way.rules if r.trade == _OVERLAP), default=1)
         waiting = tuple(r for r in way.rules if r.trade == _OVERLAP)
         if of_batch:
             sent = f"{format_bytes(of_batch[0].bucket_bytes)} at a time"
             label = f"among {way.layout.batch} ranks, gradients {sent}, {lag} under way"
             yield self._gained(_BATCH, label, (), (*waiting, *of_batch))
+        before = (*waiting, *of_batch) if of_batch else ()
         if of_tensors:
             label = f"{len(of_tensors)} rules, parts on {way.layout.tensor} ranks"
-            before = (*waiting, *of_batch) if of_batch else ()
-            yield self._gained(_TENSOR, label, before, way.rules)
+            yield self._gained(_TENSOR, label, before, (*before, *of_tensors))
+            before = (*before, *of_tensors)
+        if of_states:
+            label = f"{len(of_states)} rules, shares on {way.layout.batch} ranks"
+            yield self._gained(_STATES, label, before, (*before, *of_states))
 
     def _gained(
         self, trade: str, label: str, before: tuple[Rule, ...], after: tuple[Rule, ...]

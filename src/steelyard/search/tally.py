@@ -18,6 +18,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Program
 from steelyard.predict import peak_bytes, step_seconds
+from steelyard.predict.liveness import held_underway
 from steelyard.search.counted import Coder, Counted, Floats, Unit
 from steelyard.search.lives import Lives
 from steelyard.search.placing import NEVER, NO_CODES, Codes, Copies, Placing, placed
@@ -54,6 +55,8 @@ class Tally:
         self._lines = [i for i in program.instructions if i.sink is None]
         late = (i for i, ins in enumerate(self._lines) if ins.phase is Phase.BACKWARD)
         self.first_late = next(late, len(self._lines))
+        underway = held_underway(replace(program, instructions=tuple(self._lines)))
+        self._underway = [(e.issue, e.wait, nbytes) for e, nbytes in underway if e.wait is not None]
         self._read_lifetimes()
         self._read_units(values, costs)
         self._lay_out(costs)
@@ -463,6 +466,9 @@ class Tally:
         for storage, (encode, decode) in codes.by_storage.items():
             held[encode] += self._coders[storage].nbytes
             held[decode + 1] -= self._coders[storage].nbytes
+        for issue, wait, nbytes in self._underway:
+            held[issue + copies.shift[issue]] += nbytes
+            held[wait + copies.shift[wait] + 1] -= nbytes
         workspace = self._workspace_at(copies, codes, length)
         for begin, end, read in slices:
             held[begin] += read.room_bytes

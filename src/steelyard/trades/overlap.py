@@ -1,6 +1,7 @@
-"""Overlap: wait for what ranks exchange only a few exchanges later, so that others compute.
+"""Overlap: wait for what ranks exchange only a few exchanges later, and send what is there already
+some operators ahead, so that others compute.
 
-Waiting late may hold more: what has arrived, and what a backend keeps until then. Struck behind
+Either may hold more: what has arrived, and what a backend keeps until then. Struck behind
 whatever puts exchanges into the graph. Not for what is exchanged.
 """
 
@@ -13,7 +14,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
-from steelyard.exchange.windows import waits_within
+from steelyard.exchange.windows import issued_ahead, waits_within
 
 
 class Overlap:
@@ -52,6 +53,9 @@ class Overlap:
             return program
         assert not program.again, "overlap orders the graph, so it is struck before copies are made"
         late = waits_within(program, max(rule.lag for rule in rules))
+        ahead = max(rule.lead for rule in rules)
+        if ahead:
+            late = issued_ahead(late, ahead)
         return program.with_graph(_in_order_of(late))
 
 

@@ -70,8 +70,8 @@ class ShardTensor:
         graph = source.in_parts(program.graph, choice, rank=rank)
         update = program.update
         if update is not None:
-            update = source.update_in_parts(update, choice)
-        return replace(program.with_graph(graph), parting=choice, update=update)
+            update = source.update_in_parts(update, (choice,))
+        return replace(program.with_graph(graph), partings=(choice,), update=update)
 
 
 def _exchanged_for_flops(regions: Sequence[Region]) -> float:

@@ -1,0 +1,125 @@
+"""Shard states: ranks that share the batch keep a share of the model each, and of all that goes
+with it.
+
+Of a parameter that is cut each rank holds some rows, with their gradient and what the optimizer
+keeps for them, and updates these; in front of its first reader it is gathered from all ranks, and
+its gradient is summed and scattered: ZeRO's third stage (Rajbhandari et al., SC 2020). The first
+two would gather behind the update what this gathers in the next step, where others compute beside
+it (docs/decisions/0016-one-way-to-share-states.md). Not for which parameters: see search/.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from steelyard.core.collective import GLOO
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph, Role, path_matches
+from steelyard.core.layout import DATA
+from steelyard.core.parting import Parting
+from steelyard.core.placement import Shard
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule, pattern_of
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
+from steelyard.core.updates import WEIGHT
+from steelyard.exchange.parameters import gathered, why_not_shared
+
+# Of a parameter; less costs two exchanges more and buys nothing.
+_LEAST_BYTES = 16 << 10
+
+
+class ShardStates:
+    """Pays communication, buys memory. Sums are added up as by shard_batch."""
+
+    name: ClassVar[str] = "shard_states"
+    pays: ClassVar[tuple[str, ...]] = ("communication",)
+    buys: ClassVar[tuple[str, ...]] = ("memory",)
+    is_exact: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = False
+
+    def offers(
+        self,
+        program: Program,
+        source: Source,  # noqa: ARG002 - the program says what there is
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        """One for each parameter, those of equal blocks together."""
+        ranks, graph = program.layout.batch, program.graph
+        if ranks == 1:
+            return (), ()
+        reason = program.update.unparted if program.update is not None else ""
+        by_pattern: dict[str, int] = {}
+        for name in _large(graph) if not reason else ():
+            if why_not_shared(graph, name, ranks) is None:
+                pattern = pattern_of(name.removeprefix(WEIGHT), graph.runs)
+                by_pattern[pattern] = by_pattern.get(pattern, 0) + 1
+        offers = tuple(
+            Offer(
+                trade=self.name,
+                label=f"{pattern} ({count})" if count > 1 else pattern,
+                rules=(Rule(trade=self.name, module=pattern, degree=ranks, count=count),),
+            )
+            for pattern, count in by_pattern.items()
+            if count == len(_named(graph, pattern))
+        )
+        if offers:
+            return offers, ()
+        reason = reason or f"no large parameter has rows that divide among {ranks} ranks"
+        label = f"weights among {ranks} ranks"
+        return (), (Refusal(trade=self.name, label=label, reason=reason),)
+
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+        if not rules:
+            return program
+        assert not program.again, "shard_states changes the graph, so it is struck early"
+        layout, update = program.layout, program.update
+        if any(rule.degree != layout.batch for rule in rules) or layout.batch == 1:
+            raise Mismatch(
+                f"the plan shares weights among {rules[0].degree} ranks, and the batch among "
+                f"{layout.batch}",
+                expected="the same number of ranks for both",
+                remedy="set ranks under [[shard_states]] to that under [[shard_batch]]",
+            )
+        if update is not None and update.unparted:
+            raise Mismatch(
+                f"the plan shares weights among ranks, and {update.unparted}",
+                expected="an optimizer that changes each element by its own gradient and state",
+                remedy="take the shard_states rules out of the plan, or plan again",
+            )
+        names = [name for rule in rules for name in _counted(program.graph, rule)]
+        graph = gathered(
+            program.graph, names, num_ranks=layout.batch, transport=GLOO, axis=DATA,
+            stride=layout.tensor,
+        )  # fmt: skip
+        inputs = tuple((name, Shard(0)) for name in names)
+        own = Parting(axis=DATA, num_ranks=layout.batch, inputs=inputs)
+        partings = (*program.partings, own)
+        if update is not None:
+            update = source.update_in_parts(update, partings)
+        return replace(program.with_graph(graph), partings=partings, update=update)
+
+
+def _large(graph: Graph) -> list[str]:
+    return [
+        node.name
+        for node in graph.inputs()
+        if node.outputs
+        and graph.storages[node.outputs[0].storage].role is Role.PARAMETER
+        and node.outputs[0].nbytes >= _LEAST_BYTES
+    ]
+
+
+def _named(graph: Graph, pattern: str) -> list[str]:
+    names = (node.name for node in graph.inputs() if node.name.startswith(WEIGHT))
+    return [name for name in names if path_matches(name.removeprefix(WEIGHT), pattern)]
+
+
+def _counted(graph: Graph, rule: Rule) -> list[str]:
+    found = _named(graph, rule.module)
+    if len(found) != rule.count:
+        raise Mismatch(
+            f"shard_states rule for {rule.module} matches {len(found)} parameters of this model",
+            expected=f"{rule.count}, as the plan says",
+            remedy="plan again for this model, or edit parameter or count of that rule",
+        )
+    return found
