@@ -7,13 +7,14 @@ the step then plays. Not for what one rank does under a layout: see search.py.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible
+from steelyard.core.graph import path_matches
 from steelyard.core.layout import ALONE, LAYOUT_TRADES, Layout
 from steelyard.core.plan import Taken
 from steelyard.core.program import Program
@@ -54,7 +55,7 @@ class Layouts:
         self._ways: dict[Layout, list[_Way]] = {}
         batches, refusals = self._trade(_BATCH).offers(program, source)
         degrees = [1, *(o.rules[0].degree for o in batches if num_ranks % o.rules[0].degree == 0)]
-        self.refusals = refusals or self._uneven(num_ranks, degrees)
+        self.refusals = _never(refusals) or self._uneven(num_ranks, degrees)
         self._regions: dict[int, tuple[Offer, ...]] = {1: ()}
         for ranks in range(2, num_ranks + 1):
             if num_ranks % ranks == 0:
@@ -69,7 +70,7 @@ class Layouts:
     def _look_for_regions(self, ranks: int) -> None:
         among = replace(self._program, layout=Layout(tensor=ranks))
         offers, refusals = self._trade(_TENSOR).offers(among, self._source)
-        self.refusals = (*self.refusals, *(replace(r, left=Left.NEVER) for r in refusals))
+        self.refusals = (*self.refusals, *_never(refusals))
         if offers:
             self._regions[ranks] = offers
 
@@ -160,13 +161,16 @@ class Layouts:
     def _cuts(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
         """The first offers, best first, and one more each time; no tensor is cut twice."""
         rules: tuple[Rule, ...] = ()
-        named: set[str] = set()
         for offer in self._regions[ranks]:
-            names = {rule.module for rule in offer.rules}
-            if named.isdisjoint(names):
-                named |= names
+            if self._cut_by(rules).isdisjoint(self._cut_by(offer.rules)):
                 rules = *rules, *offer.rules
                 yield rules
+
+    def _cut_by(self, rules: Iterable[Rule]) -> frozenset[str]:
+        """The tensors of the model that these rules cut."""
+        patterns = [rule.module for rule in rules if rule.trade == _TENSOR]
+        names = (node.name.partition(":")[2] for node in self._program.graph.inputs())
+        return frozenset(n for n in names if any(path_matches(n, p) for p in patterns))
 
     def _shared(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
         for nbytes in _BUCKETS:
@@ -219,11 +223,11 @@ class Layouts:
             yield self._gained(_BATCH, label, (), (*waiting, *of_batch))
         before = (*waiting, *of_batch) if of_batch else ()
         if of_tensors:
-            label = f"{len(of_tensors)} rules, parts on {way.layout.tensor} ranks"
+            label = f"{_tensors(of_tensors)} in parts on {way.layout.tensor} ranks"
             yield self._gained(_TENSOR, label, before, (*before, *of_tensors))
             before = (*before, *of_tensors)
         if of_states:
-            label = f"{len(of_states)} rules, shares on {way.layout.batch} ranks"
+            label = f"{_tensors(of_states)} in shares on {way.layout.batch} ranks"
             yield self._gained(_STATES, label, before, (*before, *of_states))
 
     def _gained(
@@ -231,13 +235,14 @@ class Layouts:
     ) -> Taken:
         programs = self._strike(before), self._strike(after)
         without, with_it = (predict(program, self._costs).quad for program in programs)
+        quicker = without.computation_seconds.value - with_it.computation_seconds.value
         return Taken(
             trade=trade,
             label=label,
             rules=tuple(rule for rule in after if rule not in before),
             buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
-            buys_seconds=without.computation_seconds.value - with_it.computation_seconds.value,
-            pays_seconds=_exposed(with_it) - _exposed(without),
+            buys_seconds=max(quicker, 0.0),
+            pays_seconds=_exposed(with_it) - _exposed(without) + max(-quicker, 0.0),
         )
 
     def _why_not(self, layout: Layout, found: Found) -> Refusal:
@@ -250,8 +255,7 @@ class Layouts:
 
     def _why_whole(self, offer: Offer, found: Found, way: "_Way") -> Refusal:
         """Of tensors that could be cut too, or otherwise, where others are."""
-        cut = {rule.module for rule in way.rules if rule.trade == _TENSOR}
-        if any(rule.module in cut for rule in offer.rules):
+        if not self._cut_by(way.rules).isdisjoint(self._cut_by(offer.rules)):
             reason = "the same weights are cut otherwise"
         else:
             seconds = self._counted((*way.rules, *offer.rules)).seconds
@@ -273,6 +277,16 @@ class _Way:
     layout: Layout
     seconds: float
     nbytes: int
+
+
+def _never(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
+    """Of what could not be offered at all."""
+    return tuple(replace(refusal, left=Left.NEVER) for refusal in refusals)
+
+
+def _tensors(rules: Iterable[Rule]) -> str:
+    count = sum(rule.count for rule in rules)
+    return f"{count} tensor{'s' if count > 1 else ''}"
 
 
 def _label(layout: Layout) -> str:
