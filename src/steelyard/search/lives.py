@@ -4,6 +4,7 @@ Not for which lines those are: that is the choice's.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steelyard.search.counted import Floats, Ints
 
@@ -31,11 +32,12 @@ class Lives:
             self.come(row, back, int(self.dies[row]))
         self.dies[row] = max(int(self._forward_last[row]), gone)
 
-    def held(self, nbytes: Floats, length: int) -> Floats:
-        """What each line has more than the one before."""
+    def held(self, nbytes: Floats, length: int, *, stays: NDArray[np.bool_]) -> Floats:
+        """What each line has more than the one before; what ``stays`` is there to the end."""
+        dies = np.where(stays, length, self.dies)
         held = np.zeros(length + 1)
         held += np.bincount(self.born, weights=nbytes, minlength=length + 1)[: length + 1]
-        held -= np.bincount(self.dies + 1, weights=nbytes, minlength=length + 2)[: length + 1]
+        held -= np.bincount(dies + 1, weights=nbytes, minlength=length + 2)[: length + 1]
         if self._rows:
             sizes = nbytes[self._rows]
             held += np.bincount(self._from, weights=sizes, minlength=length + 1)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steelyard.core.cluster import FAR_IN, FAR_OUT, FAR_PIECE_BYTES
 from steelyard.core.copies import late_reads
@@ -352,9 +353,8 @@ class Tally:
         codes = self._code(coded, copies) if coded else NO_CODES
         copies = codes.copies or copies
         trips = self._trips(far, copies, codes)
-        held = self._held(again, copies, codes, trips, accumulating=False)
+        held, later = self._held(again, copies, codes, trips)
         if self.program.repeats > 1:
-            later = self._held(again, copies, codes, trips, accumulating=True)
             held = np.maximum(held, later + self.left_bytes)
         pieces = self._pieces_bytes if trips.by_storage else 0
         held = held + self.resident_bytes + pieces
@@ -443,15 +443,10 @@ class Tally:
         )
 
     def _held(
-        self,
-        again: frozenset[int],
-        copies: Copies,
-        codes: Codes,
-        trips: Trips,
-        *,
-        accumulating: bool,
-    ) -> Floats:
-        """Bytes above the resident ones at each line, copies among them."""
+        self, again: frozenset[int], copies: Copies, codes: Codes, trips: Trips
+    ) -> tuple[Floats, Floats]:
+        """Bytes above the resident ones at each line, copies among them: in the first micro-batch,
+        and in those that add to its gradients."""
         lives = self._lives(again, copies, codes)
         slices: list[tuple[int, int, Sliced]] = []
         for storage, trip in trips.by_storage.items():
@@ -460,22 +455,25 @@ class Tally:
         for storage, (encode, decode) in codes.by_storage.items():
             lives.leave(self._row[storage], gone=encode, back=decode)
         length = self.num_lines + len(copies.units) + 2 * len(codes.by_storage)
-        stays = self._stays & ~self._gradients if accumulating else self._stays
-        lives.dies[stays] = length
-        held = lives.held(self._bytes, length)
-        for storage, (encode, decode) in codes.by_storage.items():
-            held[encode] += self._coders[storage].nbytes
-            held[decode + 1] -= self._coders[storage].nbytes
-        for issue, wait, nbytes in self._underway:
-            held[issue + copies.shift[issue]] += nbytes
-            held[wait + copies.shift[wait] + 1] -= nbytes
         workspace = self._workspace_at(copies, codes, length)
+        more = np.zeros(length + 1)
+        for storage, (encode, decode) in codes.by_storage.items():
+            more[encode] += self._coders[storage].nbytes
+            more[decode + 1] -= self._coders[storage].nbytes
+        for issue, wait, nbytes in self._underway:
+            more[issue + copies.shift[issue]] += nbytes
+            more[wait + copies.shift[wait] + 1] -= nbytes
         for begin, end, read in slices:
-            held[begin] += read.room_bytes
-            held[end + 1] -= read.room_bytes
+            more[begin] += read.room_bytes
+            more[end + 1] -= read.room_bytes
             workspace[end] += read.more_workspace
-        total: Floats = np.cumsum(held)[:length] + workspace
-        return total
+
+        def total(stays: NDArray[np.bool_]) -> Floats:
+            summed: Floats = np.cumsum(lives.held(self._bytes, length, stays=stays) + more)
+            return summed[:length] + workspace
+
+        first = total(self._stays)
+        return first, total(self._stays & ~self._gradients) if self.program.repeats > 1 else first
 
     def _lives(self, again: frozenset[int], copies: Copies, codes: Codes) -> Lives:
         """From which line to which each storage is there, and each copy of what is made again."""
@@ -485,6 +483,7 @@ class Tally:
         if codes.by_storage:
             forward_last = np.where(forward_last >= 0, forward_last + shift[forward_last], -1)
         lives = Lives(self._born + shift[self._born], np.maximum(forward_last, late), forward_last)
+        come = lives.come
         often, last_read = copies.often, copies.last_read
         last_late: list[int] = late.tolist()
         for number, line in zip(copies.units, copies.lines):
@@ -494,7 +493,7 @@ class Tally:
                     end = often.get((storage, line), -1)
                     if end < 0:
                         end = max(line, last_late[at], last_read.get(storage, -1))
-                lives.come(at, line, end)
+                come(at, line, end)
         forgotten = [row[s] for u in set(copies.units) for s in self.units[u].makes if s in again]
         lives.dies[forgotten] = forward_last[forgotten]
         for storage, line in last_read.items():
