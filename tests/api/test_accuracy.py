@@ -345,26 +345,26 @@ def test_the_largest_batch_is_found_without(tight: int) -> None:
     assert "nothing is kept in 8 bits" in found.plan.largest
 
 
-def test_far_memory_and_8_bits_are_chosen_together(tight: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def beside_far(tight: int, tmp_path_factory: pytest.TempPathFactory) -> sy.Planned:
     model, x = made()
-    far = sy.Far(tmp_path, rate="1 GB/s", size="1 GiB")
-    both = sy.plan(
+    far = sy.Far(tmp_path_factory.mktemp("far"), rate="1 GB/s", size="1 GiB")
+    return sy.plan(
         model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far),
         budget=sy.Budget(memory=tight + 2 * MIB, accuracy_loss="1%"),
     )  # fmt: skip
-    step = both.apply(model)
+
+
+def test_far_memory_and_8_bits_are_chosen_together(beside_far: sy.Planned) -> None:
+    model, x = made()
+    step = beside_far.apply(model)
     assert [float(step(x)) for _ in range(3)][-1] > 0
     measured = step.receipt().measured.memory_bytes
-    assert measured == pytest.approx(both.predicted.memory_bytes.value, rel=0.01)
+    assert measured == pytest.approx(beside_far.predicted.memory_bytes.value, rel=0.01)
 
 
-def test_a_probe_holds_weights_where_the_plan_does(tight: int, tmp_path: Path) -> None:
-    model, x = made()
-    far = sy.Far(tmp_path, rate="1 GB/s", size="1 GiB")
-    planned = sy.plan(
-        model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far),
-        budget=sy.Budget(memory=tight + 2 * MIB, accuracy_loss="1%"),
-    )  # fmt: skip
+def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> None:
+    planned = beside_far
     look = planned._look
     coded = tuple(r for r in planned.plan.decisions.rules if r.trade == "quantise")
     if not coded:
