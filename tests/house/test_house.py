@@ -213,3 +213,10 @@ def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
         text = script.read_text(encoding="utf-8")
         assert text.startswith("#!/usr/bin/env bash\n"), f"{script.name} names another shell"
         assert "\nset -euo pipefail\n" in text, f"{script.name} would go on after an error"
+
+
+@pytest.mark.xdist_group("together")
+def test_what_is_shared_is_made_by_one_worker(request: pytest.FixtureRequest) -> None:
+    """Or dear fixtures are made by each: groups were ignored in silence once."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        assert request.node.nodeid.endswith("@together")
