@@ -18,9 +18,14 @@ from steelyard import _torch
 from steelyard.capture.source import StepSource
 from steelyard.capture.stages import cut_into_stages, end_of
 from steelyard.core.program import Program
+from steelyard.measure.meter import meter_once
+from steelyard.predict.schedule import replay
+from steelyard.predict.stages import stage_cost
 from steelyard.run.pipeline import LivePipeline
+from steelyard.run.schedules import order_under
 from steelyard.run.step import LiveStep
 from tests import zoo
+from tests.capture.stepping import COSTS
 from tests.zoo import reference
 from tests.zoo.case import Loss, next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -160,3 +165,34 @@ def _gap(expected: Any, actual: Any) -> float:
         return 0.0 if expected is actual else float("inf")
     left, right = expected.detach().double(), actual.detach().double()
     return float((left - right).abs().max() / left.abs().max().clamp(min=1e-30))
+
+
+def peaks(rank: int) -> dict[str, tuple[int, int]]:
+    """Of each schedule, the bytes predicted and metered above what is there between steps."""
+    model = GPT(layers=4, width=64, heads=2, vocabulary=64, length=64, dropout=0.0)
+    batch = tokens(2 * MICRO_BATCHES, 64, 64)
+    source = StepSource(model=model, loss=next_token_loss, batch=batch)
+    captured = source.captured(micro_batches=MICRO_BATCHES)
+    found = {}
+    for schedule, count in _OF_TWO.items():
+        modules = ("blocks.1",) if count == 2 else ("blocks.0", "blocks.1", "blocks.2")
+        ends = [end_of(captured.graph, module) for module in modules]
+        stages = cut_into_stages(captured.graph, ends)
+        step = LivePipeline(
+            copy.deepcopy(model),
+            stages,
+            schedule=schedule,
+            micro_batches=MICRO_BATCHES,
+            constants=captured.constants,
+            batch=batch,
+            reduction=source.reduction().value,
+        )
+        step.backward(batch)
+        step.zero_grad()
+        order = order_under(
+            schedule, num_ranks=2, num_stages=count, micro_batches=MICRO_BATCHES
+        )
+        costs = [stage_cost(s, stages.graph, COSTS) for s in stages.stages]
+        metered = meter_once(lambda step=step: step.backward(batch)).peak_bytes
+        found[schedule] = (replay(order, costs).peak_bytes[rank], metered)
+    return found

@@ -38,3 +38,11 @@ def _as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> No
     if model == "resnet":
         assert all(rank["num_buffers"] for rank in ranks), schedule
     assert {name for rank in ranks for name in rank["held"]} == set(ranks[0]["all"])
+
+
+def test_the_peak_of_each_rank_is_the_predicted_one() -> None:
+    """Within a twentieth: the replay knows when a stage works, not when a message is let go of."""
+    for rank in on_two_ranks("tests.dist.pipelines:peaks"):
+        assert len(rank) == 7
+        for schedule, (predicted, metered) in rank.items():
+            assert predicted == pytest.approx(metered, rel=0.05), schedule

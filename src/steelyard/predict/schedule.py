@@ -15,8 +15,9 @@ class StageCost:
 
     ``send_seconds`` and ``send_bytes`` are of its activations to the next stage, ``send_back_...``
     of gradients to the one before. ``kept_bytes`` stay from the forward pass to the backward,
-    ``kept_between_bytes`` between the latter's two parts; ``working_bytes`` are there besides while
-    it works, and ``gradient_bytes`` from the first gradients on.
+    ``kept_between_bytes`` between the latter's two parts, of which ``kept_on_bytes`` are among
+    those kept before; ``working_bytes`` are there besides while it works, and ``gradient_bytes``
+    from the first gradients on.
     """
 
     seconds: dict[Work, float]
@@ -26,6 +27,7 @@ class StageCost:
     send_back_bytes: int = 0
     kept_bytes: int = 0
     kept_between_bytes: int = 0
+    kept_on_bytes: int = 0
     working_bytes: dict[Work, int] = field(default_factory=dict)
     gradient_bytes: int = 0
 
@@ -161,12 +163,12 @@ class _Held:
             self._nbytes += cost.gradient_bytes
         self._nbytes += {
             Work.FORWARD: cost.kept_bytes,
-            Work.BACK_TO_INPUTS: cost.kept_between_bytes,
+            Work.BACK_TO_INPUTS: cost.kept_between_bytes - cost.kept_on_bytes,
         }.get(work, 0)
         meanwhile = self._nbytes + cost.working_bytes.get(work, 0)
         self._nbytes -= {
             Work.BACKWARD: cost.kept_bytes,
-            Work.BACK_TO_INPUTS: cost.kept_bytes,
+            Work.BACK_TO_INPUTS: cost.kept_bytes - cost.kept_on_bytes,
             Work.BACK_TO_WEIGHTS: cost.kept_between_bytes,
         }.get(work, 0)
         if self._holds_sends:
