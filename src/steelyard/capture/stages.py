@@ -30,7 +30,7 @@ def end_of(graph: Graph, module: str) -> str:
 def cut_into_stages(graph: Graph, ends: Sequence[str]) -> Stages:
     """A stage ends behind each of the forward values ``ends``, and one with the step."""
     graph = _with_parts_apart(_with_old_buffers_kept(graph), _stage_of(graph, ends))
-    places = _Places(graph, _stage_of(graph, ends))
+    places = _Places(graph, _stage_of(graph, ends), last=len(ends))
     _refuse_what_cannot_be_cut(graph, places)
     stages = tuple(_stage(graph, places, index) for index in range(len(ends) + 1))
     trained = dict.fromkeys(o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT)
@@ -128,10 +128,10 @@ def _parts(graph: Graph, name: str) -> list[str]:
 class _Places:
     """Where each node is computed, and which stages hold each input."""
 
-    def __init__(self, graph: Graph, forward: Mapping[str, int]) -> None:
+    def __init__(self, graph: Graph, forward: Mapping[str, int], *, last: int) -> None:
         self.anywhere = _anywhere(graph)
         self.forward = {n: stage for n, stage in forward.items() if n not in self.anywhere}
-        self.last = max(forward.values())
+        self.last = last
         self._graph = graph
         self._holders = self._found_holders()
         self._paths = self._found_paths()
