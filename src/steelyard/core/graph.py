@@ -307,6 +307,8 @@ class OutputKind(StrEnum):
     # One that is sent to far memory and does not stay.
     FAR_GRADIENT = "gradient, far"
     UPDATE = "update"
+    # One that another part of the same step takes up, a stage of a pipeline.
+    CARRIED = "carried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

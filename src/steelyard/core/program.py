@@ -110,7 +110,8 @@ class Program:
         for index, instruction in enumerate(instructions):
             placed.append(instruction)
             placed += departures.get(index, [])
-        loss = next(o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
+        # A stage of a pipeline may have none.
+        loss = next((o.node for o in graph.outputs if o.kind is OutputKind.LOSS), "")
         return cls(graph=graph, instructions=tuple(placed), loss=loss, update=update)
 
     def with_lines(self, computed: Iterable[Instruction], *, on: Graph) -> "Program":

@@ -150,7 +150,8 @@ def _owners_and_last_reads(
             for key in on.get(name, ()):
                 last[key] = max(last[key], index)
         if instruction.sink is not None:
-            keeps = instruction.sink.kind is OutputKind.GRADIENT and not accumulating
+            kind = instruction.sink.kind
+            keeps = kind is OutputKind.CARRIED or (kind is OutputKind.GRADIENT and not accumulating)
             for key in on.get(instruction.inputs[0], ()):
                 last[key] = end if keeps else last[key]
             continue

@@ -104,7 +104,7 @@ class _Writer:
                 lines.append(f"    {self._name(instruction.value)} = {self._call(instruction)}")
             if deaths[index]:
                 lines.append(f"    del {', '.join(self._name(v) for v in deaths[index])}")
-        lines.append(f"    return {self._name(self._program.loss)}")
+        lines.append(f"    return {self._name(self._program.loss) if self._program.loss else None}")
         return "\n".join(lines) + "\n"
 
     def _call(self, instruction: Instruction) -> str:

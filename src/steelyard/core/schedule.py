@@ -1,0 +1,75 @@
+"""Who does what in which order in a pipeline: the table of actions that torch's schedules make.
+
+Not for making one (run/schedules.py), nor for how long it takes (predict/schedule.py).
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from steelyard.core.errors import PlanFileError
+
+
+class Work(StrEnum):
+    """In torch's letters."""
+
+    FORWARD = "F"
+    BACK_TO_INPUTS = "I"
+    BACK_TO_WEIGHTS = "W"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    stage: int
+    work: Work
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.work}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The actions of each rank, one after another. ``holds_sends``: what was sent stays until the
+    step ends, as in torch's schedules of several stages a rank (2.13)."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    holds_sends: bool = False
+
+    @property
+    def rank_of(self) -> dict[int, int]:
+        """Of each stage."""
+        return {a.stage: rank for rank, actions in enumerate(self.ranks) for a in actions}
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len({a.micro_batch for actions in self.ranks for a in actions})
+
+
+def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
+    """A row of torch's table, ``0F0, 0F1, , 1B0, (0F2;1B1)OVERLAP_F_B``; what overlaps is taken
+    one after the other, as it is on one stream."""
+    found = []
+    for cell in cells:
+        if not _CELL.fullmatch(cell.strip()):
+            raise PlanFileError(
+                f"a schedule says {cell!r}",
+                expected="stage, F, I, W or B, and micro-batch, as 0F1; two that overlap as "
+                "(0F2;1B1)OVERLAP_F_B",
+                remedy="take the table as torch's schedule wrote it",
+            )
+        found += [
+            Action(stage=int(stage), work=Work(work), micro_batch=int(micro_batch))
+            for stage, work, micro_batch in _ACTION.findall(cell)
+        ]
+    return tuple(found)
+
+
+_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_CELL = re.compile(r"|\d+[FIWB]\d+|\(\d+[FIWB]\d+(;\d+[FIWB]\d+)*\)OVERLAP_F_B")

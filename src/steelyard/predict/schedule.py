@@ -1,0 +1,186 @@
+"""Replay a pipeline's table of actions: when each begins and ends, and what each rank holds then.
+
+The table is torch's own, so that no formula of a schedule is needed. Not for choosing one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from steelyard.core.schedule import Action, Order, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """One micro-batch in one stage. A backward pass in two parts need not take what the whole does.
+
+    ``send_seconds`` and ``send_bytes`` are of its activations to the next stage, ``send_back_...``
+    of gradients to the one before. ``kept_bytes`` stay from the forward pass to the backward,
+    ``kept_between_bytes`` between the latter's two parts, of which ``kept_on_bytes`` are among
+    those kept before; ``working_bytes`` are there besides while it works, and ``gradient_bytes``
+    from the first gradients on.
+    """
+
+    seconds: dict[Work, float]
+    send_seconds: float = 0.0
+    send_back_seconds: float = 0.0
+    send_bytes: int = 0
+    send_back_bytes: int = 0
+    kept_bytes: int = 0
+    kept_between_bytes: int = 0
+    kept_on_bytes: int = 0
+    working_bytes: dict[Work, int] = field(default_factory=dict)
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """An action; ``held_bytes`` are there above parameters and states while it works."""
+
+    action: Action
+    rank: int
+    begin_seconds: float
+    end_seconds: float
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A step of a pipeline, its actions in the order in which they end on each rank."""
+
+    ranks: tuple[tuple[Replayed, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(r.end_seconds for ranked in self.ranks for r in ranked)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they do nothing."""
+        busy = sum(r.end_seconds - r.begin_seconds for ranked in self.ranks for r in ranked)
+        return 1 - busy / (self.seconds * len(self.ranks))
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Of each rank."""
+        return tuple(max(r.held_bytes for r in ranked) for ranked in self.ranks)
+
+
+def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
+    """Every rank takes up its next action when it is done with the last and what it reads has come;
+    between two ranks one message goes after another."""
+    ends = _Ends(order, stages)
+    pending = [list(actions) for actions in order.ranks]
+    done: list[list[Replayed]] = [[] for _ in order.ranks]
+    held = [_Held(order, stages) for _ in order.ranks]
+    while any(pending):
+        ready = [rank for rank, actions in enumerate(pending) if actions and ends.has(actions[0])]
+        assert ready, f"the table never gets to {[str(a[0]) for a in pending if a]}"
+        for rank in ready:
+            action = pending[rank].pop(0)
+            free = done[rank][-1].end_seconds if done[rank] else 0.0
+            begin = max(free, ends.arrived(action))
+            end = begin + stages[action.stage].seconds[action.work]
+            ends.put(action, end)
+            done[rank].append(
+                Replayed(
+                    action=action,
+                    rank=rank,
+                    begin_seconds=begin,
+                    end_seconds=end,
+                    held_bytes=held[rank].during(action),
+                )
+            )
+    return Replay(ranks=tuple(map(tuple, done)))
+
+
+_Key = tuple[int, str, int]
+
+
+class _Ends:
+    """When what an action makes has come to who reads it."""
+
+    def __init__(self, order: Order, stages: Sequence[StageCost]) -> None:
+        self._rank_of = order.rank_of
+        self._stages = stages
+        self._last = order.num_stages - 1
+        self._there: dict[_Key, float] = {}
+        self._link_free: dict[tuple[int, int], float] = {}
+
+    def has(self, action: Action) -> bool:
+        return all(key in self._there for key in self._reads(action))
+
+    def arrived(self, action: Action) -> float:
+        return max((self._there[key] for key in self._reads(action)), default=0.0)
+
+    def put(self, action: Action, end: float) -> None:
+        stage, micro_batch, cost = action.stage, action.micro_batch, self._stages[action.stage]
+        match action.work:
+            case Work.FORWARD:
+                self._there[stage, "kept", micro_batch] = end
+                if stage < self._last:
+                    sent = self._sent(stage, stage + 1, end, cost.send_seconds)
+                    self._there[stage + 1, "activations", micro_batch] = sent
+            case Work.BACKWARD | Work.BACK_TO_INPUTS:
+                self._there[stage, "between", micro_batch] = end
+                if stage > 0:
+                    sent = self._sent(stage, stage - 1, end, cost.send_back_seconds)
+                    self._there[stage - 1, "gradients", micro_batch] = sent
+
+    def _reads(self, action: Action) -> list[_Key]:
+        stage, micro_batch = action.stage, action.micro_batch
+        if action.work is Work.FORWARD:
+            return [(stage, "activations", micro_batch)] if stage > 0 else []
+        if action.work is Work.BACK_TO_WEIGHTS:
+            return [(stage, "between", micro_batch)]
+        gradients: list[_Key] = [(stage, "gradients", micro_batch)] if stage < self._last else []
+        return [(stage, "kept", micro_batch), *gradients]
+
+    def _sent(self, source: int, target: int, end: float, seconds: float) -> float:
+        link = self._rank_of[source], self._rank_of[target]
+        if link[0] == link[1]:
+            return end
+        there = max(end, self._link_free.get(link, 0.0)) + seconds
+        self._link_free[link] = there
+        return there
+
+
+class _Held:
+    """The bytes that one rank holds as it goes through its actions."""
+
+    def __init__(self, order: Order, stages: Sequence[StageCost]) -> None:
+        self._stages = stages
+        self._rank_of = order.rank_of
+        self._holds_sends = order.holds_sends
+        self._nbytes = 0
+        self._with_gradients: set[int] = set()
+
+    def during(self, action: Action) -> int:
+        """While this action works; what it reads is let go of when it is done."""
+        cost, work = self._stages[action.stage], action.work
+        is_first = action.stage not in self._with_gradients
+        if work in (Work.BACKWARD, Work.BACK_TO_WEIGHTS) and is_first:
+            self._with_gradients.add(action.stage)
+            self._nbytes += cost.gradient_bytes
+        self._nbytes += {
+            Work.FORWARD: cost.kept_bytes,
+            Work.BACK_TO_INPUTS: cost.kept_between_bytes - cost.kept_on_bytes,
+        }.get(work, 0)
+        meanwhile = self._nbytes + cost.working_bytes.get(work, 0)
+        self._nbytes -= {
+            Work.BACKWARD: cost.kept_bytes,
+            Work.BACK_TO_INPUTS: cost.kept_bytes - cost.kept_on_bytes,
+            Work.BACK_TO_WEIGHTS: cost.kept_between_bytes,
+        }.get(work, 0)
+        if self._holds_sends:
+            self._nbytes += self._sent_bytes(action)
+        return meanwhile
+
+    def _sent_bytes(self, action: Action) -> int:
+        cost, stage = self._stages[action.stage], action.stage
+        step = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.BACK_TO_INPUTS: -1}.get(action.work, 0)
+        if (
+            not step
+            or self._rank_of.get(stage + step, self._rank_of[stage]) == self._rank_of[stage]
+        ):
+            return 0
+        return cost.send_bytes if step > 0 else cost.send_back_bytes

@@ -1,0 +1,70 @@
+"""What a stage of a pipeline takes and keeps for one micro-batch, from its graphs.
+
+Not for a whole step: see schedule.py.
+"""
+
+from collections.abc import Iterable
+
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Graph, OutputKind
+from steelyard.core.link import Link
+from steelyard.core.program import Program
+from steelyard.core.schedule import Work
+from steelyard.core.stages import Stage
+from steelyard.predict.liveness import liveness
+from steelyard.predict.schedule import StageCost
+
+
+def stage_cost(stage: Stage, graph: Graph, costs: Costs, *, link: Link | None = None) -> StageCost:
+    """``graph`` is the one that was cut; ``link`` joins neighbours on different ranks."""
+    parts = {
+        Work.FORWARD: stage.forward,
+        Work.BACKWARD: stage.backward,
+        Work.BACK_TO_INPUTS: stage.back_to_inputs,
+        Work.BACK_TO_WEIGHTS: stage.back_to_weights,
+    }
+    kept, between = _on(graph, stage.kept), _on(graph, stage.kept_between)
+    came, back = _on(graph, stage.receives), _on(graph, stage.receives_back)
+    # What comes in and does not stay is there while it is read, beside what the part makes.
+    beside = {
+        Work.FORWARD: _nbytes(graph, came - kept) - _nbytes(graph, kept - came),
+        Work.BACKWARD: _nbytes(graph, back),
+        Work.BACK_TO_INPUTS: _nbytes(graph, back - between) - _nbytes(graph, between - kept - back),
+        Work.BACK_TO_WEIGHTS: 0,
+    }
+    trained = {o.target for o in stage.backward.outputs if o.kind is OutputKind.GRADIENT}
+    sent, sent_back = (_nbytes(graph, _on(graph, n)) for n in (stage.sends, stage.sends_back))
+    return StageCost(
+        seconds={
+            work: sum(costs.seconds(n).value for n in part.nodes if not n.is_input)
+            for work, part in parts.items()
+        },
+        send_seconds=_seconds(link, sent),
+        send_back_seconds=_seconds(link, sent_back),
+        send_bytes=sent,
+        send_back_bytes=sent_back,
+        kept_bytes=_nbytes(graph, kept),
+        kept_between_bytes=_nbytes(graph, between),
+        kept_on_bytes=_nbytes(graph, kept & between),
+        working_bytes={
+            work: beside[work] + liveness(Program.plain(part), costs, accumulating=True).peak_bytes
+            for work, part in parts.items()
+        },
+        gradient_bytes=sum(graph.storages[s].nbytes for n in trained for s in graph.storages_of(n)),
+    )
+
+
+def _on(graph: Graph, names: Iterable[str]) -> set[int]:
+    """The storages of these values, without those of the model and the batch."""
+    resident = {t.storage for node in graph.inputs() for t in node.outputs}
+    return {s for name in names for s in graph.storages_of(name)} - resident
+
+
+def _nbytes(graph: Graph, storages: Iterable[int]) -> int:
+    return sum(graph.storages[s].nbytes for s in storages)
+
+
+def _seconds(link: Link | None, nbytes: int) -> float:
+    return (
+        0.0 if link is None or not nbytes else link.latency_seconds + nbytes / link.bytes_per_second
+    )

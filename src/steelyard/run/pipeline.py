@@ -1,0 +1,300 @@
+"""A training step in stages on the ranks of a pipeline, in the order of one of torch's schedules.
+
+Not for what a stage computes (stage.py), nor for choosing stages and schedule: that is a plan's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph, OutputKind
+from steelyard.core.program import Program
+from steelyard.core.stages import Stages
+from steelyard.operators import copy_laid_out
+from steelyard.run.bind import BoundProgram, live_tensors
+from steelyard.run.draws import Draws
+from steelyard.run.schedules import made_schedule, stages_of_rank
+from steelyard.run.stage import LiveStage, Values, keep_only
+from steelyard.run.step import LiveStep, Reduction
+
+
+class LivePipeline(LiveStep):
+    """A ``LiveStep`` of which each rank carries out its stages; every rank is given the batch.
+
+    Micro-batches weigh, and draw random numbers, as they do on one device, and every rank returns
+    the loss. A rank lets go of all that its stages do not hold: their parameters get no gradient,
+    and so ``optimizer``, which knows all of them, keeps no state for them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        *,
+        schedule: str,
+        micro_batches: int,
+        constants: Mapping[str, torch.Tensor],
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        reduction: Reduction = "mean",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            Program.plain(stages.graph).repeated(micro_batches),
+            constants=constants,
+            batch=batch,
+            optimizer=optimizer,
+            reduction=reduction,
+        )
+        self._group = group
+        self._stages = stages
+        self._draws = Draws(stages)
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        count = len(stages.stages)
+        held = [
+            stages_of_rank(schedule, r, num_ranks=num_ranks, num_stages=count)
+            for r in range(num_ranks)
+        ]
+        live = live_tensors(model, constants)
+        self._own = [
+            _Driven(LiveStage(stages.stages[i], live=live), stages.graph, count, group)
+            for i in held[rank]
+        ]
+        self._rank_of_loss = next(r for r in range(num_ranks) if count - 1 in held[r])
+        self._sums = self._made_sums(held, live)
+        self._schedule = made_schedule(schedule, self._own, micro_batches=micro_batches)
+        self.held = frozenset(name for own in self._own for name in own.live.stage.held)
+        _let_go(live, keep=self.held)
+
+    def _made_sums(
+        self, held: Sequence[Sequence[int]], live: Mapping[str, Any]
+    ) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
+        """What this rank holds of parameters that others hold too, and with whom. Every rank must
+        make every group, also those it is not in."""
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        sums = []
+        for name, stages in self._stages.shared:
+            ranks = tuple(r for r, own in enumerate(held) if set(own) & set(stages))
+            if len(ranks) < 2:
+                continue
+            if ranks not in groups:
+                world = [dist.get_global_rank(self._pipeline, r) for r in ranks]
+                groups[ranks] = dist.new_group(world)
+            if dist.get_rank(self._group) in ranks:
+                sums.append((live[name], groups[ranks]))
+        return sums
+
+    @property
+    def _pipeline(self) -> dist.ProcessGroup:
+        group = self._group or dist.group.WORLD
+        assert group is not None, "a pipeline is made where ranks have met"
+        return group
+
+    def _accumulate(
+        self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        if self._any_hooks():
+            raise self._hook_of_parts(bound.repeats)
+        shares = self._shares(bound, leaves)
+        if 0.0 in shares:
+            raise _nothing_counted(shares.index(0.0))
+        count = bound.repeats
+        tangents = [self._tangent(bound, share, scale) for share in shares]
+        given = [self._given(bound, leaves, index, tangents[index]) for index in range(count)]
+        states = self._draws.states(count)
+        after = torch.get_rng_state()
+        for own in self._own:
+            own.begin([dict(values) for values in given], [s[own.stage_index] for s in states])
+        losses: list[torch.Tensor] = []
+        is_last = any(own.is_last for own in self._own)
+        whom = torch.arange(count) if is_last else None
+        self._schedule.step(target=whom, losses=losses if is_last else None, return_outputs=False)
+        torch.set_rng_state(after)
+        for parameter, group in self._sums:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+        return self._told(losses, shares)
+
+    def _given(
+        self, bound: BoundProgram, leaves: Sequence[Any], index: int, tangent: torch.Tensor
+    ) -> Values:
+        """The batch's part for a micro-batch, and what its loss weighs."""
+        inputs = zip(bound.emitted.inputs, bound.inputs(leaves, index, tangent))
+        return {name: v for name, v in inputs if name.startswith(("batch:", "tangent"))}
+
+    def _told(self, losses: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+        """The loss, from the rank that has it."""
+        graph = self._stages.graph
+        name = next(o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
+        (planned,) = graph.by_name[name].outputs
+        total = torch.zeros(planned.shape, dtype=getattr(torch, planned.dtype))
+        for loss, share in zip(losses, shares):
+            total += loss * share
+        source = dist.get_global_rank(self._pipeline, self._rank_of_loss)
+        dist.broadcast(total, source, group=self._group)
+        return total
+
+
+class _Driven(PipelineStage):
+    """A live stage, as torch's schedules drive one. Its own forward and backward pass stand in
+    place of autograd's; what torch is told of inputs and outputs is a token, because it would keep
+    buffers for every micro-batch at once."""
+
+    def __init__(
+        self, live: LiveStage, graph: Graph, num_stages: int, group: dist.ProcessGroup | None
+    ) -> None:
+        token = torch.zeros(1)
+        super().__init__(
+            nn.Identity(),
+            live.stage.index,
+            num_stages,
+            torch.device("cpu"),
+            input_args=token,
+            output_args=token,
+            group=group,
+        )
+        self.live = live
+        self._graph = graph
+        self._values: list[Values] = []
+        self._states: Sequence[torch.Tensor] = ()
+        self._given: tuple[str, ...] = ()
+        self._coming: dict[tuple[str, int], Values] = {}
+
+    def begin(self, values: list[Values], states: Sequence[torch.Tensor]) -> None:
+        self._values, self._states = values, states
+        self._given = tuple(values[0])
+
+    def clear_runtime_states(self) -> None:
+        self.output_chunks.clear()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receiving("forward", fwd_chunk_id, self.live.stage.receives, -1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receiving("backward", bwd_chunk_id, self.live.stage.receives_back, +1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sending(self._handed_on(fwd_chunk_id), +1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sending(self.get_local_bwd_output(bwd_chunk_id), -1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self._values[mb_index].update(prev_stage_outputs)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        self._values[mb_index].update(next_stage_bwd_outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return self._taken(mb_index, self.live.stage.sends_back, self.live.stage.kept_between)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],  # noqa: ARG002 - torch's signature
+        kwargs: dict[str, Any] | None = None,  # noqa: ARG002 - the same
+        save_forward_output: bool = True,  # noqa: ARG002 - the same
+    ) -> Any:
+        values = self._values[fwd_chunk_id]
+        self._take_in("forward", fwd_chunk_id)
+        if self._states:
+            torch.set_rng_state(self._states[fwd_chunk_id])
+        loss = self.live.forward(values)
+        stage = self.live.stage
+        keep_only(values, dict.fromkeys((*self._given, *stage.kept, *stage.sends)))
+        if self.is_last:
+            return loss
+        is_near = self._peer(+1) == dist.get_rank()
+        return self._handed_on(fwd_chunk_id) if is_near else None
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,  # noqa: ARG002 - torch's signature
+        full_backward: bool = True,
+        last_backward: bool = False,  # noqa: ARG002 - the same
+    ) -> None:
+        values, stage = self._values[bwd_chunk_id], self.live.stage
+        self._take_in("backward", bwd_chunk_id)
+        (self.live.backward if full_backward else self.live.back_to_inputs)(values)
+        kept = () if full_backward else (*self._given, *stage.kept_between)
+        keep_only(values, dict.fromkeys((*kept, *stage.sends_back)))
+
+    def backward_weight_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        last_backward: bool = False,  # noqa: ARG002 - torch's signature
+    ) -> None:
+        self.live.back_to_weights(self._values[bwd_chunk_id])
+        self._values[bwd_chunk_id].clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Gradients that ranks share are summed behind the step, all at once."""
+
+    def _handed_on(self, index: int) -> Values:
+        return self._taken(index, self.live.stage.sends, self.live.stage.kept)
+
+    def _taken(self, index: int, names: Sequence[str], kept: Sequence[str]) -> Values:
+        """These values of a micro-batch, of which it keeps only what it needs itself."""
+        values = self._values[index]
+        taken = {name: values[name] for name in names}
+        for name in set(names).difference(kept):
+            del values[name]
+        return taken
+
+    def _peer(self, step: int) -> int:
+        rank = self.stage_index_to_group_rank[self.stage_index + step]
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        return dist.get_global_rank(group, rank)
+
+    def _sending(self, values: Values, step: int) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(dist.isend, value.contiguous(), self._peer(step), self.group)
+            for value in values.values()
+        ]
+
+    def _receiving(self, way: str, index: int, names: Sequence[str], step: int) -> list[dist.P2POp]:
+        coming: Values = {}
+        for name in names:
+            (planned,) = self._graph.by_name[name].outputs
+            coming[name] = torch.empty(planned.shape, dtype=getattr(torch, planned.dtype))
+        self._coming[way, index] = coming
+        return [
+            dist.P2POp(dist.irecv, value, self._peer(step), self.group) for value in coming.values()
+        ]
+
+    def _take_in(self, way: str, index: int) -> None:
+        """What has come lies as it was captured, before anything reads it."""
+        for name, value in self._coming.pop((way, index), {}).items():
+            (planned,) = self._graph.by_name[name].outputs
+            is_laid_out = value.stride() == planned.stride
+            self._values[index][name] = (
+                value
+                if is_laid_out
+                else copy_laid_out(value, list(planned.shape), list(planned.stride))
+            )
+
+
+def _let_go(live: Mapping[str, Any], *, keep: frozenset[str]) -> None:
+    """The memory of what this rank does not hold; shapes stay, for whoever asks."""
+    kept = {live[name].untyped_storage().data_ptr() for name in keep}
+    for name, tensor in live.items():
+        storage = tensor.untyped_storage()
+        if name.startswith(("parameter:", "buffer:")) and storage.data_ptr() not in kept:
+            storage.resize_(0)
+
+
+def _nothing_counted(index: int) -> Mismatch:
+    return Mismatch(
+        f"no target of micro-batch {index + 1} counts in the loss",
+        expected="at least one target that is not ignored in each micro-batch of a pipeline",
+        remedy="shuffle or pad the batch so that every part holds some, or skip this batch",
+    )

@@ -1,0 +1,100 @@
+"""One stage of a pipeline on its live tensors: forward, and backward whole or in two parts.
+
+Not for who works when, nor for what goes between ranks: see pipeline.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from steelyard import _torch
+from steelyard.core.graph import Graph, Output, OutputKind
+from steelyard.core.program import Program
+from steelyard.core.stages import Stage
+from steelyard.run.emit import emit
+
+Values = dict[str, Any]
+
+
+class LiveStage:
+    """``live`` are the tensors that it holds, by name; each call is for one micro-batch.
+
+    ``values`` are what that micro-batch has come to: its part of the batch, what other stages have
+    sent, and what this one has made for them and for its own backward pass.
+    """
+
+    def __init__(self, stage: Stage, *, live: Mapping[str, Any]) -> None:
+        self.stage = stage
+        self.live = {name: live[name] for name in stage.held} | {
+            name: value for name, value in live.items() if not name.startswith(_HELD)
+        }
+        self._forward = _Part(stage.forward, self.live)
+        self._backward = _Part(stage.backward, self.live)
+        self._to_inputs = _Part(stage.back_to_inputs, self.live)
+        self._to_weights = _Part(stage.back_to_weights, self.live)
+
+    def forward(self, values: Values) -> torch.Tensor | None:
+        """The loss, if it is this stage that gives it."""
+        loss: torch.Tensor | None = self._forward(values)
+        return loss
+
+    def backward(self, values: Values) -> None:
+        self._backward(values)
+
+    def back_to_inputs(self, values: Values) -> None:
+        self._to_inputs(values)
+
+    def back_to_weights(self, values: Values) -> None:
+        self._to_weights(values)
+
+
+_HELD = ("parameter:", "buffer:")
+
+
+class _Part:
+    def __init__(self, graph: Graph, live: Mapping[str, Any]) -> None:
+        program = Program.plain(graph)
+        emitted = emit(program)
+        self._run, self._inputs, self._live = emitted.run, emitted.inputs, live
+        self._outputs = [i.sink for i in program.instructions if i.sink is not None]
+        self._lent = _lent(graph)
+        self._graph = graph
+
+    def __call__(self, values: Values) -> Any:
+        live = self._live
+        inputs: list[Any] = [live[n] if n in live else values.get(n) for n in self._inputs]
+        with torch.no_grad(), _torch.below_autograd():
+            return self._run(inputs, [self._sink(output, values) for output in self._outputs])
+
+    def _sink(self, output: Output, values: Values) -> Callable[[torch.Tensor], Any]:
+        if output.kind is OutputKind.CARRIED:
+            return lambda value: values.__setitem__(output.target, value)
+        target = self._live[output.target]
+        if output.kind is OutputKind.UPDATE:
+            copied: Callable[[torch.Tensor], Any] = target.copy_
+            return copied
+        is_lent = not self._lent.isdisjoint(self._graph.storages_of(output.node))
+        return lambda value: _add_gradient(target, value.clone() if is_lent else value)
+
+
+def _lent(graph: Graph) -> frozenset[int]:
+    """What others still read: no gradient may take it as its own and add to it."""
+    read = {o.node for o in graph.outputs if o.kind is OutputKind.CARRIED}
+    read |= {node.name for node in graph.inputs()}
+    return frozenset(s for name in read for s in graph.storages_of(name))
+
+
+def _add_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """As autograd does at a leaf: the first is taken, later ones are added in place."""
+    if parameter.grad is None:
+        parameter.grad = value
+    else:
+        parameter.grad.add_(value)
+
+
+def keep_only(values: Values, names: Iterable[str]) -> None:
+    """All else that the micro-batch has come to here is let go of."""
+    kept = {name: values[name] for name in names}
+    values.clear()
+    values.update(kept)

@@ -1,0 +1,198 @@
+"""Steps in stages on ranks, beside the same micro-batches on one device, in float64.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.source import StepSource
+from steelyard.capture.stages import cut_into_stages, end_of
+from steelyard.core.program import Program
+from steelyard.measure.meter import meter_once
+from steelyard.predict.schedule import replay
+from steelyard.predict.stages import stage_cost
+from steelyard.run.pipeline import LivePipeline
+from steelyard.run.schedules import order_under
+from steelyard.run.step import LiveStep
+from tests import zoo
+from tests.capture.stepping import COSTS
+from tests.zoo import reference
+from tests.zoo.case import Loss, next_token_loss, tokens
+from tests.zoo.own import GPT
+
+STEPS, MICRO_BATCHES, SEED = 20, 8, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """``ends``: the modules behind which a stage ends, for two, four and eight stages."""
+
+    make: Callable[[], tuple[nn.Module, Loss, Any]]
+    ends: dict[int, tuple[str, ...]]
+
+
+def _gpt() -> tuple[nn.Module, Loss, Any]:
+    model = GPT(layers=3, width=16, heads=2, vocabulary=32, length=8, dropout=0.2)
+    model.head.weight = model.token.weight
+    batch = tokens(MICRO_BATCHES, 8, 32)
+    batch["y"][:3, 4:] = -100  # micro-batches that count unequally many targets
+    return model, next_token_loss, batch
+
+
+def _of_zoo(name: str) -> tuple[nn.Module, Loss, Any]:
+    """With two samples a micro-batch: BatchNorm takes its statistics over them."""
+    case = zoo.case(name)
+    model, loss, batch = case.make()
+    batches = case.batches(2 * MICRO_BATCHES // len(next(iter(batch.values()))))
+    return model, loss, {key: torch.cat([b[key] for b in batches]) for key in batch}
+
+
+CASES = {
+    "gpt": Case(make=_gpt, ends={2: ("blocks.1",), 4: ("dropout", "blocks.0", "blocks.2")}),
+    "llama": Case(
+        make=partial(_of_zoo, "hf_llama_default"),
+        ends={2: ("model.layers.0",), 4: ("model.embed_tokens", "model.layers.0", "model.norm")},
+    ),
+    "resnet": Case(
+        make=partial(_of_zoo, "resnet_bn"), ends={2: ("4.0",), 4: ("3.0", "4.0.conv1", "5.0")}
+    ),
+}
+_OF_TWO = {"GPipe": 2, "1F1B": 2, "LoopedBFS": 4, "Interleaved1F1B": 4} | dict.fromkeys(
+    ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 4
+)
+_OF_FOUR = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble": 4}
+
+
+def two_of_gpt(rank: int) -> Any:
+    return _run("gpt", _OF_TWO)
+
+
+def two_of_llama(rank: int) -> Any:
+    return _run("llama", _OF_TWO)
+
+
+def two_of_resnet(rank: int) -> Any:
+    return _run("resnet", _OF_TWO)
+
+
+def four_of_gpt(rank: int) -> Any:
+    return _run("gpt", _OF_FOUR)
+
+
+def four_of_llama(rank: int) -> Any:
+    return _run("llama", _OF_FOUR)
+
+
+def four_of_resnet(rank: int) -> Any:
+    return _run("resnet", _OF_FOUR)
+
+
+def _run(name: str, schedules: dict[str, int]) -> dict[str, Any]:
+    case = CASES[name]
+    one = _OneDevice(case)
+    return {s: one.differences(s, case.ends[count]) for s, count in schedules.items()}
+
+
+class _OneDevice:
+    """What the micro-batches come to on one device, step by step; captured once."""
+
+    def __init__(self, case: Case) -> None:
+        model, loss, batch = case.make()
+        self.model = model.double()
+        self.batch = _torch.tree_map(
+            lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch
+        )
+        source = StepSource(model=model, loss=loss, batch=self.batch)
+        self.captured = source.captured(micro_batches=MICRO_BATCHES)
+        self.reduction = source.reduction().value
+        self.after = copy.deepcopy(model)
+        program = Program.plain(self.captured.graph).repeated(MICRO_BATCHES)
+        step = LiveStep(self.after, program, optimizer=_optimizer(self.after), **self.settings)
+        self.steps = []
+        for index in range(STEPS):
+            torch.manual_seed(SEED + index)
+            value = step(self.batch)
+            self.steps.append((value, reference.gradients(self.after), torch.get_rng_state()))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        constants = self.captured.constants
+        return {"constants": constants, "batch": self.batch, "reduction": self.reduction}
+
+    def differences(self, schedule: str, ends: Sequence[str]) -> dict[str, Any]:
+        """The largest, relative to the largest element of each tensor."""
+        graph, model = self.captured.graph, copy.deepcopy(self.model)
+        step = LivePipeline(
+            model,
+            cut_into_stages(graph, [end_of(graph, end) for end in ends]),
+            schedule=schedule,
+            micro_batches=MICRO_BATCHES,
+            optimizer=_optimizer(model),
+            **self.settings,
+        )
+        own = {n: p for n, p in model.named_parameters() if f"parameter:{n}" in step.held}
+        worst = {"loss": 0.0, "gradients": 0.0}
+        for index, (value, gradients, state) in enumerate(self.steps):
+            torch.manual_seed(SEED + index)
+            worst["loss"] = max(worst["loss"], _gap(value, step(self.batch)))
+            assert torch.equal(state, torch.get_rng_state()), "another number of draws"
+            gaps = [_gap(gradients[name], p.grad) for name, p in own.items()]
+            worst["gradients"] = max(worst["gradients"], *gaps)
+        worst["parameters"] = max(_gap(self.after.get_parameter(n), p) for n, p in own.items())
+        buffers = [n for n, _ in model.named_buffers() if f"buffer:{n}" in step.held]
+        pairs = [(self.after.get_buffer(n), model.get_buffer(n)) for n in buffers]
+        worst["buffers"] = max((_gap(*pair) for pair in pairs), default=0.0)
+        named = [name for name, _ in model.named_parameters()]
+        return {**worst, "held": sorted(own), "all": named, "num_buffers": len(buffers)}
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _gap(expected: Any, actual: Any) -> float:
+    if expected is None or actual is None:
+        return 0.0 if expected is actual else float("inf")
+    left, right = expected.detach().double(), actual.detach().double()
+    return float((left - right).abs().max() / left.abs().max().clamp(min=1e-30))
+
+
+def peaks(rank: int) -> dict[str, tuple[int, int]]:
+    """Of each schedule, the bytes predicted and metered above what is there between steps."""
+    model = GPT(layers=4, width=64, heads=2, vocabulary=64, length=64, dropout=0.0)
+    batch = tokens(2 * MICRO_BATCHES, 64, 64)
+    source = StepSource(model=model, loss=next_token_loss, batch=batch)
+    captured = source.captured(micro_batches=MICRO_BATCHES)
+    found = {}
+    for schedule, count in _OF_TWO.items():
+        modules = ("blocks.1",) if count == 2 else ("blocks.0", "blocks.1", "blocks.2")
+        ends = [end_of(captured.graph, module) for module in modules]
+        stages = cut_into_stages(captured.graph, ends)
+        step = LivePipeline(
+            copy.deepcopy(model),
+            stages,
+            schedule=schedule,
+            micro_batches=MICRO_BATCHES,
+            constants=captured.constants,
+            batch=batch,
+            reduction=source.reduction().value,
+        )
+        step.backward(batch)
+        step.zero_grad()
+        order = order_under(
+            schedule, num_ranks=2, num_stages=count, micro_batches=MICRO_BATCHES
+        )
+        costs = [stage_cost(s, stages.graph, COSTS) for s in stages.stages]
+        metered = meter_once(lambda step=step: step.backward(batch)).peak_bytes
+        found[schedule] = (replay(order, costs).peak_bytes[rank], metered)
+    return found

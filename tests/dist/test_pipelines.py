@@ -1,0 +1,48 @@
+"""A step in stages on ranks, under each of torch's schedules, against the same micro-batches on one
+device: loss, every gradient, and what 20 steps of AdamW make of parameters and buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import on_ranks, on_two_ranks
+
+pytestmark = pytest.mark.dist
+
+_ROUNDING = 1e-9
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "resnet"])
+def test_two_ranks_are_one_device(model: str) -> None:
+    ranks = on_two_ranks(f"tests.dist.pipelines:two_of_{model}")
+    assert len(ranks[0]) == 7
+    for schedule in ranks[0]:
+        _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "resnet"])
+def test_four_ranks_are_one_device(model: str) -> None:
+    ranks = on_ranks(f"tests.dist.pipelines:four_of_{model}", count=4)
+    for schedule in ranks[0]:
+        _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
+
+
+def _as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for what in ("loss", "gradients", "parameters", "buffers"):
+            assert rank[what] <= _ROUNDING, (schedule, what)
+        # Each holds its own part alone.
+        assert 0 < len(rank["held"]) < len(rank["all"]), schedule
+    if model == "resnet":
+        assert all(rank["num_buffers"] for rank in ranks), schedule
+    assert {name for rank in ranks for name in rank["held"]} == set(ranks[0]["all"])
+
+
+def test_the_peak_of_each_rank_is_the_predicted_one() -> None:
+    """Within a twentieth: the replay knows when a stage works, not when a message is let go of."""
+    for rank in on_two_ranks("tests.dist.pipelines:peaks"):
+        assert len(rank) == 7
+        for schedule, (predicted, metered) in rank.items():
+            assert predicted == pytest.approx(metered, rel=0.05), schedule

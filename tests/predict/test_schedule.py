@@ -1,0 +1,175 @@
+"""The real tables of torch's schedules, replayed with made-up durations: laws, and the textbook."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.core.errors import BadInput, PlanFileError
+from steelyard.core.schedule import Order, Work, actions_of
+from steelyard.predict.schedule import Replay, StageCost, replay
+from steelyard.run.schedules import SCHEDULES, made_schedule, order_under
+
+_SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
+_PER_RANK = {"GPipe": 1, "1F1B": 1}
+
+
+def _order(schedule: str, num_ranks: int, micro_batches: int) -> Order:
+    num_stages = num_ranks * _PER_RANK.get(schedule, 2)
+    return order_under(
+        schedule, num_ranks=num_ranks, num_stages=num_stages, micro_batches=micro_batches
+    )
+
+
+def _cost(forward: float, to_inputs: float, to_weights: float, *, sent: float = 0.0) -> StageCost:
+    return StageCost(
+        seconds={
+            Work.FORWARD: forward,
+            Work.BACK_TO_INPUTS: to_inputs,
+            Work.BACK_TO_WEIGHTS: to_weights,
+            Work.BACKWARD: to_inputs + to_weights,
+        },
+        send_seconds=sent,
+        send_back_seconds=sent,
+        send_bytes=3,
+        send_back_bytes=3,
+        kept_bytes=100,
+        kept_between_bytes=60,
+        working_bytes=dict.fromkeys(Work, 10),
+        gradient_bytes=7,
+    )
+
+
+def _equal(order: Order, *, share: float = 1.0) -> Replay:
+    """Forward 1, backward 2, of a rank's whole share."""
+    return replay(order, [_cost(share, share, share)] * order.num_stages)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
+@settings(max_examples=10, deadline=None)
+@given(seconds=st.data())
+def test_nothing_begins_before_what_it_reads_is_there(
+    schedule: str, num_ranks: int, micro_batches: int, seconds: st.DataObject
+) -> None:
+    order = _order(schedule, num_ranks, micro_batches)
+    some = st.floats(0.01, 10)
+    stages = [
+        _cost(*seconds.draw(st.tuples(some, some, some)), sent=seconds.draw(some))
+        for _ in range(order.num_stages)
+    ]
+    replayed = replay(order, stages)
+    at = {str(r.action): r for ranked in replayed.ranks for r in ranked}
+    assert len(at) == sum(map(len, order.ranks))
+    for ranked in replayed.ranks:
+        for one, other in itertools.pairwise(ranked):
+            assert one.end_seconds <= other.begin_seconds
+    for r in at.values():
+        stage, mb = r.action.stage, r.action.micro_batch
+        reads = {Work.FORWARD: [f"{stage - 1}F{mb}"], Work.BACK_TO_WEIGHTS: [f"{stage}I{mb}"]}
+        back = [f"{stage}F{mb}", f"{stage + 1}B{mb}", f"{stage + 1}I{mb}"]
+        for name in reads.get(r.action.work, back):
+            if name not in at:
+                continue
+            source = at[name]
+            sent = stages[source.action.stage].send_seconds if source.rank != r.rank else 0.0
+            assert r.begin_seconds >= source.end_seconds + sent - 1e-9, (name, str(r.action))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
+def test_equal_stages_leave_the_textbook_bubble(
+    schedule: str, num_ranks: int, micro_batches: int
+) -> None:
+    """(p-1)/(m+p-1): Huang et al., GPipe, 2019, section 2.3; 1F1B leaves the same."""
+    replayed = _equal(_order(schedule, num_ranks, micro_batches))
+    expected = (num_ranks - 1) / (micro_batches + num_ranks - 1)
+    assert replayed.bubble == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
+def test_interleaving_and_splitting_backward_leave_less_of_it(
+    num_ranks: int, micro_batches: int
+) -> None:
+    plain = _equal(_order("1F1B", num_ranks, micro_batches))
+    halves = {
+        name: _equal(_order(name, num_ranks, micro_batches), share=0.5)
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    }
+    assert halves["Interleaved1F1B"].seconds < plain.seconds
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        assert halves[name].seconds <= halves["Interleaved1F1B"].seconds + 1e-9, name
+        assert halves[name].bubble < plain.bubble
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
+def test_1f1b_holds_no_more_than_gpipe(num_ranks: int, micro_batches: int) -> None:
+    """GPipe's ranks all keep every micro-batch; 1F1B's those that are under way from them on."""
+    gpipe = _equal(_order("GPipe", num_ranks, micro_batches)).peak_bytes
+    other = _equal(_order("1F1B", num_ranks, micro_batches)).peak_bytes
+    assert gpipe == (100 * micro_batches + 10 + 7,) * num_ranks
+    under_way = [min(num_ranks - rank, micro_batches) for rank in range(num_ranks)]
+    assert other == tuple(100 * n + 10 + 7 for n in under_way)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_the_end_only_gradients_and_what_was_sent_are_left(schedule: str) -> None:
+    """Each kept value is let go of: the last action finds nothing but its own."""
+    order = _order(schedule, 2, 8)
+    last = [ranked[-1] for ranked in _equal(order).ranks]
+    for r in last:
+        stages = {a.stage for a in order.ranks[r.rank]}
+        kept = 60 if r.action.work is Work.BACK_TO_WEIGHTS else 100
+        sent = 0
+        if order.holds_sends:
+            away = {s for s, rank in order.rank_of.items() if rank != r.rank}
+            ways = sum((s + step) in away for s in stages for step in (1, -1))
+            sent = 3 * 8 * ways
+        assert r.held_bytes <= kept + 10 + 7 * len(stages) + sent, r
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_torch_writes_is_read_back(schedule: str) -> None:
+    order = _order(schedule, 2, 8)
+    kinds = {a.work for actions in order.ranks for a in actions}
+    is_split = schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    assert (Work.BACK_TO_WEIGHTS in kinds) == is_split
+    for actions in order.ranks:
+        assert actions_of(map(str, actions)) == actions
+    each = [sum(a.work is Work.FORWARD for a in actions) for actions in order.ranks]
+    assert each == [8 * _PER_RANK.get(schedule, 2)] * 2
+    assert order.num_micro_batches == 8
+
+
+def test_torch_still_says_that_1f1b_begins_with_micro_batch_1() -> None:
+    """When this fails, ``_one_forward_one_backward`` can go."""
+    alone = SimpleNamespace(
+        stage_index=1, num_stages=2, group_size=2, group_rank=1, is_last=True, has_backward=True
+    )
+    table = made_schedule("1F1B", [alone], micro_batches=4).pipeline_order
+    assert [str(a) for a in table[1] if a and a.is_compute_op][:2] == ["1F1", "1B0"]
+
+
+def test_two_that_overlap_are_taken_one_after_the_other() -> None:
+    assert list(map(str, actions_of(["(0F2;1B1)OVERLAP_F_B", "", "1W3"]))) == ["0F2", "1B1", "1W3"]
+
+
+def test_a_cell_that_is_no_action_is_refused() -> None:
+    with pytest.raises(PlanFileError, match="0X1"):
+        actions_of(["0F0", "0X1"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "micro_batches"),
+    [("1F1B", 4, 8), ("ZBVZeroBubble", 2, 8), ("GPipe", 3, 8), ("Interleaved1F1B", 4, 5)],
+)
+def test_stages_that_do_not_suit_a_schedule_are_refused(
+    schedule: str, num_stages: int, micro_batches: int
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        order_under(schedule, num_ranks=2, num_stages=num_stages, micro_batches=micro_batches)
+    assert len(str(caught.value).splitlines()) == 3
