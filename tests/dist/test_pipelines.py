@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 _ROUNDING = 1e-9
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama", "resnet"])
+@pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_two_ranks_are_one_device(model: str) -> None:
     ranks = on_two_ranks(f"tests.dist.pipelines:two_of_{model}")
     assert len(ranks[0]) == 7
@@ -22,7 +22,7 @@ def test_two_ranks_are_one_device(model: str) -> None:
         _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama", "resnet"])
+@pytest.mark.parametrize("model", ["llama"])
 def test_four_ranks_are_one_device(model: str) -> None:
     ranks = on_ranks(f"tests.dist.pipelines:four_of_{model}", count=4)
     for schedule in ranks[0]:
