@@ -52,12 +52,12 @@ _SEED = 3
 # glibc keeps what is freed for later unless told not to: the limit would be on that too. One arena,
 # as what threads leave behind in theirs is nobody's. Blocks of 64 KiB go back as well: a Llama's of
 # 128 KiB, from steps in 4 parts, left holes of 14 to 33 MiB in the heap of plain PyTorch.
-_MALLOC = {
+MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "MALLOC_ARENA_MAX": "1",
 }
-_OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
+OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
 
 Told = dict[str, Any]
 
@@ -115,7 +115,7 @@ def run(role: str, name: str, task: Told, costs: str) -> Told:
     """What the process told; where it was out of memory, its last words."""
     command = [sys.executable, __file__, "--child", role, name, json.dumps(task)]
     # What is measured under these settings of malloc is no use to other plans.
-    environment = {**os.environ, **_MALLOC, "STEELYARD_CACHE": costs, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **MALLOC, "STEELYARD_CACHE": costs, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     told: Told = {"losses": []}
     for line in done.stdout.splitlines():
@@ -125,7 +125,7 @@ def run(role: str, name: str, task: Told, costs: str) -> Told:
             told |= json.loads(line)
     if done.returncode == 0:
         return told
-    signs = [x for x in done.stderr.splitlines() if any(sign in x for sign in _OUT_OF_MEMORY)]
+    signs = [x for x in done.stderr.splitlines() if any(sign in x for sign in OUT_OF_MEMORY)]
     if not signs or "limit" not in task:
         raise RuntimeError(f"{name}, {role}, failed otherwise: {done.stderr[-2000:]}")
     _, mark, why = signs[-1].strip().partition("DefaultCPUAllocator: ")
