@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import steelyard as sy
 from steelyard.api.look import Request
 from steelyard.core.budget import Budget
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
@@ -124,6 +124,8 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     model, batch = model.double(), _doubled(batch)
     alone = copy.deepcopy(model)
     planned = _planned(case, model, loss, batch, rank, folder / "train.plan.toml")
+    if case.layout.tensor > 1 and not case.micro_batches > 1 and case.share_of_plain is None:
+        _refused_without_an_optimizer(folder / "train.plan.toml", model, loss, batch)
     step = planned.apply()
     random = any(node.is_random for node in step.live.program.graph.nodes)
     torch.manual_seed(1)
@@ -164,6 +166,12 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
+
+
+def _refused_without_an_optimizer(path: Path, model: nn.Module, loss: Loss, batch: Any) -> None:
+    """One's own could look at the whole of a parameter, of which there is a part."""
+    with pytest.raises(BadInput, match="what updates them is not known"):
+        sy.load(path, model, loss, batch).apply()
 
 
 def _planned(

@@ -25,7 +25,7 @@ PAGES = sorted(
 WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))]
 
 
-# Of each script and cluster that some page plans for: what a plan of it begins with.
+# Of each script and cluster that a page plans for: what a plan of it begins with.
 _LOOKS: dict[tuple[str, ...], Look] = {}
 
 
@@ -40,10 +40,11 @@ def _planned_once(
     on_progress: Progress,
 ) -> sy.Planned:
     """As ``plan_workload``; a step that was captured and searched for a page is not so again for
-    another budget: pages plan one script over and over."""
+    another budget: a page plans one script over and over."""
     assert maximize is None
     script = inspect.getsource(inspect.getmodule(workload.loss) or inspect)
-    key = script, str(cluster), runner, title
+    # Lines are named from the folder that is current when a step is captured.
+    key = script, str(Path.cwd()), str(cluster), runner, title
     if key not in _LOOKS:
         _LOOKS[key] = Request(
             model=workload.model, loss=workload.loss, batch=workload.first_batch(),
@@ -53,18 +54,12 @@ def _planned_once(
     return planned(_LOOKS[key], budget)
 
 
-def _in_one_worker(name: str) -> Any:
-    """Pages that plan the quickstart's script share what is found of it."""
-    shares = pytest.mark.xdist_group("train.py")
-    return pytest.param(name, marks=shares if "steelyard plan train.py" in _text(name) else ())
-
-
 def _text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [_in_one_worker(name) for name in WITH_CODE])
+@pytest.mark.parametrize("name", WITH_CODE)
 def test_what_the_page_shows_is_what_happens(
     name: str, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,10 +188,10 @@ def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> N
 
 
 def test_a_faster_link_never_makes_the_step_slower() -> None:
-    found = [layouts(costs(rate)).find(Budget()) for rate in (1e3, 1e7, 1e12)]
+    found = [layouts(costs(rate), num_ranks=2).find(Budget()) for rate in (1e3, 1e7, 1e12)]
     seconds = [f.prediction.quad.step_seconds.value for f in found]
     assert seconds == sorted(seconds, reverse=True)
-    assert {ranks_of(f) for f in found} >= {1, 4}
+    assert {ranks_of(f) for f in found} == {1, 2}
 
 
 def test_a_batch_that_has_no_share_for_all_ranks_is_told_so() -> None:

@@ -80,6 +80,13 @@ class Step:
         captured.reads.check()
         far = plan.decisions.far
         self.far = FarMemory(far) if far else None
+        if program.partings and optimizer is None:
+            raise BadInput(
+                "the plan gives each rank parts of weights, and what updates them is not known",
+                expected="an optimizer, so that it can be tried whether its step is the same on "
+                "parts",
+                remedy="plan with optimizer=, and call step(batch)",
+            )
         self._parts = self.ranks.parts_of(source.model, program)
         live_optimizer = None if optimizer is None else optimizer(source.model.parameters())
         states = self._states_far(live_optimizer, program)
