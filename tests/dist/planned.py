@@ -79,15 +79,13 @@ def _channels() -> tuple[nn.Module, Loss, Any]:
 
 _BATCH, _TENSOR = Layout(batch=2), Layout(tensor=2)
 # Each is captured, planned for and loaded, on all ranks: seconds of each.
-CASES = {
-    "padded, in micro-batches": Case(_padded, _BATCH, micro_batches=2),
+SHARED = {
     "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
-    "random and summed, with states in shares": Case(
-        _random_and_summed, _BATCH, share_of_plain=0.95, with_states=True
-    ),
     "padded, with states in shares, in micro-batches": Case(
         _padded, _BATCH, micro_batches=2, with_states=True
     ),
+}
+IN_PARTS = {
     "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),
     "padded tensors in parts, in micro-batches": Case(_padded, _TENSOR, micro_batches=2),
     "channels in parts": Case(_channels, _TENSOR),
@@ -100,11 +98,15 @@ ON_FOUR = {
 }
 
 
-def trained(rank: int) -> dict[str, Any]:
-    return _all_trained(CASES, rank)
+def shared(rank: int) -> dict[str, Any]:
+    return _all_trained(SHARED, rank)
 
 
-def trained_on_four(rank: int) -> dict[str, Any]:
+def in_parts(rank: int) -> dict[str, Any]:
+    return _all_trained(IN_PARTS, rank)
+
+
+def on_four(rank: int) -> dict[str, Any]:
     return _all_trained(ON_FOUR, rank)
 
 

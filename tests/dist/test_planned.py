@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.dist.planned import CASES, ON_FOUR, Case
+from tests.dist.planned import IN_PARTS, ON_FOUR, SHARED, Case
 from tests.dist.ranks import on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("scenario", "cases", "count"), [("trained", CASES, 2), ("trained_on_four", ON_FOUR, 4)]
+    ("scenario", "cases", "count"),
+    [("shared", SHARED, 2), ("in_parts", IN_PARTS, 2), ("on_four", ON_FOUR, 4)],
 )
 def test_ranks_train_as_one_device(
     costs: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, cases: dict[str, Case], count: int
