@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from steelyard import _torch
+from steelyard.api.ranks import Ranks
 from steelyard.capture.source import StepSource
-from steelyard.capture.stages import cut_into_stages, end_of
+from steelyard.core.layout import Layout
 from steelyard.core.program import Program
 from steelyard.measure.meter import meter_once
 from steelyard.predict.schedule import replay
 from steelyard.predict.stages import stage_cost
-from steelyard.run.pipeline import LivePipeline
-from steelyard.run.schedules import order_under
 from steelyard.run.step import LiveStep
 from tests import zoo
 from tests.capture.stepping import COSTS
@@ -113,7 +113,7 @@ class _OneDevice:
             lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch
         )
         source = StepSource(model=model, loss=loss, batch=self.batch)
-        self.captured = source.captured(micro_batches=MICRO_BATCHES)
+        self.source, self.captured = source, source.captured(micro_batches=MICRO_BATCHES)
         self.reduction = source.reduction().value
         self.after = copy.deepcopy(model)
         program = Program.plain(self.captured.graph).repeated(MICRO_BATCHES)
@@ -131,16 +131,11 @@ class _OneDevice:
 
     def differences(self, schedule: str, ends: Sequence[str]) -> dict[str, Any]:
         """The largest, relative to the largest element of each tensor."""
-        graph, model = self.captured.graph, copy.deepcopy(self.model)
-        step = LivePipeline(
-            model,
-            cut_into_stages(graph, [end_of(graph, end) for end in ends]),
-            schedule=schedule,
-            micro_batches=MICRO_BATCHES,
-            optimizer=_optimizer(model),
-            **self.settings,
-        )
-        own = {n: p for n, p in model.named_parameters() if f"parameter:{n}" in step.held}
+        model = copy.deepcopy(self.model)
+        program = _in_stages(self.source, schedule, ends)
+        step = _live(model, program, optimizer=_optimizer(model), **self.settings)
+        held = _held(program)
+        own = {n: p for n, p in model.named_parameters() if f"parameter:{n}" in held}
         worst = {"loss": 0.0, "gradients": 0.0}
         for index, (value, gradients, state) in enumerate(self.steps):
             torch.manual_seed(SEED + index)
@@ -149,11 +144,31 @@ class _OneDevice:
             gaps = [_gap(gradients[name], p.grad) for name, p in own.items()]
             worst["gradients"] = max(worst["gradients"], *gaps)
         worst["parameters"] = max(_gap(self.after.get_parameter(n), p) for n, p in own.items())
-        buffers = [n for n, _ in model.named_buffers() if f"buffer:{n}" in step.held]
+        buffers = [n for n, _ in model.named_buffers() if f"buffer:{n}" in held]
         pairs = [(self.after.get_buffer(n), model.get_buffer(n)) for n in buffers]
         worst["buffers"] = max((_gap(*pair) for pair in pairs), default=0.0)
         named = [name for name, _ in model.named_parameters()]
         return {**worst, "held": sorted(own), "all": named, "num_buffers": len(buffers)}
+
+
+def _in_stages(source: StepSource, schedule: str, ends: Sequence[str]) -> Program:
+    graph, ranks = source.graph(micro_batches=MICRO_BATCHES), dist.get_world_size()
+    plain = Program.plain(graph).repeated(MICRO_BATCHES)
+    pipeline = source.in_stages(plain, ends=tuple(ends), schedule=schedule, num_ranks=ranks)
+    return replace(
+        plain.with_graph(pipeline.stages.graph), pipeline=pipeline, layout=Layout(pipeline=ranks)
+    )
+
+
+def _held(program: Program) -> frozenset[str]:
+    assert program.pipeline is not None
+    return program.pipeline.held(dist.get_rank())
+
+
+def _live(model: nn.Module, program: Program, **settings: Any) -> LiveStep:
+    ranks = Ranks.of(program.layout)
+    parts = ranks.parts_of(model, program)
+    return LiveStep(model, program, parts=parts, in_stages=ranks.in_stages, **settings)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -175,23 +190,19 @@ def peaks(rank: int) -> dict[str, tuple[int, int]]:
     captured = source.captured(micro_batches=MICRO_BATCHES)
     found = {}
     for schedule, count in _OF_TWO.items():
-        modules = ("blocks.1",) if count == 2 else ("blocks.0", "blocks.1", "blocks.2")
-        ends = [end_of(captured.graph, module) for module in modules]
-        stages = cut_into_stages(captured.graph, ends)
-        step = LivePipeline(
+        ends = ("blocks.1",) if count == 2 else ("blocks.0", "blocks.1", "blocks.2")
+        program = _in_stages(source, schedule, ends)
+        step = _live(
             copy.deepcopy(model),
-            stages,
-            schedule=schedule,
-            micro_batches=MICRO_BATCHES,
+            program,
             constants=captured.constants,
             batch=batch,
             reduction=source.reduction().value,
         )
         step.backward(batch)
         step.zero_grad()
-        order = order_under(
-            schedule, num_ranks=2, num_stages=count, micro_batches=MICRO_BATCHES
-        )
+        assert program.pipeline is not None
+        order, stages = program.pipeline.order, program.pipeline.stages
         costs = [stage_cost(s, stages.graph, COSTS) for s in stages.stages]
         metered = meter_once(lambda step=step: step.backward(batch)).peak_bytes
         found[schedule] = (replay(order, costs).peak_bytes[rank], metered)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.schedule import Order, Work, actions_of
+from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
 from steelyard.predict.schedule import Replay, StageCost, replay
-from steelyard.run.schedules import SCHEDULES, made_schedule, order_under
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
 _PER_RANK = {"GPipe": 1, "1F1B": 1}

@@ -33,6 +33,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.source import Laid
 from steelyard.core.trade import strike
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.layers import Layers
 from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
 from steelyard.measure.meter import meter_once
@@ -75,14 +76,15 @@ class Step:
         self.ranks = Ranks.of(Layout.of(plan.decisions.rules))
         if self.ranks.groups:
             begin_alike([*source.model.parameters(), *source.model.buffers()])
-        self._parts: Parts | None = None
+        self._parts: Parts | Layers | None = None
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far
         self.far = FarMemory(far) if far else None
-        if program.partings and optimizer is None:
+        if (program.partings or program.pipeline) and optimizer is None:
             raise BadInput(
-                "the plan gives each rank parts of weights, and what updates them is not known",
+                "the plan gives each rank a part of the weights, and what updates them is not "
+                "known",
                 expected="an optimizer, so that it can be tried whether its step is the same on "
                 "parts",
                 remedy="plan with optimizer=, and call step(batch)",
@@ -103,6 +105,7 @@ class Step:
             runner=self._runner(states),
             reads=captured.reads,
             rank=program.layout.place(self.ranks.rank, DATA),
+            in_stages=self.ranks.in_stages,
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.parts * program.graph.resident_bytes(Role.BATCH)
@@ -136,7 +139,7 @@ class Step:
                 "step.backward leaves gradients, of which this rank would have parts: to clip them "
                 "by their norm, or to unscale them, each rank would do something else",
                 expected="step(batch), which updates too",
-                remedy="take the shard_tensor rules out of the plan, or call step(batch)",
+                remedy="take the rules that shard weights out of the plan, or call step(batch)",
             )
         self._keeps_gradients = self._keeps_gradients or bool(self.live.gradients())
         return self.live.backward(batch, scale)

@@ -32,7 +32,7 @@ from steelyard.operators import is_pointwise
 from steelyard.predict import predict
 from steelyard.run.lowered import lower
 from steelyard.run.watch import ModelWatch
-from steelyard.search import ALLOWS_NONE, Found, Layouts, Search
+from steelyard.search import ALLOWS_NONE, Found, Layouts, Pipelines, Search
 from steelyard.trades import TRADES
 
 Runner = Literal["python", "inductor"]
@@ -78,9 +78,11 @@ class Request:
         if update is not None:
             assert self.optimizer is not None
             prices.know_update(self.optimizer, update)
-            if self.cluster.far is not None:
+            if self.cluster.far is not None or self.cluster.num_devices > 1:
                 undivided = why_undivided(self.optimizer, dims_of(update))
-                update = replace(update, undivided=undivided, uncut=self._uncut(update))
+                update = replace(update, undivided=undivided)
+            if self.cluster.far is not None:
+                update = replace(update, uncut=self._uncut(update))
             if self.cluster.num_devices > 1:
                 update = replace(update, unparted=why_unparted(self.optimizer))
             base = replace(base, update=update)
@@ -146,7 +148,7 @@ class Look:
             layout=layout,
         )
 
-    def search_for(self, decisions: Decisions) -> Search:
+    def search_for(self, decisions: Decisions) -> Search | Pipelines:
         """The search that these decisions are from."""
         if self.request.cluster.num_devices > 1:
             return self.layouts.search_by(decisions.rules)

@@ -19,10 +19,10 @@ from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs, Missing, OperatorCost
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
-from steelyard.core.layout import DATA, TENSOR
+from steelyard.core.layout import DATA, PIPELINE, TENSOR
 from steelyard.core.machine import available_bytes
 from steelyard.core.parting import Parting, Region
-from steelyard.core.program import Program
+from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import measured_loopback
@@ -67,7 +67,7 @@ class Prices:
             on_progress("measuring how ranks reach one another")
             # Of one machine's ranks any two are as near.
             loopback = measured_loopback(cluster.num_devices, cache=self._cache)
-            links |= {DATA: loopback, TENSOR: loopback}
+            links |= dict.fromkeys((DATA, TENSOR, PIPELINE), loopback)
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
@@ -258,8 +258,8 @@ class Prices:
 
 
 def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
-    """What exchanges take among ranks that are not here: neighbours that share tensors, and those
-    of as many such groups that share the batch."""
+    """What exchanges take among ranks that are not here: neighbours that share tensors, those of as
+    many such groups that share the batch, and those that hand on from one layer to the next."""
     count = cluster.num_devices
     if count == 1 or cluster.device.is_here:
         return {}
@@ -268,6 +268,7 @@ def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
     for stride in divisors[:-1]:
         numbers = [n for n in divisors[1:] if count % (n * stride) == 0]
         found |= carried(cluster.tree, axis=DATA, numbers=numbers, stride=stride)
+        found |= carried(cluster.tree, axis=PIPELINE, numbers=numbers, stride=stride)
     return found
 
 
@@ -319,6 +320,13 @@ class PricedSource:
             self._updates[partings] = self._source.update_in_parts(update, partings)
             self._prices.know(self._updates[partings].graph)
         return self._updates[partings]
+
+    def in_stages(
+        self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
+    ) -> Pipeline:
+        found = self._source.in_stages(program, ends=ends, schedule=schedule, num_ranks=num_ranks)
+        self._prices.know(found.stages.graph, *(update.graph for update in found.updates))
+        return found
 
     def divisors(self) -> tuple[int, ...]:
         return self._source.divisors()

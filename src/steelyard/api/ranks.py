@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from steelyard import _torch
 from steelyard.api.workload import Workload
 from steelyard.core.errors import Mismatch
-from steelyard.core.layout import ALONE, Layout
+from steelyard.core.layout import ALONE, PIPELINE, Layout
 from steelyard.core.machine import cores_of
 from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.layers import Layers
 from steelyard.exchange.parts import Parts, Way
 from steelyard.run.bind import live_tensors
+from steelyard.run.pipeline import StagesAtWork
 from steelyard.run.ranks.agreement import words_for
 from steelyard.run.ranks.join import joined
 from steelyard.run.ranks.together import Alone, InGroup, Together
@@ -65,8 +68,11 @@ class Ranks:
     def channels(self) -> Mapping[str, Channel]:
         return {axis: Channel.of(group) for axis, group in self.groups.items()}
 
-    def parts_of(self, model: nn.Module, program: Program) -> Parts | None:
+    def parts_of(self, model: nn.Module, program: Program) -> Parts | Layers | None:
         """The model cut to what this rank holds of it; None where that is all of it."""
+        if program.pipeline is not None:
+            held = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
+            return Layers(live_tensors(model, {}), held, group=self.groups[PIPELINE])
         if not program.partings:
             return None
         ways: dict[str, list[Way]] = {}
@@ -77,6 +83,16 @@ class Ranks:
                     way = Way(shard=lies, num_ranks=choice.num_ranks, rank=place, group=group)
                     ways.setdefault(name, []).append(way)
         return Parts(live_tensors(model, {}), ways)
+
+    def in_stages(self, program: Program, live: Mapping[str, Any]) -> StagesAtWork:
+        """What carries out those of its stages that lie on this rank."""
+        assert program.pipeline is not None
+        return StagesAtWork(
+            program.pipeline,
+            live,
+            group=self.groups[PIPELINE],
+            waiting=self.channels[PIPELINE].waiting,
+        )
 
 
 def _groups(layout: Layout, everyone: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:

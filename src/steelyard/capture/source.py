@@ -25,6 +25,7 @@ from steelyard.capture.plain import to_graph
 from steelyard.capture.reads import Reads
 from steelyard.capture.regions import regions
 from steelyard.capture.short import Short, shortened
+from steelyard.capture.stages import cut_into_stages, end_of, refuse_unknown_draws
 from steelyard.capture.trace import Loss, trace
 from steelyard.core.collective import GLOO
 from steelyard.core.errors import CaptureRefused
@@ -32,7 +33,8 @@ from steelyard.core.graph import Graph
 from steelyard.core.parting import Parting, Region
 from steelyard.core.placement import Shard
 from steelyard.core.plan import BatchEntry
-from steelyard.core.program import Program
+from steelyard.core.program import Pipeline, Program
+from steelyard.exchange.schedules import order_under
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class StepSource:
     _captured: dict[int, Captured] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
+    _updates: dict[frozenset[str], Program] = field(default_factory=dict, init=False)
 
     def captured(self, *, micro_batches: int = 1) -> Captured:
         known = self._captured.get(micro_batches)
@@ -127,6 +130,38 @@ class StepSource:
 
     def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
         return parted(graph, choice, rank=rank, transport=GLOO)
+
+    def in_stages(
+        self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
+    ) -> Pipeline:
+        graph = program.as_graph()
+        refuse_unknown_draws(graph)
+        behind = {end_of(graph, module): module for module in ends}
+        stages = cut_into_stages(graph, sorted(behind, key=graph.position.__getitem__))
+        order = order_under(
+            schedule,
+            num_ranks=num_ranks,
+            num_stages=len(stages.stages),
+            micro_batches=program.repeats,
+        )
+        found = Pipeline(schedule=schedule, stages=stages, order=order)
+        if program.update is None:
+            return found
+        updates = (self._update_of(program.update, found.held(rank)) for rank in range(num_ranks))
+        return replace(found, updates=tuple(updates))
+
+    def _update_of(self, update: Program, held: frozenset[str]) -> Program:
+        """As it is where only these parameters have gradients."""
+        if held not in self._updates:
+            assert self.optimizer is not None, "there is an update, so somebody makes it"
+            named = (name for name, _ in self.model.named_parameters())
+            without = {name for name in named if f"parameter:{name}" not in held}
+            without |= set(self.graph(micro_batches=1).unused)
+            self._updates[held] = capture_update(
+                self.model, self.optimizer, without_gradient=frozenset(without)
+            )
+        own = self._updates[held]
+        return replace(update, graph=own.graph, instructions=own.instructions)
 
     def entries(self) -> tuple[BatchEntry, ...]:
         return entries(self.batch)

@@ -268,6 +268,28 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
                 )
 
 
+# How much these draw hangs on shapes alone, so that it can be drawn again without the values.
+_BY_SHAPE = frozenset({
+    "aten.bernoulli.p", "aten.native_dropout.default", "aten.normal_functional.default",
+    "aten.rand.default", "aten.rand_like.default", "aten.randint.default", "aten.randint.low",
+    "aten.randn.default", "aten.randn_like.default", "aten.randperm.default",
+    "aten.uniform.default",
+})  # fmt: skip
+
+
+def refuse_unknown_draws(graph: Graph) -> None:
+    """Ranks draw again what others draw before them, and must know how much that is."""
+    for node in graph.nodes:
+        given = (t for i in node.inputs for t in graph.by_name[i].outputs)
+        if node.is_random and not (node.op in _BY_SHAPE and all(t.dtype for t in given)):
+            raise BadInput(
+                f"{node.op} in {node.path or 'the loss function'} draws random numbers, how many "
+                "may hang on values",
+                expected="dropout and the like, whose draws another rank can repeat by shape",
+                remedy="leave this model whole, or plan it without shard_pipeline",
+            )
+
+
 def _refuse_update(graph: Graph, places: _Places, output: Output) -> None:
     reading = {places.forward[u] for u in graph.users[output.target] if u in places.forward}
     reading.add(places.forward.get(output.node, -1))

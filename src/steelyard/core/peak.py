@@ -23,6 +23,11 @@ class Holding:
     phase: Phase
     role: Role
 
+    @classmethod
+    def of(cls, nbytes: int, what: str, role: Role) -> "Holding":
+        """What no single operator made."""
+        return cls(nbytes=nbytes, what=what, path="", line="", phase=Phase.FORWARD, role=role)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:

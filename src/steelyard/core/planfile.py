@@ -108,6 +108,17 @@ class _ShardBatch(BaseModel):
     bucket_bytes: Annotated[_Bytes, Field(alias="bucket")]
 
 
+class _ShardPipeline(BaseModel):
+    """A stage ends behind each of these modules."""
+
+    model_config = STRICT
+    most: ClassVar[int] = 10_000
+
+    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    op: Annotated[str, Field(alias="schedule")]
+    module: Annotated[str, Field(alias="behind")]
+
+
 class _Overlap(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 1
@@ -146,7 +157,7 @@ class _OffloadState(BaseModel):
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
 _Table = (
     _Quantise | _Accumulate | _Stream | _ShardTensor | _ShardStates | _ShardBatch | _Overlap
-    | _OffloadState
+    | _OffloadState | _ShardPipeline
 )  # fmt: skip
 _TABLES: dict[str, type[_Table]] = {
     "accumulate": _Accumulate,
@@ -154,6 +165,7 @@ _TABLES: dict[str, type[_Table]] = {
     "shard_states": _ShardStates,
     "stream": _Stream,
     "shard_batch": _ShardBatch,
+    "shard_pipeline": _ShardPipeline,
     "overlap": _Overlap,
     "recompute": _Recompute,
     "quantise": _Quantise,

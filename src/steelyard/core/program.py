@@ -13,6 +13,8 @@ from steelyard.core.coding import ENCODE
 from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.parting import Parting
+from steelyard.core.schedule import Order
+from steelyard.core.stages import Stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,25 @@ class Underway:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Pipeline:
+    """How a program's micro-batches go through stages: who holds which, and works when.
+
+    ``updates`` are the optimizer's steps of the ranks, each on what its stages hold.
+    """
+
+    schedule: str
+    stages: Stages
+    order: Order
+    updates: tuple["Program", ...] = ()
+
+    def held(self, rank: int) -> frozenset[str]:
+        """The model's tensors that stages of this rank read or give a gradient to."""
+        rank_of = self.order.rank_of
+        own = (s for s in self.stages.stages if rank_of[s.index] == rank)
+        return frozenset(name for stage in own for name in stage.held)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
 
@@ -52,7 +73,8 @@ class Program:
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
     ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot,
     ``uncut`` of which parameters it cannot be some rows at a time, and why, and ``unparted`` why
-    it would be another on parts of parameters.
+    it would be another on parts of parameters. With a ``pipeline``, each rank carries out its
+    stages of it, and the lines are those of all.
     """
 
     graph: Graph
@@ -62,6 +84,7 @@ class Program:
     layout: Layout = ALONE
     rank: int = 0
     partings: tuple[Parting, ...] = ()
+    pipeline: Pipeline | None = None
     update: "Program | None" = None
     undivided: str = ""
     unparted: str = ""
@@ -122,6 +145,29 @@ class Program:
     def with_graph(self, graph: Graph) -> "Program":
         """The same step over another graph, as that was captured."""
         return self.with_lines((as_captured(graph, name) for name in order_of(graph)), on=graph)
+
+    def as_graph(self) -> Graph:
+        """A graph whose nodes are the lines: what is computed again stands there again."""
+        graph, storages = self.graph, list(self.graph.storages)
+        nodes = list(graph.inputs())
+        on = {node.name: {t.storage: t.storage for t in node.outputs} for node in nodes}
+        made: set[int] = set()
+        for line in self.instructions:
+            if line.sink is not None:
+                continue
+            node = graph.by_name[line.node]
+            lies = {old: new for name in line.inputs for old, new in on[name].items()}
+            for storage in graph.storages_of(line.node):
+                if storage in made and storage not in lies:
+                    lies[storage] = len(storages)
+                    storages.append(storages[storage])
+                lies.setdefault(storage, storage)
+                made.add(storage)
+            on[line.value] = lies
+            reading = node.reading(dict(zip(node.inputs, line.inputs)))
+            outputs = tuple(replace(t, storage=lies[t.storage]) for t in node.outputs)
+            nodes.append(replace(reading, name=line.value, outputs=outputs, phase=line.phase))
+        return replace(graph, nodes=tuple(nodes), storages=tuple(storages))
 
     def repeated(self, times: int) -> "Program":
         return replace(self, repeats=times)

@@ -1,6 +1,6 @@
 """Who does what in which order in a pipeline: the table of actions that torch's schedules make.
 
-Not for making one (run/schedules.py), nor for how long it takes (predict/schedule.py).
+Not for making one (exchange/schedules.py), nor for how long it takes (predict/schedule.py).
 """
 
 import re

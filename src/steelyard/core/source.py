@@ -9,7 +9,7 @@ from typing import Protocol
 from steelyard.core.graph import Graph
 from steelyard.core.layout import Layout
 from steelyard.core.parting import Parting, Region
-from steelyard.core.program import Program
+from steelyard.core.program import Pipeline, Program
 
 
 class Source(Protocol):
@@ -31,6 +31,12 @@ class Source(Protocol):
 
     def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
         """The optimizer's step on one rank's parts, and parts of parts."""
+        ...
+
+    def in_stages(
+        self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
+    ) -> Pipeline:
+        """Its lines cut behind these modules, and the order in which ranks take the stages up."""
         ...
 
     def divisors(self) -> tuple[int, ...]:
@@ -63,6 +69,11 @@ class Laid:
 
     def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
         return self.source.update_in_parts(update, partings)
+
+    def in_stages(
+        self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
+    ) -> Pipeline:
+        return self.source.in_stages(program, ends=ends, schedule=schedule, num_ranks=num_ranks)
 
     def divisors(self) -> tuple[int, ...]:
         ranks = self.layout.batch

@@ -14,6 +14,7 @@ from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import EXACT, UNKNOWN, Estimate, Quad
 from steelyard.predict.liveness import Liveness, alive_at, liveness
+from steelyard.predict.pipelined import pipelined
 from steelyard.predict.timeline import Durations, durations, play
 
 # What a predicted peak may miss by; the memory benchmark holds it there on generated Python.
@@ -21,6 +22,8 @@ PEAK_SHARE = 0.01
 
 
 def predict(program: Program, costs: Costs) -> Prediction:
+    if program.pipeline is not None:
+        return pipelined(program, program.pipeline, costs).prediction()
     passes = _passes(program, costs)
     worst = max(passes, key=lambda p: p.nbytes)
     takes = _durations(program, costs)
@@ -43,6 +46,8 @@ def predict(program: Program, costs: Costs) -> Prediction:
 
 def peak_bytes(program: Program, costs: Costs) -> int:
     """Only the second of the four amounts; what a search asks for thousands of times."""
+    if program.pipeline is not None:
+        return pipelined(program, program.pipeline, costs).peak_bytes
     return max(p.nbytes for p in _passes(program, costs))
 
 
@@ -55,6 +60,8 @@ def kept_gradients_bytes(program: Program, costs: Costs) -> int:
 
 
 def step_seconds(program: Program, costs: Costs) -> Estimate:
+    if program.pipeline is not None:
+        return pipelined(program, program.pipeline, costs).step
     return _durations(program, costs).step
 
 
@@ -101,13 +108,13 @@ def _passes(program: Program, costs: Costs) -> list[_Pass]:
                 program=program,
                 liveness=liveness(program, costs, accumulating=True),
                 base_bytes=resident + gradients,
-                base=(_held(gradients, "gradients so far", Role.GRADIENT),),
+                base=(Holding.of(gradients, "gradients so far", Role.GRADIENT),),
                 accumulating=True,
             )
         )
     update = _update_pass(program, costs, resident + gradients)
     if update is not None:
-        held = _held(gradients, "gradients", Role.GRADIENT)
+        held = Holding.of(gradients, "gradients", Role.GRADIENT)
         passes.append(replace(update, base=(held,)))
     return passes
 
@@ -168,22 +175,18 @@ def _explained(worst: _Pass, program: Program) -> Peak:
 def _residents(program: Program) -> list[Holding]:
     graph = program.graph
     held = [
-        _held(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
-        _held(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
-        _held(program.parts * graph.resident_bytes(Role.BATCH), "the batch", Role.BATCH),
-        _held(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
-        _held(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
+        Holding.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
+        Holding.of(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
+        Holding.of(program.parts * graph.resident_bytes(Role.BATCH), "the batch", Role.BATCH),
+        Holding.of(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
+        Holding.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]
     if pieces := _pieces_bytes(program):
-        held.append(_held(pieces, PIECES, Role.BUFFER))
+        held.append(Holding.of(pieces, PIECES, Role.BUFFER))
     if program.update is not None:
         state = program.update.graph.resident_bytes(Role.STATE)
-        held.append(_held(state, "optimizer state", Role.STATE))
+        held.append(Holding.of(state, "optimizer state", Role.STATE))
     return held
-
-
-def _held(nbytes: int, what: str, role: Role) -> Holding:
-    return Holding(nbytes=nbytes, what=what, path="", line="", phase=Phase.FORWARD, role=role)
 
 
 def _timeline(costs: Costs, passes: list[_Pass]) -> Timeline:

@@ -3,26 +3,49 @@
 Not for a whole step: see schedule.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from steelyard.core.costs import Costs
-from steelyard.core.graph import Graph, OutputKind
-from steelyard.core.link import Link
+from steelyard.core.graph import Graph, Node, OutputKind
 from steelyard.core.program import Program
 from steelyard.core.schedule import Work
 from steelyard.core.stages import Stage
 from steelyard.predict.liveness import liveness
 from steelyard.predict.schedule import StageCost
 
+Seconds = Callable[[Node], float]
+# Of values of these sizes that go from one rank to the next.
+Handing = Callable[[Sequence[int]], float]
 
-def stage_cost(stage: Stage, graph: Graph, costs: Costs, *, link: Link | None = None) -> StageCost:
-    """``graph`` is the one that was cut; ``link`` joins neighbours on different ranks."""
-    parts = {
+
+def parts_of(stage: Stage) -> dict[Work, Graph]:
+    return {
         Work.FORWARD: stage.forward,
         Work.BACKWARD: stage.backward,
         Work.BACK_TO_INPUTS: stage.back_to_inputs,
         Work.BACK_TO_WEIGHTS: stage.back_to_weights,
     }
+
+
+def timed(
+    cost: StageCost, stage: Stage, graph: Graph, *, seconds: Seconds, handing: Handing
+) -> StageCost:
+    """The same stage on another device, or between others."""
+    return replace(
+        cost,
+        seconds={
+            work: sum(seconds(n) for n in part.nodes if not n.is_input)
+            for work, part in parts_of(stage).items()
+        },
+        send_seconds=handing(_sizes(graph, stage.sends)),
+        send_back_seconds=handing(_sizes(graph, stage.sends_back)),
+    )
+
+
+def stage_cost(stage: Stage, graph: Graph, costs: Costs) -> StageCost:
+    """``graph`` is the one that was cut. What is handed on takes no time, see ``timed``."""
+    parts = parts_of(stage)
     kept, between = _on(graph, stage.kept), _on(graph, stage.kept_between)
     came, back = _on(graph, stage.receives), _on(graph, stage.receives_back)
     # What comes in and does not stay is there while it is read, beside what the part makes.
@@ -34,13 +57,8 @@ def stage_cost(stage: Stage, graph: Graph, costs: Costs, *, link: Link | None = 
     }
     trained = {o.target for o in stage.backward.outputs if o.kind is OutputKind.GRADIENT}
     sent, sent_back = (_nbytes(graph, _on(graph, n)) for n in (stage.sends, stage.sends_back))
-    return StageCost(
-        seconds={
-            work: sum(costs.seconds(n).value for n in part.nodes if not n.is_input)
-            for work, part in parts.items()
-        },
-        send_seconds=_seconds(link, sent),
-        send_back_seconds=_seconds(link, sent_back),
+    cost = StageCost(
+        seconds={},
         send_bytes=sent,
         send_back_bytes=sent_back,
         kept_bytes=_nbytes(graph, kept),
@@ -51,6 +69,9 @@ def stage_cost(stage: Stage, graph: Graph, costs: Costs, *, link: Link | None = 
             for work, part in parts.items()
         },
         gradient_bytes=sum(graph.storages[s].nbytes for n in trained for s in graph.storages_of(n)),
+    )
+    return timed(
+        cost, stage, graph, seconds=lambda n: costs.seconds(n).value, handing=lambda _: 0.0
     )
 
 
@@ -64,7 +85,5 @@ def _nbytes(graph: Graph, storages: Iterable[int]) -> int:
     return sum(graph.storages[s].nbytes for s in storages)
 
 
-def _seconds(link: Link | None, nbytes: int) -> float:
-    return (
-        0.0 if link is None or not nbytes else link.latency_seconds + nbytes / link.bytes_per_second
-    )
+def _sizes(graph: Graph, names: Iterable[str]) -> list[int]:
+    return [sum(t.nbytes for t in graph.by_name[n].outputs) for n in names]

@@ -108,6 +108,7 @@ class BoundProgram:
         far_sink: Callable[[nn.Parameter], Sink | None] = lambda _: None,
     ) -> None:
         """``far_sink`` says where a gradient goes that does not stay."""
+        self.program = program
         self.repeats, self.parts = program.repeats, program.parts
         counted = program.graph.counted if program.parts > 1 else ()
         self.counters = [TargetCounter(program.graph, mean) for mean in counted]
@@ -180,6 +181,11 @@ class BoundProgram:
         if self._share is not None:
             inputs[self._share] = share
         return inputs
+
+    def given(self, leaves: Sequence[Any], index: int, tangent: torch.Tensor) -> dict[str, Any]:
+        """Of part ``index``, by name, what is not the model's."""
+        inputs = dict(zip(self.emitted.inputs, self.inputs(leaves, index, tangent)))
+        return {n: v for n, v in inputs.items() if n.startswith(("batch:", "tangent"))}
 
     def sinks_for(
         self, inputs: Sequence[Any], late: list[tuple[torch.Tensor, torch.Tensor]] | None

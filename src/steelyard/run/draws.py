@@ -9,19 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Node, Output, OutputKind
 from steelyard.core.program import Program
 from steelyard.core.stages import Stages
 from steelyard.run.emit import emit
-
-# How much these draw hangs on shapes alone, so that it can be drawn again without the values.
-_BY_SHAPE = frozenset({
-    "aten.bernoulli.p", "aten.native_dropout.default", "aten.normal_functional.default",
-    "aten.rand.default", "aten.rand_like.default", "aten.randint.default", "aten.randint.low",
-    "aten.randn.default", "aten.randn_like.default", "aten.randperm.default",
-    "aten.uniform.default",
-})  # fmt: skip
 
 
 class Draws:
@@ -47,15 +38,6 @@ class Draws:
 
 
 def _drawing(graph: Graph, node: Node) -> Callable[[], object]:
-    if node.op not in _BY_SHAPE or any(
-        not t.dtype for i in node.inputs for t in graph.by_name[i].outputs
-    ):
-        raise BadInput(
-            f"{node.op} in {node.path or 'the loss function'} draws random numbers, how many may "
-            "hang on values",
-            expected="dropout and the like, whose draws another rank can repeat by shape",
-            remedy="leave this model whole: plan it without shard_pipeline",
-        )
     given = [replace(graph.by_name[i], op="input", args=(), inputs=()) for i in node.inputs]
     alone = replace(
         graph,

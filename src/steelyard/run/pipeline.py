@@ -3,6 +3,7 @@
 Not for what a stage computes (stage.py), nor for choosing stages and schedule: that is a plan's.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,102 +12,68 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, OutputKind
-from steelyard.core.program import Program
-from steelyard.core.stages import Stages
+from steelyard.core.program import Pipeline
+from steelyard.exchange.channel import Waiting
+from steelyard.exchange.schedules import made_schedule
 from steelyard.operators import copy_laid_out
-from steelyard.run.bind import BoundProgram, live_tensors
 from steelyard.run.draws import Draws
-from steelyard.run.schedules import made_schedule, stages_of_rank
 from steelyard.run.stage import LiveStage, Values, keep_only
-from steelyard.run.step import LiveStep, Reduction
 
 
-class LivePipeline(LiveStep):
-    """A ``LiveStep`` of which each rank carries out its stages; every rank is given the batch.
+class StagesAtWork:
+    """What carries out the stages that this rank holds; every rank is given the whole batch.
 
-    Micro-batches weigh, and draw random numbers, as they do on one device, and every rank returns
-    the loss. A rank lets go of all that its stages do not hold: their parameters get no gradient,
-    and so ``optimizer``, which knows all of them, keeps no state for them.
+    Micro-batches weigh, and draw random numbers, as they do on one device. What ranks hold together
+    they sum up. ``waiting`` is told how long this rank had nothing to do.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        stages: Stages,
+        pipeline: Pipeline,
+        live: Mapping[str, Any],
         *,
-        schedule: str,
-        micro_batches: int,
-        constants: Mapping[str, torch.Tensor],
-        batch: Any,
-        optimizer: torch.optim.Optimizer | None = None,
-        reduction: Reduction = "mean",
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup,
+        waiting: Waiting,
     ) -> None:
-        super().__init__(
-            model,
-            Program.plain(stages.graph).repeated(micro_batches),
-            constants=constants,
-            batch=batch,
-            optimizer=optimizer,
-            reduction=reduction,
-        )
-        self._group = group
-        self._stages = stages
-        self._draws = Draws(stages)
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        count = len(stages.stages)
-        held = [
-            stages_of_rank(schedule, r, num_ranks=num_ranks, num_stages=count)
-            for r in range(num_ranks)
-        ]
-        live = live_tensors(model, constants)
+        self._group, self._waiting = group, waiting
+        self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
+        self._draws = Draws(pipeline.stages)
+        self._rank_of = pipeline.order.rank_of
+        rank, last = dist.get_rank(group), len(stages) - 1
         self._own = [
-            _Driven(LiveStage(stages.stages[i], live=live), stages.graph, count, group)
-            for i in held[rank]
+            _Driven(LiveStage(stage, live=live), self._graph, len(stages), group)
+            for stage in stages
+            if self._rank_of[stage.index] == rank
         ]
-        self._rank_of_loss = next(r for r in range(num_ranks) if count - 1 in held[r])
-        self._sums = self._made_sums(held, live)
-        self._schedule = made_schedule(schedule, self._own, micro_batches=micro_batches)
-        self.held = frozenset(name for own in self._own for name in own.live.stage.held)
-        _let_go(live, keep=self.held)
+        self._rank_of_loss = self._rank_of[last]
+        self._sums = self._made_sums(pipeline.stages.shared, live)
+        self._schedule = made_schedule(
+            pipeline.schedule, self._own, micro_batches=pipeline.order.num_micro_batches
+        )
 
     def _made_sums(
-        self, held: Sequence[Sequence[int]], live: Mapping[str, Any]
+        self, shared: Sequence[tuple[str, tuple[int, ...]]], live: Mapping[str, Any]
     ) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
         """What this rank holds of parameters that others hold too, and with whom. Every rank must
         make every group, also those it is not in."""
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         sums = []
-        for name, stages in self._stages.shared:
-            ranks = tuple(r for r, own in enumerate(held) if set(own) & set(stages))
+        for name, stages in shared:
+            ranks = tuple(sorted({self._rank_of[index] for index in stages}))
             if len(ranks) < 2:
                 continue
             if ranks not in groups:
-                world = [dist.get_global_rank(self._pipeline, r) for r in ranks]
+                world = [dist.get_global_rank(self._group, r) for r in ranks]
                 groups[ranks] = dist.new_group(world)
             if dist.get_rank(self._group) in ranks:
                 sums.append((live[name], groups[ranks]))
         return sums
 
-    @property
-    def _pipeline(self) -> dist.ProcessGroup:
-        group = self._group or dist.group.WORLD
-        assert group is not None, "a pipeline is made where ranks have met"
-        return group
-
-    def _accumulate(
-        self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
-    ) -> torch.Tensor:
-        if self._any_hooks():
-            raise self._hook_of_parts(bound.repeats)
-        shares = self._shares(bound, leaves)
-        if 0.0 in shares:
-            raise _nothing_counted(shares.index(0.0))
-        count = bound.repeats
-        tangents = [self._tangent(bound, share, scale) for share in shares]
-        given = [self._given(bound, leaves, index, tangents[index]) for index in range(count)]
+    def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
+        """Forward and backward of all micro-batches; the loss, from the rank that has it."""
+        begin, busy = time.perf_counter(), sum(own.live.busy_seconds for own in self._own)
+        count = len(given)
         states = self._draws.states(count)
         after = torch.get_rng_state()
         for own in self._own:
@@ -120,24 +87,18 @@ class LivePipeline(LiveStep):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
-        return self._told(losses, shares)
-
-    def _given(
-        self, bound: BoundProgram, leaves: Sequence[Any], index: int, tangent: torch.Tensor
-    ) -> Values:
-        """The batch's part for a micro-batch, and what its loss weighs."""
-        inputs = zip(bound.emitted.inputs, bound.inputs(leaves, index, tangent))
-        return {name: v for name, v in inputs if name.startswith(("batch:", "tangent"))}
+        told = self._told(losses, shares)
+        busy = sum(own.live.busy_seconds for own in self._own) - busy
+        self._waiting.seconds += max(0.0, time.perf_counter() - begin - busy)
+        return told
 
     def _told(self, losses: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
-        """The loss, from the rank that has it."""
-        graph = self._stages.graph
-        name = next(o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
-        (planned,) = graph.by_name[name].outputs
+        name = next(o.node for o in self._graph.outputs if o.kind is OutputKind.LOSS)
+        (planned,) = self._graph.by_name[name].outputs
         total = torch.zeros(planned.shape, dtype=getattr(torch, planned.dtype))
         for loss, share in zip(losses, shares):
             total += loss * share
-        source = dist.get_global_rank(self._pipeline, self._rank_of_loss)
+        source = dist.get_global_rank(self._group, self._rank_of_loss)
         dist.broadcast(total, source, group=self._group)
         return total
 
@@ -281,20 +242,3 @@ class _Driven(PipelineStage):
                 if is_laid_out
                 else copy_laid_out(value, list(planned.shape), list(planned.stride))
             )
-
-
-def _let_go(live: Mapping[str, Any], *, keep: frozenset[str]) -> None:
-    """The memory of what this rank does not hold; shapes stay, for whoever asks."""
-    kept = {live[name].untyped_storage().data_ptr() for name in keep}
-    for name, tensor in live.items():
-        storage = tensor.untyped_storage()
-        if name.startswith(("parameter:", "buffer:")) and storage.data_ptr() not in kept:
-            storage.resize_(0)
-
-
-def _nothing_counted(index: int) -> Mismatch:
-    return Mismatch(
-        f"no target of micro-batch {index + 1} counts in the loss",
-        expected="at least one target that is not ignored in each micro-batch of a pipeline",
-        remedy="shuffle or pad the batch so that every part holds some, or skip this batch",
-    )

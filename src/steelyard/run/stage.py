@@ -3,6 +3,7 @@
 Not for who works when, nor for what goes between ranks: see pipeline.py.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ class LiveStage:
         self.live = {name: live[name] for name in stage.held} | {
             name: value for name, value in live.items() if not name.startswith(_HELD)
         }
+        self.busy_seconds = 0.0
         self._forward = _Part(stage.forward, self.live)
         self._backward = _Part(stage.backward, self.live)
         self._to_inputs = _Part(stage.back_to_inputs, self.live)
@@ -36,17 +38,23 @@ class LiveStage:
 
     def forward(self, values: Values) -> torch.Tensor | None:
         """The loss, if it is this stage that gives it."""
-        loss: torch.Tensor | None = self._forward(values)
+        loss: torch.Tensor | None = self._timed(self._forward, values)
         return loss
 
     def backward(self, values: Values) -> None:
-        self._backward(values)
+        self._timed(self._backward, values)
 
     def back_to_inputs(self, values: Values) -> None:
-        self._to_inputs(values)
+        self._timed(self._to_inputs, values)
 
     def back_to_weights(self, values: Values) -> None:
-        self._to_weights(values)
+        self._timed(self._to_weights, values)
+
+    def _timed(self, part: "_Part", values: Values) -> Any:
+        begin = time.perf_counter()
+        result = part(values)
+        self.busy_seconds += time.perf_counter() - begin
+        return result
 
 
 _HELD = ("parameter:", "buffer:")

@@ -14,7 +14,6 @@ from torch import nn
 from steelyard import _torch
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.program import Program
-from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
 from steelyard.run.bind import (
     BatchLayout,
@@ -48,6 +47,22 @@ class CodeReads(Protocol):
 OtherShape = Callable[[Any], tuple[Program, Constants, CodeReads]]
 
 
+class Held(Protocol):
+    """What of the model this rank holds between steps, where it is not all of it."""
+
+    def whole(
+        self, optimizer: torch.optim.Optimizer | None = None
+    ) -> contextlib.AbstractContextManager[None]: ...
+
+
+class InStages(Protocol):
+    """Forward and backward over all micro-batches, by ranks that each carry out some stages."""
+
+    def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
+        """The loss of all of them, each of which weighs its share; every rank is told."""
+        ...
+
+
 class LiveStep:
     """``step(batch)`` is zero_grad, forward, backward and optimizer step; it returns the loss.
 
@@ -55,8 +70,9 @@ class LiveStep:
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
     batch of another shape, or raises; without it such a batch is a Mismatch. ``reads`` is asked
     before every step. ``states`` are the weights, gradients and what the optimizer keeps that lie
-    in far memory, ``parts`` the tensors of which this rank holds a part. ``rank`` is which of the
-    ranks that share the batch this one is: every rank is given the whole batch.
+    in far memory, ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which
+    of the ranks that share the batch this one is: every rank is given the whole batch.
+    ``in_stages`` makes what carries a program out whose layers lie on several ranks.
     """
 
     def __init__(
@@ -68,12 +84,13 @@ class LiveStep:
         batch: Any,
         optimizer: torch.optim.Optimizer | None = None,
         states: FarStates | None = None,
-        parts: Parts | None = None,
+        parts: Held | None = None,
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
         runner: Callable[[Program], Emitted] = emit,
         reads: CodeReads | None = None,
         rank: int = 0,
+        in_stages: Callable[[Program, Mapping[str, Any]], InStages] | None = None,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput(
@@ -89,6 +106,8 @@ class LiveStep:
         self.program = program
         self.other: dict[Shapes, Program] = {}
         self._rank = rank
+        self._in_stages = in_stages
+        self._stages: dict[Program, InStages] = {}
         self._reduction = reduction
         self._other_shape = other_shape
         self._runner = runner
@@ -237,10 +256,15 @@ class LiveStep:
         return bound
 
     def _bind(self, program: Program, constants: Constants, shapes: Shapes) -> BoundProgram:
+        live = live_tensors(self.model, constants)
+        if program.pipeline is not None:
+            assert self._in_stages is not None
+            self._stages[program] = self._in_stages(program, live)
+            live = dict.fromkeys(live)  # stages have their own
         return BoundProgram(
             program,
             self._runner(program),
-            live=live_tensors(self.model, constants),
+            live=live,
             names=self._layout.names,
             shapes=shapes,
             far_sink=self.states.tensors.sink if self.states else lambda _: None,
@@ -251,6 +275,8 @@ class LiveStep:
     ) -> torch.Tensor:
         """Forward and backward over this rank's micro-batches; the loss over all of them."""
         shares = self._shares(bound, leaves)
+        if bound.program.pipeline is not None:
+            return self._accumulate_in_stages(bound, leaves, shares, scale)
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
         first = self._rank * bound.repeats
@@ -276,6 +302,23 @@ class LiveStep:
         assert total is not None
         return total
 
+    def _accumulate_in_stages(
+        self,
+        bound: BoundProgram,
+        leaves: Sequence[Any],
+        shares: Sequence[float],
+        scale: float | torch.Tensor,
+    ) -> torch.Tensor:
+        if self._any_hooks():
+            raise self._hook_of_parts(bound.repeats)
+        if 0.0 in shares:
+            raise _nothing_counted(f"micro-batch {shares.index(0.0) + 1}")
+        given = [
+            bound.given(leaves, index, self._tangent(bound, share, scale))
+            for index, share in enumerate(shares)
+        ]
+        return self._stages[bound.program].run(given, shares)
+
     def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
         """What the loss of each part weighs in the loss of the batch; all ranks find the same."""
         each = 1.0 if self._reduction == "sum" else 1 / bound.parts
@@ -286,7 +329,8 @@ class LiveStep:
         counts = [[counter.count(part) for part in parts] for counter in bound.counters]
         weighed = shares(counts, are_weighed=self._reduction == "counted")
         if bound.share is not None and 0.0 in weighed:
-            raise _nothing_counted(weighed.index(0.0) // bound.repeats)
+            rank = weighed.index(0.0) // bound.repeats
+            raise _nothing_counted(f"rank {rank}'s share of the batch")
         return [each] * bound.parts if self._reduction == "sum" else weighed
 
     def _weight(self, bound: BoundProgram, share: float) -> torch.Tensor | None:
@@ -325,11 +369,11 @@ def _times(value: torch.Tensor, share: float) -> torch.Tensor:
     return value / whole if share == 1 / whole else value * share
 
 
-def _nothing_counted(rank: int) -> Mismatch:
+def _nothing_counted(whose: str) -> Mismatch:
     return Mismatch(
-        f"no target of rank {rank}'s share of the batch counts in the loss",
-        expected="at least one target that is not ignored in each rank's micro-batches",
-        remedy="shuffle or pad the batch so that every share holds some, or skip this batch",
+        f"no target of {whose} counts in the loss",
+        expected="at least one target that is not ignored in each part of the batch",
+        remedy="shuffle or pad the batch so that every part holds some, or skip this batch",
     )
 
 

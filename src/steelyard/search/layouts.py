@@ -24,9 +24,11 @@ from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal, Trade, strike
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.found import Found
+from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
+_PIPELINE = "shard_pipeline"
 # How many operators ahead weights are gathered; each holds more than the one before.
 _AHEAD = (0, 4, 16)
 # How much is sent at once: what hides best depends on the model's layers and on the link.
@@ -60,6 +62,11 @@ class Layouts:
         for ranks in range(2, num_ranks + 1):
             if num_ranks % ranks == 0:
                 self._look_for_regions(ranks)
+        self._pipelines = {
+            layout: found
+            for layout in map(_staged, range(2, num_ranks + 1))
+            if num_ranks % layout.num_ranks == 0 and (found := self._look_for_stages(layout)).offers
+        }
         self.layouts = [
             Layout(batch=batch, tensor=tensor)
             for tensor in self._regions
@@ -74,6 +81,18 @@ class Layouts:
         if offers:
             self._regions[ranks] = offers
 
+    def _look_for_stages(self, layout: Layout) -> Pipelines:
+        found = Pipelines(
+            self._program,
+            layout=layout,
+            trades=self._trades,
+            source=self._source,
+            costs=self._costs,
+            one_device=lambda: self._search_by(()),
+        )
+        self.refusals = (*self.refusals, *found.refusals)
+        return found
+
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
         best: tuple[_Way, Found] | None = None
@@ -82,20 +101,56 @@ class Layouts:
             if best is not None and way.seconds >= _seconds(best[1]):
                 continue
             try:
-                found = self.search_by(way.rules).find(budget, barred=barred)
+                found = self._search_by(way.rules).find(budget, barred=barred)
             except Infeasible as infeasible:
                 if tightest is None or _least(infeasible) < _least(tightest):
                     tightest = infeasible
                 continue
             if best is None or _seconds(found) < _seconds(best[1]):
                 best = way, found
-        if best is None:
-            assert tightest is not None
-            raise tightest
-        return self._told(*best)
+        staged, refused, too_tight = self._in_stages(budget, None if best is None else best[1])
+        if staged is not None:
+            others = (self._why_not(x, staged) for x in self.layouts if x != ALONE)
+            return replace(staged, refused=(*self.refusals, *others, *staged.refused, *refused))
+        if best is not None:
+            told = self._told(*best)
+            return replace(told, refused=(*told.refused, *refused))
+        raise min((e for e in (tightest, *too_tight) if e is not None), key=_least)
 
-    def search_by(self, rules: Sequence[Rule]) -> Search:
+    def _in_stages(
+        self, budget: Budget, best: Found | None
+    ) -> tuple[Found | None, list[Refusal], list[Infeasible]]:
+        """What is faster with the layers on ranks, and why not else."""
+        found: Found | None = None
+        refused: list[Refusal] = []
+        tight: list[Infeasible] = []
+        for layout, pipelines in self._pipelines.items():
+            fastest = found or best
+            if fastest is not None and pipelines.least_seconds >= _seconds(fastest):
+                refused.append(_too_late(layout, pipelines.least_seconds, fastest))
+                continue
+            if not pipelines.ways:
+                refused += pipelines.refusals
+                continue
+            try:
+                staged = pipelines.find(budget)
+            except Infeasible as infeasible:
+                tight.append(infeasible)
+                refused.append(_stages_refused(layout, infeasible.happened))
+                continue
+            if fastest is None or _seconds(staged) < _seconds(fastest):
+                found = staged
+            else:
+                refused.append(_too_late(layout, _seconds(staged), fastest))
+        return found, refused, tight
+
+    def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:
         """The search of the step as these rules lay it."""
+        if (laid := Layout.of(rules)) in self._pipelines:
+            return self._pipelines[laid]
+        return self._search_by(rules)
+
+    def _search_by(self, rules: Sequence[Rule]) -> Search:
         layout = tuple(sorted(rule for rule in rules if rule.trade in LAYOUT_TRADES))
         known = self._searches.get(layout)
         if known is None:
@@ -294,6 +349,20 @@ def _label(layout: Layout) -> str:
         return f"among {layout.batch} ranks"
     parts = f"parts on {layout.tensor} ranks"
     return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
+
+
+def _staged(ranks: int) -> Layout:
+    return Layout(pipeline=ranks)
+
+
+def _too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
+    takes, plan = format_seconds(seconds), format_seconds(_seconds(found))
+    return _stages_refused(layout, f"takes ~{takes} a step at least, the plan ~{plan} in all")
+
+
+def _stages_refused(layout: Layout, reason: str) -> Refusal:
+    label = f"layers on {layout.pipeline} ranks"
+    return Refusal(trade=_PIPELINE, label=label, reason=reason)
 
 
 def _slower(seconds: float, found: Found, *, than: float | None = None) -> str:

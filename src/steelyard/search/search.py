@@ -201,6 +201,17 @@ class Search:
                 break
         return min(found)
 
+    def plans_of_recomputation(self, parts: int, *, count: int) -> Iterator[tuple[Rule, ...]]:
+        """What some plans of the step in so many parts make again, from all that pays to nothing;
+        without what they do besides."""
+        variant = Variant(parts=parts)
+        explored = self.explored(variant)
+        for point in few(explored.chain, count):
+            rules = self._rules(variant, point)
+            again = tuple(rule for rule in rules if rule.trade == _RECOMPUTE)
+            if again and {r.trade for r in rules} <= {_RECOMPUTE, _ACCUMULATE}:
+                yield again
+
     def explore_all(self) -> None:
         """Every variant that is ever looked at, for the whole curve."""
         for parts in (1, *self._splits):

@@ -9,6 +9,7 @@ from steelyard.trades.overlap import Overlap
 from steelyard.trades.quantise import Quantise
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.shard_batch import ShardBatch
+from steelyard.trades.shard_pipeline import ShardPipeline
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
 from steelyard.trades.stream import Stream
@@ -18,5 +19,5 @@ __all__ = ["TRADES"]
 # In the order they are struck: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
     Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), Overlap(), Recompute(),
-    Quantise(), Offload(), OffloadState(),
+    Quantise(), Offload(), OffloadState(), ShardPipeline(),
 )  # fmt: skip

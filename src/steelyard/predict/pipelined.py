@@ -1,0 +1,355 @@
+"""Price a step whose layers lie on several ranks: its order replayed, each rank's bytes, the peak.
+
+Not for the order itself (core/schedule.py), nor for what one stage takes (stages.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from steelyard.core.collective import GLOO, Collective, Exchange
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Phase, Role
+from steelyard.core.layout import PIPELINE
+from steelyard.core.peak import Holding, Peak, Timeline
+from steelyard.core.plan import Prediction
+from steelyard.core.program import Pipeline, Program
+from steelyard.core.quad import Estimate, Quad
+from steelyard.core.schedule import Action, Work
+from steelyard.predict.liveness import Liveness, alive_at, liveness
+from steelyard.predict.schedule import Replay, StageCost, replay
+from steelyard.predict.stages import parts_of, stage_cost, timed
+from steelyard.predict.timeline import durations
+
+# What a predicted peak of a pipeline may miss by; tests/dist holds it there.
+_PEAK_SHARE = 0.02
+_Pick = Callable[[Estimate], float]
+
+
+def pipelined(program: Program, pipeline: Pipeline, costs: Costs) -> "Pipelined":
+    return Pipelined(program, pipeline, costs)
+
+
+class Pipelined:
+    """A program in stages, priced; the figures are those of the rank that has most of each."""
+
+    def __init__(self, program: Program, pipeline: Pipeline, costs: Costs) -> None:
+        self._program, self._pipeline, self._costs = program, pipeline, costs
+        self._graph, self._stages = pipeline.stages.graph, pipeline.stages.stages
+        self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
+        self._stage_costs = [stage_cost(s, self._graph, costs) for s in self._stages]
+        # Ranks of one pipeline are as far apart as can be.
+        self._stride = program.layout.num_ranks // program.layout.pipeline
+        self._replay, self._ends = self._played(_value, _value)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.nbytes for rank in self._ranks)
+
+    @cached_property
+    def step(self) -> Estimate:
+        """All ranks are as quick, and links as slow, as they may be; or the other way round."""
+        return Estimate(
+            value=max(self._ends),
+            low=max(self._played(_low, _low)[1]),
+            high=max(self._played(_high, _high)[1]),
+        )
+
+    def prediction(self) -> Prediction:
+        worst = max(self._ranks, key=lambda rank: rank.nbytes)
+        alone = [max(self._played(pick, None)[1]) for pick in (_value, _low, _high)]
+        computation = Estimate(value=alone[0], low=alone[1], high=alone[2])
+        waiting = max(0.0, self.step.value - computation.value)
+        return Prediction(
+            quad=Quad(
+                memory_bytes=Estimate.within(worst.nbytes, share=_PEAK_SHARE),
+                communication_bytes=Estimate.exactly(max(self._sent_bytes)),
+                communication_seconds=Estimate.within(max(self._sending), share=0.5),
+                exposed_communication_seconds=Estimate(
+                    value=waiting,
+                    low=min(waiting, max(0.0, self.step.low - computation.low)),
+                    high=max(waiting, self.step.high - computation.high),
+                ),
+                computation_seconds=computation,
+                step_seconds=self.step,
+            ),
+            peak=self._explained(worst),
+            flops=max(self._flops),
+            timeline=self._timeline(worst),
+        )
+
+    @property
+    def bubble(self) -> float:
+        """The share of their time in which ranks have nothing to do."""
+        return self._replay.bubble
+
+    @cached_property
+    def _ranks(self) -> "list[_Rank]":
+        return [self._rank(number) for number in range(len(self._order.ranks))]
+
+    def _rank(self, number: int) -> "_Rank":
+        update = self._pipeline.updates[number] if self._pipeline.updates else None
+        held = self._pipeline.held(number)
+        own = {self._storage_of[name] for name in held} | self._everyones
+        parameters, buffers = (
+            sum(self._graph.storages[s].nbytes for s in own if self._graph.storages[s].role is role)
+            for role in (Role.PARAMETER, Role.BUFFER)
+        )
+        state = update.graph.resident_bytes(Role.STATE) if update is not None else 0
+        trained = {name for name in held if name in self._gradients}
+        return _Rank(
+            number=number,
+            parameters=parameters,
+            buffers=buffers,
+            # The global batch stays whole while its parts are worked on.
+            batch=self._program.parts * self._graph.resident_bytes(Role.BATCH),
+            others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT),
+            state=state,
+            gradients=sum(self._gradients[name] for name in trained),
+            above=self._replay.peak_bytes[number],
+            update=None if update is None else liveness(update, self._costs),
+        )
+
+    @cached_property
+    def _storage_of(self) -> dict[str, int]:
+        """Of each of the model's tensors."""
+        return {
+            node.name: tensor.storage
+            for node in self._graph.inputs()
+            for tensor in node.outputs
+            if self._graph.storages[tensor.storage].role in (Role.PARAMETER, Role.BUFFER)
+        }
+
+    @cached_property
+    def _everyones(self) -> frozenset[int]:
+        """What no stage holds stays on all ranks."""
+        ranks = range(len(self._order.ranks))
+        held = {self._storage_of[name] for r in ranks for name in self._pipeline.held(r)}
+        return frozenset(self._storage_of.values()) - held
+
+    @cached_property
+    def _gradients(self) -> dict[str, int]:
+        outputs = (o for stage in self._stages for o in stage.backward.outputs)
+        return {
+            o.target: sum(t.nbytes for t in self._graph.by_name[o.target].outputs)
+            for o in outputs
+            if o.target.startswith("parameter:")
+        }
+
+    def _played(self, device: _Pick, link: _Pick | None) -> tuple[Replay, list[float]]:
+        """The replay, and when each rank is done with its update too. Without ``link`` nothing that
+        is exchanged takes any time."""
+        whole = device(self._costs.whole_step_in(self._program.parts))
+        stages: list[StageCost] = [
+            timed(
+                cost, stage, self._graph,
+                seconds=lambda n: whole * device(self._costs.seconds(n)),
+                handing=lambda sizes: self._handing(sizes, link),
+            )
+            for cost, stage in zip(self._stage_costs, self._stages, strict=True)
+        ]  # fmt: skip
+        played = replay(self._order, stages)
+        ends = [ranked[-1].end_seconds for ranked in played.ranks]
+        for ranks, nbytes in self._sums:
+            seconds = (
+                0.0
+                if link is None
+                else link(self._costs.exchange_seconds(self._sum_of(ranks, nbytes)))
+            )
+            together = max(ends[rank] for rank in ranks) + seconds
+            ends = [together if rank in ranks else end for rank, end in enumerate(ends)]
+        told = ends[self._rank_of[len(self._stages) - 1]] + self._handing([8], link)
+        ends = [max(end, told) for end in ends]
+        updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
+        return played, [end + u for end, u in zip(ends, updates)] if updates else ends
+
+    def _handing(self, sizes: Sequence[int], link: _Pick | None) -> float:
+        """A message for each; one that goes on alone takes what one of two that gather does."""
+        if link is None:
+            return 0.0
+        return sum(
+            link(
+                self._costs.exchange_seconds(
+                    Collective(
+                        kind=Exchange.ALL_GATHER, axis=PIPELINE, num_ranks=2, sent_bytes=nbytes,
+                        hops=1, stride=self._stride,
+                    )
+                )
+            )
+            for nbytes in sizes
+        )  # fmt: skip
+
+    @cached_property
+    def _sums(self) -> list[tuple[frozenset[int], int]]:
+        """Gradients of what several ranks hold: who sums them up, and their bytes."""
+        found = []
+        for name, stages in self._pipeline.stages.shared:
+            ranks = frozenset(self._rank_of[index] for index in stages)
+            if len(ranks) > 1:
+                found.append((ranks, self._gradients[name]))
+        return found
+
+    def _sum_of(self, ranks: frozenset[int], nbytes: int) -> Collective:
+        return GLOO.collective(
+            Exchange.ALL_REDUCE, axis=PIPELINE, num_ranks=len(ranks), nbytes=nbytes,
+            stride=self._stride,
+        )  # fmt: skip
+
+    @cached_property
+    def _sent_bytes(self) -> list[int]:
+        sent = [0] * len(self._order.ranks)
+        for (rank, _), cost in self._crossing():
+            sent[rank] += self._program.repeats * cost
+        for ranks, nbytes in self._sums:
+            for rank in ranks:
+                sent[rank] += self._sum_of(ranks, nbytes).sent_bytes
+        return sent
+
+    def _crossing(self) -> list[tuple[tuple[int, float], int]]:
+        """Each edge from one rank to another: the sender, the seconds, the bytes of a value."""
+        found = []
+        last = len(self._stages) - 1
+        for cost, stage in zip(self._stage_costs, self._stages, strict=True):
+            index, rank = stage.index, self._rank_of[stage.index]
+            for names, other, nbytes in (
+                (stage.sends, min(index + 1, last), cost.send_bytes),
+                (stage.sends_back, max(index - 1, 0), cost.send_back_bytes),
+            ):
+                if names and self._rank_of[other] != rank:
+                    sizes = [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
+                    found.append(((rank, self._handing(sizes, _value)), nbytes))
+        return found
+
+    @cached_property
+    def _sending(self) -> list[float]:
+        """Seconds in which each rank's messages are on their way."""
+        seconds = [0.0] * len(self._order.ranks)
+        for (rank, each), _ in self._crossing():
+            seconds[rank] += self._program.repeats * each
+        return seconds
+
+    @cached_property
+    def _flops(self) -> list[int]:
+        flops = [0] * len(self._order.ranks)
+        for stage in self._stages:
+            each = sum(n.flops for part in (stage.forward, stage.backward) for n in part.nodes)
+            flops[self._rank_of[stage.index]] += self._program.repeats * each
+        return flops
+
+    def _explained(self, rank: "_Rank") -> Peak:
+        if rank.is_in_update:
+            assert rank.update is not None
+            update = self._pipeline.updates[rank.number]
+            gradients = Holding.of(rank.gradients, "gradients", Role.GRADIENT)
+            return _told(update, rank.update, rank, extra=[gradients], phase=Phase.UPDATE)
+        done = self._replay.ranks[rank.number]
+        number = max(range(len(done)), key=lambda i: done[i].held_bytes)
+        action = done[number].action
+        program = Program.plain(parts_of(self._stages[action.stage])[action.work])
+        working = liveness(program, self._costs, accumulating=True)
+        # What lies there already when the stage begins on this micro-batch.
+        kept = max(0, rank.above - working.peak_bytes - rank.gradients)
+        under_way = _under_way([d.action for d in done[: number + 1]])
+        what = f"kept for the backward pass of {under_way} micro-batches"
+        extra = [
+            Holding.of(kept, what, Role.ACTIVATION),
+            Holding.of(min(rank.gradients, rank.above), "gradients so far", Role.GRADIENT),
+        ]
+        phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
+        return _told(program, working, rank, extra=extra, phase=phase)
+
+    def _timeline(self, rank: "_Rank") -> Timeline:
+        done = self._replay.ranks[rank.number]
+        phases = [Phase.FORWARD if d.action.work is Work.FORWARD else Phase.BACKWARD for d in done]
+        begins = [d.begin_seconds for d in done]
+        held = [rank.resident + d.held_bytes for d in done]
+        if rank.update is not None:
+            begins.append(done[-1].end_seconds)
+            held.append(rank.nbytes_in_update)
+            phases.append(Phase.UPDATE)
+        return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """The bytes of one rank; ``above`` are those of the passes, with gradients."""
+
+    number: int
+    parameters: int
+    buffers: int
+    batch: int
+    others: int
+    state: int
+    gradients: int
+    above: int
+    update: Liveness | None
+
+    @property
+    def resident(self) -> int:
+        return self.parameters + self.buffers + self.batch + self.others + self.state
+
+    @property
+    def nbytes_in_update(self) -> int:
+        above = self.update.peak_bytes if self.update is not None else 0
+        return self.resident + self.gradients + above
+
+    @property
+    def is_in_update(self) -> bool:
+        return self.update is not None and self.nbytes_in_update > self.resident + self.above
+
+    @property
+    def nbytes(self) -> int:
+        return max(self.resident + self.above, self.nbytes_in_update)
+
+    def holdings(self) -> list[Holding]:
+        where = f" of rank {self.number}"
+        return [
+            Holding.of(self.parameters, f"parameters{where}", Role.PARAMETER),
+            Holding.of(self.buffers, f"buffers{where}", Role.BUFFER),
+            Holding.of(self.batch, "the batch", Role.BATCH),
+            Holding.of(self.others, "constants", Role.CONSTANT),
+            Holding.of(self.state, f"optimizer state{where}", Role.STATE),
+        ]
+
+
+def _told(
+    program: Program, working: Liveness, rank: _Rank, *, extra: list[Holding], phase: Phase
+) -> Peak:
+    at = path = line = ""
+    alive: tuple[Holding, ...] = ()
+    if program.instructions:
+        node = program.graph.by_name[program.instructions[working.peak_index].node]
+        at, path, line = node.op, node.path, node.line
+        is_late = phase is not Phase.UPDATE
+        alive = alive_at(program, working.peak_index, accumulating=is_late)
+    everything = [*rank.holdings(), *extra, *alive]
+    return Peak(
+        nbytes=rank.nbytes,
+        resident_bytes=rank.resident,
+        workspace_bytes=max(0, working.peak_bytes - sum(h.nbytes for h in alive)),
+        at=at,
+        path=path,
+        line=line,
+        phase=phase,
+        alive=tuple(sorted((h for h in everything if h.nbytes), key=lambda h: -h.nbytes)),
+    )
+
+
+def _under_way(done: Sequence[Action]) -> int:
+    """Micro-batches that have begun here and whose gradients are not all made."""
+    begun = {(a.stage, a.micro_batch) for a in done if a.work is Work.FORWARD}
+    over = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
+    ended = {(a.stage, a.micro_batch) for a in done[:-1] if a.work in over}
+    return len(begun - ended)
+
+
+def _value(estimate: Estimate) -> float:
+    return estimate.value
+
+
+def _low(estimate: Estimate) -> float:
+    return estimate.low
+
+
+def _high(estimate: Estimate) -> float:
+    return estimate.high

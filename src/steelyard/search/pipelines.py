@@ -1,0 +1,261 @@
+"""How the layers lie on ranks: where stages end, which schedule, how many micro-batches, and what
+each computes again. Each way is struck and priced whole.
+
+Not for ranks that share the batch or tensors: see layouts.py.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.budget import Budget
+from steelyard.core.costs import Costs
+from steelyard.core.ends import balanced_ends
+from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.graph import Node, Phase, Role
+from steelyard.core.layout import Layout
+from steelyard.core.plan import FrontierPoint, Taken
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.source import Source
+from steelyard.core.trade import Left, Refusal, Trade, strike
+from steelyard.predict import peak_bytes, predict, step_seconds
+from steelyard.search.found import Found
+from steelyard.search.infeasible import beyond_budget, too_slow
+from steelyard.search.search import Search
+
+_PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
+# Micro-batches for each rank: more leave less of the belt empty, and are slower one by one.
+_EACH = (2, 4)
+# How many plans of recomputation are tried of each number of micro-batches.
+_PLANS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """``schedule`` as people name it; what it takes as it is."""
+
+    rules: tuple[Rule, ...]
+    schedule: str
+    parts: int
+    seconds: float
+    nbytes: int
+
+
+class Pipelines:
+    """The layers on so many ranks; ``one_device`` searches the step on one."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        layout: Layout,
+        trades: Sequence[Trade],
+        source: Source,
+        costs: Costs,
+        one_device: Callable[[], Search],
+    ) -> None:
+        self._program, self._layout = program, layout
+        self._trades, self._source, self._costs = tuple(trades), source, costs
+        self._one_device = one_device
+        self.refusals: tuple[Refusal, ...] = ()
+        self.offers, refusals = self._trade.offers(replace(program, layout=layout), source)
+        self._tell(refusals)
+        self._tried: dict[tuple[Rule, ...], _Way] = {}
+
+    @property
+    def least_seconds(self) -> float:
+        """No way is faster: every rank computes as much as every other, and nobody waits."""
+        return step_seconds(self._program, self._costs).low / self._layout.pipeline
+
+    @cached_property
+    def ways(self) -> list[_Way]:
+        """Nothing recomputed, the fastest first; empty where the step cannot be cut."""
+        found = [way for parts in self._parts() for way in self._of_schedules(parts)]
+        return sorted(found, key=lambda way: (way.seconds, way.nbytes))
+
+    def find(self, budget: Budget, *, barred: str = "") -> Found:
+        """The fastest within the budget; raises Infeasible where there is none."""
+        del barred  # what is lossy is not offered in stages
+        limit = budget.memory_bytes
+        fastest = self.ways[0]
+        if limit is not None and fastest.nbytes > limit:
+            self._compute_again()
+        fitting = [w for w in self._tried.values() if limit is None or w.nbytes <= limit]
+        best = min(fitting, key=lambda way: (way.seconds, way.nbytes), default=None)
+        least = min(self._tried.values(), key=lambda way: (way.nbytes, way.seconds))
+        least_peak = predict(self._strike(least.rules), self._costs).peak
+        if best is None:
+            refusals = self.refusals
+            raise beyond_budget(
+                least_peak, budget, parts=least.parts, refusals=refusals, has_far=False
+            )
+        program = self._strike(best.rules)
+        prediction = predict(program, self._costs)
+        if (slow := too_slow(prediction, budget)) is not None:
+            raise slow
+        return Found(
+            program=program,
+            rules=best.rules,
+            prediction=prediction,
+            micro_batches=best.parts,
+            taken=tuple(self._taken(best)),
+            refused=(*self.refusals, *self._why_not_others(best)),
+            num_offers=len(self.offers),
+            frontier=self.frontier(),
+            least=least_peak,
+            least_within=0,
+            next_cent=None,
+            gap=None,
+        )
+
+    def explore_all(self) -> None:
+        if self.ways:
+            self._compute_again()
+
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        """Of all that was tried: more memory is never slower."""
+        points: list[FrontierPoint] = []
+        for way in sorted(self._tried.values(), key=lambda way: (way.nbytes, way.seconds)):
+            if points and way.seconds >= points[-1].step_seconds:
+                continue
+            prediction = predict(self._strike(way.rules), self._costs)
+            points.append(
+                FrontierPoint(
+                    memory_bytes=way.nbytes,
+                    step_seconds=way.seconds,
+                    flops=prediction.flops,
+                    micro_batches=way.parts,
+                    rules=way.rules,
+                )
+            )
+        return tuple(points)
+
+    def _parts(self) -> list[int]:
+        """Numbers of micro-batches; one where the batch cannot be cut."""
+        ranks = self._layout.pipeline
+        possible = self._source.divisors() if self._source.why_not_split() is None else (1,)
+        wanted = [min(possible, key=lambda k: abs(k - each * ranks)) for each in _EACH]
+        return list(dict.fromkeys(wanted)) if self.offers else []
+
+    def _of_schedules(self, parts: int) -> Iterator[_Way]:
+        """Each on stages that take equally long, and on such that hold equally much."""
+        graph = self._source.graph(micro_batches=parts)
+        split = (Rule(trade=_ACCUMULATE, degree=parts),) if parts > 1 else ()
+        for offer in self.offers:
+            count, schedule = len(offer.rules) + 1, offer.rules[0].op
+            for weight, handing in ((self._takes, self._handing), (self._holds, _nothing)):
+                ends = balanced_ends(graph, count, weight=weight, handing=handing)
+                own = (replace(offer.rules[0], module=end) for end in ends)
+                way = self._way((*split, *own), schedule, parts)
+                if way is not None:
+                    yield way
+
+    def _takes(self, node: Node) -> float:
+        return self._costs.seconds(node).value
+
+    def _handing(self, nbytes: int) -> float:
+        link = self._costs.links.get("pipeline")
+        return link.seconds(nbytes, messages=1) if link is not None else 0.0
+
+    def _holds(self, node: Node) -> float:
+        """Activations of about as many micro-batches as there are ranks; weights with gradients
+        and what an optimizer keeps, where they are read."""
+        if node.phase is not Phase.FORWARD:
+            return 0.0
+        graph = self._program.graph
+        inputs = (graph.by_name[i] for i in node.inputs if i in graph.by_name)
+        read = (t for i in inputs if i.is_input for t in i.outputs)
+        weights = sum(t.nbytes for t in read if graph.storages[t.storage].role is Role.PARAMETER)
+        made = 0 if node.is_free else sum(t.nbytes for t in node.outputs)
+        return 4 * weights + self._layout.pipeline * made
+
+    def _compute_again(self) -> None:
+        """Of the ways that hold least and those that are fastest, with ever more recomputed."""
+        for parts in {way.parts for way in self.ways}:
+            alike = [way for way in self.ways if way.parts == parts]
+            leanest = min(alike, key=lambda way: (way.nbytes, way.seconds))
+            for again in self._one_device().plans_of_recomputation(parts, count=_PLANS):
+                for way in dict.fromkeys((alike[0], leanest)):
+                    self._way((*way.rules, *again), way.schedule, parts)
+
+    def _way(self, rules: tuple[Rule, ...], schedule: str, parts: int) -> _Way | None:
+        """None where the step cannot be cut so, which is told."""
+        if not any(rule.trade == _PIPELINE for rule in rules):
+            return None
+        if rules not in self._tried:
+            try:
+                program = self._strike(rules)
+            except (BadInput, Mismatch) as refusal:
+                label = f"{schedule}, {parts} micro-batches"
+                self._tell([Refusal(trade=_PIPELINE, label=label, reason=refusal.happened)])
+                return None
+            self._tried[rules] = _Way(
+                rules=rules,
+                schedule=schedule,
+                parts=parts,
+                seconds=step_seconds(program, self._costs).value,
+                nbytes=peak_bytes(program, self._costs),
+            )
+        return self._tried[rules]
+
+    def _tell(self, refusals: Sequence[Refusal]) -> None:
+        never = (replace(refusal, left=Left.NEVER) for refusal in refusals)
+        self.refusals = tuple(dict.fromkeys((*self.refusals, *never)))
+
+    def _taken(self, way: _Way) -> Iterator[Taken]:
+        """In stages beside one device; and what is made again beside those stages."""
+        again = tuple(rule for rule in way.rules if rule.trade == _RECOMPUTE)
+        rest = tuple(rule for rule in way.rules if rule.trade != _RECOMPUTE)
+        before, after = (
+            predict(self._program, self._costs),
+            predict(self._strike(rest), self._costs),
+        )
+        stages = sum(rule.trade == _PIPELINE for rule in rest) + 1
+        cut = f", {way.parts} micro-batches" if way.parts > 1 else ""
+        yield Taken(
+            trade=_PIPELINE,
+            label=f"{stages} stages on {self._layout.pipeline} ranks, {way.schedule}{cut}",
+            rules=rest,
+            buys_bytes=before.peak.nbytes - after.peak.nbytes,
+            buys_seconds=max(
+                0.0,
+                before.quad.computation_seconds.value - after.quad.computation_seconds.value,
+            ),
+            pays_seconds=after.quad.exposed_communication_seconds.value,
+        )
+        if again:
+            whole = predict(self._strike(way.rules), self._costs)
+            count = sum(rule.count for rule in again)
+            yield Taken(
+                trade=_RECOMPUTE,
+                label=f"{count} operators of all stages",
+                rules=again,
+                buys_bytes=after.peak.nbytes - whole.peak.nbytes,
+                pays_seconds=whole.quad.step_seconds.value - after.quad.step_seconds.value,
+            )
+
+    def _why_not_others(self, best: _Way) -> Iterator[Refusal]:
+        """The other schedules, each by its fastest way."""
+        for schedule in dict.fromkeys(way.schedule for way in self.ways):
+            way = next(way for way in self.ways if way.schedule == schedule)
+            if schedule != best.schedule:
+                said = f"{format_seconds(way.seconds)} and {format_bytes(way.nbytes)}"
+                beside = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
+                yield Refusal(
+                    trade=_PIPELINE,
+                    label=f"{schedule} on {self._layout.pipeline} ranks",
+                    reason=f"takes ~{said} a step, the plan's schedule ~{beside}",
+                )
+
+    @property
+    def _trade(self) -> Trade:
+        return next(trade for trade in self._trades if trade.name == _PIPELINE)
+
+    def _strike(self, rules: Sequence[Rule]) -> Program:
+        return strike(self._program, rules, trades=self._trades, source=self._source)
+
+
+def _nothing(nbytes: int) -> float:  # noqa: ARG001 - of what is handed on
+    return 0.0
