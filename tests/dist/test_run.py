@@ -60,6 +60,15 @@ dim = {dim}
 """
     for name, dim in (("0.bias", 0), ("0.weight", 0), ("3.weight", 1))
 )
+_STAGES = """
+[[accumulate]]
+micro_batches = 4
+
+[[shard_pipeline]]
+ranks = 2
+schedule = "1F1B"
+behind = "1"
+"""
 _ON_TWO = '\n[[overlap]]\nwindow = 1\n\n[[shard_batch]]\nranks = 2\nbucket = "64 KiB"\n'
 
 
@@ -124,7 +133,8 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
 
 
 def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
-    """On ranks that share the batch, on ranks that hold parts, of which one is killed, on one."""
+    """On ranks that share the batch, on ranks that hold parts, of which one is killed, on ranks
+    that hold layers, on one."""
 
     def run(plan: str, steps: int, *arguments: str, **environ: str) -> str:
         every = ("--checkpoint-every", "1", "--rank-timeout", "60s", "--plan", plan)
@@ -138,13 +148,15 @@ def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     alone = (folder / "alone.plan.toml").read_text()
     (folder / "batch.plan.toml").write_text(alone + _ON_TWO)
     (folder / "parts.plan.toml").write_text(alone + _PARTS)
-    run("alone.plan.toml", 7, "alone")
+    (folder / "stages.plan.toml").write_text(alone + _STAGES)
+    run("alone.plan.toml", 8, "alone")
     run("batch.plan.toml", 2, "chain")
     said = run("parts.plan.toml", 6, "chain", "--resume", "chain", KILLED="1")
     assert "rank 1 was killed" in said
     assert said.count("started again") == 1
-    run("alone.plan.toml", 7, "chain", "--resume", "chain")
-    ours, theirs = (tensors(folder / name / "step-000007") for name in ("chain", "alone"))
+    run("stages.plan.toml", 7, "chain", "--resume", "chain")
+    run("alone.plan.toml", 8, "chain", "--resume", "chain")
+    ours, theirs = (tensors(folder / name / "step-000008") for name in ("chain", "alone"))
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert ours[name].shape == expected.shape, name

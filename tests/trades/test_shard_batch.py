@@ -19,7 +19,7 @@ from steelyard.core.cluster import Device, Link, Member, Scope
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import OutputKind, Role
-from steelyard.core.layout import DATA, TENSOR, Layout
+from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.predict import predict, step_seconds
@@ -46,7 +46,7 @@ def trial() -> Trial:
 
 def costs(rate: float) -> Costs:
     link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
-    return Costs(device=DEVICE, links={DATA: link, TENSOR: link})
+    return Costs(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
 
 
 def shared(ranks: int, *more: Rule, bucket_bytes: int = 16 * KIB) -> Program:
@@ -155,14 +155,18 @@ def _computes(program: Program, instruction: object) -> bool:
     return not node.is_free and not node.waits_for
 
 
+# The layers, too, could lie on ranks; what is asked here is about the batch alone.
+ON_BATCH = tuple(trade for trade in TRADES if trade.name != "shard_pipeline")
+
+
 def layouts(price: Costs, *, num_ranks: int = 4) -> Layouts:
     plain, source = trial().plain, trial().source
 
     def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain, trades=TRADES, source=source, costs=price, layout=layout)
+        return Search(plain, trades=ON_BATCH, source=source, costs=price, layout=layout)
 
     return Layouts(
-        plain, trades=TRADES, source=source, costs=price, num_ranks=num_ranks, searching=searching
+        plain, trades=ON_BATCH, source=source, costs=price, num_ranks=num_ranks, searching=searching
     )
 
 

@@ -35,6 +35,8 @@ _AHEAD = (0, 4, 16)
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 # A way that holds this much less is worth a search of its own where memory is short.
 _LEANER = 0.98
+# Stages that could save no more than this of a step are not looked for.
+_WORTH = 0.95
 
 
 class Layouts:
@@ -62,11 +64,7 @@ class Layouts:
         for ranks in range(2, num_ranks + 1):
             if num_ranks % ranks == 0:
                 self._look_for_regions(ranks)
-        self._pipelines = {
-            layout: found
-            for layout in map(_staged, range(2, num_ranks + 1))
-            if num_ranks % layout.num_ranks == 0 and (found := self._look_for_stages(layout)).offers
-        }
+        self._pipelines = dict(self._look_for_stages(num_ranks))
         self.layouts = [
             Layout(batch=batch, tensor=tensor)
             for tensor in self._regions
@@ -81,17 +79,24 @@ class Layouts:
         if offers:
             self._regions[ranks] = offers
 
-    def _look_for_stages(self, layout: Layout) -> Pipelines:
-        found = Pipelines(
-            self._program,
-            layout=layout,
-            trades=self._trades,
-            source=self._source,
-            costs=self._costs,
-            one_device=lambda: self._search_by(()),
-        )
-        self.refusals = (*self.refusals, *found.refusals)
-        return found
+    def _look_for_stages(self, num_ranks: int) -> Iterator[tuple[Layout, Pipelines]]:
+        if not any(trade.name == _PIPELINE for trade in self._trades):
+            return
+        for ranks in range(2, num_ranks + 1):
+            if num_ranks % ranks:
+                continue
+            layout = Layout(pipeline=ranks)
+            found = Pipelines(
+                self._program,
+                layout=layout,
+                trades=self._trades,
+                source=self._source,
+                costs=self._costs,
+                one_device=lambda: self._search_by(()),
+            )
+            self.refusals = (*self.refusals, *found.refusals)
+            if found.offers:
+                yield layout, found
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
@@ -126,22 +131,24 @@ class Layouts:
         tight: list[Infeasible] = []
         for layout, pipelines in self._pipelines.items():
             fastest = found or best
-            if fastest is not None and pipelines.least_seconds >= _seconds(fastest):
+            if fastest is not None and pipelines.least_seconds >= _WORTH * _seconds(fastest):
                 refused.append(_too_late(layout, pipelines.least_seconds, fastest))
                 continue
             if not pipelines.ways:
                 refused += pipelines.refusals
                 continue
             try:
-                staged = pipelines.find(budget)
+                staged = pipelines.find(
+                    budget, **{} if fastest is None else {"within_seconds": _seconds(fastest)}
+                )
             except Infeasible as infeasible:
                 tight.append(infeasible)
                 refused.append(_stages_refused(layout, infeasible.happened))
                 continue
-            if fastest is None or _seconds(staged) < _seconds(fastest):
+            if staged is not None:
                 found = staged
-            else:
-                refused.append(_too_late(layout, _seconds(staged), fastest))
+            elif fastest is not None:
+                refused.append(_too_late(layout, pipelines.ways[0].seconds, fastest))
         return found, refused, tight
 
     def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:
@@ -349,10 +356,6 @@ def _label(layout: Layout) -> str:
         return f"among {layout.batch} ranks"
     parts = f"parts on {layout.tensor} ranks"
     return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
-
-
-def _staged(ranks: int) -> Layout:
-    return Layout(pipeline=ranks)
 
 
 def _too_late(layout: Layout, seconds: float, found: Found) -> Refusal:

@@ -30,6 +30,9 @@ _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
 _EACH = (2, 4)
 # How many plans of recomputation are tried of each number of micro-batches.
 _PLANS = 8
+# What the fastest way may be faster by, at most, to be not worth looking for one that fits.
+_WORTH = 0.98
+_EVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class Pipelines:
     @property
     def least_seconds(self) -> float:
         """No way is faster: every rank computes as much as every other, and nobody waits."""
-        return step_seconds(self._program, self._costs).low / self._layout.pipeline
+        return step_seconds(self._program, self._costs).value / self._layout.pipeline
 
     @cached_property
     def ways(self) -> list[_Way]:
@@ -75,15 +78,18 @@ class Pipelines:
         found = [way for parts in self._parts() for way in self._of_schedules(parts)]
         return sorted(found, key=lambda way: (way.seconds, way.nbytes))
 
-    def find(self, budget: Budget, *, barred: str = "") -> Found:
-        """The fastest within the budget; raises Infeasible where there is none."""
-        del barred  # what is lossy is not offered in stages
+    def find(self, budget: Budget, *, within_seconds: float = _EVER) -> Found | None:
+        """The fastest within the budget; raises Infeasible where there is none. None where none
+        was found that takes less than ``within_seconds``."""
         limit = budget.memory_bytes
-        fastest = self.ways[0]
-        if limit is not None and fastest.nbytes > limit:
-            self._compute_again()
-        fitting = [w for w in self._tried.values() if limit is None or w.nbytes <= limit]
-        best = min(fitting, key=lambda way: (way.seconds, way.nbytes), default=None)
+        for ways in self._by_parts():
+            best = self._best(limit)
+            fastest = within_seconds if best is None else min(within_seconds, best.seconds)
+            if ways[0].seconds < _WORTH * fastest:
+                self._compute_again(ways)
+        best = self._best(limit)
+        if within_seconds < _EVER and (best is None or best.seconds >= within_seconds):
+            return None
         least = min(self._tried.values(), key=lambda way: (way.nbytes, way.seconds))
         least_peak = predict(self._strike(least.rules), self._costs).peak
         if best is None:
@@ -110,9 +116,18 @@ class Pipelines:
             gap=None,
         )
 
+    def _best(self, limit: int | None) -> _Way | None:
+        fitting = [w for w in self._tried.values() if limit is None or w.nbytes <= limit]
+        return min(fitting, key=lambda way: (way.seconds, way.nbytes), default=None)
+
     def explore_all(self) -> None:
-        if self.ways:
-            self._compute_again()
+        for ways in self._by_parts():
+            self._compute_again(ways)
+
+    def _by_parts(self) -> list[list[_Way]]:
+        """The ways of each number of micro-batches, of the fastest first."""
+        numbers = dict.fromkeys(way.parts for way in self.ways)
+        return [[way for way in self.ways if way.parts == parts] for parts in numbers]
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
         """Of all that was tried: more memory is never slower."""
@@ -171,14 +186,12 @@ class Pipelines:
         made = 0 if node.is_free else sum(t.nbytes for t in node.outputs)
         return 4 * weights + self._layout.pipeline * made
 
-    def _compute_again(self) -> None:
-        """Of the ways that hold least and those that are fastest, with ever more recomputed."""
-        for parts in {way.parts for way in self.ways}:
-            alike = [way for way in self.ways if way.parts == parts]
-            leanest = min(alike, key=lambda way: (way.nbytes, way.seconds))
-            for again in self._one_device().plans_of_recomputation(parts, count=_PLANS):
-                for way in dict.fromkeys((alike[0], leanest)):
-                    self._way((*way.rules, *again), way.schedule, parts)
+    def _compute_again(self, ways: Sequence[_Way]) -> None:
+        """Of these, the fastest and the one that holds least, with ever more recomputed."""
+        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
+        for again in self._one_device().plans_of_recomputation(ways[0].parts, count=_PLANS):
+            for way in dict.fromkeys((ways[0], leanest)):
+                self._way((*way.rules, *again), way.schedule, way.parts)
 
     def _way(self, rules: tuple[Rule, ...], schedule: str, parts: int) -> _Way | None:
         """None where the step cannot be cut so, which is told."""

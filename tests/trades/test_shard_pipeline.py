@@ -1,0 +1,268 @@
+"""Layers on ranks: what is offered, what the plan says, what it is predicted to take.
+
+What such programs compute on live ranks: see tests/dist/test_pipelines.py and test_planned.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from steelyard.core.budget import Budget
+from steelyard.core.cluster import Link
+from steelyard.core.costs import Costs
+from steelyard.core.ends import balanced_ends, possible_ends
+from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.graph import Phase
+from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.trade import strike
+from steelyard.predict import peak_bytes, predict, step_seconds
+from steelyard.search import Found, Layouts, Search
+from steelyard.trades import TRADES
+from steelyard.trades.shard_pipeline import SCHEDULES, ShardPipeline, rules_for
+from tests.harness import Trial
+from tests.trades.test_shard_batch import DEVICE
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def trial() -> Trial:
+    model = GPT(layers=4, width=32, heads=2, vocabulary=64, length=16, dropout=0.1)
+    return Trial(model, next_token_loss, tokens(8, 16, 64))
+
+
+def costs(rate: float = 1e12, *, latency: float = 1e-6) -> Costs:
+    link = Link(kind="declared", latency_seconds=latency, bytes_per_second=rate)
+    return Costs(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
+
+
+@functools.cache
+def plain() -> Program:
+    source = trial().source
+    source.optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    return Program.plain(source.graph(micro_batches=1), update=source.update())
+
+
+def struck(*rules: Rule, micro_batches: int = 4) -> Program:
+    split = Rule(trade="accumulate", degree=micro_batches)
+    every = (split, *rules) if micro_batches > 1 else rules
+    return strike(plain(), every, trades=TRADES, source=trial().source)
+
+
+def stages(*ends: str, schedule: str = "1F1B", ranks: int = 2, micro_batches: int = 4) -> Program:
+    rules = rules_for(ends, schedule=schedule, ranks=ranks)
+    return struck(*rules, micro_batches=micro_batches)
+
+
+def offered(ranks: int, program: Program | None = None) -> dict[str, tuple[Rule, ...]]:
+    among = replace(program or plain(), layout=Layout(pipeline=ranks))
+    offers, refusals = ShardPipeline().offers(among, trial().source)
+    assert bool(offers) != bool(refusals)
+    return {offer.rules[0].op: offer.rules for offer in offers}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
+    found = offered(ranks)
+    assert found.keys() == SCHEDULES.keys()
+    for schedule, rules in found.items():
+        assert len(rules) == ranks * SCHEDULES[schedule] - 1
+        assert {rule.module for rule in rules} <= set(possible_ends(plain().graph))
+        program = struck(*rules, micro_batches=2 * ranks if schedule != "GPipe" else 1)
+        assert program.problems() == []
+        assert program.layout == Layout(pipeline=ranks)
+        assert program.pipeline is not None
+        assert program.pipeline.order.num_stages == len(rules) + 1
+
+
+def test_what_stays_whole_is_told_why() -> None:
+    coupled = plain().update
+    assert coupled is not None
+    reason = "one norm over all parameters"
+    whole = replace(plain(), update=replace(coupled, undivided=reason))
+    for program, said in (
+        (whole, reason),
+        (replace(plain(), layout=Layout(pipeline=2, batch=2)), "neither tensors nor the batch"),
+    ):
+        among = replace(program, layout=replace(program.layout, pipeline=2))
+        offers, (refusal,) = ShardPipeline().offers(among, trial().source)
+        assert not offers
+        assert said in refusal.reason
+    few = Trial(nn.Linear(4, 4), lambda m, b: m(b["x"]).sum(), {"x": torch.randn(4, 4)})
+    among = replace(few.plain, layout=Layout(pipeline=2))
+    _, (refusal,) = ShardPipeline().offers(among, few.source)
+    assert refusal.reason == "the model has too few modules for 2 stages"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (rules_for(["blocks.9"], schedule="1F1B", ranks=2), "'blocks.9', which computes nothing"),
+        (rules_for(["norm", "blocks.1"], schedule="1F1B", ranks=2), "3 stages on 2 ranks"),
+        (rules_for(["blocks.1"], schedule="2F2B", ranks=2), "do not suit the schedule 2F2B"),
+        (
+            (*rules_for(["blocks.1"], schedule="1F1B", ranks=2), Rule(
+                trade="shard_batch", degree=2, bucket_bytes=1024)),
+            "neither tensors nor the batch",
+        ),
+        (
+            (*rules_for(["blocks.0"], schedule="1F1B", ranks=2),
+             *rules_for(["blocks.1"], schedule="GPipe", ranks=2)),
+            "do not agree on ranks or schedule",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str) -> None:
+    with pytest.raises(BadInput, match=said) as refused:
+        struck(*rules)
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_too_few_micro_batches_are_refused() -> None:
+    with pytest.raises(BadInput, match="1F1B does not take 1 micro-batches"):
+        stages("blocks.1", micro_batches=1)
+
+
+def test_every_line_of_the_step_is_carried_out_once() -> None:
+    """By the stages together, also what is computed again."""
+    again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
+    for more in ((), (again,)):
+        rules = rules_for(["blocks.0", "blocks.2"], schedule="Interleaved1F1B", ranks=2)
+        rules += rules_for(["norm"], schedule="Interleaved1F1B", ranks=2)
+        program = struck(*rules, *more)
+        assert program.pipeline is not None
+        parts = [p for s in program.pipeline.stages.stages for p in (s.forward, s.backward)]
+        done = Counter(n.op for part in parts for n in part.nodes if not n.is_free)
+        alone = struck(*more)
+        nodes = alone.graph.by_name
+        lines = [nodes[i.node] for i in alone.instructions if i.sink is None]
+        expected = Counter(n.op for n in lines if not n.is_free)
+        # The sum of what two stages find of one weight's gradient is made by an exchange.
+        expected["aten.add.Tensor"] -= len(program.pipeline.stages.shared)
+        # What costs next to nothing, such as masks, each stage may make for itself.
+        for op, count in expected.items():
+            assert done[op] >= count, op
+        assert sum(n.flops for p in parts for n in p.nodes) == sum(n.flops for n in lines)
+    gelus = sum(n.op == "aten.gelu.default" for p in parts for n in p.nodes)
+    assert gelus == 8
+
+
+def test_layers_in_two_halves_take_about_half_each() -> None:
+    whole, halves = predict(plain(), costs()), predict(stages("blocks.1"), costs())
+    assert halves.quad.step_seconds.value < 0.75 * whole.quad.step_seconds.value
+    assert halves.peak.resident_bytes < 0.62 * whole.peak.resident_bytes
+    assert halves.quad.step_seconds.low <= halves.quad.step_seconds.value
+    assert sum(h.nbytes for h in halves.peak.alive) + halves.peak.workspace_bytes == pytest.approx(
+        halves.peak.nbytes, rel=0.02
+    )
+    assert halves.timeline is not None
+    assert max(halves.timeline.nbytes) == halves.peak.nbytes
+
+
+def test_a_slower_link_never_makes_the_step_faster() -> None:
+    seconds = [step_seconds(stages("blocks.1"), costs(r)).value for r in (1e12, 1e8, 1e6, 1e4)]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 2 * seconds[0]
+
+
+def test_each_schedule_costs_what_it_is_for() -> None:
+    """Zero bubbles wait less than 1F1B, and 1F1B holds less than all at once."""
+    rules = offered(2)
+    programs = {s: struck(*own, micro_batches=8) for s, own in rules.items()}
+    takes = {s: step_seconds(p, costs()).value for s, p in programs.items()}
+    holds = {s: peak_bytes(p, costs()) for s, p in programs.items()}
+    assert takes["ZBVZeroBubble"] < takes["Interleaved1F1B"] < takes["1F1B"]
+    assert takes["1F1B"] == pytest.approx(takes["GPipe"], rel=0.02)
+    assert holds["1F1B"] < 0.8 * holds["GPipe"]
+
+
+def test_computing_again_lowers_the_peak_of_stages() -> None:
+    again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
+    rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
+    before, after = struck(*rules), struck(*rules, again)
+    assert peak_bytes(after, costs()) < peak_bytes(before, costs())
+    assert step_seconds(after, costs()).value > step_seconds(before, costs()).value
+
+
+def test_stages_are_as_equal_as_modules_allow() -> None:
+    graph = plain().graph
+
+    def weight(node: object) -> float:
+        return float(getattr(node, "flops", 0))
+
+    (end,) = balanced_ends(graph, 2, weight=weight, handing=lambda _: 0.0)
+    place = [n.name for n in graph.forward()].index(
+        [n.name for n in graph.forward() if n.path == end or n.path.startswith(f"{end}.")][-1]
+    )
+    forward = [weight(n) for n in graph.forward()]
+    first = sum(forward[: place + 1])
+    assert 0.4 * sum(forward) < first < 0.6 * sum(forward)
+    assert any(n.phase is Phase.BACKWARD for n in graph.nodes)
+    assert balanced_ends(graph, 200, weight=weight, handing=lambda _: 0.0) == ()
+
+
+@functools.cache
+def layouts(rate: float, latency: float) -> Layouts:
+    price, source = costs(rate, latency=latency), trial().source
+
+    def searching(layout: tuple[Rule, ...]) -> Search:
+        return Search(plain(), trades=TRADES, source=source, costs=price, layout=layout)
+
+    return Layouts(
+        plain(), trades=TRADES, source=source, costs=price, num_ranks=2, searching=searching
+    )
+
+
+def trades_of(found: Found) -> set[str]:
+    return {rule.trade for rule in found.rules}
+
+
+def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
+    """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
+    found = layouts(5e7, 1e-6).find(Budget())
+    assert Layout.of(found.rules) == Layout(pipeline=2)
+    assert {"accumulate", "shard_pipeline"} <= trades_of(found)
+    assert found.taken[0].trade == "shard_pipeline"
+    assert found.taken[0].buys_bytes > 0
+    assert found.taken[0].buys_seconds > 0
+    labels = {refusal.label for refusal in found.refused}
+    assert {"among 2 ranks", "parts on 2 ranks"} <= labels
+    assert any(label.endswith("on 2 ranks") and "F1B" in label for label in labels)
+
+
+def test_more_memory_is_never_slower_in_stages() -> None:
+    staged = layouts(5e7, 1e-6).search_by(rules_for(["blocks.1"], schedule="1F1B", ranks=2))
+    with pytest.raises(Infeasible) as least:
+        staged.find(Budget(memory_bytes=1))
+    low = least.value.least_bytes
+    assert low is not None
+    free = staged.find(Budget())
+    assert free is not None
+    high = free.prediction.peak.nbytes
+    assert low < 0.9 * high
+    limits = [low + (high - low) * step // 6 for step in range(7)]
+    found = [staged.find(Budget(memory_bytes=limit)) for limit in limits]
+    seconds = []
+    for limit, answer in zip(limits, found, strict=True):
+        assert answer is not None
+        assert answer.prediction.peak.nbytes <= limit
+        again = struck(*(r for r in answer.rules if r.trade != "accumulate"),
+                       micro_batches=answer.micro_batches)  # fmt: skip
+        assert peak_bytes(again, costs(5e7)) == answer.prediction.peak.nbytes
+        seconds.append(answer.prediction.quad.step_seconds.value)
+    assert seconds == sorted(seconds, reverse=True)
+    assert "recompute" in trades_of(found[0]) if found[0] else False
+    curve = staged.frontier()
+    assert [p.step_seconds for p in curve] == sorted((p.step_seconds for p in curve), reverse=True)
+    assert curve[0].memory_bytes == low
