@@ -132,6 +132,16 @@ def explore(
     return Explored(tally=tally, chain=chain, groups=tuple(groups), trials=trials.made)
 
 
+def sketch(program: Program, costs: Costs, values: Iterable[str]) -> Explored:
+    """Only the plans that are known beforehand: for whoever asks what could be had about so."""
+    tally = Tally(program, costs, values)
+    trials = Trials(tally)
+    if tally.unit_of:
+        _sweep(trials)
+    chain = chained(trials.archive, trials.whole)
+    return Explored(tally=tally, chain=chain, groups=(), trials=trials.made)
+
+
 def restruck(program: Program, costs: Costs, *, known: Explored) -> Explored:
     """The same plans of the same pass, with another update behind it."""
     ours = known.tally

@@ -26,7 +26,7 @@ from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
 from steelyard.search.cut import Cut
 from steelyard.search.explain import refused, taken
-from steelyard.search.explore import Explored, again_rules, explore, few, restruck
+from steelyard.search.explore import Explored, again_rules, explore, few, restruck, sketch
 from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.levels import moved_states, numbers_of_slices, slices, splits
@@ -202,14 +202,11 @@ class Search:
         return min(found)
 
     def plans_of_recomputation(self, parts: int, *, count: int) -> Iterator[tuple[Rule, ...]]:
-        """What some plans of the step in so many parts make again, from all that pays to nothing;
-        without what they do besides."""
-        variant = Variant(parts=parts)
-        explored = self.explored(variant)
-        for point in few(explored.chain, count):
-            rules = self._rules(variant, point)
-            again = tuple(rule for rule in rules if rule.trade == _RECOMPUTE)
-            if again and {r.trade for r in rules} <= {_RECOMPUTE, _ACCUMULATE}:
+        """What some plans of the step in so many parts make again, and do nothing besides."""
+        program = self._strike(Variant(parts=parts).rules)
+        sketched = sketch(program, self._costs, self._offered(_RECOMPUTE, program))
+        for point in few(sketched.chain, count):
+            if again := again_rules(program.graph, sketched.values(point)):
                 yield again
 
     def explore_all(self) -> None:
