@@ -42,8 +42,8 @@ def trial() -> Trial:
     return Trial(model, next_token_loss, tokens(8, 16, 64))
 
 
-def costs(rate: float = 1e12, *, latency: float = 1e-6) -> Costs:
-    link = Link(kind="declared", latency_seconds=latency, bytes_per_second=rate)
+def costs(rate: float = 1e12) -> Costs:
+    link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
     return Costs(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
 
 
@@ -213,14 +213,20 @@ def test_stages_are_as_equal_as_modules_allow() -> None:
 
 
 @functools.cache
-def layouts(rate: float, latency: float) -> Layouts:
-    price, source = costs(rate, latency=latency), trial().source
+def little() -> Trial:
+    model = GPT(layers=2, width=32, heads=2, vocabulary=64, length=16)
+    return Trial(model, next_token_loss, tokens(8, 16, 64))
+
+
+@functools.cache
+def layouts(rate: float) -> Layouts:
+    price, source, program = costs(rate), little().source, little().plain
 
     def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain(), trades=TRADES, source=source, costs=price, layout=layout)
+        return Search(program, trades=TRADES, source=source, costs=price, layout=layout)
 
     return Layouts(
-        plain(), trades=TRADES, source=source, costs=price, num_ranks=2, searching=searching
+        program, trades=TRADES, source=source, costs=price, num_ranks=2, searching=searching
     )
 
 
@@ -230,7 +236,7 @@ def trades_of(found: Found) -> set[str]:
 
 def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
     """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
-    found = layouts(5e7, 1e-6).find(Budget())
+    found = layouts(1e7).find(Budget())
     assert Layout.of(found.rules) == Layout(pipeline=2)
     assert {"accumulate", "shard_pipeline"} <= trades_of(found)
     assert found.taken[0].trade == "shard_pipeline"
@@ -242,7 +248,7 @@ def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
 
 
 def test_more_memory_is_never_slower_in_stages() -> None:
-    staged = layouts(5e7, 1e-6).search_by(rules_for(["blocks.1"], schedule="1F1B", ranks=2))
+    staged = layouts(1e7).search_by(rules_for(["blocks.0"], schedule="1F1B", ranks=2))
     with pytest.raises(Infeasible) as least:
         staged.find(Budget(memory_bytes=1))
     low = least.value.least_bytes
@@ -257,12 +263,11 @@ def test_more_memory_is_never_slower_in_stages() -> None:
     for limit, answer in zip(limits, found, strict=True):
         assert answer is not None
         assert answer.prediction.peak.nbytes <= limit
-        again = struck(*(r for r in answer.rules if r.trade != "accumulate"),
-                       micro_batches=answer.micro_batches)  # fmt: skip
-        assert peak_bytes(again, costs(5e7)) == answer.prediction.peak.nbytes
+        again = little().struck(answer.rules)
+        assert peak_bytes(again, costs(1e7)) == answer.prediction.peak.nbytes
         seconds.append(answer.prediction.quad.step_seconds.value)
+        assert limit > low or "recompute" in trades_of(answer)
     assert seconds == sorted(seconds, reverse=True)
-    assert "recompute" in trades_of(found[0]) if found[0] else False
     curve = staged.frontier()
     assert [p.step_seconds for p in curve] == sorted((p.step_seconds for p in curve), reverse=True)
     assert curve[0].memory_bytes == low

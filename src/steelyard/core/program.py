@@ -163,7 +163,7 @@ class Program:
                     storages.append(storages[storage])
                 lies.setdefault(storage, storage)
                 made.add(storage)
-            on[line.value] = lies
+            on[line.value] = {s: lies[s] for s in graph.storages_of(line.node)}
             reading = node.reading(dict(zip(node.inputs, line.inputs)))
             outputs = tuple(replace(t, storage=lies[t.storage]) for t in node.outputs)
             nodes.append(replace(reading, name=line.value, outputs=outputs, phase=line.phase))

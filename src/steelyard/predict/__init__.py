@@ -4,6 +4,7 @@ Not for measuring or deciding; search scores with it and the receipt is held aga
 """
 
 from steelyard.predict.carried import carried
+from steelyard.predict.pipelined import pipelined
 from steelyard.predict.predict import (
     kept_gradients_bytes,
     least_possible_bytes,
@@ -18,6 +19,7 @@ __all__ = [
     "kept_gradients_bytes",
     "least_possible_bytes",
     "peak_bytes",
+    "pipelined",
     "predict",
     "slowdown",
     "step_seconds",

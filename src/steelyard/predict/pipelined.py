@@ -46,6 +46,10 @@ class Pipelined:
     def peak_bytes(self) -> int:
         return max(rank.nbytes for rank in self._ranks)
 
+    @property
+    def seconds(self) -> float:
+        return max(self._ends)
+
     @cached_property
     def step(self) -> Estimate:
         """All ranks are as quick, and links as slow, as they may be; or the other way round."""

@@ -20,7 +20,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Left, Refusal, Trade, strike
-from steelyard.predict import peak_bytes, predict, step_seconds
+from steelyard.predict import pipelined, predict, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.search import Search
@@ -204,12 +204,14 @@ class Pipelines:
                 label = f"{schedule}, {parts} micro-batches"
                 self._tell([Refusal(trade=_PIPELINE, label=label, reason=refusal.happened)])
                 return None
+            assert program.pipeline is not None
+            priced = pipelined(program, program.pipeline, self._costs)
             self._tried[rules] = _Way(
                 rules=rules,
                 schedule=schedule,
                 parts=parts,
-                seconds=step_seconds(program, self._costs).value,
-                nbytes=peak_bytes(program, self._costs),
+                seconds=priced.seconds,
+                nbytes=priced.peak_bytes,
             )
         return self._tried[rules]
 
