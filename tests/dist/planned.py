@@ -29,8 +29,9 @@ from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
 from steelyard.core.rules import Rule
+from steelyard.trades.shard_pipeline import rules_for
 from tests import zoo
-from tests.dist.scenarios import Patience, Recorder, planned_calls
+from tests.dist.scenarios import Recorder, Sends, planned_calls
 from tests.harness import in_a_hurry
 from tests.zoo.case import Loss, next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -72,12 +73,20 @@ def _random_and_summed() -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
+def _random_and_tied() -> tuple[nn.Module, Loss, Any]:
+    """In micro-batches that hold unequally many targets that count."""
+    model, loss, batch = _gpt(dropout=0.2)
+    model.head.weight = model.token.weight
+    batch["y"][:3, 4:] = -100
+    return model, loss, batch
+
+
 def _channels() -> tuple[nn.Module, Loss, Any]:
     model, loss, batch = zoo.case("resnet_bn").make()
     return model, loss, batch
 
 
-_BATCH, _TENSOR = Layout(batch=2), Layout(tensor=2)
+_BATCH, _TENSOR, _STAGES = Layout(batch=2), Layout(tensor=2), Layout(pipeline=2)
 # Each is captured, planned for and loaded, on all ranks: seconds of each.
 SHARED = {
     "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
@@ -89,6 +98,11 @@ IN_PARTS = {
     "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),
     "padded tensors in parts, in micro-batches": Case(_padded, _TENSOR, micro_batches=2),
     "channels in parts": Case(_channels, _TENSOR),
+}
+IN_STAGES = {
+    "random and tied, in stages": Case(
+        _random_and_tied, _STAGES, share_of_plain=0.8, micro_batches=4
+    ),
 }
 ON_FOUR = {
     "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
@@ -104,6 +118,10 @@ def shared(rank: int) -> dict[str, Any]:
 
 def in_parts(rank: int) -> dict[str, Any]:
     return _all_trained(IN_PARTS, rank)
+
+
+def in_stages(rank: int) -> dict[str, Any]:
+    return _all_trained(IN_STAGES, rank)
 
 
 def on_four(rank: int) -> dict[str, Any]:
@@ -132,16 +150,16 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     random = any(node.is_random for node in step.live.program.graph.nodes)
     torch.manual_seed(1)
     losses = [float(step(batch))]
-    with Patience():  # while the step meters itself
-        losses.append(float(step(batch)))
-    losses += [float(step(batch)) for _ in range(STEPS - 2)]
+    losses += [float(step(batch)) for _ in range(STEPS - 1)]
     after = torch.initial_seed(), int(torch.randint(2**40, ()))
     torch.manual_seed(1)
-    shares = case.layout.batch if random else 1
-    expected = _alone(alone, loss, batch, shares=shares)
+    expected = _alone(
+        alone, loss, batch, shares=case.layout.batch if random else 1,
+        micro_batches=case.micro_batches if case.layout.pipeline > 1 else 1,
+    )  # fmt: skip
     with step.whole():
         error, digest = _error(model, alone), _digest(model)
-    with Recorder() as recorder:
+    with Recorder() as recorder, Sends() as sends:
         step(batch)
     odd = {key: x[:7] for key, x in batch.items()}
     refused = ""
@@ -149,7 +167,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         with pytest.raises(Mismatch) as mismatch:
             step(odd)
         refused = str(mismatch.value)
-    elif case.micro_batches == 1:
+    elif case.micro_batches == 1 or case.layout.pipeline > 1:
         step(odd)
     receipt = step.receipt()
     return {
@@ -162,9 +180,11 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "after": after,
         "executed": recorder.executed,
         "planned": planned_calls(step.live.program) * step.live.program.repeats,
-        "handed_bytes": recorder.handed_bytes,
+        "handed_bytes": recorder.handed_bytes + sends.nbytes,
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "refused": refused,
+        "held": sum(p.numel() for p in model.parameters()),
+        "whole": sum(p.numel() for p in alone.parameters()),
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
@@ -195,6 +215,8 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner="python", title="",
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
+    if case.layout.pipeline > 1:
+        return Decisions(made_for=look.made_for(), budget=Budget(), rules=_staged(case))
     ways = [
         way
         for way in look.layouts.ways(case.layout)
@@ -211,13 +233,27 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     return Decisions(made_for=look.made_for(), budget=budget, rules=rules)
 
 
-def _alone(model: nn.Module, loss: Loss, batch: Any, *, shares: int) -> list[float]:
-    """Plain PyTorch on the whole batch; of several shares, each draws what is random apart."""
+def _staged(case: Case) -> tuple[Rule, ...]:
+    """With something computed again in each stage."""
+    return (
+        Rule(trade="accumulate", degree=case.micro_batches),
+        Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
+        *rules_for(["blocks.0"], schedule="1F1B", ranks=2),
+    )
+
+
+def _alone(
+    model: nn.Module, loss: Loss, batch: Any, *, shares: int, micro_batches: int
+) -> list[float]:
+    """Plain PyTorch on the whole batch; of several shares, each draws what is random apart, and
+    micro-batches draw one after another."""
     optimizer = OPTIMIZER(model.parameters())
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        if shares > 1:
+        if micro_batches > 1:
+            value = _in_micro_batches(model, loss, batch, micro_batches)
+        elif shares > 1:
             value = _in_shares(model, loss, batch, shares)
         else:
             value = loss(model, batch)
@@ -225,6 +261,17 @@ def _alone(model: nn.Module, loss: Loss, batch: Any, *, shares: int) -> list[flo
         optimizer.step()
         losses.append(float(value.detach()))
     return losses
+
+
+def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int) -> Tensor:
+    """Each weighs as many targets as it counts."""
+    total, counted = torch.zeros(()), int((batch["y"] != -100).sum())
+    for place in range(count):
+        part = {key: x.chunk(count)[place] for key, x in batch.items()}
+        value = loss(model, part) * (int((part["y"] != -100).sum()) / counted)
+        value.backward()
+        total = total + value.detach()
+    return total
 
 
 def _in_shares(model: nn.Module, loss: Loss, batch: Any, shares: int) -> Tensor:

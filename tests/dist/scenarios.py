@@ -10,7 +10,7 @@ import hashlib
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -204,6 +204,23 @@ class Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
         if func is torch.ops._c10d_functional.wait_tensor.default:
             time.sleep(_MOMENT_SECONDS)
         return result
+
+
+class Sends:
+    """The bytes of what this rank's stages send to others."""
+
+    def __enter__(self) -> Self:
+        self.nbytes, self._made = 0, dist.P2POp.__init__
+
+        def counted(operation: dist.P2POp, op: Any, tensor: Tensor, *more: Any, **named: Any) -> None:
+            self.nbytes += tensor.nbytes if op is dist.isend else 0
+            self._made(operation, op, tensor, *more, **named)
+
+        dist.P2POp.__init__ = counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.P2POp.__init__ = self._made
 
 
 class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it

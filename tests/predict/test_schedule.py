@@ -108,12 +108,16 @@ def test_interleaving_and_splitting_backward_leave_less_of_it(
 
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
 def test_1f1b_holds_no_more_than_gpipe(num_ranks: int, micro_batches: int) -> None:
-    """GPipe's ranks all keep every micro-batch; 1F1B's those that are under way from them on."""
+    """GPipe's ranks all keep every micro-batch, and what they sent of it; 1F1B's those that are
+    under way from them on, one that they sent early, what they sent last each way, and the
+    gradients that came last."""
     gpipe = _equal(_order("GPipe", num_ranks, micro_batches)).peak_bytes
     other = _equal(_order("1F1B", num_ranks, micro_batches)).peak_bytes
-    assert gpipe == (100 * micro_batches + 10 + 7,) * num_ranks
+    sends_on = [rank < num_ranks - 1 for rank in range(num_ranks)]
+    assert gpipe == tuple((100 + 3 * sends) * micro_batches + 10 + 7 for sends in sends_on)
     under_way = [min(num_ranks - rank, micro_batches) for rank in range(num_ranks)]
-    assert other == tuple(100 * n + 10 + 7 for n in under_way)
+    ways = [3 * sends + (rank > 0) for rank, sends in enumerate(sends_on)]
+    assert other == tuple(100 * n + 10 + 7 + 3 * m for n, m in zip(under_way, ways))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -124,11 +128,9 @@ def test_in_the_end_only_gradients_and_what_was_sent_are_left(schedule: str) -> 
     for r in last:
         stages = {a.stage for a in order.ranks[r.rank]}
         kept = 60 if r.action.work is Work.BACK_TO_WEIGHTS else 100
-        sent = 0
-        if order.holds_sends:
-            away = {s for s, rank in order.rank_of.items() if rank != r.rank}
-            ways = sum((s + step) in away for s in stages for step in (1, -1))
-            sent = 3 * 8 * ways
+        away = {s for s, rank in order.rank_of.items() if rank != r.rank}
+        ways = sum((s + step) in away for s in stages for step in (1, -1))
+        sent = 3 * (ways * 8 if order.holds_sends else ways + 1)
         assert r.held_bytes <= kept + 10 + 7 * len(stages) + sent, r
 
 

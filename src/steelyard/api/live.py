@@ -286,7 +286,9 @@ class Step:
                 expected=f"a number of samples that {ranks} divides",
                 remedy="drop the last partial batch (drop_last=True), or pad it",
             )
-        program, captured = self._program_at(self._source.at(batch))
+        # A model of which this rank holds a part lends the forms of the whole, without values.
+        source = self._source.at(batch, with_values=self._parts is None)
+        program, captured = self._program_at(source)
         self._prices.know(program.graph)
         nbytes = peak_bytes(program, self._prices.costs)
         limit = self.plan.decisions.budget.memory_bytes

@@ -172,9 +172,13 @@ class StepSource:
         tensors = [*self.model.parameters(), *_tensors(self.batch)]
         return any(t.device.type == "meta" for t in tensors)
 
-    def at(self, batch: Any) -> "StepSource":
-        """The same step on another batch."""
-        return self._like(batch=batch)
+    def at(self, batch: Any, *, with_values: bool = True) -> "StepSource":
+        """The same step on another batch. Where the model has no values now, what was found out
+        about cutting the batch, by trying, holds for this one."""
+        other = self._like(batch=batch)
+        if not with_values:
+            other._splitting = self._splitting
+        return other
 
     def on(self, model: nn.Module) -> "StepSource":
         """The same step on another model object."""

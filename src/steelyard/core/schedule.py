@@ -33,7 +33,8 @@ class Action:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """The actions of each rank, one after another. ``holds_sends``: what was sent stays until the
-    step ends, as in torch's schedules of several stages a rank (2.13)."""
+    step ends, as in all of torch's schedules but 1F1B (2.13); there, until the next goes the same
+    way."""
 
     ranks: tuple[tuple[Action, ...], ...]
     holds_sends: bool = False

@@ -90,7 +90,8 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
         # Besides what a rank computes there are gaps, and the summing of gradients over replicas.
         table = made.pipeline_order
         rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
-    return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=schedule not in ONE_EACH)
+    # 1F1B's variables hold but what was sent last; the others gather works, and so tensors.
+    return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=schedule != "1F1B")
 
 
 def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[str]:

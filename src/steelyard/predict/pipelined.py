@@ -21,6 +21,8 @@ from steelyard.predict.schedule import Replay, StageCost, replay
 from steelyard.predict.stages import parts_of, stage_cost, timed
 from steelyard.predict.timeline import durations
 
+# Of a state of torch's generator on the CPU (torch 2.13): a Mersenne twister's.
+GENERATOR_BYTES = 5056
 # What a predicted peak of a pipeline may miss by; tests/dist holds it there.
 _PEAK_SHARE = 0.02
 _Pick = Callable[[Estimate], float]
@@ -107,12 +109,20 @@ class Pipelined:
             buffers=buffers,
             # The global batch stays whole while its parts are worked on.
             batch=self._program.parts * self._graph.resident_bytes(Role.BATCH),
-            others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT),
+            others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
+            + self._generator_bytes(number),
             state=state,
             gradients=sum(self._gradients[name] for name in trained),
             above=self._replay.peak_bytes[number],
             update=None if update is None else liveness(update, self._costs),
         )
+
+    def _generator_bytes(self, number: int) -> int:
+        """The generator's states from which its stages draw, for each micro-batch, and the last."""
+        if not any(node.is_random for node in self._graph.nodes):
+            return 0
+        own = sum(rank == number for rank in self._rank_of.values())
+        return GENERATOR_BYTES * (1 + own * self._program.repeats)
 
     @cached_property
     def _storage_of(self) -> dict[str, int]:

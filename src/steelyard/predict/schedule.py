@@ -153,6 +153,7 @@ class _Held:
         self._holds_sends = order.holds_sends
         self._nbytes = 0
         self._with_gradients: set[int] = set()
+        self._on_its_way: dict[tuple[int, bool], int] = {}
 
     def during(self, action: Action) -> int:
         """While this action works; what it reads is let go of when it is done."""
@@ -166,14 +167,28 @@ class _Held:
             Work.BACK_TO_INPUTS: cost.kept_between_bytes - cost.kept_on_bytes,
         }.get(work, 0)
         meanwhile = self._nbytes + cost.working_bytes.get(work, 0)
+        if work is Work.FORWARD and not self._holds_sends:
+            meanwhile += self._received_back(action.stage)
         self._nbytes -= {
             Work.BACKWARD: cost.kept_bytes,
             Work.BACK_TO_INPUTS: cost.kept_bytes - cost.kept_on_bytes,
             Work.BACK_TO_WEIGHTS: cost.kept_between_bytes,
         }.get(work, 0)
-        if self._holds_sends:
-            self._nbytes += self._sent_bytes(action)
+        if sent := self._sent_bytes(action):
+            self._nbytes += sent
+            key = action.stage, work is Work.FORWARD
+            if not self._holds_sends:
+                # What was sent the same way before is let go of, but for one from before the first
+                # backward pass.
+                self._nbytes -= self._on_its_way.get(key, 0)
+            is_first = work is Work.FORWARD and key not in self._on_its_way
+            self._on_its_way[key] = 0 if is_first else sent
         return meanwhile
+
+    def _received_back(self, stage: int) -> int:
+        """The gradients that came last: 1F1B's variables hold them until others come."""
+        has_come = stage in self._with_gradients and stage + 1 in self._rank_of
+        return self._stages[stage + 1].send_back_bytes if has_come else 0
 
     def _sent_bytes(self, action: Action) -> int:
         cost, stage = self._stages[action.stage], action.stage

@@ -4,7 +4,7 @@ A rank draws again, and drops, what the others draw before it. Not for ranks tha
 those draw apart, see randomness.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -16,8 +16,8 @@ from steelyard.run.emit import emit
 
 
 class Draws:
-    """``states(n)`` are the generator's before each stage of each of n micro-batches, in the order
-    of one device; it is left as that device would leave it."""
+    """``states(n, own)`` are the generator's before each of one's own stages of each of n
+    micro-batches, in the order of one device; it is left as that device would leave it."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = [
@@ -26,12 +26,13 @@ class Draws:
         ]
         self.any = any(self._stages)
 
-    def states(self, micro_batches: int) -> list[list[torch.Tensor]]:
-        found: list[list[torch.Tensor]] = []
+    def states(self, micro_batches: int, own: Collection[int]) -> list[dict[int, torch.Tensor]]:
+        found: list[dict[int, torch.Tensor]] = []
         for _ in range(micro_batches if self.any else 0):
-            found.append([])
-            for draws in self._stages:
-                found[-1].append(torch.get_rng_state())
+            found.append({})
+            for index, draws in enumerate(self._stages):
+                if index in own:
+                    found[-1][index] = torch.get_rng_state()
                 for draw in draws:
                     draw()
         return found

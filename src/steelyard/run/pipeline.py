@@ -74,15 +74,16 @@ class StagesAtWork:
         """Forward and backward of all micro-batches; the loss, from the rank that has it."""
         begin, busy = time.perf_counter(), sum(own.live.busy_seconds for own in self._own)
         count = len(given)
-        states = self._draws.states(count)
-        after = torch.get_rng_state()
+        states = self._draws.states(count, {own.stage_index for own in self._own})
+        after = torch.get_rng_state() if self._draws.any else None
         for own in self._own:
             own.begin([dict(values) for values in given], [s[own.stage_index] for s in states])
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
         whom = torch.arange(count) if is_last else None
         self._schedule.step(target=whom, losses=losses if is_last else None, return_outputs=False)
-        torch.set_rng_state(after)
+        if after is not None:
+            torch.set_rng_state(after)
         for parameter, group in self._sums:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

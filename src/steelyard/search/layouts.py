@@ -116,10 +116,15 @@ class Layouts:
         staged, refused, too_tight = self._in_stages(budget, None if best is None else best[1])
         if staged is not None:
             others = (self._why_not(x, staged) for x in self.layouts if x != ALONE)
-            return replace(staged, refused=(*self.refusals, *others, *staged.refused, *refused))
+            said = (*self.refusals, *others, *staged.refused, *refused)
+            weighed = sum(refusal.left is Left.WHOLE for refusal in said) + len(staged.taken)
+            return replace(staged, refused=said, num_offers=weighed)
         if best is not None:
             told = self._told(*best)
-            return replace(told, refused=(*told.refused, *refused))
+            more = sum(refusal.left is Left.WHOLE for refusal in refused)
+            return replace(
+                told, refused=(*told.refused, *refused), num_offers=told.num_offers + more
+            )
         raise min((e for e in (tightest, *too_tight) if e is not None), key=_least)
 
     def _in_stages(
