@@ -22,9 +22,17 @@ from steelyard.run.ranks.verdict import Case, Evidence, at_once, verdict
 GLOO = "[gloo/transport/tcp/pair.cc:537] Connection reset by peer"
 
 
-def at(number: int, words: str = "all_reduce Float [4]", *, is_waiting: bool = True) -> Progress:
-    issued = (Issued(group="0", number=number, words=words),)
-    return Progress(issued=issued, is_waiting=is_waiting, line="train.py:7: wait()")
+def at(
+    number: int,
+    words: str = "all_reduce Float [4]",
+    *,
+    is_waiting: bool = True,
+    before: tuple[int, ...] = (),
+) -> Progress:
+    lately = tuple(Issued(group="0", number=n, words=words) for n in (*before, number))
+    return Progress(
+        issued=lately[-1:], lately=lately, is_waiting=is_waiting, line="train.py:7: wait()"
+    )
 
 
 def lost(seconds: float = 1.0, progress: Progress | None = None) -> dict[str, Any]:
@@ -76,6 +84,11 @@ STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "in no exchange": (asked(at(5, is_waiting=False)), lost(), "hanging"),
     "another exchange": (lost(progress=at(5, "broadcast Float [4]")), lost(), "other exchange"),
     "another amount": (lost(progress=at(5, "all_reduce Float [5]")), lost(), "other exchange"),
+    "another exchange, after which others went on": (
+        lost(progress=at(5, "broadcast Float [4]")),
+        lost(progress=at(7, before=(5, 6))),
+        "other exchange",
+    ),
     "ended by gloo": (ended(-signal.SIGABRT, stderr=GLOO), lost(), "other exchange"),
 }
 

@@ -15,7 +15,9 @@ from math import inf
 from steelyard.core.errors import BadInput, Cause, RankFailed, RanksDiffer, SteelyardError
 from steelyard.run.ranks.statement import Issued, Progress, Statement
 
-_OF_GLOO = re.compile(r"gloo/|gloo::|Connection (closed|reset) by peer")
+_OF_GLOO = re.compile(
+    r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
+)
 _OF_MEMORY = re.compile(r"std::bad_alloc|MemoryError|can't allocate memory")
 
 # The process group of all ranks, by the name that torch gives it.
@@ -185,16 +187,12 @@ def _absent(case: Case) -> SteelyardError | None:
 
 
 def _other_exchange(case: Case) -> SteelyardError | None:
-    groups = {issued.group for one in case.ranks for issued in one.progress.issued}
-    for group in sorted(groups):
-        last = {
-            one.rank: issued
-            for one in case.ranks
-            for issued in one.progress.issued
-            if issued.group == group
-        }
-        number = max(issued.number for issued in last.values())
-        words = {rank: issued.words for rank, issued in last.items() if issued.number == number}
+    """The first of those that ranks remember: whoever does not wait has issued more since."""
+    made: dict[tuple[str, int], dict[int, str]] = {}
+    for one in case.ranks:
+        for issued in (*one.progress.lately, *one.progress.issued):
+            made.setdefault((issued.group, issued.number), {})[one.rank] = issued.words
+    for _, words in sorted(made.items()):
         most = Counter(words.values()).most_common(1)[0][0]
         other = next(rank for rank, each in words.items() if each == most)
         for rank, each in words.items():
