@@ -137,6 +137,21 @@ def test_what_no_rank_can_honour_is_no_rank_s_fault() -> None:
     assert (found.rank, found.item) == (1, "plan")
 
 
+def refused(seconds: float = 1.0) -> dict[str, Any]:
+    return raised(seconds, of_input=True, expected="a", remedy="b")
+
+
+def test_what_only_one_rank_cannot_honour_is_told_of_that_rank() -> None:
+    """Once the others had time to say the same."""
+    assert at_once(case(asked(at(5)), refused())) is None
+    for other in (asked(at(5)), lost()):
+        for place in (0, 1):
+            found = verdict(case(*(refused() if rank == place else other for rank in (0, 1))))
+            assert type(found) is BadInput
+            assert found.happened.startswith(f"on rank {place}: ")
+    assert str(at_once(case(refused(2.0), refused(1.0)))).startswith("no\n")
+
+
 def test_a_rank_that_was_never_there_is_absent_unless_more_is_known() -> None:
     said = Statement(kind="RankFailed", text="", of_exchange=True, absent=1)
     missed = {"statement": said}

@@ -76,7 +76,7 @@ def at_once(case: Case) -> SteelyardError | None:
 def verdict(case: Case) -> SteelyardError:
     # Whoever runs on is blamed last: others may be slow to say what they know.
     rules = (_ended_early, _absent, _other_exchange, _aborted, _behind, _not_waiting, _left)
-    found = at_once(case) or _first(case, rules)
+    found = at_once(case) or _refusal(case) or _first(case, rules)
     assert found is not None, case
     return found
 
@@ -98,15 +98,29 @@ def _refused(case: Case) -> SteelyardError | None:
             return RanksDiffer(
                 said.text, expected=said.expected, remedy=said.remedy, rank=rank, item=item
             )
-        if said.of_input:
-            return BadInput(said.text, expected=said.expected, remedy=said.remedy)
-    return None
+    # Who has not spoken may be about to say the same.
+    return None if any(one.is_running for one in case.ranks) else _refusal(case)
+
+
+def _refusal(case: Case) -> SteelyardError | None:
+    """It is of one rank where another found nothing wrong, but that it lost the one."""
+    said = {one.rank: one.statement for one in case.ranks if one.statement is not None}
+    refused = [(s.at_seconds, rank) for rank, s in said.items() if s.of_input]
+    if not refused:
+        return None
+    first = min(refused)[1]
+    is_fine = any(one.is_running or one.is_witness for one in case.ranks)
+    where = f"on rank {first}: " if is_fine else ""
+    found = said[first]
+    return BadInput(f"{where}{found.text}", expected=found.expected, remedy=found.remedy)
 
 
 def _failed_by_itself(case: Case) -> SteelyardError | None:
     failures: list[tuple[float, RankFailed]] = []
     for one in case.ranks:
         said = one.statement
+        if said is not None and said.of_input:
+            continue
         if said is not None and not said.of_exchange and one.status != 0:
             failures.append((said.at_seconds, _raised(case, one, said)))
         elif said is None and one.status and _is_own_end(case, one):
