@@ -37,9 +37,10 @@ def batches():
     for step in range(6):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if step == 4 and first and os.environ.get("RANK") == os.environ.get("KILLED"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("SIGNAL", "SIGKILL")))
         time.sleep(float(os.environ.get("PAUSE", "0")))
-        yield {name: torch.randn(8, 16, generator=generator) for name in ("x", "y")}
+        count = 12 if step == 4 and os.environ.get("RANK") == os.environ.get("ODD") else 8
+        yield {name: torch.randn(count, 16, generator=generator) for name in ("x", "y")}
 
 
 def workload():
@@ -161,6 +162,24 @@ def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     for name, expected in theirs.items():
         assert ours[name].shape == expected.shape, name
         assert np.allclose(ours[name], expected, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_stopped_rank_is_named_and_costs_one_restart(folder: Path) -> None:
+    """Whoever waits for it is told by gloo in other words than of one that is gone."""
+    run = ("run", "train.py", "--steps", "6", "--checkpoint-every", "1", "--rank-timeout", "4s")
+    stopped = steelyard(folder, *run, "--checkpoint", "stopped", KILLED="1", SIGNAL="SIGSTOP")
+    assert stopped.returncode == 0, stopped.stderr
+    assert "rank 1 is stopped (SIGSTOP)" in stopped.stderr
+    assert stopped.stderr.count("started again") == 1
+
+
+def test_a_rank_that_is_given_another_batch_is_named(folder: Path) -> None:
+    """Gradients are as large as ever: without a word more, training would go on, and be wrong."""
+    odd = steelyard(folder, "run", "train.py", "--steps", "6", "--rank-timeout", "4s", ODD="1")
+    assert odd.returncode == 4, odd.stderr
+    assert "rank 1 exchanges all_gather" in odd.stderr
+    assert "batches of the same form" in odd.stderr
+    assert "started again" not in odd.stderr
 
 
 def test_ctrl_c_stops_all_ranks_after_one_step_and_saves_it(folder: Path) -> None:

@@ -350,6 +350,26 @@ def test_another_shape_is_planned_once_or_refused() -> None:
         strict(small)
 
 
+def test_a_batch_of_other_shapes_than_the_last_is_told_of_before_it_is_taken() -> None:
+    model, loss, batch = case("mlp").make(0)
+    small = {key: value[:3] for key, value in batch.items()}
+    told: list[Any] = []
+
+    def refuse(shapes: Any) -> None:
+        told.append(shapes)
+        if len(told) == 4:
+            raise Mismatch("it is the last", expected="", remedy="")
+
+    step = live(
+        model, loss, batch, other_shape=lambda x: captured(model, loss, x), on_change=refuse
+    )
+    for given in (batch, small, small, batch, batch, small):
+        step.backward(given)
+    assert [shapes[0][0] for shapes in told] == [3, len(batch["x"]), 3]
+    with pytest.raises(Mismatch, match="it is the last"):
+        step.backward(batch)
+
+
 @torch.library.custom_op("steelyard_tests::thinned", mutates_args=())
 def thinned(x: Tensor) -> Tensor:
     return x * (torch.rand_like(x) > 0.5)

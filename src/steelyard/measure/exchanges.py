@@ -1,7 +1,8 @@
 """How long ranks on this machine take to exchange something, and what that takes of their cores.
 
 Starts the ranks, each on its part of the cores, and lets them all-reduce. Not for exchanging in a
-step: the operators of torch do that.
+step: the operators of torch do that. Ranks that stand elsewhere than here are started by whoever
+put them there, with this module as their command, and ``fitted`` makes figures of what they say.
 """
 
 import json
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,8 @@ from steelyard.measure.cache import CostCache
 
 _SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 4096, 1 << 20, 16 << 20
 _ROUNDS, _SECONDS = 9, 120
+# What takes longer does not show more of how it disturbs.
+_LONG_SECONDS = 0.2
 _MATRIX = 256
 _DOUBT = 0.15
 # What is remembered is above zero.
@@ -35,10 +38,10 @@ _FIGURES = frozenset({"latency", "rate", "call", "disturbs"})
 
 def measured_loopback(num_ranks: int, *, cache: CostCache | None = None) -> Link:
     """The link that joins so many ranks of gloo on this machine; measured once and remembered."""
-    context = f"{num_ranks} ranks of gloo on {len(cores_of(0, 1))} cores, torch {torch.__version__}"
+    context = context_of(num_ranks)
     found = cache.read_rates(context) if cache else {}
     if not found.keys() >= _FIGURES:
-        found = _fitted(_timed(num_ranks), num_ranks)
+        found = fitted(_said(num_ranks))
         if cache:
             # Another process may have been first.
             found = {**found, **cache.read_rates(context)}
@@ -53,8 +56,16 @@ def measured_loopback(num_ranks: int, *, cache: CostCache | None = None) -> Link
     )
 
 
-def _fitted(timed: dict[str, float], num_ranks: int) -> dict[str, float]:
-    """A line through the times of a small and two large exchanges, as a ring sends them."""
+def context_of(num_ranks: int) -> str:
+    """Under which the figures of so many ranks are remembered."""
+    return f"{num_ranks} ranks of gloo on {len(cores_of(0, 1))} cores, torch {torch.__version__}"
+
+
+def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A line through the times of a small and two large exchanges, as a ring sends them; of what
+    each rank said, the slowest counts."""
+    num_ranks = len(said)
+    timed = {name: max(one[name] for one in said) for name in said[0]}
     small, middle, large = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES)
@@ -70,8 +81,8 @@ def _fitted(timed: dict[str, float], num_ranks: int) -> dict[str, float]:
     }
 
 
-def _timed(num_ranks: int) -> dict[str, float]:
-    """What the slowest rank says of each figure."""
+def _said(num_ranks: int) -> list[dict[str, float]]:
+    """What each rank of this machine measured."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "steelyard.measure.exchanges", folder, str(num_ranks)]
         ranks = [
@@ -99,10 +110,9 @@ def _timed(num_ranks: int) -> dict[str, float]:
                 expected="ranks on this machine that reach one another over its loopback",
                 remedy="try: python -m torch.distributed.run --standalone --nproc-per-node 2",
             )
-        found = [
+        return [
             json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)
         ]
-    return {name: max(said[name] for said in found) for name in found[0]}
 
 
 def main(folder: str, num_ranks: int, rank: int) -> None:
@@ -131,7 +141,11 @@ def _figures() -> dict[str, float]:
     seconds = {"small": _seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
     seconds |= {"middle": _seconds(middle, calls), "large": _seconds(large, _ROUNDS)}
-    return {**seconds, "disturbs": _disturbs(large, seconds["large"])}
+    long = "middle" if seconds["large"] > _LONG_SECONDS else "large"
+    return {
+        **seconds,
+        "disturbs": _disturbs({"middle": middle, "large": large}[long], seconds[long]),
+    }
 
 
 def _seconds(x: torch.Tensor, rounds: int) -> float:

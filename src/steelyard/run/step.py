@@ -44,6 +44,7 @@ class CodeReads(Protocol):
     def check(self) -> None: ...
 
 
+OnChange = Callable[[Shapes], None]
 OtherShape = Callable[[Any], tuple[Program, Constants, CodeReads]]
 
 
@@ -68,11 +69,12 @@ class LiveStep:
 
     ``batch`` is one like those to come; of it only shapes and kinds are kept. ``reduction`` says
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
-    batch of another shape, or raises; without it such a batch is a Mismatch. ``reads`` is asked
-    before every step. ``states`` are the weights, gradients and what the optimizer keeps that lie
-    in far memory, ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which
-    of the ranks that share the batch this one is: every rank is given the whole batch.
-    ``in_stages`` makes what carries a program out whose layers lie on several ranks.
+    batch of another shape, or raises; without it such a batch is a Mismatch. ``on_change`` is told
+    of every batch whose shapes are others than those of the last. ``reads`` is asked before every
+    step. ``states`` are the weights, gradients and what the optimizer keeps that lie in far memory,
+    ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which of the ranks
+    that share the batch this one is: every rank is given the whole batch. ``in_stages`` makes what
+    carries a program out whose layers lie on several ranks.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class LiveStep:
         parts: Held | None = None,
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
+        on_change: OnChange = lambda _: None,
         runner: Callable[[Program], Emitted] = emit,
         reads: CodeReads | None = None,
         rank: int = 0,
@@ -110,13 +113,14 @@ class LiveStep:
         self._stages: dict[Program, InStages] = {}
         self._reduction = reduction
         self._other_shape = other_shape
+        self._on_change = on_change
         self._runner = runner
         self._watch = ModelWatch(model, constants)
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._accumulators: list[Any] | None = None
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
-        self._planned = shapes_of(self._layout.leaves(batch))
+        self._planned = self._last = shapes_of(self._layout.leaves(batch))
         self._bound = {self._planned: self._bind(program, constants, self._planned)}
         self._reads = {self._planned: reads}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
@@ -187,6 +191,9 @@ class LiveStep:
             if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
                 raise _not_dense(name, leaf)
         shapes = shapes_of(leaves)
+        if shapes != self._last:
+            self._on_change(shapes)
+            self._last = shapes
         bound = self._bound.get(shapes)
         if bound is None:
             bound = self._bound[shapes] = self._bind_other(batch, shapes)

@@ -22,9 +22,17 @@ from steelyard.run.ranks.verdict import Case, Evidence, at_once, verdict
 GLOO = "[gloo/transport/tcp/pair.cc:537] Connection reset by peer"
 
 
-def at(number: int, words: str = "all_reduce Float [4]", *, is_waiting: bool = True) -> Progress:
-    issued = (Issued(group="0", number=number, words=words),)
-    return Progress(issued=issued, is_waiting=is_waiting, line="train.py:7: wait()")
+def at(
+    number: int,
+    words: str = "all_reduce Float [4]",
+    *,
+    is_waiting: bool = True,
+    before: tuple[int, ...] = (),
+) -> Progress:
+    lately = tuple(Issued(group="0", number=n, words=words) for n in (*before, number))
+    return Progress(
+        issued=lately[-1:], lately=lately, is_waiting=is_waiting, line="train.py:7: wait()"
+    )
 
 
 def lost(seconds: float = 1.0, progress: Progress | None = None) -> dict[str, Any]:
@@ -76,6 +84,11 @@ STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "in no exchange": (asked(at(5, is_waiting=False)), lost(), "hanging"),
     "another exchange": (lost(progress=at(5, "broadcast Float [4]")), lost(), "other exchange"),
     "another amount": (lost(progress=at(5, "all_reduce Float [5]")), lost(), "other exchange"),
+    "another exchange, after which others went on": (
+        lost(progress=at(5, "broadcast Float [4]")),
+        lost(progress=at(7, before=(5, 6))),
+        "other exchange",
+    ),
     "ended by gloo": (ended(-signal.SIGABRT, stderr=GLOO), lost(), "other exchange"),
 }
 
@@ -122,6 +135,21 @@ def test_what_no_rank_can_honour_is_no_rank_s_fault() -> None:
     found = verdict(case(raised(differs=(1, "plan")), raised(differs=(1, "plan"))))
     assert isinstance(found, RanksDiffer)
     assert (found.rank, found.item) == (1, "plan")
+
+
+def refused(seconds: float = 1.0) -> dict[str, Any]:
+    return raised(seconds, of_input=True, expected="a", remedy="b")
+
+
+def test_what_only_one_rank_cannot_honour_is_told_of_that_rank() -> None:
+    """Once the others had time to say the same."""
+    assert at_once(case(asked(at(5)), refused())) is None
+    for other in (asked(at(5)), lost()):
+        for place in (0, 1):
+            found = verdict(case(*(refused() if rank == place else other for rank in (0, 1))))
+            assert type(found) is BadInput
+            assert found.happened.startswith(f"on rank {place}: ")
+    assert str(at_once(case(refused(2.0), refused(1.0)))).startswith("no\n")
 
 
 def test_a_rank_that_was_never_there_is_absent_unless_more_is_known() -> None:

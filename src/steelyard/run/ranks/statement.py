@@ -13,7 +13,7 @@ from steelyard.core.printable import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """The last collective that a rank issued in one process group: which in a row, and what."""
+    """A collective that a rank issued in one process group: which in a row, and what."""
 
     group: str
     number: int
@@ -22,9 +22,11 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """``is_waiting``: for an exchange, of whatever kind. ``line``: where the user's code was."""
+    """``issued``: the last of each group; ``lately``: the last of all, in order. ``is_waiting``:
+    for an exchange, of whatever kind. ``line``: where the user's code was."""
 
     issued: tuple[Issued, ...] = ()
+    lately: tuple[Issued, ...] = ()
     is_waiting: bool = False
     line: str = ""
 
@@ -33,15 +35,9 @@ class Progress:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> "Progress":
-        entries = found.get("issued")
         return cls(
-            issued=tuple(
-                Issued(
-                    group=_text(entry, "group"), number=entry["number"], words=_text(entry, "words")
-                )
-                for entry in (entries if isinstance(entries, list) else ())
-                if isinstance(entry, dict) and isinstance(entry.get("number"), int)
-            ),
+            issued=_issued(found.get("issued")),
+            lately=_issued(found.get("lately")),
             is_waiting=found.get("is_waiting") is True,
             line=_text(found, "line"),
         )
@@ -90,6 +86,14 @@ class Statement:
             absent=absent if isinstance(absent, int) else None,
             progress=Progress.of_json(progress if isinstance(progress, dict) else {}),
         )
+
+
+def _issued(found: Any) -> tuple[Issued, ...]:
+    return tuple(
+        Issued(group=_text(entry, "group"), number=entry["number"], words=_text(entry, "words"))
+        for entry in (found if isinstance(found, list) else ())
+        if isinstance(entry, dict) and isinstance(entry.get("number"), int)
+    )
 
 
 def _differs(found: Any) -> tuple[int, str] | None:

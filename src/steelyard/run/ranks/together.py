@@ -3,11 +3,14 @@
 Not for joining them (join.py), nor for what a step exchanges: those are nodes of its graph.
 """
 
+import hashlib
 from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from steelyard.core.errors import RanksDiffer
 
 
 class Together(Protocol):
@@ -26,6 +29,11 @@ class Together(Protocol):
 
     def most(self, number: int) -> int: ...
 
+    def check_alike(self, item: str, words: str) -> None:
+        """That all came here, with the same words. Who comes alone makes an exchange that nobody
+        else makes, and is found out by that when the others' wait ends."""
+        ...
+
 
 class Alone:
     saves = True
@@ -38,6 +46,9 @@ class Alone:
 
     def most(self, number: int) -> int:
         return number
+
+    def check_alike(self, item: str, words: str) -> None:
+        pass
 
 
 class InGroup:
@@ -59,6 +70,22 @@ class InGroup:
         held = torch.tensor(int(number))
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
         return int(held)
+
+    def check_alike(self, item: str, words: str) -> None:
+        digest = torch.frombuffer(
+            bytearray(hashlib.sha256(words.encode()).digest()), dtype=torch.int64
+        )
+        held = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+        dist.all_gather(held, digest)
+        odd = [rank for rank, other in enumerate(held) if not torch.equal(other, held[0])]
+        if odd:
+            raise RanksDiffer(
+                f"rank {odd[0]} differs from rank 0 in the {item}; here it is {words}",
+                expected=f"the same {item} on all ranks",
+                remedy="give every rank the same batches, in the same order",
+                rank=odd[0],
+                item=item,
+            )
 
 
 def begin_alike(tensors: Iterable[torch.Tensor]) -> None:

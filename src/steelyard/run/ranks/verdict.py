@@ -15,7 +15,9 @@ from math import inf
 from steelyard.core.errors import BadInput, Cause, RankFailed, RanksDiffer, SteelyardError
 from steelyard.run.ranks.statement import Issued, Progress, Statement
 
-_OF_GLOO = re.compile(r"gloo/|gloo::|Connection (closed|reset) by peer")
+_OF_GLOO = re.compile(
+    r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
+)
 _OF_MEMORY = re.compile(r"std::bad_alloc|MemoryError|can't allocate memory")
 
 # The process group of all ranks, by the name that torch gives it.
@@ -74,7 +76,7 @@ def at_once(case: Case) -> SteelyardError | None:
 def verdict(case: Case) -> SteelyardError:
     # Whoever runs on is blamed last: others may be slow to say what they know.
     rules = (_ended_early, _absent, _other_exchange, _aborted, _behind, _not_waiting, _left)
-    found = at_once(case) or _first(case, rules)
+    found = at_once(case) or _refusal(case) or _first(case, rules)
     assert found is not None, case
     return found
 
@@ -96,15 +98,29 @@ def _refused(case: Case) -> SteelyardError | None:
             return RanksDiffer(
                 said.text, expected=said.expected, remedy=said.remedy, rank=rank, item=item
             )
-        if said.of_input:
-            return BadInput(said.text, expected=said.expected, remedy=said.remedy)
-    return None
+    # Who has not spoken may be about to say the same.
+    return None if any(one.is_running for one in case.ranks) else _refusal(case)
+
+
+def _refusal(case: Case) -> SteelyardError | None:
+    """It is of one rank where another found nothing wrong, but that it lost the one."""
+    said = {one.rank: one.statement for one in case.ranks if one.statement is not None}
+    refused = [(s.at_seconds, rank) for rank, s in said.items() if s.of_input]
+    if not refused:
+        return None
+    first = min(refused)[1]
+    is_fine = any(one.is_running or one.is_witness for one in case.ranks)
+    where = f"on rank {first}: " if is_fine else ""
+    found = said[first]
+    return BadInput(f"{where}{found.text}", expected=found.expected, remedy=found.remedy)
 
 
 def _failed_by_itself(case: Case) -> SteelyardError | None:
     failures: list[tuple[float, RankFailed]] = []
     for one in case.ranks:
         said = one.statement
+        if said is not None and said.of_input:
+            continue
         if said is not None and not said.of_exchange and one.status != 0:
             failures.append((said.at_seconds, _raised(case, one, said)))
         elif said is None and one.status and _is_own_end(case, one):
@@ -185,16 +201,12 @@ def _absent(case: Case) -> SteelyardError | None:
 
 
 def _other_exchange(case: Case) -> SteelyardError | None:
-    groups = {issued.group for one in case.ranks for issued in one.progress.issued}
-    for group in sorted(groups):
-        last = {
-            one.rank: issued
-            for one in case.ranks
-            for issued in one.progress.issued
-            if issued.group == group
-        }
-        number = max(issued.number for issued in last.values())
-        words = {rank: issued.words for rank, issued in last.items() if issued.number == number}
+    """The first of those that ranks remember: whoever does not wait has issued more since."""
+    made: dict[tuple[str, int], dict[int, str]] = {}
+    for one in case.ranks:
+        for issued in (*one.progress.lately, *one.progress.issued):
+            made.setdefault((issued.group, issued.number), {})[one.rank] = issued.words
+    for _, words in sorted(made.items()):
         most = Counter(words.values()).most_common(1)[0][0]
         other = next(rank for rank, each in words.items() if each == most)
         for rank, each in words.items():

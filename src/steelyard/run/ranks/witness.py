@@ -29,11 +29,16 @@ from steelyard.run.ranks.places import RankPlace, write_whole
 from steelyard.run.ranks.statement import Issued, Progress, Statement
 from steelyard.run.ranks.who import Who
 
-# Gloo raises a plain RuntimeError that begins with the place in its own source.
-_OF_GLOO = re.compile(r"gloo/|gloo::|Connection (closed|reset) by peer")
+# Gloo raises a plain RuntimeError that begins with the place in its own source; but not the one of
+# whoever issues an exchange after another has timed out.
+_OF_GLOO = re.compile(
+    r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
+)
 _OF_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc|not enough memory|out of memory")
 # torchrun's own reader of error files (ProcessFailure) wants its fields in this variable's file.
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# More than are ever under way at once, from the first that ranks did not make alike to the last.
+_LATELY = 64
 # Longer than the launcher takes; it is there as long as this process is (see guard.py).
 _VERDICT_SECONDS = 20
 
@@ -124,12 +129,19 @@ def progress(line: str = "") -> Progress:
 
     entries = _torch.exchanges_issued()
     # Sends and receives have numbers of their own, which ranks do not share.
-    last = {str(entry["process_group"][0]): entry for entry in entries if not entry["is_p2p"]}
+    issued = [
+        Issued(
+            group=str(entry["process_group"][0]),
+            number=entry["collective_seq_id"],
+            words=_words_for(entry),
+        )
+        for entry in entries
+        if not entry["is_p2p"]
+    ]
+    last = {each.group: each for each in issued}
     return Progress(
-        issued=tuple(
-            Issued(group=group, number=entry["collective_seq_id"], words=_words_for(entry))
-            for group, entry in sorted(last.items())
-        ),
+        issued=tuple(each for _, each in sorted(last.items())),
+        lately=tuple(issued[-_LATELY:]),
         # Where nothing was recorded nothing is known: the recorder can be switched off.
         is_waiting=not entries or any(not entry["retired"] for entry in entries),
         line=line,

@@ -1,0 +1,235 @@
+"""Hosts of one machine, joined by links of a given rate: for ranks that shall not share a loopback.
+
+    python benchmarks/hosts.py
+
+Each host is a network namespace; two are joined by a veth pair, more by a bridge, and tc's tbf
+shapes what each sends. A namespace has no name and is held by a process that the kernel kills with
+this one, so that nothing is left on whatever exit. Run by itself it says whether links carry what
+they are shaped to. Linux, as root. Not for what ranks do there, nor for delays: the kernel's netem
+is not everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+DEVICE = "link0"
+FEWEST, MOST = 2, 6
+# A kernel of 250 Hz refills a bucket every 4 ms: one of 64 kB carries 43 % of 1 Gbit/s.
+_BURST_BYTES = 256 << 10
+_QUEUE_MS = 200
+_DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+_TOOLS = ("ip", "tc", "setpriv", "unshare", "nsenter")
+
+
+@dataclass(slots=True, kw_only=True)
+class Hosts:
+    """``holders`` keep the namespaces of the hosts; a bridge, where there is one, has its own."""
+
+    holders: list[subprocess.Popen[str]]
+    bridge: subprocess.Popen[str] | None
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(
+        self, host: int, command: Sequence[str], environ: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """A process there; it ends with this one, or with the hosts."""
+        inside = [*_DIES_WITH_US, *_within(self.holders[host]), *command]
+        process = subprocess.Popen(inside, env={**environ, "GLOO_SOCKET_IFNAME": DEVICE})
+        self.started.append(process)
+        return process
+
+    def shape(self, bits_per_second: int | None) -> None:
+        """All links; None lets them carry what they can."""
+        ends = [(holder, DEVICE) for holder in self.holders]
+        if self.bridge is not None:
+            ends += [(self.bridge, _port(host)) for host in range(len(self.holders))]
+        for holder, device in ends:
+            found = _run([*_within(holder), "tc", "qdisc", "show", "dev", device])
+            if "tbf" in found:
+                _run([*_within(holder), "tc", "qdisc", "del", "dev", device, "root"])
+            if bits_per_second is not None:
+                rate = ["rate", f"{bits_per_second}bit", "burst", str(_BURST_BYTES)]
+                queue = ["latency", f"{_QUEUE_MS}ms"]
+                tbf = ["tc", "qdisc", "add", "dev", device, "root", "tbf", *rate, *queue]
+                _run([*_within(holder), *tbf])
+
+    def sent_bytes(self, host: int) -> int:
+        """What its end of the link has sent so far, headers and all, by the kernel's count."""
+        lines = Path(f"/proc/{self.holders[host].pid}/net/dev").read_text().splitlines()
+        counts = next(line for line in lines if line.strip().startswith(f"{DEVICE}:"))
+        return int(counts.partition(":")[2].split()[8])
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+@contextlib.contextmanager
+def hosts(count: int, *, bits_per_second: int | None = None) -> Iterator[Hosts]:
+    """So many, each joined to all others; ends with the true reason where that is not allowed."""
+    assert FEWEST <= count <= MOST, f"from {FEWEST} to {MOST} hosts, not {count}"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise SystemExit(f"no hosts can be made here: {', '.join(missing)} not found")
+    with contextlib.ExitStack() as stack:
+        holders = [stack.enter_context(_namespace()) for _ in range(count)]
+        bridge = stack.enter_context(_namespace()) if count > FEWEST else None
+        made = Hosts(holders=holders, bridge=bridge)
+        stack.callback(_end, made.started)
+        _join(made)
+        made.shape(bits_per_second)
+        yield made
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[subprocess.Popen[str]]:
+    """A process in a network of its own, of which its loopback is up."""
+    inside = ["sh", "-c", "ip link set lo up && echo up && exec sleep infinity"]
+    with subprocess.Popen(
+        [*_DIES_WITH_US, "unshare", "--net", *inside],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as holder:  # fmt: skip
+        try:
+            assert holder.stdout is not None
+            assert holder.stderr is not None
+            if holder.stdout.readline() != "up\n":
+                raise SystemExit(f"no hosts can be made here: {holder.stderr.read().strip()}")
+            yield holder
+        finally:
+            holder.kill()
+
+
+def _join(made: Hosts) -> None:
+    """Devices come up where they belong: nothing of them is ever in our own namespace."""
+    if made.bridge is None:
+        near, far = made.holders
+        _veth(near, DEVICE, far, DEVICE)
+    else:
+        _run([*_within(made.bridge), "ip", "link", "add", "bridge0", "type", "bridge"])
+        _run([*_within(made.bridge), "ip", "link", "set", "bridge0", "up"])
+    for host, holder in enumerate(made.holders):
+        if made.bridge is not None:
+            port = _port(host)
+            _veth(holder, DEVICE, made.bridge, port)
+            _run([*_within(made.bridge), "ip", "link", "set", port, "master", "bridge0", "up"])
+        _run([*_within(holder), "ip", "address", "add", f"{address(host)}/24", "dev", DEVICE])
+    for holder in made.holders:
+        _run([*_within(holder), "ip", "link", "set", DEVICE, "up"])
+
+
+def _veth(
+    near: subprocess.Popen[str], device: str, far: subprocess.Popen[str], its_device: str
+) -> None:
+    here, there = ["netns", str(near.pid), "type", "veth"], ["netns", str(far.pid)]
+    _run(["ip", "link", "add", device, *here, "peer", "name", its_device, *there])
+
+
+def _port(host: int) -> str:
+    return f"port{host}"
+
+
+def _within(holder: subprocess.Popen[str]) -> list[str]:
+    return ["nsenter", f"--net=/proc/{holder.pid}/ns/net"]
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"no hosts can be made here: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+# --- whether links carry what they are shaped to --------------------------------------------------
+
+_RATES = (1_000_000_000, 100_000_000)
+_SECONDS, _TRIES = 1.0, 3
+_LEAST_SHARE, _MOST_SHARE = 0.85, 1.05
+_OVERHEAD = 1.10
+_PORT = 7700
+_RECEIVE = f"""
+import socket, sys, time
+server = socket.create_server(("0.0.0.0", {_PORT}))
+for _ in range(int(sys.argv[2])):
+    peer, _ = server.accept()
+    count, begin = 0, None
+    while piece := peer.recv(1 << 20):
+        begin = begin or time.perf_counter()
+        count += len(piece)
+    with open(sys.argv[1], "a") as file:
+        print(count, time.perf_counter() - begin, file=file)
+"""
+_SEND = f"""
+import socket, sys, time
+for _ in range(100):
+    try:
+        peer = socket.create_connection((sys.argv[1], {_PORT}))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+peer.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+def main() -> None:
+    figures = [_carried(count, rate) for count in (FEWEST, FEWEST + 1) for rate in _RATES]
+    worst = min(figures, key=lambda f: f["value"])
+    print(
+        json.dumps(
+            {
+                "name": "hosts: what a shaped link carries / what it is shaped to",
+                "value": worst["value"],
+                "interval": None,
+                "target": _LEAST_SHARE,
+                "ok": all(f["ok"] for f in figures),
+                "figures": figures,
+            }
+        )
+    )
+
+
+def _carried(count: int, rate: int) -> dict[str, object]:
+    """One way, from the last host to the first, by TCP; and the kernel's count beside ours."""
+    nbytes = round(rate / 8 * _SECONDS)
+    with tempfile.TemporaryDirectory() as folder, hosts(count, bits_per_second=rate) as made:
+        said = Path(folder) / "received"
+        receive = [sys.executable, "-c", _RECEIVE, str(said), str(_TRIES)]
+        receiver = made.start(0, receive, os.environ)
+        before = made.sent_bytes(count - 1)
+        for _ in range(_TRIES):
+            send = [sys.executable, "-c", _SEND, address(0), str(nbytes)]
+            made.start(count - 1, send, os.environ).wait()
+            time.sleep(0.1)
+        receiver.wait()
+        sent = made.sent_bytes(count - 1) - before
+        tries = [line.split() for line in said.read_text().splitlines()]
+    # What a full bucket let through at once was not carried at that rate.
+    rates = [8 * (int(n) - _BURST_BYTES) / float(seconds) for n, seconds in tries]
+    share, counted = median(rates) / rate, sent / (_TRIES * nbytes)
+    return {
+        "name": f"{count} hosts, {rate / 1e6:g} Mbit/s",
+        "value": round(share, 3),
+        "counted": round(counted, 4),
+        "ok": _LEAST_SHARE <= share <= _MOST_SHARE and 1.0 <= counted <= _OVERHEAD,
+    }
+
+
+if __name__ == "__main__":
+    main()

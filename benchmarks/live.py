@@ -1,0 +1,346 @@
+"""Two gloo ranks on hosts of their own, over three speeds of link: how good is the chosen plan?
+
+    python benchmarks/live.py [model ...]
+
+Each rank has a core and a host (see hosts.py). The space is what the search chooses from: ways to
+lie on the ranks, sizes and times of what is sent, micro-batches, and less memory. All of it runs in
+turn in the same processes, a step taking as long as its slowest rank; what is clearly slow is
+dropped half by half. The figure is the time of the chosen plan over that of the best that fits the
+same budget, less one, with the 95 % interval of paired rounds. The link is measured between the
+hosts before planning, as ``Cluster.here`` does. Needs root, and two cores that do nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._live_models import MODELS
+from benchmarks.hosts import Hosts, hosts
+from benchmarks.runner import interval
+
+RANKS = 2
+LINKS = {"unshaped": None, "1 Gbit/s": 10**9, "100 Mbit/s": 10**8}
+REGRET_TARGET, PEAK_TARGET, FEWEST_PLANS, RUNS_SHARE = 0.10, 0.05, 60, 1 / 20
+MICRO_BATCHES, SHARES_OF_MEMORY = (2, 4), (0.9, 0.8, 0.7)
+# The budgets under which a plan is chosen: none, and this share of what the leanest layout takes.
+TIGHT_SHARE = 0.85
+# Turns of all that are left, and the share of them that stays.
+ROUNDS = ((2, 0.5), (3, 0.5), (5, 0.4), (12, 0.0))
+STEPS_IN_A_ROW, METERED = 2, 3
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """``predicted`` are seconds of each plan; by budget, which fit it and which was chosen."""
+
+    predicted: tuple[float, ...]
+    fitting: dict[str, list[int]]
+    chosen: dict[str, int]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    figures = [figure for name in sys.argv[1:] or sorted(MODELS) for figure in measured(name)]
+    worst = max(figures, key=lambda f: f["value"])
+    print(
+        json.dumps(
+            {
+                "name": "live: a step of the chosen plan / the best of the space, less one",
+                "value": worst["value"],
+                "interval": worst["interval"],
+                "target": REGRET_TARGET,
+                "ok": all(f["ok"] for f in figures),
+                "peak_error": max(f["peak_error"] for f in figures),
+                "figures": figures,
+            }
+        )
+    )
+
+
+def measured(name: str) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, hosts(RANKS) as pair:
+        # What is measured of this link is nobody else's.
+        os.environ["STEELYARD_CACHE"] = f"{folder}/costs.sqlite"
+        for link, bits_per_second in LINKS.items():
+            pair.shape(bits_per_second)
+            here = Path(folder) / link.partition(" ")[0]
+            here.mkdir()
+            _know_link(pair, here)
+            contest = _prepared(name, here)
+            _run_on(pair, here, [__file__, "--rank", name])
+            for figure in _judged(contest, here, f"{name}, {link}"):
+                print(json.dumps(figure), file=sys.stderr, flush=True)
+                yield figure
+
+
+def _run_on(pair: Hosts, folder: Path, command: Sequence[str]) -> None:
+    """``command`` of Python on every host, with the folder, the number of ranks and the rank."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = [sys.executable, *command, str(folder), str(RANKS)]
+    ranks = [pair.start(rank, [*given, str(rank)], environ) for rank in range(RANKS)]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"{folder.name}: ranks ended with {codes}")
+
+
+def _know_link(pair: Hosts, folder: Path) -> None:
+    """Put into the list of prices where that of a loopback would be."""
+    from steelyard.measure.cache import CostCache
+    from steelyard.measure.exchanges import context_of, fitted
+
+    _run_on(pair, folder, ["-m", "steelyard.measure.exchanges"])
+    said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    CostCache().write_rates(context_of(RANKS), fitted(said))
+    (folder / "rendezvous").unlink(missing_ok=True)
+
+
+# --- the space ------------------------------------------------------------------------------------
+
+
+def _look(name: str) -> Any:
+    import steelyard as sy
+    from steelyard.api.look import Request
+    from steelyard.core.budget import Budget
+
+    torch.manual_seed(0)
+    model, loss, batch = MODELS[name]()
+    return Request(
+        model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
+        cluster=sy.Cluster.here(ranks=RANKS), runner="python", title=name,
+        on_progress=lambda _: None,
+    ).looked_at()  # fmt: skip
+
+
+def _prepared(name: str, folder: Path) -> Contest:
+    """The plans, written for the ranks to read."""
+    from steelyard.api.planning import planned
+    from steelyard.core.budget import Budget
+    from steelyard.core.plan import Decisions
+    from steelyard.core.planfile import write_decisions
+
+    look = _look(name)
+    layouts = look.layouts
+    fastest = [min(layouts.ways(x), key=lambda way: way.seconds) for x in layouts.layouts]
+    tight = round(TIGHT_SHARE * min(way.nbytes for way in fastest))
+    limits = {"any memory": None, f"{tight / 2**20:.1f} MiB": tight}
+    chosen = {
+        budget: planned(look, Budget(memory_bytes=limit)).plan.decisions.rules
+        for budget, limit in limits.items()
+    }
+    plans = {_key(look, rules): rules for rules in (*chosen.values(), *_space(look))}
+    places = {key: number for number, key in enumerate(plans)}
+    priced = [look.priced(look.struck(rules)) for rules in plans.values()]
+    for number, rules in enumerate(plans.values()):
+        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=rules)
+        write_decisions(folder / f"{number}.plan.toml", made)
+    contest = Contest(
+        predicted=tuple(p.quad.step_seconds.value for p in priced),
+        fitting={
+            budget: [n for n, p in enumerate(priced) if limit is None or p.peak.nbytes <= limit]
+            for budget, limit in limits.items()
+        },
+        chosen={budget: places[_key(look, rules)] for budget, rules in chosen.items()},
+    )
+    kept = {"fitting": contest.fitting, "chosen": contest.chosen}
+    (folder / "contest.json").write_text(json.dumps(kept))
+    return contest
+
+
+def _space(look: Any) -> Iterator[tuple[Any, ...]]:
+    """Rules of every plan that the search could have come to by itself, some more than once."""
+    from steelyard.core.budget import Budget
+    from steelyard.core.errors import Infeasible
+    from steelyard.core.rules import Rule
+
+    layouts = look.layouts
+    by_layout = [layouts.ways(layout) for layout in layouts.layouts]
+    yield from (way.rules for ways in by_layout for way in ways)
+    for way in (min(ways, key=lambda way: (way.seconds, way.nbytes)) for ways in by_layout):
+        for share in SHARES_OF_MEMORY:
+            with contextlib.suppress(Infeasible):  # then there is no such plan
+                limit = Budget(memory_bytes=round(share * way.nbytes))
+                yield layouts.search_by(way.rules).find(limit).rules
+    for degree in MICRO_BATCHES:
+        cut = Rule(trade="accumulate", degree=degree)
+        yield from ((*way.rules, cut) for ways in by_layout for way in ways)
+
+
+def _key(look: Any, rules: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of one program, however it was written down."""
+    program = look.struck(rules)
+    return program.graph.fingerprint, program.instructions, program.exchanges, program.repeats
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+def work(name: str, folder: Path, rank: int) -> None:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    contest = json.loads((folder / "contest.json").read_text())
+    look, count = _look(name), len([*folder.glob("*.plan.toml")])
+    source = look.source.whole()
+    steps = [_applied(look, source, folder / f"{number}.plan.toml") for number in range(count)]
+    batch = look.request.batch
+    peaks = [_peaks(step, batch) for step in steps]
+    seconds = _contested(steps, batch, rank, contest)
+    said = {"peaks": peaks, "seconds": seconds, "plans": [_words(step) for step in steps]}
+    (folder / f"found-{rank}.json").write_text(json.dumps(said))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _applied(look: Any, source: Any, path: Path) -> Any:
+    """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
+    a plan takes it apart."""
+    from steelyard.api.live import Step
+    from steelyard.core.plan import Plan
+    from steelyard.core.planfile import read_decisions
+
+    decisions = read_decisions(path)
+    program = look.struck(decisions.rules)
+    source.captured(micro_batches=program.parts)
+    plan = Plan(
+        title=path.name,
+        decisions=decisions,
+        before=look.unplanned,
+        unplanned=look.unplanned,
+        predicted=look.priced(program),
+    )
+    return Step(
+        plan=plan,
+        source=copy.deepcopy(source) if program.partings else source,
+        prices=look.prices,
+        optimizer=OPTIMIZER,
+        update=look.base.update,
+    )
+
+
+def _peaks(step: Any, batch: Any) -> tuple[int, int]:
+    """Measured on this rank, and predicted. The least of a few steps: on a busy machine gloo's
+    threads may let go late of what was waited for, which is no plan's."""
+    step.live(batch)
+    metered = []
+    for _ in range(METERED):
+        dist.barrier()
+        step.live.zero_grad()
+        metered.append(step.meter(lambda: step.live(batch)))
+    return min(metered), step.plan.predicted.peak.nbytes
+
+
+def _contested(
+    steps: Sequence[Any], batch: Any, rank: int, contest: dict[str, Any]
+) -> list[list[float]]:
+    """Of each plan, what a step took in each turn that it was in."""
+    seconds: list[list[float]] = [[] for _ in steps]
+    left = [*range(len(steps))]
+    for turns, share in ROUNDS:
+        for turn in range(turns):
+            for place in range(len(left)):
+                number = left[(place + turn) % len(left)]
+                seconds[number].append(_slowest(steps[number], batch, rank))
+        kept = set(contest["chosen"].values())
+        for fitting in contest["fitting"].values():
+            running = sorted(set(left) & set(fitting), key=lambda n: median(seconds[n]))
+            kept |= set(running[: ceil(share * len(running))])
+        left = sorted(kept)
+    return seconds
+
+
+def _slowest(step: Any, batch: Any, rank: int) -> float:
+    """Seconds of a step on the slowest rank; a plan for one rank leaves the other alone."""
+    dist.barrier()
+    begin = time.perf_counter()
+    if rank == 0 or step.ranks.layout.num_ranks > 1:
+        for _ in range(STEPS_IN_A_ROW):
+            step(batch)
+    took = torch.tensor((time.perf_counter() - begin) / STEPS_IN_A_ROW, dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def _words(step: Any) -> str:
+    """What a plan does, shortly: each trade with what was chosen of it."""
+    found: dict[str, list[str]] = {}
+    for rule in step.plan.decisions.rules:
+        chosen = {
+            "shard_batch": f"buckets of {rule.bucket_bytes >> 10} KiB",
+            "overlap": f"waits {rule.lag} later, gathers {rule.lead} ahead",
+            "accumulate": f"{rule.degree} parts",
+        }.get(rule.trade)
+        found.setdefault(rule.trade, []).append(chosen or "")
+    return "; ".join(f"{t} ({w[0] or len(w)})" for t, w in found.items()) or "as it is"
+
+
+# --- the judgement --------------------------------------------------------------------------------
+
+
+def _judged(contest: Contest, folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    ranks = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
+    seconds, plans = ranks[0]["seconds"], ranks[0]["plans"]
+    errors = [max(abs(m / p - 1) for m, p in rank["peaks"]) for rank in ranks]
+    took = [median(each) for each in seconds]
+    off = median(t / p for t, p in zip(took, contest.predicted, strict=True))
+    turns = ROUNDS[-1][0]
+    last = {n: each[-turns:] for n, each in enumerate(seconds) if len(each) == _all_turns()}
+    for budget, chosen in contest.chosen.items():
+        best = min((n for n in contest.fitting[budget] if n in last), key=lambda n: median(last[n]))
+        ratios = [a / b for a, b in zip(last[chosen], last[best], strict=True)]
+        low, value, high = (x - 1 for x in interval(ratios))
+        # Inside the best plan's interval: the two cannot be told apart.
+        is_best = value <= REGRET_TARGET or low <= 0
+        is_cheap = len(plans) >= FEWEST_PLANS and RUNS_SHARE * len(plans) >= 1
+        yield {
+            "name": f"{name}, {budget}",
+            "value": round(value, 3),
+            "interval": [round(low, 3), round(high, 3)],
+            "target": REGRET_TARGET,
+            "ok": is_best and is_cheap and max(errors) <= PEAK_TARGET,
+            "runs": [1, len(plans)],
+            "chosen": [plans[chosen], round(median(last[chosen]), 4)],
+            "best": [plans[best], round(median(last[best]), 4)],
+            "predicted": [round(contest.predicted[n], 4) for n in (chosen, best)],
+            "rank_correlation": round(_correlation(contest.predicted, took), 3),
+            "measured_over_predicted": round(off, 3),
+            "peak_error": round(max(errors), 4),
+            "peak_errors": [round(error, 4) for error in errors],
+        }
+
+
+def _all_turns() -> int:
+    return sum(turns for turns, _ in ROUNDS)
+
+
+def _correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's, of the order of both."""
+    orders = [torch.tensor(x).argsort().argsort().double() for x in (left, right)]
+    return float(torch.corrcoef(torch.stack(orders))[0, 1])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        work(sys.argv[2], Path(sys.argv[3]), int(sys.argv[5]))
+    else:
+        main()

@@ -1,0 +1,105 @@
+"""Hosts of one machine: each reaches all others, what they send is counted, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import FEWEST, MOST, Hosts, address, hosts
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+_ROOT = Path(__file__).parents[2]
+_NBYTES = 5_000_000
+_SEND = f"""
+import socket, sys, time
+for _ in range(200):
+    try:
+        peer = socket.create_connection((sys.argv[1], 7700))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+peer.sendall(bytes({_NBYTES}))
+"""
+_RECEIVE = """
+import socket
+peer, _ = socket.create_server(("0.0.0.0", 7700)).accept()
+while peer.recv(1 << 20):
+    pass
+"""
+_LEFT = """
+import os, signal, sys
+from benchmarks.hosts import hosts
+with hosts(3) as made:
+    made.start(1, ["sleep", "600"], os.environ)
+    print(*(p.pid for p in (*made.holders, made.bridge, *made.started)), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _may() -> None:
+    try:
+        with hosts(FEWEST):
+            pass
+    except SystemExit as reason:
+        pytest.skip(str(reason))
+
+
+def _sent(made: Hosts, source: int, target: int) -> float:
+    """Seconds in which so many bytes went from one to another."""
+    receiver = made.start(target, [sys.executable, "-c", _RECEIVE], os.environ)
+    begin = time.perf_counter()
+    sender = made.start(source, [sys.executable, "-c", _SEND, address(target)], os.environ)
+    assert sender.wait() == receiver.wait() == 0
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("count", [FEWEST, MOST])
+def test_what_a_host_sends_is_counted_there_and_nowhere_else(count: int) -> None:
+    with hosts(count) as made:
+        before = [made.sent_bytes(host) for host in range(count)]
+        _sent(made, count - 1, 0)
+        sent = [made.sent_bytes(host) - before[host] for host in range(count)]
+    assert _NBYTES <= sent[-1] <= 1.1 * _NBYTES
+    # What comes back are acknowledgements; who has no part in it asks at most who is where.
+    assert sent[0] < 0.1 * _NBYTES
+    assert all(nbytes < 1000 for nbytes in sent[1:-1])
+
+
+def test_a_link_carries_no_more_than_it_is_shaped_to_until_it_is_let_go() -> None:
+    """Not how fast a link is: only that it is no faster, which a busy machine cannot change."""
+    with hosts(FEWEST, bits_per_second=20_000_000) as made:
+        # But for the burst, 5 MB take 2 s.
+        assert _sent(made, 0, 1) > 1.8
+        made.shape(None)
+        made.shape(40_000_000)
+        assert _sent(made, 1, 0) > 0.9
+
+
+def test_nothing_is_left_of_hosts_whose_maker_is_killed() -> None:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT / "src"), str(_ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-c", _LEFT], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = done.stdout.split()
+    assert len(pids) == 5, done.stderr
+    until = time.monotonic() + 30
+    while any(map(_is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(_is_alive, pids))
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
