@@ -63,6 +63,7 @@ class StepSource:
     for_planning: bool = False
     optimizer: OptimizerFactory | None = None
     _captured: dict[int, Captured] = field(default_factory=dict, init=False)
+    _parted: dict[tuple[str, Parting, int], Graph] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
 
@@ -126,7 +127,10 @@ class StepSource:
         return regions(graph, num_ranks=num_ranks)
 
     def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
-        return parted(graph, choice, rank=rank, transport=GLOO)
+        key = graph.fingerprint, choice, rank
+        if key not in self._parted:
+            self._parted[key] = parted(graph, choice, rank=rank, transport=GLOO)
+        return self._parted[key]
 
     def entries(self) -> tuple[BatchEntry, ...]:
         return entries(self.batch)
