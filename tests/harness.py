@@ -81,7 +81,21 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
         mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
-        mock.patch.multiple("steelyard.search.explore", _LIMITS=8, _KICKING_WORK=0),
+        looking_less_far(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def looking_less_far() -> Iterator[None]:
+    """The search of a plan, with fewer trials and fewer numbers of micro-batches, each of which is
+    a capture: for tests that do not hang on how good a plan is. The finest cut is still tried, so
+    that the least memory stays what it is."""
+    module = "steelyard.search"
+    with (
+        mock.patch.multiple(f"{module}.explore", _LIMITS=8, _KICKING_WORK=0, _EFFORTS=(250,)),
+        mock.patch.multiple(f"{module}.oftener", _FEWEST=100),
+        mock.patch.multiple(f"{module}.levels", _COARSEST=2, _FINER=1),
     ):
         yield
 

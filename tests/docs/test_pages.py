@@ -3,6 +3,7 @@ somewhere."""
 
 import inspect
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ PAGES = sorted(
 WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))]
 
 
-# Of each script and cluster that a page plans for: what a plan of it begins with.
+# Of each script and cluster that some page plans for: what a plan of it begins with.
 _LOOKS: dict[tuple[str, ...], Look] = {}
 
 
@@ -40,11 +41,10 @@ def _planned_once(
     on_progress: Progress,
 ) -> sy.Planned:
     """As ``plan_workload``; a step that was captured and searched for a page is not so again for
-    another budget: a page plans one script over and over."""
+    another budget: pages plan one script over and over."""
     assert maximize is None
     script = inspect.getsource(inspect.getmodule(workload.loss) or inspect)
-    # Lines are named from the folder that is current when a step is captured.
-    key = script, str(Path.cwd()), str(cluster), runner, title
+    key = script, str(cluster), runner, title
     if key not in _LOOKS:
         _LOOKS[key] = Request(
             model=workload.model, loss=workload.loss, batch=workload.first_batch(),
@@ -54,16 +54,31 @@ def _planned_once(
     return planned(_LOOKS[key], budget)
 
 
+def _in_one_worker(name: str) -> Any:
+    """Pages that plan the quickstart's script share what is found of it."""
+    shares = pytest.mark.xdist_group("train.py")
+    return pytest.param(name, marks=shares if "steelyard plan train.py" in _text(name) else ())
+
+
+@pytest.fixture
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for all pages: lines are named from the folder in which a step is captured."""
+    folder = tmp_path_factory.getbasetemp() / "page"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
 def _text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_CODE)
+@pytest.mark.parametrize("name", [_in_one_worker(name) for name in WITH_CODE])
 def test_what_the_page_shows_is_what_happens(
-    name: str, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, costs: Path, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(empty_folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     pages.set_the_table()
     monkeypatch.setattr(api, "plan_workload", _planned_once)

@@ -1,5 +1,6 @@
 """What a search must hold to: the budget, the laws of the curve, no plan by hand better than it."""
 
+import functools
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -32,6 +33,8 @@ COSTS = Costs(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 )
 seeds = st.integers(min_value=0, max_value=10**6)
+# What is dear of small graphs, all plans tried out, is kept: so these are one worker's.
+tried_out_once = pytest.mark.xdist_group("small graphs")
 
 
 def found(graph: Graph, memory_bytes: int | None) -> Found:
@@ -44,10 +47,12 @@ def found(graph: Graph, memory_bytes: int | None) -> Found:
     )
 
 
+@functools.cache
 def explored(graph: Graph) -> Explored:
     return explore(Program.plain(graph), COSTS, recomputable(graph))
 
 
+@functools.cache
 def every_plan(tally: Tally) -> Archive:
     archive = Archive()
     values = sorted(tally.unit_of)
@@ -60,13 +65,19 @@ def every_plan(tally: Tally) -> Archive:
     return archive
 
 
+@functools.cache
+def small_graph(seed: int) -> Graph:
+    return random_step(seed, num_values=9)
+
+
 def small_graphs(count: int, *, most: int) -> list[Graph]:
-    graphs = (random_step(seed, num_values=9) for seed in range(1000))
+    graphs = (small_graph(seed) for seed in range(1000))
     fitting = (g for g in graphs if 4 <= len(recomputable(g)) <= most)
     return [graph for graph, _ in zip(fitting, range(count))]
 
 
 @pytest.mark.slow
+@tried_out_once
 def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
     """All sets of recomputations tried out: the whole curve, budget by budget."""
     hits = budgets = exact = 0
@@ -86,6 +97,7 @@ def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
     assert hits >= 0.97 * budgets
 
 
+@functools.cache
 def every_plan_with_several(tally: Tally, *, most: int) -> Archive:
     """Each value kept, or made again once, or twice, up to ``most`` times."""
     archive = Archive()
@@ -100,6 +112,7 @@ def every_plan_with_several(tally: Tally, *, most: int) -> Archive:
 
 
 @pytest.mark.slow
+@tried_out_once
 def test_on_small_graphs_most_plans_are_the_best_there_is_with_values_made_twice() -> None:
     hits = budgets = exact = gained = reached = 0
     graphs = small_graphs(40, most=7)
@@ -124,6 +137,7 @@ def test_on_small_graphs_most_plans_are_the_best_there_is_with_values_made_twice
 
 
 @pytest.mark.slow
+@tried_out_once
 def test_the_bound_is_below_the_best_plan_there_is() -> None:
     tight = 0
     for graph in small_graphs(25, most=9):
@@ -139,6 +153,7 @@ def test_the_bound_is_below_the_best_plan_there_is() -> None:
 
 
 @pytest.mark.slow
+@tried_out_once
 def test_the_bound_for_any_number_of_times_is_below_the_best_plan_there_is() -> None:
     tight = 0
     for graph in small_graphs(20, most=6):

@@ -96,9 +96,19 @@ def offers(trade: Trade, name: str) -> list[Offer]:
     return [ordered[place] for place in sorted(places)] if ordered else []
 
 
-def struck(trade: Trade, name: str) -> Iterator[tuple[Offer, Program]]:
+def rewritten(trade: Trade, name: str) -> Iterator[tuple[Offer, Program]]:
     for offer in offers(trade, name):
         yield offer, trade.rewrite(trial(name).plain, offer.rules, trial(name).source)
+
+
+@functools.cache
+def struck(trade: Trade, name: str) -> tuple[tuple[Offer, Program], ...]:
+    return tuple(rewritten(trade, name))
+
+
+@functools.cache
+def traced_again(name: str) -> Trial:
+    return Trial(*_made(name))
 
 
 every_model = pytest.mark.parametrize("name", [on_its_worker(name) for name in MODELS])
@@ -123,7 +133,7 @@ def test_it_says_what_it_pays_and_buys(trade: Trade) -> None:
 def test_a_rewrite_is_pure_and_valid(trade: Trade, name: str) -> None:
     plain = trial(name).plain
     before = plain.instructions
-    for _, program in struck(trade, name):
+    for _, program in rewritten(trade, name):
         assert program.problems() == []
         assert program.graph.problems() == []
         sinks = [(i.sink.kind, i.sink.target) for i in program.instructions if i.sink]
@@ -135,7 +145,7 @@ def test_a_rewrite_is_pure_and_valid(trade: Trade, name: str) -> None:
 @every_trade
 @pytest.mark.parametrize("name", [on_its_worker(name) for name in TRACED_TWICE])
 def test_its_rules_are_for_any_trace_of_the_model(trade: Trade, name: str) -> None:
-    again = Trial(*_made(name))
+    again = traced_again(name)
     for offer, program in struck(trade, name):
         there = trade.rewrite(again.plain, offer.rules, again.source)
         assert there.instructions == program.instructions

@@ -28,7 +28,7 @@ from steelyard.trades import TRADES
 from steelyard.trades.offload_state import OffloadState
 from steelyard.trades.overlap import Overlap
 from steelyard.trades.shard_batch import ShardBatch
-from tests.harness import Trial
+from tests.harness import Trial, looking_less_far
 from tests.zoo.case import class_loss, images, next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -174,6 +174,7 @@ def ranks_of(found: Found) -> int:
     return Layout.of(found.rules).num_ranks
 
 
+@looking_less_far()
 def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> None:
     alone = step_seconds(trial().plain, costs(1e3)).value
     slow = layouts(costs(1e3)).find(Budget())
@@ -191,6 +192,7 @@ def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> N
     assert [r.label for r in fast.refused if r.trade == "shard_batch"] == ["among 2 ranks"]
 
 
+@looking_less_far()
 def test_a_faster_link_never_makes_the_step_slower() -> None:
     found = [layouts(costs(rate), num_ranks=2).find(Budget()) for rate in (1e3, 1e7, 1e12)]
     seconds = [f.prediction.quad.step_seconds.value for f in found]
@@ -218,6 +220,7 @@ def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
     assert "has gaps between its elements" in refusal.reason
 
 
+@looking_less_far()
 def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> None:
     it = trial()
     many = sy.plan(it.model, it.loss, it.batch, cluster=sy.Cluster.named("p2.16xlarge"))

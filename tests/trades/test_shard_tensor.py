@@ -24,7 +24,7 @@ from steelyard.search import Layouts, Search
 from steelyard.trades import TRADES
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
-from tests.harness import Trial
+from tests.harness import Trial, looking_less_far
 from tests.trades.test_shard_batch import costs, ranks_of, shared, trial
 
 pytestmark = pytest.mark.slow
@@ -167,6 +167,7 @@ def layouts(price: Costs, model: Trial, *, num_ranks: int) -> Layouts:
     )  # fmt: skip
 
 
+@looking_less_far()
 def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None:
     among_two = layouts(costs(1e12), trial(), num_ranks=2)
     free = among_two.find(Budget())

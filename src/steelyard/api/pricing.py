@@ -284,7 +284,6 @@ class PricedSource:
     def __init__(self, source: StepSource, prices: Prices) -> None:
         self._source = source
         self._prices = prices
-        self._parted: dict[tuple[str, Parting, int], Graph] = {}
         self._updates: dict[tuple[Parting, ...], Program] = {}
 
     def graph(self, *, micro_batches: int) -> Graph:
@@ -309,11 +308,9 @@ class PricedSource:
         return self._source.regions(graph, num_ranks=num_ranks)
 
     def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
-        key = graph.fingerprint, choice, rank
-        if key not in self._parted:
-            self._parted[key] = self._source.in_parts(graph, choice, rank=rank)
-            self._prices.know(self._parted[key])
-        return self._parted[key]
+        graph = self._source.in_parts(graph, choice, rank=rank)
+        self._prices.know(graph)
+        return graph
 
     def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
         if partings not in self._updates:

@@ -65,6 +65,7 @@ class StepSource:
     for_planning: bool = False
     optimizer: OptimizerFactory | None = None
     _captured: dict[int, Captured] = field(default_factory=dict, init=False)
+    _parted: dict[tuple[str, Parting, int], Graph] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
     _updates: dict[frozenset[str], Program] = field(default_factory=dict, init=False)
@@ -129,7 +130,10 @@ class StepSource:
         return regions(graph, num_ranks=num_ranks)
 
     def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
-        return parted(graph, choice, rank=rank, transport=GLOO)
+        key = graph.fingerprint, choice, rank
+        if key not in self._parted:
+            self._parted[key] = parted(graph, choice, rank=rank, transport=GLOO)
+        return self._parted[key]
 
     def in_stages(
         self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int

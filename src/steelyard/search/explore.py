@@ -31,6 +31,8 @@ from steelyard.search.trials import Trials
 
 _LIMITS = 24
 _ROUNDS, _FAR_ROUNDS = 20, 8
+# Trials of each descent: by whole runs of blocks, by single values, and by these of parts.
+_WHOLE_EFFORTS, _EFFORTS, _EFFORTS_ON_PARTS = (250,), (500, 1000), (250,)
 # Trials times lines of the program: small programs are searched harder, none for long.
 _KICKING_WORK = 20_000_000
 _KICKS_PER_LIMIT = 4
@@ -121,9 +123,9 @@ def explore(
             _start_from(trials, known)
         _sweep(trials)
         if len(groups) < len(choices):
-            _improve(trials, Moves(trials, groups, are_whole=True), efforts=(250,))
+            _improve(trials, Moves(trials, groups, are_whole=True), efforts=_WHOLE_EFFORTS)
         moves = Moves(trials, (frozenset({s}) for s in choices), are_whole=False)
-        _improve(trials, moves, efforts=(500, 1000) if thorough else (250,))
+        _improve(trials, moves, efforts=_EFFORTS if thorough else _EFFORTS_ON_PARTS)
         if thorough:
             _kick(trials, moves)
         if oftener and tally.unit_of:
