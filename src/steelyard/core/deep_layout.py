@@ -16,7 +16,8 @@ class DeepLayout:
     ``state_stage`` is ZeRO's. ``again`` names modules inside each block whose forward pass runs
     again in the backward pass; "" is the whole block. ``overlaps``: gradients are exchanged while
     the last backward pass runs. ``draws_parts``: each tensor rank draws its own part of what is
-    random, where Steelyard's own ranks draw it whole.
+    random, where Steelyard's own ranks draw it whole. ``gathers_again``: what was gathered from
+    tensor ranks is not kept whole, and gathered anew for the backward pass.
     """
 
     tensor: int = 1
@@ -28,6 +29,7 @@ class DeepLayout:
     again: tuple[str, ...] = ()
     overlaps: bool = False
     draws_parts: bool = False
+    gathers_again: bool = False
 
     def __post_init__(self) -> None:
         degrees = (self.tensor, self.pipeline, self.data, self.micro_batches, self.virtual)

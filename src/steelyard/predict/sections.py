@@ -7,6 +7,7 @@ middle one say what it hands on. Not for a whole step of many blocks: see deep.p
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout
 from steelyard.core.graph import Graph, Node, Phase, Role, Tensor
@@ -70,6 +71,7 @@ class _Told:
         for node in graph.nodes:
             for tensor in node.outputs:
                 self._maker.setdefault(tensor.storage, node)
+        self._gathered = self._gathered_values() if layout.gathers_again else {}
 
     def section(self, name: str) -> Section:
         mine = [n for n in self._graph.nodes if self._of.get(n.name) == name and not n.is_input]
@@ -127,7 +129,21 @@ class _Told:
             path = f"{self._blocks}.{number}{'.' if inside else ''}{inside}"
             if node.path == path or node.path.startswith(f"{path}."):
                 return path
-        return ""
+        return self._gathered.get(node.name, "")
+
+    def _gathered_values(self) -> dict[str, str]:
+        """What comes of each gathering, and of nothing else, before it is computed with."""
+        found: dict[str, str] = {}
+        given = {node.name for node in self._graph.inputs()}
+        for node in self._graph.forward():
+            if node.collective is not None and node.collective.kind is Exchange.ALL_GATHER:
+                found[node.name] = f"gathered {node.name}"
+            elif not node.flops and node.inputs and given.isdisjoint(node.inputs):
+                sources = {found.get(name) for name in node.inputs}
+                gathering = sources.pop() if len(sources) == 1 else None
+                if gathering is not None:
+                    found[node.name] = gathering
+        return found
 
     def _kept_bytes(self, name: str, region: Callable[[Node], str]) -> int:
         kept: dict[int, int] = {}
