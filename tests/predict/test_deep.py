@@ -29,8 +29,8 @@ _MACHINE = Cluster.named("dgx-a100-80gb")
 
 
 @cache
-def _graph(tensor: int = 1) -> Graph:
-    return captured(_SHAPE, micro_batch=_MICRO_BATCH, tensor=tensor)
+def _graph(tensor: int = 1, *, along: bool = False) -> Graph:
+    return captured(_SHAPE, micro_batch=_MICRO_BATCH, tensor=tensor, sequence_parallel=along)
 
 
 def _parts(layout: DeepLayout, cluster: Cluster = _MACHINE) -> Sections:
@@ -54,6 +54,18 @@ def test_a_block_keeps_what_korthikanti_counts(t: int) -> None:
     assert _per_sbh(t) == pytest.approx(10 + 24 / t + scores + _NORMS, abs=1e-6)
     assert _per_sbh(t, "attention.core") == pytest.approx(10 + 24 / t + _NORMS, abs=1e-6)
     assert _per_sbh(t, "") == pytest.approx(2, abs=1e-6)
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> None:
+    scores = 5 * _SHAPE.heads * _SHAPE.sequence / (_SHAPE.hidden * t)
+    for again, kept in (((), 34 / t + scores), (("attention.core",), 34 / t)):
+        layout = DeepLayout(tensor=t, again=again, draws_parts=True, gathers_again=True)
+        costs = tensor_costs(_MACHINE, layout)
+        block = sections(_graph(t, along=True), costs, layout, blocks=BLOCKS).block
+        # Equation 4 and table 2, the last row but one.
+        assert block.kept_bytes / _SBH == pytest.approx(kept + _NORMS / t, abs=1e-6)
+        assert block.plain_kept_bytes > block.kept_bytes
 
 
 def test_the_sections_of_three_blocks_are_the_whole_step() -> None:

@@ -72,6 +72,7 @@ class _Told:
             for tensor in node.outputs:
                 self._maker.setdefault(tensor.storage, node)
         self._gathered = self._gathered_values() if layout.gathers_again else {}
+        self._gatherings = frozenset(self._gathered.values())
 
     def section(self, name: str) -> Section:
         mine = [n for n in self._graph.nodes if self._of.get(n.name) == name and not n.is_input]
@@ -158,6 +159,9 @@ class _Told:
                 for tensor in self._made(source, name):
                     made_within = region(self._maker[tensor.storage])
                     if made_within and made_within == within:
+                        continue
+                    # Gathered anew for whatever reads it then.
+                    if made_within in self._gatherings and node.phase is not Phase.FORWARD:
                         continue
                     whole = self._graph.storages[tensor.storage].nbytes
                     nbytes = min(whole, tensor.nbytes) if self._layout.draws_parts else whole
