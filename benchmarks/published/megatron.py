@@ -4,7 +4,8 @@ Two figures are fitted, the shares of the A100's peak and of its bandwidth that 
 every second row of one table; its other rows and the other tables are scored with them. Each table
 in turn; and once nothing is fitted.
 The share of the bandwidth may pass one: operators are priced apart, and Megatron fuses some. Beside
-each error stands the naive one: a constant efficiency, the median of the table's other rows.
+each error stands the naive one: a constant efficiency, the median of the table's other rows that
+recompute the same.
 
     python benchmarks/published/megatron.py
 
@@ -96,7 +97,8 @@ def fitted(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def naive_seconds(row: Row, table: Sequence[Row]) -> float:
-    others = [r for r in table if r is not row]
+    """By rows that compute as much again: it is known what a plan recomputes."""
+    others = [r for r in table if r is not row and r.layout.again == row.layout.again]
     return row.model_flops / row.layout.num_ranks / median(_rate(r) for r in others)
 
 
