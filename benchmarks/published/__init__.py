@@ -1,0 +1,1 @@
+"""Predictions of training steps that others measured and published."""

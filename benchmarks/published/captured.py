@@ -1,0 +1,53 @@
+"""One tensor rank's graph of a published model: three of its blocks, one micro-batch, no values.
+
+Not for what it costs: see megatron.py.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from benchmarks.published.gpt import GPT, Shape, loss
+from steelyard.capture.parted import parted
+from steelyard.capture.regions import regions
+from steelyard.capture.source import StepSource
+from steelyard.core.collective import Transport
+from steelyard.core.graph import Graph
+from steelyard.core.layout import TENSOR
+from steelyard.core.parting import Parting
+from steelyard.core.placement import REPLICATE, Placement, Shard
+
+BLOCKS = "blocks"
+NCCL = Transport(name="nccl")
+
+
+def captured(
+    shape: Shape, *, micro_batch: int, tensor: int, sequence_parallel: bool = False
+) -> Graph:
+    with torch.device("meta"):
+        model = GPT(replace(shape, layers=3)).to(torch.float16)
+    tokens = torch.zeros(micro_batch, shape.sequence, dtype=torch.long, device="meta")
+    graph = StepSource(model=model, loss=loss, batch=(tokens, tokens)).captured().graph
+    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel)
+
+
+def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool) -> Graph:
+    """Every region that could be cut is: columns and rows of each block, and the table."""
+    lies = {name: at for r in regions(graph, num_ranks=tensor) for name, at in r.inputs}
+    values = _along_the_sequence(graph) if sequence_parallel else {}
+    choice = Parting(
+        axis=TENSOR, num_ranks=tensor, inputs=tuple(lies.items()), values=tuple(values.items())
+    )
+    return parted(graph, choice, rank=0, transport=NCCL)
+
+
+def _along_the_sequence(graph: Graph) -> dict[str, Placement]:
+    """What goes from block to block lies in parts; what a norm gives is gathered at once."""
+    found: dict[str, Placement] = {}
+    for node in graph.forward():
+        _, _, inside = node.path.removeprefix(f"{BLOCKS}.").partition(".")
+        if node.path.startswith(f"{BLOCKS}.") and not inside and node.op == "aten.add.Tensor":
+            found[node.name] = Shard(1)
+        elif inside in ("norm1", "norm2") and node.is_getitem and node.args[1] == 0:
+            found[node.name] = REPLICATE
+    return found

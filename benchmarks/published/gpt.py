@@ -1,0 +1,95 @@
+"""A GPT as Megatron-LM trains it, from its public parameters and on the meta device.
+
+Learned positions, attention spelled out in a module of its own (``core``, what selective
+recomputation computes again), dropout, and a head that is the table of the embedding.
+Not for running: it has no values.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """``vocabulary`` is padded, as Megatron does it, so that each rank has as much of it."""
+
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    vocabulary: int
+
+
+class Core(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        shares = functional.softmax(scores.masked_fill(mask, -10000.0), dim=-1)
+        mixed: Tensor = self.dropout(shares) @ v
+        return mixed
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(shape.hidden, shape.hidden) for _ in range(4)
+        )
+        self.core = Core()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        q, k, v = (
+            linear(x).view(batch, sequence, self.heads, -1).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = self.core(q, k, v, mask).transpose(1, 2).reshape(batch, sequence, hidden)
+        out: Tensor = self.out(mixed)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(shape.hidden), nn.LayerNorm(shape.hidden)
+        self.attention = Attention(shape)
+        self.up = nn.Linear(shape.hidden, 4 * shape.hidden)
+        self.down = nn.Linear(4 * shape.hidden, shape.hidden)
+        self.dropout1, self.dropout2 = nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.dropout1(self.attention(self.norm1(x), mask))
+        grown = functional.gelu(self.up(self.norm2(x)), approximate="tanh")
+        return x + self.dropout2(self.down(grown))
+
+
+class GPT(nn.Module):
+    mask: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.table = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.positions = nn.Embedding(shape.sequence, shape.hidden)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden)
+        mask = torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1)
+        self.register_buffer("mask", mask)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.table(tokens) + self.positions.weight)
+        for block in self.blocks:
+            x = block(x, self.mask)
+        return functional.linear(self.norm(x), self.table.weight)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    tokens, targets = batch
+    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

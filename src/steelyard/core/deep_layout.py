@@ -1,0 +1,73 @@
+"""How a step of a deep model of equal blocks lies on many devices, and in which formats it counts.
+
+For pricing steps that are nowhere run. Not for plans that are run: see layout.py.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.core.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepLayout:
+    """``tensor`` ranks are neighbours, those of ``data`` come next, those of ``pipeline`` last.
+
+    Each of ``pipeline`` ranks holds ``virtual`` runs of blocks, and works on ``micro_batches``.
+    ``state_stage`` is ZeRO's. ``again`` names modules inside each block whose forward pass runs
+    again in the backward pass; "" is the whole block. ``overlaps``: gradients are exchanged while
+    the last backward pass runs. ``draws_parts``: each tensor rank draws its own part of what is
+    random, where Steelyard's own ranks draw it whole. ``gathers_again``: what was gathered from
+    tensor ranks is not kept whole, and gathered anew for the backward pass.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    micro_batches: int = 1
+    virtual: int = 1
+    state_stage: int = 0
+    again: tuple[str, ...] = ()
+    overlaps: bool = False
+    draws_parts: bool = False
+    gathers_again: bool = False
+
+    def __post_init__(self) -> None:
+        degrees = (self.tensor, self.pipeline, self.data, self.micro_batches, self.virtual)
+        if min(degrees) < 1 or self.state_stage not in range(4):
+            raise BadInput(
+                f"a layout of degrees {degrees} and state stage {self.state_stage}",
+                expected="degrees of 1 and more, and a stage from 0 to 3",
+                remedy="correct the layout",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def blocks_of_stage(self, num_blocks: int) -> int:
+        parts = self.pipeline * self.virtual
+        if num_blocks % parts:
+            raise BadInput(
+                f"{num_blocks} blocks in {parts} equal runs",
+                expected="as many blocks in each of the stages and virtual stages",
+                remedy="choose a pipeline and virtual degree that divide the number of blocks",
+            )
+        return num_blocks // self.pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """Bytes for each parameter: of the weights that are computed with, of the gradient that is kept
+    and exchanged, and of what the optimizer keeps: its moments, and weights in a wider format.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+
+
+# Weights and gradients in half precision, weights again and two moments in single.
+MIXED = Formats(weight_bytes=2, gradient_bytes=2, state_bytes=12)
+# As Megatron-LM keeps it: gradients are added up and exchanged in single precision.
+MIXED_WIDE_GRADIENTS = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=12)
+SINGLE = Formats(weight_bytes=4, gradient_bytes=4, state_bytes=8)

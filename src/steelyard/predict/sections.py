@@ -1,0 +1,198 @@
+"""A captured step of a few equal blocks, told apart: what one block takes, and what is around them.
+
+A block's kept bytes are what it makes and the backward pass reads; the blocks before and after the
+middle one say what it hands on. Not for a whole step of many blocks: see deep.py.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from steelyard.core.collective import Exchange
+from steelyard.core.costs import Costs
+from steelyard.core.deep_layout import DeepLayout
+from steelyard.core.graph import Graph, Node, Phase, Role, Tensor
+
+# Of the blocks that were captured, the one that has a neighbour on either side.
+MIDDLE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Seconds of one micro-batch with all exchanges in them, and bytes; ``parameters`` are names
+    and elements. ``plain_kept_bytes`` is what would be kept if nothing were computed again.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    again_seconds: float
+    exchange_seconds: float
+    exchanged_bytes: int
+    flops: int
+    kept_bytes: int
+    plain_kept_bytes: int
+    parameters: tuple[tuple[str, int], ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.again_seconds + self.backward_seconds
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(numel for _, numel in self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """``stream_bytes`` is what one block hands to the next."""
+
+    before: Section
+    block: Section
+    after: Section
+    stream_bytes: int
+
+
+def sections(graph: Graph, costs: Costs, layout: DeepLayout, *, blocks: str) -> Sections:
+    """``blocks`` is the path of the list that the captured blocks, three at least, stand in."""
+    work = _Told(graph, costs, layout, blocks)
+    return Sections(
+        before=work.section("before"),
+        block=work.section(str(MIDDLE)),
+        after=work.section("after"),
+        stream_bytes=work.stream_bytes(),
+    )
+
+
+class _Told:
+    def __init__(self, graph: Graph, costs: Costs, layout: DeepLayout, blocks: str) -> None:
+        self._graph, self._costs, self._layout, self._blocks = graph, costs, layout, blocks
+        self._of = self._sections_of_nodes()
+        self._given = {t.storage for node in graph.inputs() for t in node.outputs}
+        self._maker: dict[int, Node] = {}
+        for node in graph.nodes:
+            for tensor in node.outputs:
+                self._maker.setdefault(tensor.storage, node)
+        self._gathered = self._gathered_values() if layout.gathers_again else {}
+        self._gatherings = frozenset(self._gathered.values())
+
+    def section(self, name: str) -> Section:
+        mine = [n for n in self._graph.nodes if self._of.get(n.name) == name and not n.is_input]
+        forward = [n for n in mine if n.phase is Phase.FORWARD]
+        backward = [n for n in mine if n.phase is not Phase.FORWARD]
+        again = [n for n in forward if self._region(n)]
+        exchanged = [n.collective for n in (*mine, *again) if n.collective is not None]
+        return Section(
+            forward_seconds=self._seconds(forward),
+            backward_seconds=self._seconds(backward),
+            again_seconds=self._seconds(again),
+            exchange_seconds=sum(self._costs.exchange_seconds(c).value for c in exchanged),
+            exchanged_bytes=sum(c.sent_bytes for c in exchanged),
+            flops=sum(n.flops for n in (*mine, *again)),
+            kept_bytes=self._kept_bytes(name, self._region),
+            plain_kept_bytes=self._kept_bytes(name, lambda _: ""),
+            parameters=self._parameters(mine),
+        )
+
+    def stream_bytes(self) -> int:
+        """What later blocks read of the middle one's in the forward pass."""
+        crossing = {
+            tensor.storage: tensor.nbytes
+            for node in self._graph.forward()
+            if self._of.get(node.name) == str(MIDDLE + 1)
+            for name in node.inputs
+            for tensor in self._made(name, str(MIDDLE))
+        }
+        return sum(crossing.values())
+
+    def _sections_of_nodes(self) -> dict[str, str]:
+        """Blocks by their number; of the rest, what comes before the blocks, and what after."""
+        found: dict[str, str] = {}
+        rest, other = "before", "after"
+        phase = Phase.FORWARD
+        for node in self._graph.nodes:
+            if node.is_input:
+                continue
+            if phase is Phase.FORWARD and node.phase is not Phase.FORWARD:
+                phase, rest, other = node.phase, "after", "before"
+            head, _, inside = node.path.partition(f"{self._blocks}.")
+            if not head and inside:
+                found[node.name] = inside.partition(".")[0]
+                rest = other
+            else:
+                found[node.name] = rest
+        return found
+
+    def _region(self, node: Node) -> str:
+        """The module, computed again as a whole, that a node of a block belongs to."""
+        for inside in self._layout.again:
+            number = self._of.get(node.name, "")
+            if not number.isdigit():
+                return ""
+            path = f"{self._blocks}.{number}{'.' if inside else ''}{inside}"
+            if node.path == path or node.path.startswith(f"{path}."):
+                return path
+        return self._gathered.get(node.name, "")
+
+    def _gathered_values(self) -> dict[str, str]:
+        """What comes of each gathering, and of nothing else, before it is computed with."""
+        found: dict[str, str] = {}
+        given = {node.name for node in self._graph.inputs()}
+        for node in self._graph.forward():
+            if node.collective is not None and node.collective.kind is Exchange.ALL_GATHER:
+                found[node.name] = f"gathered {node.name}"
+            elif not node.flops and node.inputs and given.isdisjoint(node.inputs):
+                sources = {found.get(name) for name in node.inputs}
+                gathering = sources.pop() if len(sources) == 1 else None
+                if gathering is not None:
+                    found[node.name] = gathering
+        return found
+
+    def _kept_bytes(self, name: str, region: Callable[[Node], str]) -> int:
+        kept: dict[int, int] = {}
+        for node in self._graph.nodes:
+            if node.is_input or node.is_free:
+                continue
+            within = region(node)
+            # In the forward pass only what is computed again reads what has to stay.
+            if node.phase is Phase.FORWARD and not within:
+                continue
+            for source in node.inputs:
+                for tensor in self._made(source, name):
+                    made_within = region(self._maker[tensor.storage])
+                    if made_within and made_within == within:
+                        continue
+                    # Gathered anew for whatever reads it then.
+                    if made_within in self._gatherings and node.phase is not Phase.FORWARD:
+                        continue
+                    whole = self._graph.storages[tensor.storage].nbytes
+                    nbytes = min(whole, tensor.nbytes) if self._layout.draws_parts else whole
+                    kept[tensor.storage] = max(kept.get(tensor.storage, 0), nbytes)
+        return sum(kept.values())
+
+    def _made(self, value: str, section: str) -> Iterable[Tensor]:
+        """What of a value a section's forward pass made."""
+        for tensor in self._graph.by_name[value].outputs:
+            maker = self._maker[tensor.storage]
+            mine = self._of.get(maker.name) == section and maker.phase is Phase.FORWARD
+            if mine and tensor.storage not in self._given:
+                yield tensor
+
+    def _parameters(self, nodes: Iterable[Node]) -> tuple[tuple[str, int], ...]:
+        by_name, storages = self._graph.by_name, self._graph.storages
+        read = dict.fromkeys(name for node in nodes for name in node.inputs)
+        return tuple(
+            (name, by_name[name].outputs[0].numel)
+            for name in read
+            if by_name[name].is_input
+            and storages[by_name[name].outputs[0].storage].role is Role.PARAMETER
+        )
+
+    def _seconds(self, nodes: Iterable[Node]) -> float:
+        total = 0.0
+        for node in nodes:
+            seconds = self._costs.seconds(node).value
+            if node.is_random and self._layout.draws_parts:
+                seconds /= self._layout.tensor
+            total += seconds
+            if node.collective is not None:
+                total += self._costs.exchange_seconds(node.collective).value
+        return total

@@ -1,0 +1,136 @@
+"""Steps of deep models on declared clusters, from a capture of three blocks: laws, and published
+counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks.published.captured import BLOCKS, captured
+from benchmarks.published.gpt import Shape
+from steelyard.core.cluster import Cluster
+from steelyard.core.deep_layout import MIXED, DeepLayout
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Graph
+from steelyard.core.program import Program
+from steelyard.predict.deep import DeepStep, deep_step, tensor_costs
+from steelyard.predict.predict import predict
+from steelyard.predict.sections import Sections, sections
+
+_SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
+_MICRO_BATCH = 2
+_SBH = _SHAPE.sequence * _MICRO_BATCH * _SHAPE.hidden
+# Means and deviations of the norms, which the paper leaves out: 2 norms x 2 x 2 bytes a row.
+_NORMS = 8 / _SHAPE.hidden
+_MACHINE = Cluster.named("dgx-a100-80gb")
+
+
+@cache
+def _graph(tensor: int = 1, *, along: bool = False) -> Graph:
+    return captured(_SHAPE, micro_batch=_MICRO_BATCH, tensor=tensor, sequence_parallel=along)
+
+
+def _parts(layout: DeepLayout, cluster: Cluster = _MACHINE) -> Sections:
+    costs = tensor_costs(cluster, layout)
+    return sections(_graph(layout.tensor), costs, layout, blocks=BLOCKS)
+
+
+def _step(layout: DeepLayout, cluster: Cluster = _MACHINE, *, num_blocks: int = 24) -> DeepStep:
+    return deep_step(_parts(layout, cluster), cluster, layout, MIXED, num_blocks=num_blocks)
+
+
+def _per_sbh(tensor: int, *again: str) -> float:
+    layout = DeepLayout(tensor=tensor, again=again, draws_parts=True)
+    return _parts(layout).block.kept_bytes / _SBH
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_a_block_keeps_what_korthikanti_counts(t: int) -> None:
+    # Korthikanti et al., 2022 (arXiv 2205.05198), table 2.
+    scores = 5 * _SHAPE.heads * _SHAPE.sequence / (_SHAPE.hidden * t)
+    assert _per_sbh(t) == pytest.approx(10 + 24 / t + scores + _NORMS, abs=1e-6)
+    assert _per_sbh(t, "attention.core") == pytest.approx(10 + 24 / t + _NORMS, abs=1e-6)
+    assert _per_sbh(t, "") == pytest.approx(2, abs=1e-6)
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> None:
+    scores = 5 * _SHAPE.heads * _SHAPE.sequence / (_SHAPE.hidden * t)
+    for again, kept in (((), 34 / t + scores), (("attention.core",), 34 / t)):
+        layout = DeepLayout(tensor=t, again=again, draws_parts=True, gathers_again=True)
+        costs = tensor_costs(_MACHINE, layout)
+        block = sections(_graph(t, along=True), costs, layout, blocks=BLOCKS).block
+        # Equation 4 and table 2, the last row but one.
+        assert block.kept_bytes / _SBH == pytest.approx(kept + _NORMS / t, abs=1e-6)
+        assert block.plain_kept_bytes > block.kept_bytes
+
+
+def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
+    parts, costs = _parts(DeepLayout()), tensor_costs(_MACHINE, DeepLayout())
+    whole = predict(Program.plain(_graph()), costs).quad.computation_seconds
+    total = parts.before.seconds + 3 * parts.block.seconds + parts.after.seconds
+    # Where gradients of neighbours meet, the ends of a run of blocks have an operator more or less.
+    assert total == pytest.approx(whole.value / costs.whole_step.value, rel=0.02)
+    flops = parts.before.flops + 3 * parts.block.flops + parts.after.flops
+    assert flops == sum(n.flops for n in _graph().nodes)
+
+
+def test_exchanges_are_those_of_the_graph_in_parts() -> None:
+    parts = _parts(DeepLayout(tensor=4))
+    sent = sum(n.collective.sent_bytes for n in _graph(4).nodes if n.collective is not None)
+    told = parts.before.exchanged_bytes + 3 * parts.block.exchanged_bytes
+    assert told + parts.after.exchanged_bytes == sent
+    # Four all-reduces of s b h values of two bytes (Shoeybi et al., 2019, figure 4), on a ring.
+    assert parts.block.exchanged_bytes == 4 * 2 * 3 * (2 * _SBH // 4)
+
+
+def test_what_is_computed_again_takes_time_and_saves_memory() -> None:
+    plain, core, whole = (_step(DeepLayout(again=a)) for a in ((), ("attention.core",), ("",)))
+    assert plain.step_seconds < core.step_seconds < whole.step_seconds
+    kept = [step.stages[0].activation_bytes for step in (plain, core, whole)]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 3
+
+
+def _with_links(factor: float) -> Cluster:
+    tree = _MACHINE.tree
+    members = tuple(
+        replace(m, link=replace(m.link, bytes_per_second=factor * m.link.bytes_per_second))
+        for m in tree.members
+    )
+    return Cluster(tree=replace(tree, members=members))
+
+
+@pytest.mark.parametrize("axis", ["tensor", "data", "pipeline"])
+def test_faster_links_never_make_a_step_slower(axis: str) -> None:
+    layout = replace(DeepLayout(micro_batches=4), **{axis: 2})
+    took = [_step(layout, _with_links(f)).step_seconds for f in (0.01, 0.1, 1, 10)]
+    assert took == sorted(took, reverse=True)
+    assert took[0] > took[-1]
+
+
+def test_each_state_stage_holds_less() -> None:
+    held = [_step(DeepLayout(data=4, state_stage=s)).stages[0] for s in range(4)]
+    models = [h.weight_bytes + h.gradient_bytes + h.state_bytes for h in held]
+    assert models == sorted(models, reverse=True)
+    assert models[3] == pytest.approx(models[0] / 4, rel=1e-6)
+
+
+def test_virtual_stages_wait_less_and_hold_more() -> None:
+    layout = DeepLayout(pipeline=4, micro_batches=8)
+    plain, virtual = _step(layout), _step(replace(layout, virtual=3))
+    # Korthikanti et al., section 4.2.3: 1 + (p - 1) / (p v) times as much.
+    more = virtual.stages[0].activation_bytes / plain.stages[0].activation_bytes
+    assert more == pytest.approx(1 + 3 / 12, rel=0.02)
+
+
+def test_a_layout_that_does_not_multiply_is_refused() -> None:
+    with pytest.raises(BadInput, match="devices"):
+        _step(DeepLayout(data=16))
+    with pytest.raises(BadInput, match="blocks in 5"):
+        _step(DeepLayout(pipeline=5))
+    with pytest.raises(BadInput, match="degrees"):
+        DeepLayout(tensor=0)
