@@ -16,6 +16,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.doctor import Row, Verdict
 from steelyard.core.plan import Plan
 from steelyard.core.receipt import Receipt
+from steelyard.core.span import DEVICE, WAITING, Span
 from tests.report.sample import MEASURED, MIB, PLAN
 
 ASKED: list[tuple[str, dict[str, Any]]] = []
@@ -41,6 +42,15 @@ class Planned:
     def charted(self) -> "Planned":
         ASKED.append(("charted", {}))
         return self
+
+    def simulated(self) -> tuple[Span, ...]:
+        ASKED.append(("simulated", {}))
+        return (
+            Span(rank=0, stream=DEVICE, name="aten.mm.default", where="head",
+                 begin_seconds=0.0, seconds=1e-3),
+            Span(rank=0, stream=WAITING, name="for all-reduce", where="data",
+                 begin_seconds=1e-3, seconds=2e-3),
+        )  # fmt: skip
 
     def what_if(self, memory: str) -> "Planned":
         decisions = replace(self.plan.decisions, budget=Budget(memory))

@@ -318,6 +318,20 @@ def test_frontier_shows_the_curve_without_a_budget(
     assert not Path("train.plan.toml").exists()
 
 
+def test_simulate_writes_a_trace_and_says_what_each_rank_does(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["simulate", "train.py", "--trace", "trace.json"]) == 0
+    said = "rank 0  ~3.00 ms a step: computes ~1.00 ms, waits ~2.00 ms for others\n"
+    assert said in capsys.readouterr().out
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["aten.mm.default", "for all-reduce"]
+    assert main(["simulate", "train.py", "--trace", "trace.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["waiting_seconds"] == 2e-3
+    assert main(["simulate", "train.py", "--trace", "no/trace.json"]) == 2
+
+
 def test_doctor_says_what_is_in_the_way(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -680,7 +694,8 @@ def test_what_only_reads_a_plan_never_imports_torch(planned: Path, arguments: st
 def test_help_tells_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for verb in ("plan", "run", "frontier", "explain", "doctor", "demo", "--install-completion"):
+    verbs = ("plan", "run", "frontier", "simulate", "explain", "doctor", "demo")
+    for verb in (*verbs, "--install-completion"):
         assert f" {verb} " in out
     for code in ("0 ok", "2 bad input", "3 no plan", "4 the run", "5 a measurement", "130"):
         assert code in out

@@ -1,6 +1,7 @@
 """The examples run, and the loop of one's own trains as plain PyTorch would."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,3 +66,19 @@ def test_a_model_of_transformers_is_planned_as_it_comes(
     assert main(["plan", str(script), "--memory", "60MiB", "-o", str(plan)]) == 0
     assert "fits" in capsys.readouterr().out
     assert plan.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_lenet_in_four_splits_is_one_device(capfd: pytest.CaptureFixture[str]) -> None:
+    imported("lenet_k_devices").main(2)
+    out = capfd.readouterr().out
+    apart = [float(x) for x in re.findall(r"weights within (\S+) of one device's", out)]
+    assert len(apart) == 4
+    assert max(apart) < 1e-11
+    held = [int(x.replace(",", "")) for x in re.findall(r"at most ([\d,]+) of 61,706", out)]
+    assert held[0] == 61_706 > max(held[1:])
+    rows = re.findall(r"rank (\d) \|(.*)\|", out)
+    assert [rank for rank, _ in rows] == ["0", "1"] * 4
+    assert all("#" in row for _, row in rows)
+    assert "." in rows[-1][1]

@@ -30,7 +30,8 @@ from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
 from steelyard.core.program import Program
 from steelyard.core.rules import FAR_TRADES, Rule
-from steelyard.predict import slowdown
+from steelyard.core.span import Span
+from steelyard.predict import slowdown, spans
 from steelyard.report.html import to_html
 from steelyard.report.lines import plain
 from steelyard.report.text import render
@@ -251,6 +252,11 @@ class Planned:
             # Read from a file: its decisions stay.
             curve = search.frontier()
         return Planned(look, replace(self.plan, frontier=curve, least_within=0))
+
+    def simulated(self) -> tuple[Span, ...]:
+        """What each rank does when, as it is predicted: the step drawn out."""
+        look = self._look
+        return spans(look.struck(self.plan.decisions.rules), look.prices.costs)
 
     def save(self, path: str | Path) -> None:
         """Decisions as TOML to ``path``, predictions as JSON beside it."""

@@ -1,4 +1,4 @@
-"""The six verbs: each reads its arguments, calls the api and shows what came of it.
+"""The seven verbs: each reads its arguments, calls the api and shows what came of it.
 
 Not for deciding or wiring anything. What only reads a plan never imports torch.
 """
@@ -258,6 +258,38 @@ def frontier(
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)
     write_page(tree, html)
     hint(f"next: steelyard plan {shlex.quote(train)} --memory (one of these)", shown)
+    return OK
+
+
+@app.command
+def simulate(
+    train: _Train,
+    /,
+    *,
+    plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
+    trace: Annotated[Path, Parameter(help="Where the schedule goes, as JSON for Perfetto.")],
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Draw the predicted step of a plan out: what each rank does when; nothing is run."""
+    from steelyard.core.untrusted import write_whole
+    from steelyard.report.show import show_json, show_text
+    from steelyard.report.trace import by_rank, to_trace
+
+    path = plan or plan_path(train)
+    refuse_unwritable(trace, "give another place with --trace")
+    with planning(shown) as tell:
+        workload = loaded(train, tell)
+        from steelyard import api
+
+        planned = api.load_planned(path, workload, title=title(train), on_progress=tell)
+        spans = planned.simulated()
+    write_whole(trace, to_trace(spans, title=planned.plan.title).encode())
+    if shown.json:
+        show_json({"trace": str(trace), "ranks": [row.figures for row in by_rank(spans)]})
+    else:
+        for row in by_rank(spans):
+            show_text(row.said)
+    hint(f"written: {trace}; open it at https://ui.perfetto.dev", shown)
     return OK
 
 

@@ -13,6 +13,7 @@ from steelyard.predict.predict import (
     step_seconds,
 )
 from steelyard.predict.slowdown import slowdown
+from steelyard.predict.spans import spans
 
 __all__ = [
     "carried",
@@ -22,5 +23,6 @@ __all__ = [
     "pipelined",
     "predict",
     "slowdown",
+    "spans",
     "step_seconds",
 ]

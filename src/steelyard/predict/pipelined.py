@@ -16,8 +16,9 @@ from steelyard.core.plan import Prediction
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate, Quad
 from steelyard.core.schedule import Action, Work
+from steelyard.core.span import DEVICE, WAITING, Span
 from steelyard.predict.liveness import Liveness, alive_at, liveness
-from steelyard.predict.schedule import Replay, StageCost, replay
+from steelyard.predict.schedule import Replay, Replayed, StageCost, replay
 from steelyard.predict.stages import parts_of, stage_cost, timed
 from steelyard.predict.timeline import durations
 
@@ -272,6 +273,30 @@ class Pipelined:
         phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
         return _told(program, working, rank, extra=extra, phase=phase)
 
+    def spans(self) -> tuple[Span, ...]:
+        """Each action of each rank, what it waits for in between, and its update."""
+        found: list[Span] = []
+        for rank, done in enumerate(self._replay.ranks):
+            free = 0.0
+            for action in done:
+                if action.begin_seconds > free:
+                    found.append(_span(rank, WAITING, "for another rank", free, action))
+                name = f"{_WORDS[action.action.work]}, micro-batch {action.action.micro_batch}"
+                begin, free = action.begin_seconds, action.end_seconds
+                where = f"stage {action.action.stage}"
+                found.append(
+                    Span(rank=rank, stream=DEVICE, name=name, where=where, begin_seconds=begin,
+                         seconds=free - begin)
+                )  # fmt: skip
+            if self._pipeline.updates:
+                seconds = durations(self._pipeline.updates[rank], self._costs).step.value
+                begin = self._ends[rank] - seconds
+                found.append(
+                    Span(rank=rank, stream=DEVICE, name="update", where="optimizer",
+                         begin_seconds=begin, seconds=seconds)
+                )  # fmt: skip
+        return tuple(found)
+
     def _timeline(self, rank: "_Rank") -> Timeline:
         done = self._replay.ranks[rank.number]
         phases = [Phase.FORWARD if d.action.work is Work.FORWARD else Phase.BACKWARD for d in done]
@@ -324,6 +349,21 @@ class _Rank:
             Holding.of(self.others, "constants", Role.CONSTANT),
             Holding.of(self.state, f"optimizer state{where}", Role.STATE),
         ]
+
+
+_WORDS = {
+    Work.FORWARD: "forward",
+    Work.BACKWARD: "backward",
+    Work.BACK_TO_INPUTS: "backward to inputs",
+    Work.BACK_TO_WEIGHTS: "backward to weights",
+}
+
+
+def _span(rank: int, stream: str, name: str, begin: float, until: Replayed) -> Span:
+    return Span(
+        rank=rank, stream=stream, name=name, where=f"stage {until.action.stage}",
+        begin_seconds=begin, seconds=until.begin_seconds - begin,
+    )  # fmt: skip
 
 
 def _told(

@@ -115,11 +115,20 @@ def _high(estimate: Estimate) -> float:
     return estimate.high
 
 
-def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick = _value) -> Played:
-    """``device`` and ``link`` pick the end of the interval that is played."""
+def play(
+    program: Program,
+    costs: Costs,
+    *,
+    device: _Pick = _value,
+    link: _Pick = _value,
+    playing: "Playing | None" = None,
+) -> Played:
+    """``device`` and ``link`` pick the end of the interval that is played; ``playing`` is whoever
+    keeps the clock, where somebody wants to watch."""
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
-    playing = _Playing(costs, device(costs.whole_step_in(program.parts)), device, link)
+    if playing is None:
+        playing = Playing(costs, device(costs.whole_step_in(program.parts)), device, link)
     begins: list[float] = []
     arrives: dict[int, float] = {}
     for index, instruction in enumerate(program.instructions):
@@ -143,10 +152,12 @@ def play(program: Program, costs: Costs, *, device: _Pick = _value, link: _Pick 
     return playing.played(begins)
 
 
-class _Playing:
+class Playing:
     """The clock of the device, and until when each axis's link is busy."""
 
-    def __init__(self, costs: Costs, whole: float, device: _Pick, link: _Pick) -> None:
+    def __init__(
+        self, costs: Costs, whole: float, device: _Pick = _value, link: _Pick = _value
+    ) -> None:
         self._costs, self._whole, self._device, self._link = costs, whole, device, link
         self.clock = self._exposed = self._beside = self._spared = self._at_most = 0.0
         self._idle_from: dict[str, float] = {}
@@ -177,14 +188,21 @@ class _Playing:
         beside = self._device(self._costs.beside_seconds(node)) * self._whole
         # Spread over what runs while the exchange is under way.
         self._beside += beside
-        self.clock += self._device(self._costs.seconds(node)) * self._whole - beside
+        self.take(node, self._device(self._costs.seconds(node)) * self._whole - beside)
+
+    def take(self, node: Node, seconds: float) -> None:  # noqa: ARG002 - for whoever watches
+        """The device works on this for so long."""
+        self.clock += seconds
 
     def issue(self, collective: Collective) -> float:
         """When it arrives."""
-        start = max(self.clock, self._idle_from.get(collective.axis, 0.0))
-        arrival = start + self._link(self._costs.exchange_seconds(collective))
+        arrival = self.begins(collective) + self._link(self._costs.exchange_seconds(collective))
         self._idle_from[collective.axis] = arrival
         return arrival
+
+    def begins(self, collective: Collective) -> float:
+        """When one that is issued now has the link."""
+        return max(self.clock, self._idle_from.get(collective.axis, 0.0))
 
     def begin_slices(self, node: Node) -> None:
         """The first two; each further one when the room of the last but one is free."""
@@ -206,4 +224,4 @@ class _Playing:
                 if 0 < number < body.parts - 1:
                     arriving.append(self.issue(one))
                 self.wait(one, arriving.popleft())
-            self.clock += seconds
+            self.take(node, seconds)

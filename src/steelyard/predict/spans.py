@@ -1,0 +1,75 @@
+"""A predicted step drawn out: what each rank does when, and what is on its way.
+
+The same clock as the predicted seconds, so that the picture ends where the figure does. Not for
+pictures: see report/trace.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from steelyard.core.collective import Collective
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Node
+from steelyard.core.program import Program
+from steelyard.core.span import DEVICE, WAITING, Span
+from steelyard.predict.pipelined import pipelined
+from steelyard.predict.timeline import Playing, play
+
+# Ranks that do the same are drawn so often, and no more.
+_MOST_RANKS = 64
+
+
+def spans(program: Program, costs: Costs) -> tuple[Span, ...]:
+    if program.pipeline is not None:
+        return pipelined(program, program.pipeline, costs).spans()
+    one = list(_of_one_rank(program, costs))
+    ranks = range(min(program.layout.num_ranks, _MOST_RANKS))
+    return tuple(replace(span, rank=rank) for rank in ranks for span in one)
+
+
+def _of_one_rank(program: Program, costs: Costs) -> Iterator[Span]:
+    """Every micro-batch, each behind the one before, and the update."""
+    clock = 0.0
+    passes = [program] * program.repeats + ([program.update] if program.update else [])
+    for part in passes:
+        recording = _Recording(part, costs)
+        played = play(part, costs, playing=recording)
+        yield from (replace(s, begin_seconds=s.begin_seconds + clock) for s in recording.spans)
+        clock += played.seconds
+
+
+class _Recording(Playing):
+    """Notes down what the clock goes through."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        super().__init__(costs, costs.whole_step_in(program.parts).value)
+        self.spans: list[Span] = []
+
+    def wait(self, issued: Collective, arrival: float) -> None:
+        begin = self.clock
+        super().wait(issued, arrival)
+        self._note(WAITING, f"for {issued.kind.value}", issued.axis, begin, self.clock)
+
+    def take(self, node: Node, seconds: float) -> None:
+        begin = self.clock
+        super().take(node, seconds)
+        self._note(DEVICE, node.op, node.path, begin, self.clock)
+
+    def issue(self, collective: Collective) -> float:
+        begin = self.begins(collective)
+        arrival = super().issue(collective)
+        self._note(f"link {collective.axis}", collective.kind.value, "", begin, arrival)
+        return arrival
+
+    def _note(self, stream: str, name: str, where: str, begin: float, end: float) -> None:
+        if end > begin:
+            self.spans.append(
+                Span(
+                    rank=0,
+                    stream=stream,
+                    name=name,
+                    where=where,
+                    begin_seconds=begin,
+                    seconds=end - begin,
+                )
+            )
