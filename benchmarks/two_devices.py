@@ -184,8 +184,8 @@ def plan(path: str) -> None:
 
 def case() -> Any:
     torch.manual_seed(0)
-    model = GPT(layers=6, width=768, heads=12, vocabulary=8192, length=128, dropout=0.0, fused=True)
-    return model, next_token_loss, tokens(4, 128, 8192)
+    model = GPT(layers=4, width=512, heads=8, vocabulary=8192, length=128, dropout=0.0, fused=True)
+    return model, next_token_loss, tokens(8, 128, 8192)
 
 
 if __name__ == "__main__":
