@@ -32,7 +32,7 @@ from steelyard.cli.endings import (
 from steelyard.cli.interrupt import heed
 from steelyard.cli.running import Training, run_by
 from steelyard.cli.showing import Shown, hint, loaded, planning
-from steelyard.core.budget import Budget, Maximize
+from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput
 from steelyard.report.lines import Zoom
@@ -108,6 +108,9 @@ def plan(
     maximize: Annotated[
         Maximize | None, Parameter(help="Ask for the largest that fits instead.")
     ] = None,
+    minimize: Annotated[
+        Minimize | None, Parameter(help="Of a declared cluster: the fewest that it fits on.")
+    ] = None,
     runner: _Runner = "python",
     ranks: _Ranks = 1,
     cluster: Annotated[
@@ -147,10 +150,10 @@ def plan(
     question, beside_it = wish(what_if), far.said()
     if check is None:
         refuse_to_lose(path)
-    elif budget != Budget() or maximize or output or beside_it or ranks > 1 or cluster:
+    elif any((budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, cluster)):
         raise BadInput(
             "--check takes its budget from the plan file",
-            expected="no budget, --maximize, --ranks, --cluster, --far or -o beside it",
+            expected="no budget, --maximize, --minimize, --ranks, --cluster, --far or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
     with planning(shown) as tell:
@@ -159,7 +162,7 @@ def plan(
 
         if check is None:
             planned = api.plan_workload(
-                workload, budget=budget, runner=runner, maximize=maximize,
+                workload, budget=budget, runner=runner, maximize=maximize, minimize=minimize,
                 cluster=cluster_of(cluster, ranks, beside_it), title=title(train),
                 on_progress=tell,
             )  # fmt: skip

@@ -6,6 +6,17 @@ For pricing steps that are nowhere run. Not for plans that are run: see layout.p
 from dataclasses import dataclass
 
 from steelyard.core.errors import BadInput
+from steelyard.core.rules import Spot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """``count`` alike modules in the list ``path``, from index ``first`` to its end; none where
+    ``count`` is 0."""
+
+    path: str = ""
+    first: int = 0
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,11 +24,11 @@ class DeepLayout:
     """``tensor`` ranks are neighbours, those of ``data`` come next, those of ``pipeline`` last.
 
     Each of ``pipeline`` ranks holds ``virtual`` runs of blocks, and works on ``micro_batches``.
-    ``state_stage`` is ZeRO's. ``again`` names modules inside each block whose forward pass runs
-    again in the backward pass; "" is the whole block. ``overlaps``: gradients are exchanged while
-    the last backward pass runs. ``draws_parts``: each tensor rank draws its own part of what is
-    random, where Steelyard's own ranks draw it whole. ``gathers_again``: what was gathered from
-    tensor ranks is not kept whole, and gathered anew for the backward pass.
+    ``state_stage`` is ZeRO's. ``again`` is what runs again in the backward pass: modules inside
+    each block by name ("" is the whole block), or calls in them. ``overlaps``: gradients are
+    exchanged while the last backward pass runs. ``draws_parts``: each tensor rank draws its own
+    part of what is random, where Steelyard's own ranks draw it whole. ``gathers_again``: what was
+    gathered from tensor ranks is not kept whole, and gathered anew for the backward pass.
     """
 
     tensor: int = 1
@@ -26,7 +37,7 @@ class DeepLayout:
     micro_batches: int = 1
     virtual: int = 1
     state_stage: int = 0
-    again: tuple[str, ...] = ()
+    again: tuple[str | Spot, ...] = ()
     overlaps: bool = False
     draws_parts: bool = False
     gathers_again: bool = False

@@ -97,6 +97,8 @@ class _ShardStates(BaseModel):
 
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
     module: Annotated[str, Field(alias="parameter")]
+    # Where it is not said, all of them: the weight itself, its gradient, its optimizer state.
+    op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what")] = ""
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
 
 
@@ -400,6 +402,7 @@ _UNSAID = {
     ("recompute", "times"): 1,
     ("offload", "degree"): 0,
     ("shard_tensor", "groups"): 1,
+    ("shard_states", "op"): "",
     ("overlap", "lead"): 0,
 }
 

@@ -77,7 +77,8 @@ class Tree:
 
 
 _PAID_IN = dict.fromkeys(
-    ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states"), "communication"
+    ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states", "shard_pipeline"),
+    "communication",
 )
 
 
