@@ -18,7 +18,7 @@ from steelyard.capture.deep import Stretch, cut_to
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.parted import parted
 from steelyard.capture.regions import regions
-from steelyard.capture.short import shortened
+from steelyard.capture.short import provably_cut
 from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
 from steelyard.core.collective import NCCL
@@ -112,8 +112,8 @@ class SampledStep:
 
     @cached_property
     def _stretches(self) -> Mapping[str, Stretch]:
-        short = shortened(self.model, self.loss, self._sampled_batch)
-        return {} if short is None else short.cut.stretches
+        short = provably_cut(self.model, self.loss, self._sampled_batch)
+        return {} if short is None else short.stretches
 
     @cached_property
     def _samples(self) -> int:

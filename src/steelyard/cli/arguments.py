@@ -8,6 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
+from steelyard.core.amounts import parse_count
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput
 from steelyard.core.printable import printable
@@ -78,6 +79,31 @@ def cluster_of(cluster: str | None, ranks: int, far: Far | None) -> Cluster:
             remedy="leave out the other",
         )
     return Cluster.load(cluster) if cluster.endswith(".toml") else Cluster.named(cluster)
+
+
+def between(devices: str) -> tuple[int, int]:
+    """``16..1472``, or one number."""
+    fewest, dots, most = devices.partition("..")
+    if not fewest.isdigit() or (dots and not most.isdigit()):
+        raise BadInput(
+            f"--devices {printable(devices[:40])} is no range",
+            expected="the fewest and the most, two dots between them",
+            remedy="write --devices 16..1472",
+        )
+    return int(fewest), int(most or fewest)
+
+
+def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
+    """What there is of both, as it was said."""
+    said = {"tokens": tokens, "samples": samples}
+    given = {name: amount for name, amount in said.items() if amount is not None}
+    if len(given) > 1:
+        raise BadInput(
+            "--tokens and --samples both say how long the training is",
+            expected="one of them",
+            remedy="leave out the other",
+        )
+    return {name: parse_count(amount, what=name) for name, amount in given.items()}
 
 
 def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | bool, Path | None]:

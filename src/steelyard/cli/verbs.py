@@ -1,4 +1,4 @@
-"""The seven verbs: each reads its arguments, calls the api and shows what came of it.
+"""The eight verbs: each reads its arguments, calls the api and shows what came of it.
 
 Not for deciding or wiring anything. What only reads a plan never imports torch.
 """
@@ -14,12 +14,14 @@ from cyclopts import App, Parameter
 from steelyard import __version__
 from steelyard.cli.arguments import (
     at_least_one,
+    between,
     cluster_of,
     far_memory,
     plan_path,
     refuse_unwritable,
     resume_from,
     title,
+    training_length,
     wish,
 )
 from steelyard.cli.endings import (
@@ -293,6 +295,42 @@ def simulate(
         for row in by_rank(spans):
             show_text(row.said)
     hint(f"written: {trace}; open it at https://ui.perfetto.dev", shown)
+    return OK
+
+
+@app.command
+def scale(
+    train: _Train,
+    /,
+    *,
+    cluster: Annotated[
+        str, Parameter(help="A declared cluster: a TOML file, or a name such as dgx-h100.")
+    ],
+    devices: Annotated[str, Parameter(help="From how many of its devices to how many: 16..1472.")],
+    memory: Annotated[
+        str | None,
+        Parameter(help="The most that a rank may hold; what its device has, unless said."),
+    ] = None,
+    tokens: Annotated[
+        str | None, Parameter(help="Of the whole training, such as 300B: hours and price are said.")
+    ] = None,
+    samples: Annotated[str | None, Parameter(help="The same, in samples.")] = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
+    from steelyard.report.show import show_scaling
+
+    fewest, most = between(devices)
+    whole = training_length(tokens, samples)
+    with planning(shown) as tell:
+        workload = loaded(train, tell)
+        from steelyard import api
+
+        found = api.scale_workload(
+            workload, cluster=cluster_of(cluster, 1, None), budget=Budget(memory),
+            fewest=fewest, most=most, title=title(train), on_progress=tell, **whole,
+        )  # fmt: skip
+    show_scaling(found, in_json=shown.json)
     return OK
 
 

@@ -23,7 +23,14 @@ from steelyard.core.scope import Scope
 from steelyard.predict.deep import DeepLaid, DeepStep, Stage, tensor_costs
 from steelyard.predict.deep_priced import priced
 from steelyard.predict.sections import Section, Sections, sections
-from steelyard.search.mixing import Kind, allotted, least_seconds, mixed
+from steelyard.search.mixing import (
+    Kind,
+    bettered,
+    fastest_slowest,
+    least_in_all,
+    least_seconds,
+    mixed,
+)
 
 _NEVER = float("inf")
 # More runs of blocks on a rank, or samples in a micro-batch, are not looked into; nor tensors in
@@ -44,6 +51,29 @@ class DeepSource(Protocol):
     @property
     def formats(self) -> Formats: ...
     def in_parts(self, tensor: int) -> Sampled: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WithSamples:
+    """A source with a batch of another size."""
+
+    source: DeepSource
+    num_samples: int
+
+    @property
+    def why_together(self) -> str:
+        return self.source.why_together
+
+    @property
+    def blocks(self) -> Blocks:
+        return self.source.blocks
+
+    @property
+    def formats(self) -> Formats:
+        return self.source.formats
+
+    def in_parts(self, tensor: int) -> Sampled:
+        return self.source.in_parts(tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +119,17 @@ class DeepSearch:
         self._sets: dict[int, tuple[Again, ...]] = {}
         self._ways: dict[int, list[_Way]] = {}
         self._laid: dict[tuple[DeepLayout, int, int], Laid | None] = {}
+
+    def with_samples(self, samples: int) -> "DeepSearch":
+        """The same step on another global batch; what is known of parts of it is shared."""
+        other = DeepSearch(
+            _WithSamples(source=self._source, num_samples=samples),
+            self._cluster,
+            again_of=self._again_of,
+        )
+        other._sections, other._graphs = self._sections, self._graphs
+        other._costs, other._sets = self._costs, self._sets
+        return other
 
     def limit_bytes(self, budget: Budget) -> int:
         """No rank may hold more than its device has, whatever the budget says."""
@@ -179,6 +220,10 @@ class DeepSearch:
         less, more = divmod(self.num_blocks, stages)
         counts = [less + (stage < more) for stage in range(stages)]
         return self.prediction(replace(laid, stages=tuple((((), count),) for count in counts)))
+
+    @property
+    def num_samples(self) -> int:
+        return self._source.num_samples
 
     @property
     def num_blocks(self) -> int:
@@ -343,15 +388,16 @@ class _Stages:
         self._laid, self._layout, self._limit_bytes = laid, layout, limit_bytes
         self._num_blocks, self._sections = num_blocks, kinds
         self._seconds = [laid.in_turn(section) for _, section in kinds]
+        self._fitted: dict[tuple[int, int], float] = {}
+        self._least: dict[tuple[int, int], float] = {}
 
     @cached_property
     def is_roomy(self) -> bool:
         """Whether an equal share of the blocks fits everywhere as it is."""
-        counts = self._counts(self._fitted_seconds)
-        return counts is not None
+        return self._best_counts() is not None
 
     def stages(self) -> list[list[tuple[tuple[Again, Section], int]]] | None:
-        counts = self._counts(self._fitted_seconds)
+        counts = self._best_counts()
         if counts is None:
             return None
         found = []
@@ -363,36 +409,55 @@ class _Stages:
 
     def least_seconds(self) -> float:
         """Of all micro-batches, whatever whole numbers of blocks are of which kind."""
-        counts = self._counts(self._least_seconds)
-        assert counts is not None, "what fits in whole numbers fits"
-        layout = self._layout
-        seconds = [self._least_seconds(s, n) for s, n in enumerate(counts)]
-        ends = sum(self._laid.ends_seconds(s) for s in range(layout.pipeline))
-        slowest, total = max(seconds), self._num_blocks * min(self._seconds) + ends
-        return layout.micro_batches * slowest + max(0.0, total - slowest) / layout.virtual
+        through = self._laid.through
+        if self._fixed:
+            return through([self._least_seconds(s, n) for s, n in enumerate(self._fixed)])
+        of, stages = self._least_seconds, self._layout.pipeline
+        quick = fastest_slowest(self._num_blocks, stages, of)
+        lean = least_in_all(self._num_blocks, stages, of)
+        assert quick is not None, "what fits in whole numbers fits"
+        assert lean is not None, "the same stages fit"
+        slowest = max(of(s, n) for s, n in enumerate(quick))
+        total = sum(of(s, n) for s, n in enumerate(lean))
+        rest = max(0.0, total - slowest) / self._layout.virtual
+        return self._layout.micro_batches * slowest + rest
 
-    def _counts(self, seconds_of: Callable[[int, int], float]) -> tuple[int, ...] | None:
+    @property
+    def _fixed(self) -> tuple[int, ...]:
+        """Equally many each, where there is no choice."""
         stages = self._layout.pipeline
-        if not self._num_blocks:
-            return (0,) if seconds_of(0, 0) < _NEVER else None
-        if self._layout.virtual > 1:
-            counts = (self._num_blocks // stages,) * stages
-            fit = all(seconds_of(s, n) < _NEVER for s, n in enumerate(counts))
-            return counts if fit else None
-        return allotted(self._num_blocks, stages, seconds_of)
+        if self._num_blocks and self._layout.virtual == 1:
+            return ()
+        return (self._num_blocks // stages,) * stages
+
+    def _best_counts(self) -> tuple[int, ...] | None:
+        seconds_of = self._fitted_seconds
+        if self._fixed:
+            fit = all(seconds_of(s, n) < _NEVER for s, n in enumerate(self._fixed))
+            return self._fixed if fit else None
+        through, stages = self._laid.through, self._layout.pipeline
+        quick = fastest_slowest(self._num_blocks, stages, seconds_of)
+        lean = least_in_all(self._num_blocks, stages, seconds_of)
+        if quick is None or lean is None:
+            return None
+        start = min(
+            (quick, lean),
+            key=lambda counts: through([seconds_of(s, n) for s, n in enumerate(counts)]),
+        )
+        return bettered(start, seconds_of, through)
 
     def _fitted_seconds(self, stage: int, count: int) -> float:
-        room = self._room_bytes(stage, count)
-        if not count:
-            return self._laid.ends_seconds(stage) if room >= 0 else _NEVER
-        mix = mixed(self._kinds(stage), count, room)
-        return _NEVER if mix is None else mix.seconds + self._laid.ends_seconds(stage)
+        if (stage, count) not in self._fitted:
+            room, ends = self._room_bytes(stage, count), self._laid.ends_seconds(stage)
+            mix = mixed(self._kinds(stage), count, room)
+            self._fitted[stage, count] = _NEVER if mix is None else mix.seconds + ends
+        return self._fitted[stage, count]
 
     def _least_seconds(self, stage: int, count: int) -> float:
-        room = self._room_bytes(stage, count)
-        if not count:
-            return self._fitted_seconds(stage, count)
-        return least_seconds(self._kinds(stage), count, room) + self._laid.ends_seconds(stage)
+        if (stage, count) not in self._least:
+            room, ends = self._room_bytes(stage, count), self._laid.ends_seconds(stage)
+            self._least[stage, count] = least_seconds(self._kinds(stage), count, room) + ends
+        return self._least[stage, count]
 
     def _room_bytes(self, stage: int, count: int) -> float:
         model = self._laid.model_memory(stage, count).nbytes

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+from numpy.typing import NDArray
+
 _NEVER = float("inf")
 
 
@@ -32,6 +35,8 @@ class Mix:
 
 def mixed(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> Mix | None:
     """The fastest of one kind or of two; None where none leaves the blocks room."""
+    if not num_blocks:
+        return _mix(kinds, {}) if room_bytes >= 0 else None
     found: list[Mix] = []
     for index, kind in enumerate(kinds):
         if num_blocks * kind.kept_bytes + kind.again_bytes <= room_bytes:
@@ -51,20 +56,38 @@ def mixed(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> Mix | No
 def least_seconds(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> float:
     """No whole numbers of blocks take less, in so much room; infinite where they have too little.
 
-    On the lower hull of what kinds keep and take, as if blocks could be of two kinds each.
+    As if blocks could be of two kinds each. Whatever they are of, one of their kinds needs most
+    room to be computed again, and has it.
     """
-    each = room_bytes / num_blocks
-    best = min((k.seconds for k in kinds if k.kept_bytes <= each), default=_NEVER)
+    if not num_blocks:
+        return 0.0 if room_bytes >= 0 else _NEVER
+    return num_blocks * min(
+        (
+            _on_the_hull(
+                [kind for kind in kinds if kind.again_bytes <= most.again_bytes],
+                (room_bytes - most.again_bytes) / num_blocks,
+            )
+            for most in kinds
+        ),
+        default=_NEVER,
+    )
+
+
+def _on_the_hull(kinds: Sequence[Kind], each_bytes: float) -> float:
+    best = min((k.seconds for k in kinds if k.kept_bytes <= each_bytes), default=_NEVER)
     for one, other in combinations(kinds, 2):
         lean, wide = sorted((one, other), key=lambda k: k.kept_bytes)
-        if lean.kept_bytes <= each < wide.kept_bytes:
-            share = (each - lean.kept_bytes) / (wide.kept_bytes - lean.kept_bytes)
+        if lean.kept_bytes <= each_bytes < wide.kept_bytes:
+            share = (each_bytes - lean.kept_bytes) / (wide.kept_bytes - lean.kept_bytes)
             best = min(best, lean.seconds + share * (wide.seconds - lean.seconds))
-    return num_blocks * best
+    return best
 
 
-def allotted(
-    num_blocks: int, num_stages: int, seconds_of: Callable[[int, int], float]
+SecondsOf = Callable[[int, int], float]
+
+
+def fastest_slowest(
+    num_blocks: int, num_stages: int, seconds_of: SecondsOf
 ) -> tuple[int, ...] | None:
     """How many blocks each stage holds, one at least, so that the slowest is as fast as can be.
 
@@ -84,6 +107,64 @@ def allotted(
         counts[stage] += 1
         heapq.heapreplace(queue, (seconds_of(stage, counts[stage] + 1), stage))
     return tuple(counts)
+
+
+def least_in_all(num_blocks: int, num_stages: int, seconds_of: SecondsOf) -> tuple[int, ...] | None:
+    """So that all stages together take as little as can be: stage after stage, the best of every
+    number of blocks that they may hold so far."""
+    most = num_blocks - num_stages + 1
+    if most < 1:
+        return None
+    so_far = np.full(num_blocks + 1, np.inf)
+    so_far[0] = 0.0
+    given: list[NDArray[np.int64]] = []
+    for stage in range(num_stages):
+        after, count_of = np.full(num_blocks + 1, np.inf), np.zeros(num_blocks + 1, dtype=np.int64)
+        for count in range(1, most + 1):
+            seconds = seconds_of(stage, count)
+            if seconds == _NEVER:
+                break  # nor do more fit
+            with_it = so_far[:-count] + seconds
+            is_better = with_it < after[count:]
+            after[count:][is_better] = with_it[is_better]
+            count_of[count:][is_better] = count
+        so_far = after
+        given.append(count_of)
+    if not np.isfinite(so_far[num_blocks]):
+        return None
+    counts, left = [], num_blocks
+    for count_of in reversed(given):
+        counts.append(int(count_of[left]))
+        left -= counts[-1]
+    return tuple(reversed(counts))
+
+
+def bettered(
+    counts: tuple[int, ...], seconds_of: SecondsOf, of_all: Callable[[Sequence[float]], float]
+) -> tuple[int, ...]:
+    """One block from one stage to another, as long as that makes ``of_all`` stages less."""
+    held, seconds = list(counts), [seconds_of(s, n) for s, n in enumerate(counts)]
+    best = of_all(seconds)
+    while True:
+        found: tuple[float, int, int] | None = None
+        for giver in range(len(held)):
+            if held[giver] == 1:
+                continue
+            less = seconds_of(giver, held[giver] - 1)
+            for taker in range(len(held)):
+                if taker == giver:
+                    continue
+                moved = [*seconds]
+                moved[giver], moved[taker] = less, seconds_of(taker, held[taker] + 1)
+                total = of_all(moved)
+                if total < best * (1 - 1e-9):
+                    best, found = total, (total, giver, taker)
+        if found is None:
+            return tuple(held)
+        _, giver, taker = found
+        held[giver] -= 1
+        held[taker] += 1
+        seconds = [seconds_of(s, n) for s, n in enumerate(held)]
 
 
 def _mix(kinds: Sequence[Kind], of: dict[int, int]) -> Mix:
