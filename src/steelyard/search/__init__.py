@@ -1,8 +1,9 @@
 """Offers + predict + a budget -> the trades to strike, the curve they lie on, and why not the rest.
 Torch-free, and handed its trades. Not for capturing, measuring or running."""
 
-from steelyard.search.deep import Again, DeepSearch, Laid
+from steelyard.search.deep import DeepSearch, Laid
 from steelyard.search.deep_rules import rules_of
+from steelyard.search.deep_stages import Again
 from steelyard.search.deep_told import told
 from steelyard.search.found import Found, Gap
 from steelyard.search.kinds import sets_again

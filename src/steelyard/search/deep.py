@@ -6,9 +6,9 @@ these on, until what was found is no slower than what is left. Not for pricing o
 predict/deep.py. Not for clusters that are here: see layouts.py.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Protocol
 
 from steelyard.core.budget import Budget
@@ -17,26 +17,17 @@ from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import Blocks, DeepLayout, Formats
 from steelyard.core.graph import Graph
 from steelyard.core.plan import Prediction
-from steelyard.core.rules import Spot
 from steelyard.core.sampled import Sampled
 from steelyard.core.scope import Scope
 from steelyard.predict.deep import DeepLaid, DeepStep, Stage, tensor_costs
 from steelyard.predict.deep_priced import priced
-from steelyard.predict.sections import Section, Sections, sections
-from steelyard.search.mixing import (
-    Kind,
-    bettered,
-    fastest_slowest,
-    least_in_all,
-    least_seconds,
-    mixed,
-)
+from steelyard.predict.sections import Sections, sections
+from steelyard.search.deep_stages import Again, Stages
 
 _NEVER = float("inf")
 # More runs of blocks on a rank, or samples in a micro-batch, are not looked into; nor tensors in
 # more parts.
 _MOST_VIRTUAL, _MOST_SAMPLES, _MOST_PARTS = 8, 64, 16
-Again = tuple[Spot, ...]
 
 
 class DeepSource(Protocol):
@@ -311,11 +302,11 @@ class DeepSearch:
             return None
         plain = self._parts(layout, samples, ())
         laid = DeepLaid(plain, self._cluster, layout, self._source.formats)
-        work = _Stages(laid, layout, limit_bytes, self.num_blocks, ((), plain.block))
-        if not work.is_roomy:
+        work = Stages(laid, layout, sys.maxsize, self.num_blocks, ((), plain.block))
+        if not work.fits(limit_bytes):
             sets = self._sets_of(layout.tensor)[1:]
             kinds = [(again, self._parts(layout, samples, again).block) for again in sets]
-            work = _Stages(laid, layout, limit_bytes, self.num_blocks, ((), plain.block), *kinds)
+            work = Stages(laid, layout, limit_bytes, self.num_blocks, ((), plain.block), *kinds)
         stages = work.stages()
         if stages is None:
             return None
@@ -333,13 +324,17 @@ class DeepSearch:
         )
 
     def _least_bytes(self, way: _Way) -> int:
-        """Of the stage that holds most of the model, with nothing kept."""
-        laid = self._laid_out(way)
-        blocks, stages = self.num_blocks, way.layout.pipeline
-        return max(
-            laid.model_memory(s, blocks // stages).nbytes + laid.around_bytes(s)
-            for s in _told_apart(stages)
+        """Of either end, with as few blocks as it may hold and nothing kept of them; and of the
+        stage that holds most of these."""
+        laid, layout = self._laid_out(way), way.layout
+        most = -(-self.num_blocks // layout.pipeline)
+        fewest = most if layout.virtual > 1 else min(1, most) if layout.pipeline > 1 else most
+        inner = laid.model_memory(_inner(layout.pipeline), most).nbytes
+        ends = (
+            laid.model_memory(s, fewest).nbytes + laid.around_bytes(s)
+            for s in _told_apart(layout.pipeline)
         )
+        return max(*ends, inner if layout.pipeline > 2 else 0)
 
     def _laid_out(self, way: "_Way | Laid") -> DeepLaid:
         parts = self._parts(way.layout, way.micro_batch, ())
@@ -372,107 +367,6 @@ class DeepSearch:
             sampled = self._source.in_parts(tensor)
             self._sets[tensor] = tuple(self._again_of(sampled, self.costs_of(tensor)))
         return self._sets[tensor]
-
-
-class _Stages:
-    """The blocks of one layout, of some kinds, put into stages that hold what is allowed."""
-
-    def __init__(
-        self,
-        laid: DeepLaid,
-        layout: DeepLayout,
-        limit_bytes: int,
-        num_blocks: int,
-        *kinds: tuple[Again, Section],
-    ) -> None:
-        self._laid, self._layout, self._limit_bytes = laid, layout, limit_bytes
-        self._num_blocks, self._sections = num_blocks, kinds
-        self._seconds = [laid.in_turn(section) for _, section in kinds]
-        self._fitted: dict[tuple[int, int], float] = {}
-        self._least: dict[tuple[int, int], float] = {}
-
-    @cached_property
-    def is_roomy(self) -> bool:
-        """Whether an equal share of the blocks fits everywhere as it is."""
-        return self._best_counts() is not None
-
-    def stages(self) -> list[list[tuple[tuple[Again, Section], int]]] | None:
-        counts = self._best_counts()
-        if counts is None:
-            return None
-        found = []
-        for stage, count in enumerate(counts):
-            mix = mixed(self._kinds(stage), count, self._room_bytes(stage, count))
-            assert mix is not None, "what was counted fits"
-            found.append(list(zip(self._sections, mix.counts, strict=True)))
-        return found
-
-    def least_seconds(self) -> float:
-        """Of all micro-batches, whatever whole numbers of blocks are of which kind."""
-        through = self._laid.through
-        if self._fixed:
-            return through([self._least_seconds(s, n) for s, n in enumerate(self._fixed)])
-        of, stages = self._least_seconds, self._layout.pipeline
-        quick = fastest_slowest(self._num_blocks, stages, of)
-        lean = least_in_all(self._num_blocks, stages, of)
-        assert quick is not None, "what fits in whole numbers fits"
-        assert lean is not None, "the same stages fit"
-        slowest = max(of(s, n) for s, n in enumerate(quick))
-        total = sum(of(s, n) for s, n in enumerate(lean))
-        rest = max(0.0, total - slowest) / self._layout.virtual
-        return self._layout.micro_batches * slowest + rest
-
-    @property
-    def _fixed(self) -> tuple[int, ...]:
-        """Equally many each, where there is no choice."""
-        stages = self._layout.pipeline
-        if self._num_blocks and self._layout.virtual == 1:
-            return ()
-        return (self._num_blocks // stages,) * stages
-
-    def _best_counts(self) -> tuple[int, ...] | None:
-        seconds_of = self._fitted_seconds
-        if self._fixed:
-            fit = all(seconds_of(s, n) < _NEVER for s, n in enumerate(self._fixed))
-            return self._fixed if fit else None
-        through, stages = self._laid.through, self._layout.pipeline
-        quick = fastest_slowest(self._num_blocks, stages, seconds_of)
-        lean = least_in_all(self._num_blocks, stages, seconds_of)
-        if quick is None or lean is None:
-            return None
-        start = min(
-            (quick, lean),
-            key=lambda counts: through([seconds_of(s, n) for s, n in enumerate(counts)]),
-        )
-        return bettered(start, seconds_of, through)
-
-    def _fitted_seconds(self, stage: int, count: int) -> float:
-        if (stage, count) not in self._fitted:
-            room, ends = self._room_bytes(stage, count), self._laid.ends_seconds(stage)
-            mix = mixed(self._kinds(stage), count, room)
-            self._fitted[stage, count] = _NEVER if mix is None else mix.seconds + ends
-        return self._fitted[stage, count]
-
-    def _least_seconds(self, stage: int, count: int) -> float:
-        if (stage, count) not in self._least:
-            room, ends = self._room_bytes(stage, count), self._laid.ends_seconds(stage)
-            self._least[stage, count] = least_seconds(self._kinds(stage), count, room) + ends
-        return self._least[stage, count]
-
-    def _room_bytes(self, stage: int, count: int) -> float:
-        model = self._laid.model_memory(stage, count).nbytes
-        return self._limit_bytes - model - self._laid.around_bytes(stage)
-
-    def _kinds(self, stage: int) -> list[Kind]:
-        alive = self._laid.alive(stage)
-        return [
-            Kind(
-                seconds=seconds,
-                kept_bytes=alive * section.kept_bytes,
-                again_bytes=section.again_bytes,
-            )
-            for (_, section), seconds in zip(self._sections, self._seconds, strict=True)
-        ]
 
 
 def _told_apart(stages: int) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from steelyard.core.parting import Region
 from steelyard.core.placement import Shard
 from steelyard.core.rules import Rule
 from steelyard.predict.sections import MIDDLE
-from steelyard.search.deep import Again, Laid
+from steelyard.search.deep import Laid
+from steelyard.search.deep_stages import Again
 
 # What goes at a time, of gradients: what stock data parallelism sends.
 _BUCKET_BYTES = 25 * 2**20
