@@ -118,9 +118,9 @@ def test_it_cannot_be_run_here(planned: PlannedElsewhere) -> None:
 
 def test_no_fewer_devices_would_do(where: Elsewhere) -> None:
     fewest = where.planned(sy.Budget(), "devices")  # type: ignore[arg-type]
-    (title,) = (fewest.plan.largest,)
+    (title,) = (fewest.plan.fewest,)
     ranks = int(title.split()[0])
-    assert title == f"{ranks} of 8 devices are the fewest"
+    assert title == f"{ranks} of 8 devices; no layout on fewer keeps the budget"
     assert 1 < ranks <= 8
     for fewer in range(1, ranks):
         with pytest.raises(Infeasible):
@@ -128,7 +128,7 @@ def test_no_fewer_devices_would_do(where: Elsewhere) -> None:
     # A step time asks for more of them.
     seconds = fewest.predicted.step_seconds.value
     quicker = where.planned(sy.Budget(step_time=seconds * 0.9), "devices")  # type: ignore[arg-type]
-    assert int(quicker.plan.largest.split()[0]) > ranks
+    assert int(quicker.plan.fewest.split()[0]) > ranks
     assert quicker.predicted.step_seconds.value <= seconds * 0.9
 
 
@@ -168,7 +168,7 @@ def test_the_fewest_of_a_model_without_blocks() -> None:
         model, lambda m, b: m(b).square().mean(), torch.randn(16, 64), optimizer=_ADAMW,
         cluster=_cluster(memory="800 KiB"), minimize="devices",
     )  # fmt: skip
-    assert found.plan.largest == "2 of 8 devices are the fewest"
+    assert found.plan.fewest == "2 of 8 devices; no layout on fewer keeps the budget"
 
 
 @pytest.mark.parametrize(

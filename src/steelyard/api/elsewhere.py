@@ -129,7 +129,7 @@ class Elsewhere:
             refused=reasons.refused,
             num_offers=reasons.num_offers,
             next_cent=self._next_cent(laid, limit),
-            largest=self._fewest_said(laid) if minimize else "",
+            fewest=self._fewest_said(laid) if minimize else "",
             notes=tuple(self._notes(laid, limit)),
         )
 
@@ -138,9 +138,8 @@ class Elsewhere:
         return f"{self.request.title}, batch {shapes}, {laid.layout.num_ranks} ranks"
 
     def _fewest_said(self, laid: Laid) -> str:
-        return (
-            f"{laid.layout.num_ranks} of {self.request.cluster.num_devices} devices are the fewest"
-        )
+        most = self.request.cluster.num_devices
+        return f"{laid.layout.num_ranks} of {most} devices; no layout on fewer keeps the budget"
 
     def _next_cent(self, laid: Laid, limit: int) -> NextCent | None:
         more = int(limit * _MORE)

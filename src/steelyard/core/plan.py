@@ -112,9 +112,9 @@ class Plan:
 
     ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade struck.
     ``slowdown`` is how many times as long as the unplanned graph the plan takes, forward and
-    backward pass without the optimizer's step. ``largest``
-    answers the inverse question where it was asked. ``least_bytes`` is the least peak that was
-    found, with the batch in at most ``least_within`` parts; 0 where finer cuts were tried as well.
+    backward pass without the optimizer's step. ``largest`` or ``fewest`` answers the inverse
+    question where it was asked. ``least_bytes`` is the least peak that was found, with the batch in
+    at most ``least_within`` parts; 0 where finer cuts were tried as well.
     ``planned_seconds`` is the step as it was predicted when the reasons were found, where that was
     at another time than the prediction here; offers, curve and next cent are beside that one.
     """
@@ -134,4 +134,5 @@ class Plan:
     slowdown: Estimate | None = None
     planned_seconds: float | None = None
     largest: str = ""
+    fewest: str = ""
     notes: tuple[str, ...] = field(default=())

@@ -62,13 +62,16 @@ class Scaling:
     def serial_share(self) -> float:
         """Of the step on the fewest devices: what fits these speed-ups best."""
         found = ((self.times(p), self.speed_up(p)) for p in self.points)
-        return amdahl_share([(times, up) for times, up in found if up is not None])
+        share = amdahl_share([(times, up) for times, up in found if up is not None])
+        # More devices hold more, and may compute less again: they may be more than so many times
+        # as fast, which no law of these two knows.
+        return max(0.0, share)
 
     @property
     def constant_share(self) -> float:
         """Of the step on any number, the batch grown alike: what fits these speed-ups best."""
         found = ((self.times(p), self.scaled_speed_up(p)) for p in self.points)
-        return gustafson_share([(times, up) for times, up in found if up is not None])
+        return max(0.0, gustafson_share([(times, up) for times, up in found if up is not None]))
 
 
 def amdahl(times: float, share: float) -> float:

@@ -15,10 +15,6 @@ _LAYOUT = 1
 
 def rendered(scaling: Scaling, *, width: int) -> list[Line]:
     """Two tables: Amdahl's of the batch as it is, Gustafson's of one that grows."""
-    first = scaling.points[0].devices
-    serial, constant = (
-        format_share(share).lstrip("+") for share in (scaling.serial_share, scaling.constant_share)
-    )
     same = [
         _row(point, point.same_batch, scaling.speed_up(point), amdahl(times, scaling.serial_share))
         for point, times in _with_times(scaling)
@@ -35,14 +31,30 @@ def rendered(scaling: Scaling, *, width: int) -> list[Line]:
     title = f"{scaling.title}, on {scaling.cluster}"
     lines = [*words(title, width=width, tone=Tone.STRONG)]
     lines += _table("the same batch", "Amdahl", same)
-    said = f"Amdahl: as if {serial} of the step on {first:,} devices did not shrink"
-    lines += words(said, width=width, tone=Tone.FAINT)
+    lines += words(_amdahl(scaling), width=width, tone=Tone.FAINT)
     lines += _table("the batch grown with the devices", "Gustafson", grown)
-    said = f"Gustafson: as if {constant} of the step on any number did not grow with the batch"
-    lines += words(said, width=width, tone=Tone.FAINT)
+    lines += words(_gustafson(scaling), width=width, tone=Tone.FAINT)
     for note in scaling.notes:
         lines += words(f"note  {note}", width=width)
     return lines
+
+
+def _amdahl(scaling: Scaling) -> str:
+    share, first = scaling.serial_share, scaling.points[0].devices
+    if not share:
+        return "Amdahl: as if all of the step shrank; more devices may compute less again"
+    return f"Amdahl: as if {_plainly(share)} of the step on {first:,} devices did not shrink"
+
+
+def _gustafson(scaling: Scaling) -> str:
+    share = scaling.constant_share
+    if not share:
+        return "Gustafson: as if all of the step grew with the batch"
+    return f"Gustafson: as if {_plainly(share)} of the step on any number did not grow"
+
+
+def _plainly(share: float) -> str:
+    return format_share(share).lstrip("+")
 
 
 def _with_times(scaling: Scaling) -> list[tuple[ScalePoint, float]]:

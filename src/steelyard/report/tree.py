@@ -67,6 +67,7 @@ class Tree:
     least_within: int
     least_is: str
     largest: str
+    fewest: str
     ran: tuple[str, ...]
     notes: tuple[str, ...]
     peak: PeakTree
@@ -128,6 +129,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         least_within=plan.least_within,
         least_is=_least_is(plan),
         largest=plan.largest,
+        fewest=plan.fewest,
         ran=_ran(measured) if measured else (),
         notes=(*_probe(plan), *plan.notes, *(measured.notes if measured else ()), *outside(rows)),
         peak=peak_of(plan.predicted.peak),
