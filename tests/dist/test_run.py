@@ -39,7 +39,7 @@ def batches():
         if step == 4 and first and os.environ.get("RANK") == os.environ.get("KILLED"):
             os.kill(os.getpid(), getattr(signal, os.environ.get("SIGNAL", "SIGKILL")))
         time.sleep(float(os.environ.get("PAUSE", "0")))
-        count = 12 if step == 4 and os.environ.get("RANK") == os.environ.get("ODD") else 8
+        count = 12 if step == 4 and os.environ.get("RANK") == os.environ.get("ODD", "none") else 8
         yield {name: torch.randn(count, 16, generator=generator) for name in ("x", "y")}
 
 
