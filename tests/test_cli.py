@@ -124,8 +124,12 @@ def test_what_to_plan_for_is_this_machine_a_name_or_a_file(
         fake_api.ASKED.clear()
         assert main(["plan", "train.py", *asked_for.split()]) == 0
         assert asked("plan_workload")["cluster"].num_devices == devices
-    for wrong in ("--cluster dgx-h100 --ranks 2", "--cluster dgx-h10", "--cluster none.toml",
-                  "--ranks 0", "--ranks 100000"):  # fmt: skip
+    fake_api.ASKED.clear()
+    assert main(["plan", "train.py", "--ranks", "2", "--speeds", "1,0.5"]) == 0
+    assert asked("plan_workload")["cluster"].speeds == (1, 0.5)
+    for wrong in ("--cluster dgx-h100 --ranks 2", "--cluster dgx-h10", "--ranks 2 --speeds 1",
+                  "--ranks 2 --speeds fast", "--cluster dgx-h100 --speeds 1,0.5",
+                  "--cluster none.toml", "--ranks 0", "--ranks 100000"):  # fmt: skip
         assert main(["plan", "train.py", *wrong.split()]) == 2, wrong
         assert "next: " in capsys.readouterr().err
 

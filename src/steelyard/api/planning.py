@@ -87,6 +87,8 @@ def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:
     cluster = request.cluster
     if cluster.num_devices == 1 or any(device.is_here for device, _ in cluster.tree.classes):
         return False
+    if len(cluster.tree.classes) > 1 and minimize is None:
+        return False  # only the batch can be shared by several classes, which is searched for there
     return minimize is not None or cut(request.model) is not None
 
 
@@ -205,7 +207,7 @@ def load(
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=Cluster.here(ranks=made_for.ranks, far=decisions.far),
+        cluster=Cluster.here(ranks=made_for.ranks, speeds=made_for.speeds, far=decisions.far),
         budget=decisions.budget,
         runner="inductor" if made_for.runner == "inductor" else "python",
         decomposition=made_for.decomposition,

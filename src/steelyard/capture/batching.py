@@ -1,4 +1,4 @@
-"""Cutting the global batch into equal parts, and whether that would change what is trained.
+"""Cutting the global batch into parts, and whether that would change what is trained.
 
 Not for capturing the parts: see source.py.
 """

@@ -68,13 +68,16 @@ def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Far |
     return Far(folder, rate=rate, size=size)
 
 
-def cluster_of(cluster: str | None, ranks: int, far: Far | None) -> Cluster:
+def cluster_of(
+    cluster: str | None, ranks: int, far: Far | None, *, speeds: str | None = None
+) -> Cluster:
     """This machine, or the one in a file, or one of those that are known by name."""
     if cluster is None:
-        return Cluster.here(ranks=ranks, far=far)
-    if ranks > 1 or far is not None:
+        return Cluster.here(ranks=ranks, speeds=_speeds(speeds), far=far)
+    if ranks > 1 or far is not None or speeds is not None:
+        other = "--ranks" if ranks > 1 else "--far" if far is not None else "--speeds"
         raise BadInput(
-            f"--cluster says what there is, and so does {'--ranks' if ranks > 1 else '--far'}",
+            f"--cluster says what there is, and so does {other}",
             expected="one of them",
             remedy="leave out the other",
         )
@@ -104,6 +107,20 @@ def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
             remedy="leave out the other",
         )
     return {name: parse_count(amount, what=name) for name, amount in given.items()}
+
+
+def _speeds(text: str | None) -> tuple[float, ...]:
+    """One for each rank; what is no number is refused with those of another length."""
+    if text is None:
+        return ()
+    try:
+        return tuple(float(speed) for speed in text.split(","))
+    except ValueError:
+        raise BadInput(
+            f"--speeds {printable(text, most=60)} is no list of numbers",
+            expected="how fast each rank computes beside the others",
+            remedy="write --speeds 1,0.5 for two ranks; or leave it out, and it is measured",
+        ) from None
 
 
 def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | bool, Path | None]:

@@ -115,6 +115,10 @@ def plan(
     ] = None,
     runner: _Runner = "python",
     ranks: _Ranks = 1,
+    speeds: Annotated[
+        str | None,
+        Parameter(help="How fast each rank computes, such as 1,0.5; measured, unless said."),
+    ] = None,
     cluster: Annotated[
         str | None,
         Parameter(help="What to plan for instead of this machine: a TOML file, or dgx-h100."),
@@ -152,10 +156,13 @@ def plan(
     question, beside_it = wish(what_if), far.said()
     if check is None:
         refuse_to_lose(path)
-    elif any((budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, cluster)):
+    elif any(
+        (budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds, cluster)
+    ):
         raise BadInput(
             "--check takes its budget from the plan file",
-            expected="no budget, --maximize, --minimize, --ranks, --cluster, --far or -o beside it",
+            expected="no budget, --maximize, --minimize, --ranks, --speeds, --cluster, --far or -o "
+            "beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
     with planning(shown) as tell:
@@ -165,7 +172,7 @@ def plan(
         if check is None:
             planned = api.plan_workload(
                 workload, budget=budget, runner=runner, maximize=maximize, minimize=minimize,
-                cluster=cluster_of(cluster, ranks, beside_it), title=title(train),
+                cluster=cluster_of(cluster, ranks, beside_it, speeds=speeds), title=title(train),
                 on_progress=tell,
             )  # fmt: skip
         else:

@@ -26,7 +26,8 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFor:
-    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on."""
+    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, and
+    ``speeds`` how fast each of them computes beside the fastest, where they are not equal."""
 
     model: str
     graph: str
@@ -36,6 +37,7 @@ class MadeFor:
     torch: str
     batch: tuple[BatchEntry, ...]
     ranks: int = 1
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,13 @@ class Decisions:
         """Four hexadecimal digits that name the decisions in print."""
         # A plan is called as it was before there were lags, times and buckets.
         rules = str(tuple(sorted(self.rules)))
-        for unsaid in (", lag=0, lead=0", ", times=1", ", bucket_bytes=0", ", dim=0, groups=1"):
+        for unsaid in (
+            ", lag=0, lead=0",
+            ", times=1",
+            ", bucket_bytes=0",
+            ", dim=0, groups=1",
+            ", shares=()",
+        ):
             rules = rules.replace(unsaid, "")
         text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
         return sha256(text.encode()).hexdigest()[:4]

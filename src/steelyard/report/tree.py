@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from steelyard.core.accuracy import keeps
 from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.layout import spelled
 from steelyard.core.peak import Timeline
 from steelyard.core.plan import Plan, Taken
 from steelyard.core.receipt import Measured, Receipt
@@ -272,7 +273,8 @@ def rule_in_words(rule: Rule) -> str:
     if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"
     if rule.trade == "shard_batch":
-        return f"{rule.trade}: {rule.degree} ranks, {format_bytes(rule.bucket_bytes)} at a time"
+        among = f"{rule.degree} ranks" + (f" as {spelled(rule.shares)}" if rule.shares else "")
+        return f"{rule.trade}: {among}, {format_bytes(rule.bucket_bytes)} at a time"
     if rule.trade == "shard_tensor":
         return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
     if rule.trade == "shard_states":
