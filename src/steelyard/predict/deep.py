@@ -14,6 +14,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout, Formats
 from steelyard.core.errors import BadInput
 from steelyard.core.layout import TENSOR
+from steelyard.core.stack import Stack
 from steelyard.predict.carried import carried
 from steelyard.predict.collectives import all_gather, all_reduce, reduce_scatter, send
 from steelyard.predict.routes import Route, route
@@ -63,16 +64,22 @@ def tensor_costs(cluster: Cluster, layout: DeepLayout) -> Costs:
 
 
 def deep_step(
-    parts: Sections, cluster: Cluster, layout: DeepLayout, formats: Formats, *, num_blocks: int
+    parts: Sections,
+    cluster: Cluster,
+    layout: DeepLayout,
+    formats: Formats,
+    *,
+    num_blocks: int,
+    stack: Stack | None = None,
 ) -> DeepStep:
-    """``parts`` are those of one tensor rank, for one micro-batch."""
+    """``parts`` are those of one tensor rank, for one micro-batch, as ``stack`` computes them."""
     if layout.num_ranks > cluster.num_devices:
         raise BadInput(
             f"a layout of {layout.num_ranks} ranks on {cluster.num_devices} devices",
             expected="no more ranks than devices",
             remedy="declare a larger cluster, or lower a degree of the layout",
         )
-    work = _Composed(parts, cluster, layout, formats, num_blocks)
+    work = _Composed(parts, cluster, layout, formats, num_blocks, stack or Stack())
     seconds = [work.stage_seconds(stage) for stage in range(layout.pipeline)]
     slowest = max(seconds)
     filling = (sum(seconds) - slowest) / layout.virtual
@@ -86,9 +93,16 @@ def deep_step(
 
 class _Composed:
     def __init__(
-        self, parts: Sections, cluster: Cluster, layout: DeepLayout, formats: Formats, blocks: int
+        self,
+        parts: Sections,
+        cluster: Cluster,
+        layout: DeepLayout,
+        formats: Formats,
+        blocks: int,
+        stack: Stack,
     ) -> None:
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
+        self._stack = stack
         self._blocks = layout.blocks_of_stage(blocks)
         self._data = self._route(range(0, layout.data * layout.tensor, layout.tensor))
         self._hand_on_seconds = self._handing_seconds()
@@ -123,7 +137,8 @@ class _Composed:
         formats = self._formats
         each = formats.gradient_bytes + formats.weight_bytes + 2 * formats.state_bytes
         count = self._num_parameters(stage) / self._share(from_stage=1)
-        return count * each / self._cluster.device.bytes_per_second
+        reached = self._stack.bandwidth_share * self._cluster.device.bytes_per_second
+        return count * each / reached
 
     def memory(self, stage: int) -> StageMemory:
         count, formats, block = self._num_parameters(stage), self._formats, self._parts.block

@@ -11,6 +11,9 @@ from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout
 from steelyard.core.graph import Graph, Node, Phase, Role, Tensor
+from steelyard.core.stack import Stack
+from steelyard.predict.fused import fused, unfused
+from steelyard.predict.kernels import kernel_seconds
 
 # Of the blocks that were captured, the one that has a neighbour on either side.
 MIDDLE = 1
@@ -51,9 +54,14 @@ class Sections:
     stream_bytes: int
 
 
-def sections(graph: Graph, costs: Costs, layout: DeepLayout, *, blocks: str) -> Sections:
-    """``blocks`` is the path of the list that the captured blocks, three at least, stand in."""
-    work = _Told(graph, costs, layout, blocks)
+def sections(
+    graph: Graph, costs: Costs, layout: DeepLayout, *, blocks: str, stack: Stack | None = None
+) -> Sections:
+    """``blocks`` is the path of the list that the captured blocks, three at least, stand in.
+
+    Without a ``stack``, each call takes what the costs say of it.
+    """
+    work = _Told(graph, costs, layout, blocks, stack)
     return Sections(
         before=work.section("before"),
         block=work.section(str(MIDDLE)),
@@ -63,7 +71,9 @@ def sections(graph: Graph, costs: Costs, layout: DeepLayout, *, blocks: str) -> 
 
 
 class _Told:
-    def __init__(self, graph: Graph, costs: Costs, layout: DeepLayout, blocks: str) -> None:
+    def __init__(
+        self, graph: Graph, costs: Costs, layout: DeepLayout, blocks: str, stack: Stack | None
+    ) -> None:
         self._graph, self._costs, self._layout, self._blocks = graph, costs, layout, blocks
         self._of = self._sections_of_nodes()
         self._given = {t.storage for node in graph.inputs() for t in node.outputs}
@@ -73,6 +83,7 @@ class _Told:
                 self._maker.setdefault(tensor.storage, node)
         self._gathered = self._gathered_values() if layout.gathers_again else {}
         self._gatherings = frozenset(self._gathered.values())
+        self._kernel_seconds = self._priced(stack)
 
     def section(self, name: str) -> Section:
         mine = [n for n in self._graph.nodes if self._of.get(n.name) == name and not n.is_input]
@@ -186,13 +197,25 @@ class _Told:
             and storages[by_name[name].outputs[0].storage].role is Role.PARAMETER
         )
 
+    def _priced(self, stack: Stack | None) -> dict[str, float]:
+        """By the first call of each kernel; none reaches from one section or pass to another."""
+
+        def place(node: Node) -> tuple[str, Phase, str]:
+            return self._of.get(node.name, ""), node.phase, self._region(node)
+
+        fuses = stack is not None and stack.fuses
+        kernels = fused(self._graph, place) if fuses else unfused(self._graph.nodes)
+        found = {k.nodes[0].name: kernel_seconds(k, self._costs, stack) for k in kernels}
+        if self._layout.draws_parts:
+            # Drawn on its own it is written whole; fused with what reads it, never.
+            alone = (k.nodes[0] for k in kernels if len(k.nodes) == 1)
+            found |= {n.name: found[n.name] / self._layout.tensor for n in alone if n.is_random}
+        return found
+
     def _seconds(self, nodes: Iterable[Node]) -> float:
         total = 0.0
         for node in nodes:
-            seconds = self._costs.seconds(node).value
-            if node.is_random and self._layout.draws_parts:
-                seconds /= self._layout.tensor
-            total += seconds
+            total += self._kernel_seconds.get(node.name, 0.0)
             if node.collective is not None:
                 total += self._costs.exchange_seconds(node.collective).value
         return total

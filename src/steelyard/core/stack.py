@@ -1,0 +1,28 @@
+"""How well a software stack uses a device: what its kernels reach, and which calls it runs as one.
+
+For pricing steps that are nowhere run. Not for what a device could reach: see device.py.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.core.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The shares that kernels reach of a device's peak while they compute, and of its bandwidth
+    while they move. ``fuses``: calls that give as many elements as they take run as one.
+    """
+
+    peak_share: float = 1.0
+    bandwidth_share: float = 1.0
+    fuses: bool = True
+
+    def __post_init__(self) -> None:
+        shares = (self.peak_share, self.bandwidth_share)
+        if not all(0 < share <= 1 for share in shares):
+            raise BadInput(
+                f"a stack that reaches the shares {shares} of a device",
+                expected="shares above 0, and of 1 at most",
+                remedy="correct the stack, or declare a faster device",
+            )
