@@ -11,15 +11,22 @@ from steelyard.core.errors import BadInput
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """The shares that kernels reach of a device's peak while they compute, and of its bandwidth
-    while they move. ``fuses``: calls that give as many elements as they take run as one.
+    while they move; ``attention_share`` of the former is what kernels of attention reach.
+
+    ``fuses``: calls that give as many elements as they take run as one. ``flat``: parts of weights
+    and gradients are exchanged a block at a time, and copied to one place and format for it; else
+    each on its own. ``rings_only``: gathers and scatters know no other algorithm.
     """
 
     peak_share: float = 1.0
     bandwidth_share: float = 1.0
+    attention_share: float = 1.0
     fuses: bool = True
+    flat: bool = True
+    rings_only: bool = False
 
     def __post_init__(self) -> None:
-        shares = (self.peak_share, self.bandwidth_share)
+        shares = (self.peak_share, self.bandwidth_share, self.attention_share)
         if not all(0 < share <= 1 for share in shares):
             raise BadInput(
                 f"a stack that reaches the shares {shares} of a device",

@@ -6,7 +6,7 @@ stages (Narayanan et al., SC 2021, section 2.2). Gradients follow at the end, or
 last backward pass. Not for programs that are run: see predict.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from steelyard.core.cluster import Cluster
@@ -16,9 +16,18 @@ from steelyard.core.errors import BadInput
 from steelyard.core.layout import TENSOR
 from steelyard.core.stack import Stack
 from steelyard.predict.carried import carried
-from steelyard.predict.collectives import all_gather, all_reduce, reduce_scatter, send
+from steelyard.predict.collectives import (
+    Algorithm,
+    Carried,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    send,
+)
 from steelyard.predict.routes import Route, route
 from steelyard.predict.sections import Section, Sections
+
+_Exchange = Callable[[Route, int], tuple[Carried, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +112,8 @@ class _Composed:
     ) -> None:
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
         self._stack = stack
-        self._blocks = layout.blocks_of_stage(blocks)
+        self._bandwidth = stack.bandwidth_share * cluster.device.bytes_per_second
+        self._blocks = [layout.blocks_of_stage(blocks, s) for s in range(layout.pipeline)]
         self._data = self._route(range(0, layout.data * layout.tensor, layout.tensor))
         self._hand_on_seconds = self._handing_seconds()
 
@@ -111,7 +121,7 @@ class _Composed:
         """One micro-batch, forward and back, with what it waits for its neighbours."""
         ends = sum(self._in_turn(part) for part in self._around(stage))
         return (
-            self._blocks * self._in_turn(self._parts.block)
+            self._blocks[stage] * self._in_turn(self._parts.block)
             + ends
             + 2 * self._layout.virtual * self._hand_on_seconds
         )
@@ -129,7 +139,7 @@ class _Composed:
             taken = reduce_scatter(self._data, gradients)[0].seconds
             taken += all_gather(self._data, weights)[0].seconds
         if layout.overlaps:
-            taken = max(0.0, taken - self._blocks * self._parts.block.backward_seconds)
+            taken = max(0.0, taken - self._blocks[stage] * self._parts.block.backward_seconds)
         return taken + self._shared_table_seconds()
 
     def update_seconds(self, stage: int) -> float:
@@ -137,36 +147,54 @@ class _Composed:
         formats = self._formats
         each = formats.gradient_bytes + formats.weight_bytes + 2 * formats.state_bytes
         count = self._num_parameters(stage) / self._share(from_stage=1)
-        reached = self._stack.bandwidth_share * self._cluster.device.bytes_per_second
-        return count * each / reached
+        return count * each / self._bandwidth
 
     def memory(self, stage: int) -> StageMemory:
         count, formats, block = self._num_parameters(stage), self._formats, self._parts.block
         around = sum(part.kept_bytes for part in self._around(stage))
-        # Before its backward pass, a block that is computed again is there as it would have been.
+        # Before its backward pass, a block that is computed again is there as it would have been;
+        # before that, at the end of the model, what the loss is made of.
         again = max(0, block.plain_kept_bytes - block.kept_bytes) if self._layout.again else 0
-        # Weights in parts are gathered for one block, and for the one that follows it.
-        gathered = 2 * block.num_parameters * formats.weight_bytes
+        ending = sum(part.peak_bytes - part.kept_bytes for part in self._around(stage)[-1:])
+        # Weights in parts are gathered for one block and for the one that follows it; those of
+        # the ends for the whole step.
+        gathered = 2 * block.num_parameters + self._num_around(stage)
         return StageMemory(
             weight_bytes=count * formats.weight_bytes // self._share(from_stage=3),
             gradient_bytes=count * formats.gradient_bytes // self._share(from_stage=2),
             state_bytes=count * formats.state_bytes // self._share(from_stage=1),
-            activation_bytes=self._runs_alive(stage) * self._run_bytes() + around,
-            workspace_bytes=again + (gathered if self._layout.state_stage == 3 else 0),
+            activation_bytes=self._runs_alive(stage) * self._run_bytes(stage) + around,
+            workspace_bytes=max(again, ending)
+            + (gathered * formats.weight_bytes if self._layout.state_stage == 3 else 0),
         )
 
     def _in_turn(self, part: Section) -> float:
         """With weights in parts, they come and gradients go while the neighbours are computed."""
-        layout, formats = self._layout, self._formats
-        if layout.state_stage < 3 or layout.data == 1:
+        if self._layout.state_stage < 3 or self._layout.data == 1:
             return part.seconds
-        weights = part.num_parameters * formats.weight_bytes
-        gradients = part.num_parameters * formats.gradient_bytes
-        gather = all_gather(self._data, weights)[0].seconds
-        back = gather + reduce_scatter(self._data, gradients)[0].seconds
-        return max(part.forward_seconds, gather) + max(
-            part.again_seconds + part.backward_seconds, back
-        )
+        gather = self._exchanged_seconds(all_gather, part, self._formats.weight_bytes)
+        scatter = self._exchanged_seconds(reduce_scatter, part, self._formats.gradient_bytes)
+        forward = max(part.forward_seconds, gather)
+        backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
+        return forward + max(backward, gather + scatter)
+
+    def _exchanged_seconds(self, exchange: _Exchange, part: Section, item_bytes: int) -> float:
+        whole = (part.num_parameters,)
+        sizes = whole if self._stack.flat else [numel for _, numel in part.parameters]
+        return sum(self._quickest(exchange(self._data, n * item_bytes)).seconds for n in sizes)
+
+    def _quickest(self, ways: Sequence[Carried]) -> Carried:
+        if not self._stack.rings_only:
+            return ways[0]
+        return next(way for way in ways if way.algorithm is Algorithm.RING)
+
+    def _copying_seconds(self, part: Section) -> float:
+        """Gradients are copied to one place, in the format in which they go, and divided there."""
+        if not self._stack.flat:
+            return 0.0
+        weight, gradient = self._formats.weight_bytes, self._formats.gradient_bytes
+        nbytes = part.num_parameters * (weight + gradient + 2 * gradient)
+        return nbytes / self._bandwidth
 
     def _runs_alive(self, stage: int) -> int:
         """Of blocks, whose backward pass is to come, when the first one begins."""
@@ -176,17 +204,20 @@ class _Composed:
         ahead = 2 * (layout.pipeline - stage - 1) + (layout.virtual - 1) * layout.pipeline + 1
         return min(layout.micro_batches * layout.virtual, ahead)
 
-    def _run_bytes(self) -> int:
-        return self._blocks // self._layout.virtual * self._parts.block.kept_bytes
+    def _run_bytes(self, stage: int) -> int:
+        return self._blocks[stage] * self._parts.block.kept_bytes // self._layout.virtual
 
     def _around(self, stage: int) -> list[Section]:
         ends = [self._parts.before] if stage == 0 else []
         return [*ends, self._parts.after] if stage == self._layout.pipeline - 1 else ends
 
     def _num_parameters(self, stage: int) -> int:
+        return self._blocks[stage] * self._parts.block.num_parameters + self._num_around(stage)
+
+    def _num_around(self, stage: int) -> int:
         """What both ends read is held once where they are one stage."""
         around = dict(p for part in self._around(stage) for p in part.parameters)
-        return self._blocks * self._parts.block.num_parameters + sum(around.values())
+        return sum(around.values())
 
     def _share(self, *, from_stage: int) -> int:
         return self._layout.data if self._layout.state_stage >= from_stage else 1

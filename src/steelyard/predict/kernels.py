@@ -13,6 +13,9 @@ from steelyard.core.stack import Stack
 from steelyard.predict.fused import Kernel
 
 _ATTENTION = "aten._scaled_dot_product_"
+# Rows of queries that a kernel of attention holds while all keys and values pass by: FlashAttention
+# and FlashAttention-2 (Dao et al., 2022 and 2023), and Triton's.
+_QUERIES = 128
 _ITEM_BYTES = 2
 
 
@@ -20,27 +23,24 @@ def kernel_seconds(kernel: Kernel, costs: Costs, stack: Stack | None) -> float:
     """Without a stack, what the costs say of each call."""
     if stack is None:
         return sum(costs.seconds(node).value for node in kernel.nodes)
-    device = costs.device
-    first = kernel.nodes[0]
-    seconds = kernel.moved_bytes / (stack.bandwidth_share * device.bytes_per_second)
-    if first.flops:
-        dtype = first.outputs[0].dtype
-        rate = stack.peak_share * device.flops_in(dtype)
-        seconds += computed_flops(first) / rate
-        seconds += _tile_bytes(first) / (stack.bandwidth_share * device.bytes_per_second)
-    return device.call_seconds + seconds
+    device, node = costs.device, kernel.nodes[0]
+    bandwidth = stack.bandwidth_share * device.bytes_per_second
+    seconds = device.call_seconds + (kernel.moved_bytes + _passing_bytes(node)) / bandwidth
+    if not node.flops:
+        return seconds
+    share = stack.peak_share * (stack.attention_share if _is_attention(node) else 1)
+    return seconds + computed_flops(node) / (share * device.flops_in(node.outputs[0].dtype))
 
 
 def computed_flops(node: Node) -> float:
     """Kernels of attention leave out what a causal mask hides."""
-    return node.flops / 2 if node.op.startswith(_ATTENTION) and True in node.args else node.flops
+    return node.flops / 2 if _is_attention(node) and True in node.args else node.flops
 
 
-def _tile_bytes(node: Node) -> float:
-    """What the products inside a kernel of attention hand on, as if it left the chip: they are no
-    denser than a head is wide. The scores themselves are not moved.
-    """
-    if not node.op.startswith(_ATTENTION):
-        return 0.0
-    width = node.outputs[0].shape[-1]
-    return computed_flops(node) / (2 * width) * _ITEM_BYTES
+def _is_attention(node: Node) -> bool:
+    return node.op.startswith(_ATTENTION)
+
+
+def _passing_bytes(node: Node) -> float:
+    """Keys and values, read again for each block of queries. The scores are not moved."""
+    return computed_flops(node) / (2 * _QUERIES) * _ITEM_BYTES if _is_attention(node) else 0.0

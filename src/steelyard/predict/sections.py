@@ -4,7 +4,7 @@ A block's kept bytes are what it makes and the backward pass reads; the blocks b
 middle one say what it hands on. Not for a whole step of many blocks: see deep.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from steelyard.core.collective import Exchange
@@ -22,7 +22,8 @@ MIDDLE = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """Seconds of one micro-batch with all exchanges in them, and bytes; ``parameters`` are names
-    and elements. ``plain_kept_bytes`` is what would be kept if nothing were computed again.
+    and elements. ``plain_kept_bytes`` is what would be kept if nothing were computed again, and
+    ``peak_bytes`` the most that is there at once if both passes follow each other.
     """
 
     forward_seconds: float
@@ -33,6 +34,7 @@ class Section:
     flops: int
     kept_bytes: int
     plain_kept_bytes: int
+    peak_bytes: int
     parameters: tuple[tuple[str, int], ...]
 
     @property
@@ -100,6 +102,7 @@ class _Told:
             flops=sum(n.flops for n in (*mine, *again)),
             kept_bytes=self._kept_bytes(name, self._region),
             plain_kept_bytes=self._kept_bytes(name, lambda _: ""),
+            peak_bytes=self._peak_bytes(mine),
             parameters=self._parameters(mine),
         )
 
@@ -134,14 +137,22 @@ class _Told:
 
     def _region(self, node: Node) -> str:
         """The module, computed again as a whole, that a node of a block belongs to."""
+        number = self._of.get(node.name, "")
+        if not number.isdigit():
+            return ""
+        if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
+            return ""
         for inside in self._layout.again:
-            number = self._of.get(node.name, "")
-            if not number.isdigit():
-                return ""
-            path = f"{self._blocks}.{number}{'.' if inside else ''}{inside}"
-            if node.path == path or node.path.startswith(f"{path}."):
+            path = self._inside(node, inside)
+            if path:
                 return path
         return self._gathered.get(node.name, "")
+
+    def _inside(self, node: Node, module: str) -> str:
+        """The path of the module of its block that a node belongs to; none where it does not."""
+        number = self._of[node.name]
+        path = f"{self._blocks}.{number}{'.' if module else ''}{module}"
+        return path if node.path == path or node.path.startswith(f"{path}.") else ""
 
     def _gathered_values(self) -> dict[str, str]:
         """What comes of each gathering, and of nothing else, before it is computed with."""
@@ -178,6 +189,26 @@ class _Told:
                     nbytes = min(whole, tensor.nbytes) if self._layout.draws_parts else whole
                     kept[tensor.storage] = max(kept.get(tensor.storage, 0), nbytes)
         return sum(kept.values())
+
+    def _peak_bytes(self, mine: Sequence[Node]) -> int:
+        """Of what these calls make, each until the last of them has read it."""
+        names = {node.name for node in mine}
+        last: dict[int, int] = {}
+        for place, node in enumerate(mine):
+            for name in (node.name, *node.inputs):
+                for storage in self._graph.storages_of(name):
+                    if self._maker[storage].name in names:
+                        last[storage] = place
+        held, most, there = 0, 0, set[int]()
+        for place, node in enumerate(mine):
+            new = set(self._graph.storages_of(node.name)) & last.keys() - there
+            there |= new
+            held += sum(self._graph.storages[s].nbytes for s in new)
+            most = max(most, held)
+            gone = {s for s in there if last[s] == place}
+            there -= gone
+            held -= sum(self._graph.storages[s].nbytes for s in gone)
+        return most
 
     def _made(self, value: str, section: str) -> Iterable[Tensor]:
         """What of a value a section's forward pass made."""
