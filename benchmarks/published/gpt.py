@@ -27,10 +27,15 @@ class Shape:
     flash: bool = False
 
 
+def dropout(shape: Shape) -> nn.Module:
+    """One that drops nothing would be captured as a copy, which eager PyTorch does not make."""
+    return nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
+
+
 class Core(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = dropout(shape)
         self.flash = shape.flash
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -69,7 +74,7 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.up = nn.Linear(shape.hidden, 4 * shape.hidden)
         self.down = nn.Linear(4 * shape.hidden, shape.hidden)
-        self.dropout1, self.dropout2 = (nn.Dropout(shape.dropout) for _ in range(2))
+        self.dropout1, self.dropout2 = (dropout(shape) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.dropout1(self.attention(self.norm1(x), mask))
@@ -84,7 +89,7 @@ class GPT(nn.Module):
         super().__init__()
         self.table = nn.Embedding(shape.vocabulary, shape.hidden)
         self.positions = nn.Embedding(shape.sequence, shape.hidden)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = dropout(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         mask = torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1)

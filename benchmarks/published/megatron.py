@@ -1,6 +1,7 @@
 """Steps of Megatron-LM on DGX A100, and of DeepSpeed's ZeRO-3 beside it.
 
-Tables 1 and 2 of Narayanan et al., SC 2021; table 5 and figure 1 of Korthikanti et al., 2022.
+Tables 1 and 2 and figures 11 and 12 of Narayanan et al., SC 2021; tables 4 and 5 and figure 1 of
+Korthikanti et al., 2022.
 Not for predicting them: see rows.py.
 """
 
@@ -14,9 +15,12 @@ from steelyard.core.stack import Stack
 
 _AGAIN = {"none": (), "selective": ("attention.core",), "full": ("",)}
 # "We implemented fused kernels ... for bias + GeLU, bias + dropout + add, scale, mask and softmax"
-# (SC 2021, section 4.2), in both systems. DeepSpeed's gathers each weight on its own.
+# (SC 2021, section 4.2), in both systems. DeepSpeed's gathers each weight on its own. What is
+# gathered again goes beside computing (Korthikanti et al., section 4.2.2), and so do gradients in
+# Megatron's LinearWithGradAccumulationAndAsyncAllreduce of that time.
 _STACKS = {
     "megatron": Stack(fuses=True),
+    "megatron-2022": Stack(fuses=True, overlaps_tensor=True),
     "deepspeed": Stack(fuses=True, flat=False, rings_only=True),
 }
 _graph = cache(captured)
@@ -27,12 +31,36 @@ def megatron_rows() -> list[Row]:
 
 
 def activation_rows() -> list[tuple[Row, float]]:
-    """Bytes that the first stage keeps, of models whose steps stand in the other file."""
-    of = {line["model"]: line for line in facts("megatron") if line["table"] == "korthikanti-5"}
+    """Bytes that the first stage keeps."""
     return [
-        (_row({**of[line["model"]], **line}), float(line["activation_gib"]) * 2**30)
+        (row, float(line["activation_gib"]) * 2**30)
         for line in facts("korthikanti_activations")
+        for row in [_other_way(line)]
     ]
+
+
+def layer_rows() -> list[tuple[Row, float, float]]:
+    """Seconds of one layer, forward and back."""
+    return [
+        (_other_way(line), float(line["forward_ms"]) / 1e3, float(line["backward_ms"]) / 1e3)
+        for line in facts("korthikanti_layers")
+    ]
+
+
+def figure_rows() -> list[tuple[str, Row]]:
+    """What the figures compare: their bars are not printed as numbers."""
+    same = {"system": "megatron", "state_stage": "0", "recompute": "full", "step_seconds": "1"}
+    more = {"sequence_parallel": "no", "tflops_per_gpu": "0"}
+    return [
+        (line["figure"], _row({**line, **same, **more, "table": f"figure {line['figure']}"}))
+        for line in facts("megatron_figures")
+    ]
+
+
+def _other_way(line: dict[str, str]) -> Row:
+    """A model whose step stands in the other file, recomputed otherwise."""
+    of = {row["model"]: row for row in facts("megatron") if row["table"] == "korthikanti-5"}
+    return _row({**of[line["model"]], **line})
 
 
 def _row(line: dict[str, str]) -> Row:
@@ -71,7 +99,7 @@ def _row(line: dict[str, str]) -> Row:
         num_blocks=shape.layers,
         model_flops=of_model,
         alike=line["recompute"],
-        outside=line["system"] != "megatron",
+        outside=line["system"] == "deepspeed",
         step_seconds=float(line["step_seconds"] or 0) or _printed_flops(shape, batch) / rate,
     )
 

@@ -17,7 +17,7 @@ from steelyard.core.deep_layout import DeepLayout, Formats
 from steelyard.core.graph import Graph
 from steelyard.core.stack import Stack
 from steelyard.predict.deep import DeepStep, deep_step, tensor_costs
-from steelyard.predict.sections import sections
+from steelyard.predict.sections import Section, Sections, sections
 
 _HERE = Path(__file__).parent
 
@@ -51,15 +51,29 @@ class Row:
 
 
 def predicted(row: Row, stack: Stack) -> DeepStep:
-    costs = tensor_costs(row.cluster, row.layout)
-    parts = sections(row.graph(), costs, row.layout, blocks=BLOCKS, stack=stack)
     return deep_step(
-        parts, row.cluster, row.layout, row.formats, num_blocks=row.num_blocks, stack=stack
+        _parts(row, stack),
+        row.cluster,
+        row.layout,
+        row.formats,
+        num_blocks=row.num_blocks,
+        stack=stack,
     )
 
 
-def reaching(row: Row, peak_share: float, bandwidth_share: float) -> Stack:
-    return replace(row.stack, peak_share=peak_share, bandwidth_share=bandwidth_share)
+def block_of(row: Row, stack: Stack) -> Section:
+    return _parts(row, stack).block
+
+
+def _parts(row: Row, stack: Stack) -> Sections:
+    costs = tensor_costs(row.cluster, row.layout)
+    return sections(row.graph(), costs, row.layout, blocks=BLOCKS, stack=stack)
+
+
+def reaching(row: Row, share: float, call_seconds: float) -> Stack:
+    """The same share of what it computes and of what it moves."""
+    shares = {"peak_share": share, "bandwidth_share": share}
+    return replace(row.stack, **shares, call_seconds=call_seconds)
 
 
 def naive_seconds(row: Row, table: Sequence[Row]) -> float:

@@ -1,4 +1,4 @@
-"""How well published steps are predicted: two shares fitted on half of a table, errors on the rest.
+"""How well published steps are predicted: two figures from half a table, errors on the rest.
 
 Beside each error stands the naive one, from a constant efficiency. Not for what was published.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.published.rows import Row, naive_seconds, predicted, reaching
 
-_PEAK_SHARES = tuple(s / 100 for s in range(60, 101, 5))
-_BANDWIDTH_SHARES = tuple(s / 100 for s in range(50, 101, 10))
+_SHARES = tuple(s / 100 for s in range(50, 101, 5))
+_CALL_SECONDS = (2.5e-6, 5e-6, 10e-6, 20e-6, 30e-6, 40e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,28 +39,28 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         if of_source[0].outside:
             continue
         used = of_source[::2]
-        shares = fitted(used)
-        print(f"from half of {source}: {shares[0]:.0%} of peak, {shares[1]:.0%} of bandwidth")
+        found = fitted(used)
+        print(f"from half of {source}: {found[0]:.0%} is reached, {found[1] * 1e6:g} us a call")
         for name, table in tables.items():
             if table[0].family == used[0].family:
-                scored = [_scored(r, shares, table) for r in table if r not in used]
+                scored = [_scored(r, found, table) for r in table if r not in used]
                 yield from _figures(f"{name} from half of {source}", scored)
 
 
 def fitted(rows: Sequence[Row]) -> tuple[float, float]:
-    """The shares at which the mean error of these rows is least."""
+    """The share and the seconds of a call at which the mean error of these rows is least."""
 
-    def error(shares: tuple[float, float]) -> float:
-        found = (predicted(r, reaching(r, *shares)).step_seconds / r.step_seconds for r in rows)
-        return mean(abs(share - 1) for share in found)
+    def error(found: tuple[float, float]) -> float:
+        times = (predicted(r, reaching(r, *found)).step_seconds / r.step_seconds for r in rows)
+        return mean(abs(time - 1) for time in times)
 
-    return min(product(_PEAK_SHARES, _BANDWIDTH_SHARES), key=error)
+    return min(product(_SHARES, _CALL_SECONDS), key=error)
 
 
-def _scored(row: Row, shares: tuple[float, float], table: Sequence[Row]) -> Scored:
+def _scored(row: Row, found: tuple[float, float], table: Sequence[Row]) -> Scored:
     return Scored(
         row=row,
-        seconds=predicted(row, reaching(row, *shares)).step_seconds,
+        seconds=predicted(row, reaching(row, *found)).step_seconds,
         naive_seconds=naive_seconds(row, table),
     )
 

@@ -158,3 +158,19 @@ def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
 def test_no_more_than_the_device_has_is_reached(share: float) -> None:
     with pytest.raises(BadInput, match="shares"):
         Stack(bandwidth_share=share)
+
+
+@pytest.mark.parametrize("along", [False, True])
+def test_exchanging_beside_products_never_takes_more_time(along: bool) -> None:
+    layout = DeepLayout(tensor=4, draws_parts=True, gathers_again=along)
+    graph = captured(_SHAPE, micro_batch=2, tensor=4, sequence_parallel=along)
+    costs = tensor_costs(_MACHINE, layout)
+    plain, beside = (
+        sections(graph, costs, layout, blocks=BLOCKS, stack=Stack(overlaps_tensor=overlaps)).block
+        for overlaps in (False, True)
+    )
+    assert beside.backward_seconds < plain.backward_seconds
+    assert beside.forward_seconds == plain.forward_seconds
+    # Not more than all that is exchanged is hidden.
+    hidden = plain.backward_seconds - beside.backward_seconds
+    assert hidden <= plain.exchange_seconds

@@ -12,18 +12,23 @@ from steelyard.core.errors import BadInput
 class Stack:
     """The shares that kernels reach of a device's peak while they compute, and of its bandwidth
     while they move; ``attention_share`` of the former is what kernels of attention reach.
+    ``call_seconds`` is what a call takes however small it is; None is what the device says.
 
     ``fuses``: calls that give as many elements as they take run as one. ``flat``: parts of weights
     and gradients are exchanged a block at a time, and copied to one place and format for it; else
     each on its own. ``rings_only``: gathers and scatters know no other algorithm.
+    ``overlaps_tensor``: tensor ranks add up gradients, and gather again, beside the products that
+    make the weights' gradients.
     """
 
     peak_share: float = 1.0
     bandwidth_share: float = 1.0
     attention_share: float = 1.0
+    call_seconds: float | None = None
     fuses: bool = True
     flat: bool = True
     rings_only: bool = False
+    overlaps_tensor: bool = False
 
     def __post_init__(self) -> None:
         shares = (self.peak_share, self.bandwidth_share, self.attention_share)

@@ -25,7 +25,8 @@ def kernel_seconds(kernel: Kernel, costs: Costs, stack: Stack | None) -> float:
         return sum(costs.seconds(node).value for node in kernel.nodes)
     device, node = costs.device, kernel.nodes[0]
     bandwidth = stack.bandwidth_share * device.bytes_per_second
-    seconds = device.call_seconds + (kernel.moved_bytes + _passing_bytes(node)) / bandwidth
+    calling = device.call_seconds if stack.call_seconds is None else stack.call_seconds
+    seconds = calling + (kernel.moved_bytes + _passing_bytes(node)) / bandwidth
     if not node.flops:
         return seconds
     share = stack.peak_share * (stack.attention_share if _is_attention(node) else 1)

@@ -86,6 +86,7 @@ class _Told:
         self._gathered = self._gathered_values() if layout.gathers_again else {}
         self._gatherings = frozenset(self._gathered.values())
         self._kernel_seconds = self._priced(stack)
+        self._overlaps = stack is not None and stack.overlaps_tensor
 
     def section(self, name: str) -> Section:
         mine = [n for n in self._graph.nodes if self._of.get(n.name) == name and not n.is_input]
@@ -95,7 +96,7 @@ class _Told:
         exchanged = [n.collective for n in (*mine, *again) if n.collective is not None]
         return Section(
             forward_seconds=self._seconds(forward),
-            backward_seconds=self._seconds(backward),
+            backward_seconds=self._seconds(backward) - self._hidden_seconds(backward, again),
             again_seconds=self._seconds(again),
             exchange_seconds=sum(self._costs.exchange_seconds(c).value for c in exchanged),
             exchanged_bytes=sum(c.sent_bytes for c in exchanged),
@@ -227,6 +228,19 @@ class _Told:
             if by_name[name].is_input
             and storages[by_name[name].outputs[0].storage].role is Role.PARAMETER
         )
+
+    def _hidden_seconds(self, backward: Sequence[Node], again: Sequence[Node]) -> float:
+        """Of exchanges: no more than what half of the products take, those of the weights."""
+        if not self._overlaps:
+            return 0.0
+        added = [
+            n for n in backward if n.collective and n.collective.kind is not Exchange.ALL_GATHER
+        ]
+        gathered = [n for n in again if n.collective and self._region(n) in self._gatherings]
+        found = [n.collective for n in (*added, *gathered) if n.collective is not None]
+        exchanging = sum(self._costs.exchange_seconds(c).value for c in found)
+        products = sum(self._kernel_seconds.get(n.name, 0.0) for n in backward if n.flops)
+        return min(exchanging, products / 2)
 
     def _priced(self, stack: Stack | None) -> dict[str, float]:
         """By the first call of each kernel; none reaches from one section or pass to another."""
