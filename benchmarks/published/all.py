@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.published.bert import bert_figures
 from benchmarks.published.claims import claim_figures, ordering_figures
 from benchmarks.published.foundry import foundry_rows
 from benchmarks.published.megatron import activation_rows, layer_rows, megatron_rows
@@ -34,6 +35,7 @@ def main() -> None:
         *time_figures(rows),
         *ordering_figures(plans),
         *claim_figures(),
+        *bert_figures(),
         *_layers(rows),
         *_activations(),
         *_peaks([row for row in rows if row.peak_bytes]),
