@@ -1,8 +1,8 @@
 """How BERT-Large scales from one DGX-2H to 92: days on 16 V100, minutes on 1,472.
 
 NVIDIA's first edition of August 2019. It gives no batch: as remembered of NVIDIA's recipe with
-LAMB, 7,038 steps of 65,536 sequences of 128 words, then 1,563 of 32,768 of 512. Dropout and the head
-are those of a GPT. Not for errors of other steps: see scoring.py.
+LAMB, 7,038 steps of 65,536 sequences of 128 words, then 1,563 of 32,768 of 512. Dropout and the
+head are those of a GPT. Not for errors of other steps: see scoring.py.
 """
 
 from collections.abc import Iterator
