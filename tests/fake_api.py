@@ -16,6 +16,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.doctor import Row, Verdict
 from steelyard.core.plan import Plan
 from steelyard.core.receipt import Receipt
+from steelyard.core.scale import Run, ScalePoint, Scaling
 from steelyard.core.span import DEVICE, WAITING, Span
 from tests.report.sample import MEASURED, MIB, PLAN
 
@@ -76,6 +77,12 @@ class Fake(ModuleType):
         asked["on_progress"]("searching")
         decisions = replace(PLAN.decisions, budget=budget)
         return Planned(replace(PLAN, title=asked["title"], decisions=decisions))
+
+    def scale_workload(self, workload: object, **asked: Any) -> Scaling:
+        self._asked("scale_workload", **asked)
+        run = Run(layout="d16 z1", samples=64, step_seconds=0.5, hours=2.0, usd=64.0)
+        points = (ScalePoint(devices=16, same_batch=run, grown_batch=run),)
+        return Scaling(title=asked["title"], cluster="declared", points=points, notes=("so",))
 
     def load_planned(
         self, path: Path, workload: object, *, title: str, on_progress: object

@@ -124,8 +124,12 @@ def test_what_to_plan_for_is_this_machine_a_name_or_a_file(
         fake_api.ASKED.clear()
         assert main(["plan", "train.py", *asked_for.split()]) == 0
         assert asked("plan_workload")["cluster"].num_devices == devices
-    for wrong in ("--cluster dgx-h100 --ranks 2", "--cluster dgx-h10", "--cluster none.toml",
-                  "--ranks 0", "--ranks 100000"):  # fmt: skip
+    fake_api.ASKED.clear()
+    assert main(["plan", "train.py", "--ranks", "2", "--speeds", "1,0.5"]) == 0
+    assert asked("plan_workload")["cluster"].speeds == (1, 0.5)
+    for wrong in ("--cluster dgx-h100 --ranks 2", "--cluster dgx-h10", "--ranks 2 --speeds 1",
+                  "--ranks 2 --speeds fast", "--cluster dgx-h100 --speeds 1,0.5",
+                  "--cluster none.toml", "--ranks 0", "--ranks 100000"):  # fmt: skip
         assert main(["plan", "train.py", *wrong.split()]) == 2, wrong
         assert "next: " in capsys.readouterr().err
 
@@ -330,6 +334,35 @@ def test_simulate_writes_a_trace_and_says_what_each_rank_does(
     assert main(["simulate", "train.py", "--trace", "trace.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"][0]["waiting_seconds"] == 2e-3
     assert main(["simulate", "train.py", "--trace", "no/trace.json"]) == 2
+
+
+def test_scale_asks_for_devices_and_a_length(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["scale", "train.py", "--cluster", "dgx-h100", "--devices", "2..8"]
+    assert main([*command, "--tokens", "1.5B", "--memory", "40GiB"]) == 0
+    found = asked("scale_workload")
+    assert (found["fewest"], found["most"], found["tokens"]) == (2, 8, 1_500_000_000)
+    assert found["budget"] == Budget(memory="40GiB")
+    assert found["cluster"].num_devices == 8
+    assert "16  d16 z1  ~500 ms" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["points"][0]["same_batch"]["usd"] == 64
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--devices", "2-8"], "--devices 2-8 is no range"),
+        (["--devices", "2..8", "--tokens", "1B", "--samples", "9"], "both say how long"),
+        (["--devices", "2..8", "--tokens", "many"], "tokens"),
+    ],
+)
+def test_scale_refuses_what_it_cannot_read(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert main(["scale", "train.py", "--cluster", "dgx-h100", *more]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_doctor_says_what_is_in_the_way(
@@ -694,7 +727,7 @@ def test_what_only_reads_a_plan_never_imports_torch(planned: Path, arguments: st
 def test_help_tells_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    verbs = ("plan", "run", "frontier", "simulate", "explain", "doctor", "demo")
+    verbs = ("plan", "run", "frontier", "simulate", "scale", "explain", "doctor", "demo")
     for verb in (*verbs, "--install-completion"):
         assert f" {verb} " in out
     for code in ("0 ok", "2 bad input", "3 no plan", "4 the run", "5 a measurement", "130"):

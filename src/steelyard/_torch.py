@@ -19,6 +19,7 @@ import torch._dynamo
 import torch._dynamo.convert_frame
 import torch._dynamo.functional_export
 import torch._dynamo.hooks
+import torch._dynamo.symbolic_convert
 import torch._export.utils
 
 # Tracing leaves fake tensors of the model in this tracker's class attributes; leaving it as a
@@ -112,8 +113,10 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
 
     Static shapes, recurrent layers allowed, logging left out, and no hidden decompositions: torch
     2.13 applies some even where none are asked for, of which the recurrent ones lose the dropout
-    between layers without a word, and bilinear resizing rounds otherwise than eager does.
+    between layers without a word, and bilinear resizing rounds otherwise than eager does. Modules
+    are looked up anew: of two scripts of one name Dynamo would know the first for good.
     """
+    torch._dynamo.symbolic_convert._import_module.cache_clear()
     with (
         quiet_logs(),
         _dynamo_config(ignored_loggers),

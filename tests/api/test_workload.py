@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from steelyard.api import Workload, load_workload
+from steelyard.capture.trace import trace
 from steelyard.core.errors import BadInput
 
 SCRIPT = """
@@ -97,3 +98,17 @@ def test_what_is_no_workload_is_refused(folder: Path, text: str, said: str) -> N
     Path("script.py").write_text(text)
     with pytest.raises(BadInput, match=said):
         load_workload("script.py")
+
+
+def test_of_two_scripts_of_one_name_each_is_captured(folder: Path) -> None:
+    drawn = []
+    for line, loss in (
+        ("import math", "m(b).sum() * math.pi"),
+        ("from torch import nn", "nn.functional.relu(m(b)).sum()"),
+    ):
+        text = SCRIPT.replace("m(b).sum()", "loss(m, b)") + f"\ndef loss(m, b): return {loss}\n"
+        (folder / "train.py").write_text(f"{line}\n{text}")
+        made = load_workload("train.py")
+        traced = trace(made.model, made.loss, made.first_batch(), decompositions={})
+        drawn.append("relu" in str(traced.joint.graph))
+    assert drawn == [False, True]

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,37 @@ def test_file_pages_of_a_control_group_count_as_free(
     assert machine.cgroup_limit_bytes() == 4000
     assert machine.cgroup_used_bytes() == 1000
     assert machine.available_bytes() == 3000
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores"),
+    [
+        (
+            "0::/a/b",
+            {"": {}, "a": {"cpu.max": "max 100000"}, "a/b": {"cpu.max": "50000 100000"}},
+            0.5,
+        ),
+        ("0::/a/b", {"a": {"cpu.max": "150000 100000"}, "a/b": {"cpu.max": "max 100000"}}, 1.5),
+        ("0::/", {"": {"cpu.max": "25000 100000"}}, 0.25),
+        (
+            "1:cpu:/a",
+            {"cpu/a": {"cpu.cfs_quota_us": "5000", "cpu.cfs_period_us": "10000"}},
+            0.5,
+        ),
+        ("1:cpu:/a", {"cpu/a": {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "10000"}}, inf),
+        ("1:memory:/a", {"memory/a": {"cpu.max": "1 2"}}, inf),
+        ("0::/a", {}, inf),
+    ],
+)
+def test_the_tightest_quota_around_a_process_is_its_own(
+    tmp_path: Path, group: str, files: dict[str, dict[str, str]], cores: float
+) -> None:
+    said = tmp_path / "proc/self/cgroup"
+    said.parent.mkdir(parents=True)
+    said.write_text(group + "\n")
+    for folder, inside in files.items():
+        place = tmp_path / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in inside.items():
+            (place / name).write_text(text + "\n")
+    assert machine.quota_cores(tmp_path) == cores

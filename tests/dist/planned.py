@@ -51,20 +51,20 @@ class Case:
     with_states: bool = False
 
 
-def _gpt(dropout: float = 0.0) -> tuple[nn.Module, Loss, Any]:
+def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
     model = GPT(layers=2, width=32, heads=2, vocabulary=64, length=16, dropout=dropout)
-    return model, next_token_loss, tokens(8, 16, 64)
+    return model, next_token_loss, tokens(size, 16, 64)
 
 
-def _padded() -> tuple[nn.Module, Loss, Any]:
+def _padded(size: int = 8) -> tuple[nn.Module, Loss, Any]:
     """The ranks' shares hold unequally many targets that count."""
-    model, loss, batch = _gpt()
+    model, loss, batch = _gpt(size=size)
     batch["y"][:3, 4:] = -100
     return model, loss, batch
 
 
-def _random_and_summed() -> tuple[nn.Module, Loss, Any]:
-    model, _, batch = _gpt(dropout=0.2)
+def _random_and_summed(size: int = 8) -> tuple[nn.Module, Loss, Any]:
+    model, _, batch = _gpt(dropout=0.2, size=size)
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(batch["x"]).flatten(0, 1)
@@ -81,6 +81,17 @@ def _random_and_tied() -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
+def _mean(size: int) -> tuple[nn.Module, Loss, Any]:
+    """In which every sample counts alike."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    x, y = torch.randn(2, size, 16)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    return model, loss, {"x": x, "y": y}
+
+
 def _channels() -> tuple[nn.Module, Loss, Any]:
     model, loss, batch = zoo.case("resnet_bn").make()
     return model, loss, batch
@@ -93,6 +104,18 @@ SHARED = {
     "padded, with states in shares, in micro-batches": Case(
         _padded, _BATCH, micro_batches=2, with_states=True
     ),
+}
+UNEQUAL = {
+    "random and summed, in less memory": Case(
+        partial(_random_and_summed, 12), Layout(batch=2, shares=(2, 1)), share_of_plain=0.8
+    ),
+    "padded, with states in shares, in micro-batches": Case(
+        partial(_padded, 12), Layout(batch=2, shares=(2, 1)), micro_batches=2, with_states=True
+    ),
+}
+UNEQUAL_ON_THREE = {
+    "mean": Case(partial(_mean, 12), Layout(batch=3, shares=(3, 2, 1))),
+    "padded": Case(partial(_padded, 12), Layout(batch=3, shares=(1, 3, 2))),
 }
 IN_PARTS = {
     "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),
@@ -114,6 +137,14 @@ ON_FOUR = {
 
 def shared(rank: int) -> dict[str, Any]:
     return _all_trained(SHARED, rank)
+
+
+def unequal(rank: int) -> dict[str, Any]:
+    return _all_trained(UNEQUAL, rank)
+
+
+def unequal_on_three(rank: int) -> dict[str, Any]:
+    return _all_trained(UNEQUAL_ON_THREE, rank)
 
 
 def in_parts(rank: int) -> dict[str, Any]:
@@ -158,7 +189,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     after = torch.initial_seed(), int(torch.randint(2**40, ()))
     torch.manual_seed(1)
     expected = _alone(
-        alone, loss, batch, shares=case.layout.batch if random else 1,
+        alone, loss, batch, portions=case.layout.portions if random else (1,),
         micro_batches=case.micro_batches if case.layout.pipeline > 1 else 1,
     )  # fmt: skip
     with step.whole():
@@ -176,6 +207,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     receipt = step.receipt()
     return {
         "axes": Layout.of(planned.plan.decisions.rules).axes,
+        "shares": Layout.of(planned.plan.decisions.rules).shares,
         "rules": sorted({rule.trade for rule in planned.plan.decisions.rules}),
         "losses": losses,
         "expected": expected,
@@ -247,7 +279,7 @@ def _staged(case: Case) -> tuple[Rule, ...]:
 
 
 def _alone(
-    model: nn.Module, loss: Loss, batch: Any, *, shares: int, micro_batches: int
+    model: nn.Module, loss: Loss, batch: Any, *, portions: tuple[int, ...], micro_batches: int
 ) -> list[float]:
     """Plain PyTorch on the whole batch; of several shares, each draws what is random apart, and
     micro-batches draw one after another."""
@@ -257,8 +289,8 @@ def _alone(
         optimizer.zero_grad()
         if micro_batches > 1:
             value = _in_micro_batches(model, loss, batch, micro_batches)
-        elif shares > 1:
-            value = _in_shares(model, loss, batch, shares)
+        elif len(portions) > 1:
+            value = _in_shares(model, loss, batch, portions)
         else:
             value = loss(model, batch)
             value.backward()
@@ -278,12 +310,15 @@ def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int) -> T
     return total
 
 
-def _in_shares(model: nn.Module, loss: Loss, batch: Any, shares: int) -> Tensor:
+def _in_shares(model: nn.Module, loss: Loss, batch: Any, portions: tuple[int, ...]) -> Tensor:
     seed, total = int(torch.empty((), dtype=torch.int64).random_()), torch.zeros(())
-    for place in range(shares):
+    for place in range(len(portions)):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed((seed + place) % 2**63)
-            share = {key: x.chunk(shares)[place] for key, x in batch.items()}
+            share = {
+                key: x.split([len(x) // sum(portions) * n for n in portions])[place]
+                for key, x in batch.items()
+            }
             value = loss(model, share)
             value.backward()
             total = total + value.detach()

@@ -39,7 +39,7 @@ def batches():
         if step == 4 and first and os.environ.get("RANK") == os.environ.get("KILLED"):
             os.kill(os.getpid(), getattr(signal, os.environ.get("SIGNAL", "SIGKILL")))
         time.sleep(float(os.environ.get("PAUSE", "0")))
-        count = 12 if step == 4 and os.environ.get("RANK") == os.environ.get("ODD") else 8
+        count = 12 if step == 4 and os.environ.get("RANK") == os.environ.get("ODD", "none") else 8
         yield {name: torch.randn(count, 16, generator=generator) for name in ("x", "y")}
 
 
@@ -134,8 +134,8 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
 
 
 def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
-    """On ranks that share the batch, on ranks that hold parts, of which one is killed, on ranks
-    that hold layers, on one."""
+    """On ranks that share the batch, equally and not, on ranks that hold parts, of which one is
+    killed, on ranks that hold layers, on one."""
 
     def run(plan: str, steps: int, *arguments: str, **environ: str) -> str:
         every = ("--checkpoint-every", "1", "--rank-timeout", "60s", "--plan", plan)
@@ -148,10 +148,13 @@ def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     assert steelyard(folder, *given, DROPOUT="0").returncode == 0
     alone = (folder / "alone.plan.toml").read_text()
     (folder / "batch.plan.toml").write_text(alone + _ON_TWO)
+    unequal = _ON_TWO.replace("ranks = 2\n", "ranks = 2\nshares = [3, 1]\n")
+    (folder / "unequal.plan.toml").write_text(alone + unequal)
     (folder / "parts.plan.toml").write_text(alone + _PARTS)
     (folder / "stages.plan.toml").write_text(alone + _STAGES)
     run("alone.plan.toml", 8, "alone")
     run("batch.plan.toml", 2, "chain")
+    run("unequal.plan.toml", 4, "chain", "--resume", "chain")
     said = run("parts.plan.toml", 6, "chain", "--resume", "chain", KILLED="1")
     assert "rank 1 was killed" in said
     assert said.count("started again") == 1

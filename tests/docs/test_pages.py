@@ -26,6 +26,7 @@ PAGES = sorted(
 WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))]
 
 
+_PLAN_WORKLOAD = api.plan_workload
 # Of each script and cluster that some page plans for: what a plan of it begins with.
 _LOOKS: dict[tuple[str, ...], Look] = {}
 
@@ -37,18 +38,23 @@ def _planned_once(
     title: str,
     cluster: sy.Cluster | None = None,
     runner: Runner = "python",
-    maximize: Any = None,
     on_progress: Progress,
+    **wishes: Any,
 ) -> sy.Planned:
     """As ``plan_workload``; a step that was captured and searched for a page is not so again for
     another budget: pages plan one script over and over."""
-    assert maximize is None
+    cluster = cluster or sy.Cluster.here()
+    if any(wishes.values()) or not any(device.is_here for device, _ in cluster.tree.classes):
+        return _PLAN_WORKLOAD(
+            workload, budget=budget, title=title, cluster=cluster, runner=runner,
+            on_progress=on_progress, **wishes,
+        )  # fmt: skip
     script = inspect.getsource(inspect.getmodule(workload.loss) or inspect)
     key = script, str(cluster), runner, title
     if key not in _LOOKS:
         _LOOKS[key] = Request(
             model=workload.model, loss=workload.loss, batch=workload.first_batch(),
-            optimizer=workload.optimizer, cluster=cluster or sy.Cluster.here(), budget=budget,
+            optimizer=workload.optimizer, cluster=cluster, budget=budget,
             runner=runner, title=title, on_progress=on_progress,
         ).looked_at()  # fmt: skip
     return planned(_LOOKS[key], budget)

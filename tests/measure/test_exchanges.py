@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.link import Link
-from steelyard.measure.exchanges import fitted
+from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import context_of, fitted, measured_ranks
 
 _SIZES = {"small": 4096, "middle": 1 << 20, "large": 16 << 20}
 
@@ -19,7 +22,7 @@ def _said(link: Link, num_ranks: int) -> dict[str, float]:
     for name, nbytes in _SIZES.items():
         made = GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         timed[name] = link.seconds(made.sent_bytes, messages=made.hops)
-    return {**timed, "call": 1e-5 * 2 * (num_ranks - 1), "disturbs": 0.25}
+    return {**timed, "call": 1e-5 * 2 * (num_ranks - 1), "disturbs": 0.25, "product": 1e-3}
 
 
 @given(st.integers(2, 8), st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
@@ -34,3 +37,25 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     assert found["latency"] == pytest.approx(latency, rel=1e-3)
     assert found["call"] == pytest.approx(1e-5)
     assert found["disturbs"] == 0.25
+
+
+@given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6))
+def test_what_computes_clearly_slower_is_told_apart_and_noise_is_not(speeds: list[float]) -> None:
+    link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
+    fastest = max(speeds)
+    said = [{**_said(link, len(speeds)), "product": 1e-3 / speed} for speed in speeds]
+    found = fitted(said)
+    for rank, speed in enumerate(speeds):
+        told, true = found[f"speed of rank {rank}"], speed / fastest
+        assert told == (1.0 if true > 0.85 else pytest.approx(true))
+
+
+def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
+    said = [{**_said(link, 2), "product": product} for product in (1e-3, 2e-3)]
+    cache.write_rates(context_of(2), fitted(said))
+    assert measured_ranks(2, cache=cache).speeds == (1.0, 0.5)
+    said = [{**_said(link, 2), "product": product} for product in (1e-3, 1.1e-3)]
+    cache.write_rates(context_of(2), fitted(said))
+    assert measured_ranks(2, cache=cache).speeds == ()

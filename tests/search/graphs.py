@@ -190,8 +190,8 @@ class Whole:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
 
-    def graph(self, *, micro_batches: int) -> Graph:
-        assert micro_batches == 1
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
+        assert micro_batches == share == 1
         return self._graph
 
     def rewritten(self, graph: Graph) -> Graph:
@@ -213,7 +213,8 @@ class Split:
         self._reason = reason
         self.asked: list[int] = []
 
-    def graph(self, *, micro_batches: int) -> Graph:
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
+        assert share == 1
         self.asked.append(micro_batches)
         if micro_batches == 1:
             return self._graph

@@ -6,7 +6,6 @@ What such programs compute on live ranks: see tests/dist/test_planned.py.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,9 +14,9 @@ from torch import nn
 
 import steelyard as sy
 from steelyard.core.budget import Budget
-from steelyard.core.cluster import Device, Link, Member, Scope
+from steelyard.core.cluster import Device, Link
 from steelyard.core.costs import Costs
-from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.errors import Mismatch
 from steelyard.core.graph import OutputKind, Role
 from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
 from steelyard.core.program import Program
@@ -230,15 +229,6 @@ def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> N
     assert many.predicted.step_seconds.value <= one
     (uneven,) = (r for r in many.plan.refused if r.label == "among 16 ranks")
     assert uneven.reason == "the batch does not divide into 16 equal shares"
-    with pytest.raises(BadInput, match="the cluster is mixed"):
-        sy.plan(it.model, it.loss, it.batch, cluster=mixed())
-
-
-def mixed() -> sy.Cluster:
-    link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=1e9)
-    other = replace(DEVICE, kind="other")
-    members = (Member(of=DEVICE, count=1, link=link), Member(of=other, count=1, link=link))
-    return sy.Cluster(tree=Scope(name="two", members=members))
 
 
 def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None:

@@ -8,6 +8,7 @@ from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
 from steelyard.api.ranks import as_a_rank, joined_ranks, restarts
+from steelyard.api.scaling import scale_workload
 from steelyard.api.training import run_workload
 from steelyard.api.workload import Workload, load_workload
 from steelyard.run.randomness import seed_everything
@@ -29,5 +30,6 @@ __all__ = [
     "plan_workload",
     "restarts",
     "run_workload",
+    "scale_workload",
     "seed_everything",
 ]

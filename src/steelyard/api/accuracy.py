@@ -65,7 +65,7 @@ class Lossy:
         look, source = self.look, self.look.source
         if QUANTISE not in {trade.name for trade in look.request.trades}:
             return "a batch that is only imagined cannot be probed"
-        if source.is_imagined or not look.request.cluster.device.is_here:
+        if source.is_imagined or not look.request.cluster.is_here:
             return "is lossy, and a step that cannot be run here cannot be probed"
         if look.request.optimizer is None:
             return "is lossy, and without an optimizer there is no drift of the loss to probe"

@@ -24,8 +24,7 @@ from steelyard.capture.source import Captured, StepSource
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.graph import Role
-from steelyard.core.layout import DATA, Layout
+from steelyard.core.layout import DATA, Layout, spelled
 from steelyard.core.plan import Plan
 from steelyard.core.program import Program
 from steelyard.core.receipt import Measured, Receipt
@@ -109,7 +108,7 @@ class Step:
             in_stages=self.ranks.in_stages,
         )
         self._constants = tuple(captured.constants.values())
-        self._batch_bytes = program.parts * program.graph.resident_bytes(Role.BATCH)
+        self._batch_bytes = program.batch_bytes
         self._seconds: list[float] = []
         self._traffic = [self.traffic()]
         self._losses: list[torch.Tensor] = []
@@ -174,6 +173,12 @@ class Step:
                 ),
             )
         )
+
+    @property
+    def are_unlike(self) -> bool:
+        """Whether ranks have unequal shares of the batch, or unequal speeds."""
+        decisions = self.plan.decisions
+        return bool(Layout.of(decisions.rules).shares) or len({*decisions.made_for.speeds}) > 1
 
     def traffic(self) -> tuple[float, float]:
         """Seconds so far that values were on their way to far memory or back; and that they, or
@@ -266,7 +271,9 @@ class Step:
             graph = source.captured().graph
             base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
             program = strike(base, rules, trades=TRADES, source=source)
-            return program, source.captured(micro_batches=program.parts)
+            if program.layout.shares:
+                self.ranks.together.check_alike("exchanges", "\n".join(program.spoken))
+            return program, source.captured(micro_batches=program.units, share=program.share)
 
     def _at(self, rule: Rule, source: StepSource) -> Rule:
         """A last batch that is no multiple of the parts is cut into the fewest no larger."""
@@ -274,24 +281,26 @@ class Step:
         possible = Laid(source=source, layout=layout).divisors()
         if rule.trade != "accumulate" or rule.degree in possible or not possible or size is None:
             return rule
-        size //= layout.batch
-        most = (batch_size(self._source.batch) or 1) // layout.batch // rule.degree
+        size //= layout.units
+        most = (batch_size(self._source.batch) or 1) // layout.units // rule.degree
         return replace(rule, degree=min(k for k in possible if size // k <= max(most, 1)))
 
     def _other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
         """The same rules at another batch shape: predicted, and run if they fit."""
-        size, ranks = batch_size(batch), Layout.of(self.plan.decisions.rules).batch
-        if size is not None and size % ranks:
+        size, layout = batch_size(batch), Layout.of(self.plan.decisions.rules)
+        if size is not None and size % layout.units:
+            shares = f"shares of {spelled(layout.shares)}" if layout.shares else "equal shares"
             raise Mismatch(
-                f"a batch of {size} has no equal shares for {ranks} ranks",
-                expected=f"a number of samples that {ranks} divides",
+                f"a batch of {size} has no {shares} for {layout.batch} ranks",
+                expected=f"a number of samples that {layout.units} divides",
                 remedy="drop the last partial batch (drop_last=True), or pad it",
             )
         # A model of which this rank holds a part lends the forms of the whole, without values.
         source = self._source.at(batch, with_values=self._parts is None)
         program, captured = self._program_at(source)
         self._prices.know(program.graph)
-        nbytes = peak_bytes(program, self._prices.costs)
+        # Of the rank that needs most: all go on, or none does.
+        nbytes = self.ranks.together.most(peak_bytes(program, self._prices.costs))
         limit = self.plan.decisions.budget.memory_bytes
         if limit is not None and nbytes > limit:
             raise Mismatch(

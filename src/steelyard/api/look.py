@@ -20,12 +20,14 @@ from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster, Far
+from steelyard.core.errors import Mismatch
+from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
 from steelyard.core.sliced_updates import why_whole
-from steelyard.core.trade import Trade, strike
+from steelyard.core.trade import Trade, strike_on_ranks
 from steelyard.exchange.parts import why_unparted
 from steelyard.exchange.states import why_uncut, why_undivided
 from steelyard.operators import is_pointwise
@@ -163,11 +165,22 @@ class Look:
         return PricedSource(self.source, self.prices)
 
     def struck(self, rules: Sequence[Rule]) -> Program:
-        program = strike(self.base, rules, trades=TRADES, source=self._priced_source)
+        self._refuse_unlike_stages(Layout.of(rules))
+        program = strike_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
         if program.coded:
             # Their own operators exist only now.
             self.prices.know(program.graph)
         return program
+
+    def _refuse_unlike_stages(self, layout: Layout) -> None:
+        """Of a plan from a file; none is made so."""
+        if layout.pipeline > 1 and len({*self.prices.costs.devices[: layout.pipeline]}) > 1:
+            raise Mismatch(
+                f"the plan lays layers on {layout.pipeline} ranks, which are of unequal speed here",
+                expected="stages on devices of one class: what others take is not predicted yet",
+                remedy="plan again, which shares the batch unequally; or say that they are equal: "
+                f"speeds = {[1.0] * layout.pipeline} under [made_for]",
+            )
 
     def recomputed(self, rules: Sequence[Rule]) -> Program:
         """The program after these rules, with all computed again that can be."""
@@ -187,8 +200,9 @@ class Look:
             graph=self.base.graph.fingerprint,
             decomposition=self.base.graph.decomposition,
             runner=self.request.runner,
-            cluster=self.request.cluster.fingerprint,
+            cluster=self.prices.cluster.fingerprint,
             ranks=self.request.cluster.num_devices,
+            speeds=self.prices.cluster.speeds,
             torch=torch.__version__.partition("+")[0],
             batch=self.source.entries(),
         )

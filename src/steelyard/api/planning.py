@@ -3,7 +3,7 @@
 Only wires: capture -> measure -> search -> plan. Not for running it: see live.py and training.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -16,11 +16,12 @@ from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
+from steelyard.capture.deep import cut
 from steelyard.capture.fakes import filled
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.trace import Loss
 from steelyard.core.amounts import format_bytes
-from steelyard.core.budget import Budget, Maximize
+from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.explanation import write_plan
@@ -50,13 +51,14 @@ def plan(
     metric: Callable[[nn.Module], float] | None = None,
     runner: Runner = "python",
     maximize: Maximize | str | None = None,
+    minimize: Minimize | str | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
     """The cheapest step that stays inside ``budget``, with its reasons."""
     del metric  # a lossy trade promises the drift of its probe, and no score of the model
     _check_step(model, loss, title, on_progress)
-    _check_wish(cluster, budget, runner, maximize)
+    _check_wish(cluster, budget, runner, maximize, minimize)
     request = Request(
         model=model,
         loss=loss,
@@ -72,7 +74,22 @@ def plan(
         from steelyard.api.largest import largest
 
         return largest(request, Maximize(maximize))
+    if _is_elsewhere(request, minimize):
+        from steelyard.api.elsewhere import Elsewhere
+
+        wish = None if minimize is None else Minimize(minimize)
+        return Elsewhere(request=request).planned(request.budget, wish)
     return planned(request.looked_at(), request.budget)
+
+
+def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:
+    """Deep models, and questions about how many devices, for what is only declared."""
+    cluster = request.cluster
+    if cluster.num_devices == 1 or any(device.is_here for device, _ in cluster.tree.classes):
+        return False
+    if len(cluster.tree.classes) > 1 and minimize is None:
+        return False  # only the batch can be shared by several classes, which is searched for there
+    return minimize is not None or cut(request.model) is not None
 
 
 def _check_step(model: Any, loss: Any, title: Any, on_progress: Any) -> None:
@@ -83,7 +100,7 @@ def _check_step(model: Any, loss: Any, title: Any, on_progress: Any) -> None:
     _check("on_progress", on_progress, fine=heard, expected="a function of one string")
 
 
-def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any) -> None:
+def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any, minimize: Any) -> None:
     known = cluster is None or isinstance(cluster, Cluster)
     bound = budget is None or isinstance(budget, Budget)
     _check("cluster", cluster, fine=known, expected="Cluster.here(), or another Cluster")
@@ -97,6 +114,15 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any) -> None:
         )
     asked = maximize is None or maximize in [*Maximize]
     _check("maximize", maximize, fine=asked, expected=" or ".join(Maximize))
+    asked = minimize is None or minimize in [*Minimize]
+    _check("minimize", minimize, fine=asked, expected=" or ".join(Minimize))
+    is_here = cluster is None or any(device.is_here for device, _ in cluster.tree.classes)
+    if minimize is not None and (is_here or maximize is not None):
+        raise BadInput(
+            "the fewest devices are asked for " + ("of this machine" if is_here else "twice over"),
+            expected="a declared cluster, and one question",
+            remedy="name one with --cluster, such as dgx-h100, and leave out --maximize",
+        )
 
 
 def _check_model(model: Any) -> None:
@@ -123,6 +149,7 @@ def plan_workload(
     budget: Budget,
     runner: Runner = "python",
     maximize: Maximize | None = None,
+    minimize: Minimize | None = None,
     cluster: Cluster | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
@@ -136,6 +163,7 @@ def plan_workload(
         budget=budget,
         runner=runner,
         maximize=maximize,
+        minimize=minimize,
         title=title,
         on_progress=on_progress,
     )
@@ -179,7 +207,7 @@ def load(
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=Cluster.here(ranks=made_for.ranks, far=decisions.far),
+        cluster=Cluster.here(ranks=made_for.ranks, speeds=made_for.speeds, far=decisions.far),
         budget=decisions.budget,
         runner="inductor" if made_for.runner == "inductor" else "python",
         decomposition=made_for.decomposition,
@@ -263,13 +291,7 @@ class Planned:
         write_plan(_path(path), self.plan)
 
     def why_not(self, trade: str) -> str:
-        known = {t.name for t in TRADES}
-        if trade not in known:
-            raise BadInput(
-                f"there is no trade {printable(repr(trade)[:40])}",
-                expected=f"one of {', '.join(sorted(known))}",
-                remedy="see docs/trades for what each pays and buys",
-            )
+        check_trade(trade)
         taken = [t.label for t in self.plan.taken if t.trade == trade]
         if taken:
             return f"{trade} was struck: {', '.join(taken[:5])}"
@@ -282,14 +304,7 @@ class Planned:
 
     def what_if(self, **budget: Any) -> "Planned":
         """The same step under another budget: ``plan.what_if(memory="4 GiB")``."""
-        unknown = sorted(set(budget) - set(signature(Budget).parameters))
-        if unknown:
-            raise BadInput(
-                f"a budget has no {unknown[0]}",
-                expected=f"some of {', '.join(signature(Budget).parameters)}",
-                remedy='what_if(memory="4 GiB"), for example',
-            )
-        return planned(self._look, Budget(**budget))
+        return planned(self._look, budget_of(budget))
 
     def apply(self, model: nn.Module | None = None) -> Step:
         """The plan on the live model: a step to call in place of forward and backward."""
@@ -328,6 +343,27 @@ class Planned:
                 expected="a plan that fits, as this step and this machine are now",
                 remedy="plan again, or raise the budget in the plan file",
             )
+
+
+def check_trade(name: str) -> None:
+    known = {t.name for t in TRADES}
+    if name not in known:
+        raise BadInput(
+            f"there is no trade {printable(repr(name)[:40])}",
+            expected=f"one of {', '.join(sorted(known))}",
+            remedy="see docs/trades for what each pays and buys",
+        )
+
+
+def budget_of(bounds: Mapping[str, Any]) -> Budget:
+    unknown = sorted(set(bounds) - set(signature(Budget).parameters))
+    if unknown:
+        raise BadInput(
+            f"a budget has no {unknown[0]}",
+            expected=f"some of {', '.join(signature(Budget).parameters)}",
+            remedy='what_if(memory="4 GiB"), for example',
+        )
+    return Budget(**bounds)
 
 
 def planned(look: Look, budget: Budget) -> Planned:

@@ -25,7 +25,7 @@ from steelyard.core.parting import Parting, Region
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import measured_loopback
+from steelyard.measure.exchanges import measured_ranks
 from steelyard.measure.far import measured_links
 from steelyard.measure.operators import context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
@@ -49,8 +49,7 @@ class Prices:
     """
 
     def __init__(self, cluster: Cluster, *, on_progress: Progress) -> None:
-        self._is_here = cluster.device.is_here
-        self._device = cluster.device
+        self._is_here = cluster.is_here
         self._on_progress = on_progress
         self._cache = CostCache()
         self._operators: dict[str, OperatorCost] = {}
@@ -61,20 +60,25 @@ class Prices:
         self._base: Program
         self.notes: list[str] = []
         # A rank has a part of the cores; alone, the user's own setting holds.
-        self._threads = cluster.device.threads if cluster.num_devices > 1 else None
+        self._threads = cluster.fastest.threads if cluster.num_devices > 1 else None
         links: dict[str, Link] = {}
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring how ranks reach one another")
+            measured = measured_ranks(cluster.num_devices, cache=self._cache)
             # Of one machine's ranks any two are as near.
-            loopback = measured_loopback(cluster.num_devices, cache=self._cache)
-            links |= dict.fromkeys((DATA, TENSOR, PIPELINE), loopback)
+            links |= dict.fromkeys((DATA, TENSOR, PIPELINE), measured.link)
+            if measured.speeds and not cluster.speeds:
+                cluster = cluster.at_speeds(measured.speeds)
+        self.cluster = cluster
+        self._device = cluster.fastest
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
             links |= far_links
             self.notes += notes
         self.costs = Costs(
-            device=cluster.device,
+            device=cluster.fastest,
+            devices=cluster.devices,
             operators=self._operators,
             cut_steps=self._cuts,
             links=links,
@@ -261,7 +265,7 @@ def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
     """What exchanges take among ranks that are not here: neighbours that share tensors, those of as
     many such groups that share the batch, and those that hand on from one layer to the next."""
     count = cluster.num_devices
-    if count == 1 or cluster.device.is_here:
+    if count == 1 or cluster.is_here:
         return {}
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     found = carried(cluster.tree, axis=TENSOR, numbers=divisors[1:])
@@ -286,10 +290,11 @@ class PricedSource:
         self._prices = prices
         self._updates: dict[tuple[Parting, ...], Program] = {}
 
-    def graph(self, *, micro_batches: int) -> Graph:
-        graph = self._source.graph(micro_batches=micro_batches)
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
+        graph = self._source.graph(micro_batches=micro_batches, share=share)
         self._prices.know(graph)
-        if micro_batches > 1:
+        # Of unequal shares no number makes a batch; they are taken to be like as many equal ones.
+        if micro_batches > 1 and share == 1:
             self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
         return graph
 

@@ -134,7 +134,7 @@ def _losses(
     source: StepSource, program: Program, *, optimizer: OptimizerFactory, far: Far | None
 ) -> list[float]:
     """Of a twin of the model as it is now, trained on the one batch from one seed."""
-    captured = source.captured(micro_batches=program.parts)
+    captured = source.captured(micro_batches=program.units)
     twin = _twin(source.model)
     batch = _torch.tree_map(_own, source.batch)
     memory = FarMemory(far) if far is not None and program.is_moving else None

@@ -99,10 +99,16 @@ class _Log:
         """Of the rank that held most; all took the same steps, so all ask or none does."""
         return None if nbytes is None else self._step.ranks.together.most(nbytes)
 
+    def _least(self, seconds: float) -> float:
+        """Of the rank that waited least, and so worked longest: that one is predicted."""
+        return -self._step.ranks.together.most(-round(seconds * 1e9)) / 1e9
+
     def measured(self, steps: int) -> Measured:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         busy, waited = self._step.exchanged(self._traffic)
+        if self._step.are_unlike:
+            waited = self._least(waited)
         self.notes += self._step.note_on_waits(waited)
         return Measured(
             steps=steps,

@@ -1,4 +1,4 @@
-"""Cutting the global batch into equal parts, and whether that would change what is trained.
+"""Cutting the global batch into parts, and whether that would change what is trained.
 
 Not for capturing the parts: see source.py.
 """
@@ -86,22 +86,7 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
         return _whole("the tensors of the batch do not share dim 0")
     if size < 2:
         return _whole("the batch is a single sample")
-    for node in graph.forward():
-        if "batch_norm" in node.op and _trains_statistics(node.args):
-            return _whole(f"BatchNorm in {node.path} takes its statistics over the whole batch")
-    for output in graph.outputs:
-        if output.kind is OutputKind.UPDATE:
-            name = output.target.removeprefix("buffer:")
-            return _whole(f"buffer {name} is written in every pass, which each part would repeat")
-    for name, parameter in model.named_parameters():
-        if _torch.any_hooks([parameter]):
-            return _whole(f"parameter {name} has a hook, which would run once for each part")
-    reason = (
-        _counted_by_more_than_the_batch(graph)
-        or _weighed_by_class(graph)
-        or _scaled_by_frequency(graph)
-        or coupling(model, loss, batch, graph)
-    )
+    reason = why_together(model, loss, batch, graph)
     if reason:
         return _whole(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
@@ -120,6 +105,27 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
         return replace(verdict, reduction=Reduction.COUNTED)
     return verdict
+
+
+def why_together(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
+    """Where operators show that cutting the batch changes what is trained; empty where none does:
+    all that can be said where there are no values to try it with."""
+    for node in graph.forward():
+        if "batch_norm" in node.op and _trains_statistics(node.args):
+            return f"BatchNorm in {node.path} takes its statistics over the whole batch"
+    for output in graph.outputs:
+        if output.kind is OutputKind.UPDATE:
+            name = output.target.removeprefix("buffer:")
+            return f"buffer {name} is written in every pass, which each part would repeat"
+    for name, parameter in model.named_parameters():
+        if _torch.any_hooks([parameter]):
+            return f"parameter {name} has a hook, which would run once for each part"
+    return (
+        _counted_by_more_than_the_batch(graph)
+        or _weighed_by_class(graph)
+        or _scaled_by_frequency(graph)
+        or coupling(model, loss, batch, graph)
+    )
 
 
 def _looked_at(counts: list[int]) -> list[int]:

@@ -43,7 +43,12 @@ def cut(model: nn.Module, *, at_least: int = 6) -> Cut | None:
     stretches = _stretches(model, at_least)
     if not stretches:
         return None
-    return Cut(model=_shortened(model, stretches, {}), stretches=stretches)
+    return Cut(model=cut_to(model, stretches), stretches=stretches)
+
+
+def cut_to(model: nn.Module, stretches: Mapping[str, Stretch]) -> nn.Module:
+    """With three blocks in these runs alone."""
+    return _shortened(model, stretches, {})
 
 
 def with_one_more(model: nn.Module, stretches: Mapping[str, Stretch], prefix: str) -> nn.Module:

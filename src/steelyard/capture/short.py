@@ -4,13 +4,14 @@ Not for cutting (deep.py), nor for what the blocks compute: see trace.py.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from steelyard.capture.deep import Cut, cut, with_one_more
-from steelyard.capture.eager import EagerTwin, eager_twin, forward_calls
+from steelyard.capture.eager import Call, EagerTwin, eager_twin, forward_calls
 from steelyard.capture.trace import Loss
 from steelyard.core.errors import CaptureRefused
 
@@ -39,18 +40,45 @@ def shortened(model: nn.Module, loss: Loss, batch: Any) -> Short | None:
         }
     except CaptureRefused:
         return None  # with fewer blocks, or on what is made up, it does not even run
-    expected, held = Counter(three.calls), dict(three.held_bytes)
+    added = {prefix: four.calls for prefix, four in fours.items()}
+    if whole != _expected(short, three.calls, added):
+        return None
+    held = dict(three.held_bytes)
     for prefix, four in fours.items():
         more = short.stretches[prefix].count - 3
-        added = Counter(four.calls)
-        added.subtract(three.calls)
-        expected.update({call: times * more for call, times in added.items()})
         for call, nbytes in four.held_bytes.items():
             held[call] = held.get(call, nbytes) + more * (
                 nbytes - three.held_bytes.get(call, nbytes)
             )
-    if expected != whole:
-        return None
     # Of two runs it is not plain which of them is at its height at the peak.
     twin = replace(three, held_bytes=held) if len(fours) == 1 else None
     return Short(cut=short, twin=twin)
+
+
+def provably_cut(model: nn.Module, loss: Loss, batch: Any) -> Cut | None:
+    """The same, for who does not ask what eager PyTorch would hold."""
+    short = cut(model)
+    if short is None:
+        return None
+    try:
+        whole, three = (forward_calls(m, loss, batch) for m in (model, short.model))
+        added = {
+            prefix: forward_calls(with_one_more(model, short.stretches, prefix), loss, batch)
+            for prefix in short.stretches
+        }
+    except CaptureRefused:
+        return None
+    return short if whole == _expected(short, three, added) else None
+
+
+def _expected(
+    short: Cut, three: Mapping[Call, int], fours: Mapping[str, Mapping[Call, int]]
+) -> Counter[Call]:
+    """Of the whole: the calls of three blocks, and as often as there are more, what one adds."""
+    expected = Counter(three)
+    for prefix, four in fours.items():
+        more = short.stretches[prefix].count - 3
+        added = Counter(four)
+        added.subtract(three)
+        expected.update({call: times * more for call, times in added.items()})
+    return expected

@@ -6,6 +6,7 @@ What api.py hands to search (as core.trade.Source) and to run. Not for tracing: 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import torch
@@ -64,20 +65,22 @@ class StepSource:
     decomposition: str = "python-2"
     for_planning: bool = False
     optimizer: OptimizerFactory | None = None
-    _captured: dict[int, Captured] = field(default_factory=dict, init=False)
+    _captured: dict[tuple[int, int], Captured] = field(default_factory=dict, init=False)
     _parted: dict[tuple[str, Parting, int], Graph] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
     _updates: dict[frozenset[str], Program] = field(default_factory=dict, init=False)
 
-    def captured(self, *, micro_batches: int = 1) -> Captured:
-        known = self._captured.get(micro_batches)
+    def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
+        """Of one of as many equal parts of the batch, or of so many of them."""
+        cut = micro_batches // gcd(micro_batches, share), share // gcd(micro_batches, share)
+        known = self._captured.get(cut)
         if known is None:
-            known = self._captured[micro_batches] = self._capture(micro_batches)
+            known = self._captured[cut] = self._capture(*cut)
         return known
 
-    def graph(self, *, micro_batches: int) -> Graph:
-        return self.captured(micro_batches=micro_batches).graph
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
+        return self.captured(micro_batches=micro_batches, share=share).graph
 
     def rewritten(self, graph: Graph) -> Graph:
         return graph
@@ -197,22 +200,22 @@ class StepSource:
         kept = ("model", "loss", "batch", "decomposition", "for_planning", "optimizer")
         return StepSource(**{**{name: getattr(self, name) for name in kept}, **changed})
 
-    def _capture(self, micro_batches: int) -> Captured:
+    def _capture(self, micro_batches: int, share: int) -> Captured:
         refuse_hooks(self.model)
         _refuse_opaque(self.batch)
         _refuse_layouts(self.batch)
         _refuse_gradient_inputs(self.batch)
         with put_back_on_failure(self.model):
-            return self._captured_anew(micro_batches)
+            return self._captured_anew(micro_batches, share)
 
-    def _captured_anew(self, micro_batches: int) -> Captured:
+    def _captured_anew(self, micro_batches: int, share: int) -> Captured:
         self.twin()  # first, so that the model has done what it does only once
         batch = self.batch
         if micro_batches > 1:
             size = batch_size(batch)
             assert size is not None
             assert size % micro_batches == 0
-            batch = part(batch, start=0, size=size // micro_batches)
+            batch = part(batch, start=0, size=size // micro_batches * share)
         short = self._short
         if short is not None:
             captured = self._traced(short.cut.model, batch)

@@ -8,6 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
+from steelyard.core.amounts import parse_count
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput
 from steelyard.core.printable import printable
@@ -67,17 +68,59 @@ def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Far |
     return Far(folder, rate=rate, size=size)
 
 
-def cluster_of(cluster: str | None, ranks: int, far: Far | None) -> Cluster:
+def cluster_of(
+    cluster: str | None, ranks: int, far: Far | None, *, speeds: str | None = None
+) -> Cluster:
     """This machine, or the one in a file, or one of those that are known by name."""
     if cluster is None:
-        return Cluster.here(ranks=ranks, far=far)
-    if ranks > 1 or far is not None:
+        return Cluster.here(ranks=ranks, speeds=_speeds(speeds), far=far)
+    if ranks > 1 or far is not None or speeds is not None:
+        other = "--ranks" if ranks > 1 else "--far" if far is not None else "--speeds"
         raise BadInput(
-            f"--cluster says what there is, and so does {'--ranks' if ranks > 1 else '--far'}",
+            f"--cluster says what there is, and so does {other}",
             expected="one of them",
             remedy="leave out the other",
         )
     return Cluster.load(cluster) if cluster.endswith(".toml") else Cluster.named(cluster)
+
+
+def between(devices: str) -> tuple[int, int]:
+    """``16..1472``, or one number."""
+    fewest, dots, most = devices.partition("..")
+    if not fewest.isdigit() or (dots and not most.isdigit()):
+        raise BadInput(
+            f"--devices {printable(devices[:40])} is no range",
+            expected="the fewest and the most, two dots between them",
+            remedy="write --devices 16..1472",
+        )
+    return int(fewest), int(most or fewest)
+
+
+def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
+    """What there is of both, as it was said."""
+    said = {"tokens": tokens, "samples": samples}
+    given = {name: amount for name, amount in said.items() if amount is not None}
+    if len(given) > 1:
+        raise BadInput(
+            "--tokens and --samples both say how long the training is",
+            expected="one of them",
+            remedy="leave out the other",
+        )
+    return {name: parse_count(amount, what=name) for name, amount in given.items()}
+
+
+def _speeds(text: str | None) -> tuple[float, ...]:
+    """One for each rank; what is no number is refused with those of another length."""
+    if text is None:
+        return ()
+    try:
+        return tuple(float(speed) for speed in text.split(","))
+    except ValueError:
+        raise BadInput(
+            f"--speeds {printable(text, most=60)} is no list of numbers",
+            expected="how fast each rank computes beside the others",
+            remedy="write --speeds 1,0.5 for two ranks; or leave it out, and it is measured",
+        ) from None
 
 
 def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | bool, Path | None]:

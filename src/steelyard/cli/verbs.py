@@ -1,4 +1,4 @@
-"""The seven verbs: each reads its arguments, calls the api and shows what came of it.
+"""The eight verbs: each reads its arguments, calls the api and shows what came of it.
 
 Not for deciding or wiring anything. What only reads a plan never imports torch.
 """
@@ -14,12 +14,14 @@ from cyclopts import App, Parameter
 from steelyard import __version__
 from steelyard.cli.arguments import (
     at_least_one,
+    between,
     cluster_of,
     far_memory,
     plan_path,
     refuse_unwritable,
     resume_from,
     title,
+    training_length,
     wish,
 )
 from steelyard.cli.endings import (
@@ -32,7 +34,7 @@ from steelyard.cli.endings import (
 from steelyard.cli.interrupt import heed
 from steelyard.cli.running import Training, run_by
 from steelyard.cli.showing import Shown, hint, loaded, planning
-from steelyard.core.budget import Budget, Maximize
+from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput
 from steelyard.report.lines import Zoom
@@ -108,8 +110,15 @@ def plan(
     maximize: Annotated[
         Maximize | None, Parameter(help="Ask for the largest that fits instead.")
     ] = None,
+    minimize: Annotated[
+        Minimize | None, Parameter(help="Of a declared cluster: the fewest that it fits on.")
+    ] = None,
     runner: _Runner = "python",
     ranks: _Ranks = 1,
+    speeds: Annotated[
+        str | None,
+        Parameter(help="How fast each rank computes, such as 1,0.5; measured, unless said."),
+    ] = None,
     cluster: Annotated[
         str | None,
         Parameter(help="What to plan for instead of this machine: a TOML file, or dgx-h100."),
@@ -147,10 +156,13 @@ def plan(
     question, beside_it = wish(what_if), far.said()
     if check is None:
         refuse_to_lose(path)
-    elif budget != Budget() or maximize or output or beside_it or ranks > 1 or cluster:
+    elif any(
+        (budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds, cluster)
+    ):
         raise BadInput(
             "--check takes its budget from the plan file",
-            expected="no budget, --maximize, --ranks, --cluster, --far or -o beside it",
+            expected="no budget, --maximize, --minimize, --ranks, --speeds, --cluster, --far or -o "
+            "beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
     with planning(shown) as tell:
@@ -159,8 +171,8 @@ def plan(
 
         if check is None:
             planned = api.plan_workload(
-                workload, budget=budget, runner=runner, maximize=maximize,
-                cluster=cluster_of(cluster, ranks, beside_it), title=title(train),
+                workload, budget=budget, runner=runner, maximize=maximize, minimize=minimize,
+                cluster=cluster_of(cluster, ranks, beside_it, speeds=speeds), title=title(train),
                 on_progress=tell,
             )  # fmt: skip
         else:
@@ -290,6 +302,42 @@ def simulate(
         for row in by_rank(spans):
             show_text(row.said)
     hint(f"written: {trace}; open it at https://ui.perfetto.dev", shown)
+    return OK
+
+
+@app.command
+def scale(
+    train: _Train,
+    /,
+    *,
+    cluster: Annotated[
+        str, Parameter(help="A declared cluster: a TOML file, or a name such as dgx-h100.")
+    ],
+    devices: Annotated[str, Parameter(help="From how many of its devices to how many: 16..1472.")],
+    memory: Annotated[
+        str | None,
+        Parameter(help="The most that a rank may hold; what its device has, unless said."),
+    ] = None,
+    tokens: Annotated[
+        str | None, Parameter(help="Of the whole training, such as 300B: hours and price are said.")
+    ] = None,
+    samples: Annotated[str | None, Parameter(help="The same, in samples.")] = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
+    from steelyard.report.show import show_scaling
+
+    fewest, most = between(devices)
+    whole = training_length(tokens, samples)
+    with planning(shown) as tell:
+        workload = loaded(train, tell)
+        from steelyard import api
+
+        found = api.scale_workload(
+            workload, cluster=cluster_of(cluster, 1, None), budget=Budget(memory),
+            fewest=fewest, most=most, title=title(train), on_progress=tell, **whole,
+        )  # fmt: skip
+    show_scaling(found, in_json=shown.json)
     return OK
 
 

@@ -25,6 +25,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600
 # Of what is sent over a line; as of bytes, letters of either case are the same.
 _SENT = {**_BYTES, "bit": 1 / 8, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
 _FLOPS = {"flop": 1.0, "mflop": 1e6, "gflop": 1e9, "tflop": 1e12, "pflop": 1e15}
+_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _AMOUNT = re.compile(r"\s*([+-]?[0-9_]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 
@@ -101,6 +102,11 @@ def _per(amount: str, time: str, *, what: str, example: str) -> str:
             remedy=f"write {what} as {example}",
         )
     return text[: -len(time) - 1]
+
+
+def parse_count(amount: str | int | float, *, what: str = "count") -> int:
+    """``"300B"`` -> 300_000_000_000; a bare number is that many."""
+    return round(_parse(amount, _COUNTS, what=what, example="300B or 1.5T", bare=1.0))
 
 
 def parse_share(amount: str | int | float, *, what: str = "accuracy_loss") -> float:

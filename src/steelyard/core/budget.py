@@ -22,6 +22,12 @@ class Maximize(StrEnum):
     SEQUENCE = "sequence"
 
 
+class Minimize(StrEnum):
+    """The other inverse question: the fewest that it fits on."""
+
+    DEVICES = "devices"
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Budget:
     """Bounds per step and rank; what is None is not bounded but minimised, step time first.

@@ -3,8 +3,11 @@
 The parts stand in files of their own, and can be had from here. Not for measuring: see measure/.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import groupby
+from math import inf
 from pathlib import Path
 
 from steelyard.core.device import DTYPES, Device
@@ -18,6 +21,7 @@ from steelyard.core.far_memory import (
     far_room,
 )
 from steelyard.core.link import Link
+from steelyard.core.printable import printable
 from steelyard.core.scope import Member, Place, Scope
 
 __all__ = [
@@ -41,12 +45,28 @@ __all__ = [
 _RANKS_OF_A_CORE = 8
 
 
+def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
+    """As shares of the fastest."""
+    known = [float(speed) for speed in speeds if type(speed) in (int, float) and 0 < speed < inf]
+    if len(known) != len(speeds) or len(known) != ranks:
+        raise BadInput(
+            f"speeds {printable(repr(tuple(speeds)), most=60)} of {ranks} ranks",
+            expected="a number above 0 for each rank: how fast it computes beside the others",
+            remedy="write Cluster.here(ranks=2, speeds=(1, 0.5)), or --speeds 1,0.5",
+        )
+    return [speed / max(known) for speed in known]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices a plan may use, and the farther memory that each may move values to."""
+    """The devices a plan may use, and the farther memory that each may move values to.
+
+    ``speeds`` are of the ranks of this machine, each beside the fastest, where they are known.
+    """
 
     tree: Scope
     far: Far | None = None
+    speeds: tuple[float, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -66,6 +86,34 @@ class Cluster:
         return device
 
     @property
+    def fastest(self) -> Device:
+        """Of several classes the one that computes most, on which a step would lie alone."""
+        return max((device for device, _ in self.tree.classes), key=lambda d: d.flops_per_second)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Of each rank, where they are of several classes."""
+        if len(self.tree.classes) == 1:
+            return ()
+        return tuple(self.tree.device_of(rank) for rank in range(self.num_devices))
+
+    @property
+    def is_here(self) -> bool:
+        return all(device.is_here for device, _ in self.tree.classes)
+
+    def at_speeds(self, speeds: Sequence[float]) -> "Cluster":
+        """The ranks of this machine, which are otherwise alike, computing so fast."""
+        assert self.is_here
+        assert len(speeds) == self.num_devices
+        whole = replace(self.fastest, speed=1.0)
+        members, (joined, *_) = [], self.tree.members
+        for speed, alike in groupby(speeds):
+            device = whole if speed == 1 else whole.at_speed(speed)
+            members.append(replace(joined, of=device, count=len(list(alike))))
+        tree = replace(self.tree, members=tuple(members))
+        return replace(self, tree=tree, speeds=tuple(speeds))
+
+    @property
     def fingerprint(self) -> str:
         """Told apart by what plans depend on; one device as it always was, by name and threads."""
         (device, count), *_ = self.tree.classes
@@ -74,10 +122,13 @@ class Cluster:
         return sha256(said.encode()).hexdigest()[:16]
 
     @classmethod
-    def here(cls, ranks: int = 1, *, far: Far | None = None) -> "Cluster":
+    def here(
+        cls, ranks: int = 1, *, speeds: Sequence[float] = (), far: Far | None = None
+    ) -> "Cluster":
         """The machine this runs on, as the operating system describes it; touches no device.
 
-        ``ranks`` processes share its cores and its memory evenly, and speak over loopback.
+        ``ranks`` processes share its cores and its memory evenly, and speak over loopback. How fast
+        each computes beside the fastest, ``speeds=(1, 0.5)``, is measured where nobody says it.
         """
         from steelyard.core.machine import loopback, num_cores, this_device
 
@@ -89,7 +140,8 @@ class Cluster:
                 remedy="write Cluster.here(ranks=2), or --ranks 2",
             )
         member = Member(of=this_device(ranks=ranks), count=ranks, link=loopback())
-        return cls(tree=Scope(name="here", members=(member,)), far=far)
+        found = cls(tree=Scope(name="here", members=(member,)), far=far)
+        return found.at_speeds(_checked(speeds, ranks)) if speeds else found
 
     @classmethod
     def load(cls, path: str | Path, *, far: Far | None = None) -> "Cluster":

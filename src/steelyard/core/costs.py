@@ -4,7 +4,7 @@ Measured where they could be, declared where not, and each says which. Not for m
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from steelyard.core.cluster import Device, Link
@@ -40,7 +40,8 @@ class Costs:
     ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
     ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
     memory, which takes ``far_bytes``; ``carried`` what an exchange takes as a whole, by axis, kind,
-    number of ranks and how far they are apart, where it is known so.
+    number of ranks and how far they are apart, where it is known so. ``devices`` are those of the
+    ranks, where they are not all like ``device``.
     """
 
     device: Device
@@ -51,6 +52,11 @@ class Costs:
     links: Mapping[str, Link] = field(default_factory=dict)
     far_bytes: int = 0
     carried: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
+    devices: tuple[Device, ...] = ()
+
+    def of_rank(self, rank: int) -> "Costs":
+        """What the same takes on this rank's device."""
+        return replace(self, device=self.devices[rank], devices=()) if self.devices else self
 
     def seconds(self, node: Node) -> Estimate:
         if node.is_free:
@@ -58,9 +64,10 @@ class Costs:
         if node.is_far:
             return self.beside_seconds(node)
         known = self.operators.get(node.signature)
-        seconds = known.seconds if known else self.declared_seconds(node)
+        slower = 1 / self.device.speed
+        seconds = known.seconds.scaled(slower) if known else self.declared_seconds(node)
         if node.phase is Phase.UPDATE:
-            seconds = seconds + self.update_call_seconds
+            seconds = seconds + self.update_call_seconds.scaled(slower)
         return seconds + self.beside_seconds(node) if node.collective is not None else seconds
 
     def beside_seconds(self, node: Node) -> Estimate:

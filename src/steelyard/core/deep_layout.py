@@ -6,6 +6,17 @@ For pricing steps that are nowhere run. Not for plans that are run: see layout.p
 from dataclasses import dataclass
 
 from steelyard.core.errors import BadInput
+from steelyard.core.rules import Spot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """``count`` alike modules in the list ``path``, from index ``first`` to its end; none where
+    ``count`` is 0."""
+
+    path: str = ""
+    first: int = 0
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +25,12 @@ class DeepLayout:
 
     Each of ``pipeline`` ranks holds ``virtual`` runs of blocks, and works on ``micro_batches``;
     ``stage_blocks`` says how many blocks each holds where that is not alike.
-    ``state_stage`` is ZeRO's. ``again`` names modules inside each block whose forward pass runs
-    again in the backward pass; "" is the whole block. ``spared`` names modules in these that do
-    not, whose results are kept. ``overlaps``: gradients are exchanged while the last backward pass
-    runs. ``draws_parts``: each tensor rank draws its own part of what is random, where Steelyard's
-    own ranks draw it whole. ``gathers_again``: what was gathered from tensor ranks is not kept
-    whole, and gathered anew for the backward pass.
+    ``state_stage`` is ZeRO's. ``again`` is what runs again in the backward pass: modules inside
+    each block by name ("" is the whole block), or calls in them. ``spared`` names modules in these
+    that do not, whose results are kept. ``overlaps``: gradients are exchanged while the last
+    backward pass runs. ``draws_parts``: each tensor rank draws its own part of what is random,
+    where Steelyard's own ranks draw it whole. ``gathers_again``: what was gathered from tensor
+    ranks is not kept whole, and gathered anew for the backward pass.
     """
 
     tensor: int = 1
@@ -29,7 +40,7 @@ class DeepLayout:
     virtual: int = 1
     stage_blocks: tuple[int, ...] = ()
     state_stage: int = 0
-    again: tuple[str, ...] = ()
+    again: tuple[str | Spot, ...] = ()
     spared: tuple[str, ...] = ()
     overlaps: bool = False
     draws_parts: bool = False

@@ -3,7 +3,7 @@
 Not for how devices are joined: see link.py and scope.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard.core.errors import BadInput
 from steelyard.core.link import Link
@@ -21,6 +21,7 @@ class Device:
     ``flops_per_second`` is of float32, ``peaks`` of each dtype by name: dense, without sparsity.
     ``call_seconds`` is what launching any operator costs, however small. ``host_memory_bytes`` is
     one device's share, reached over ``host_link``. None is what nobody said, a price above all.
+    ``speed`` is how fast it is beside the device that was measured, where ranks are unequal.
     """
 
     kind: str
@@ -34,6 +35,18 @@ class Device:
     host_memory_bytes: int | None = None
     host_link: Link | None = None
     usd_per_hour: float | None = None
+    speed: float = 1.0
+
+    def at_speed(self, speed: float) -> "Device":
+        """The same, but slower in all that it does."""
+        return replace(
+            self,
+            flops_per_second=self.flops_per_second * speed,
+            bytes_per_second=self.bytes_per_second * speed,
+            call_seconds=self.call_seconds / speed,
+            peaks=tuple((name, peak * speed) for name, peak in self.peaks),
+            speed=self.speed * speed,
+        )
 
     def peak_flops_per_second(self, dtype: str) -> float:
         known = {"float32": self.flops_per_second, **dict(self.peaks)}
@@ -53,7 +66,8 @@ class Device:
     def identity(self) -> str:
         """What makes plans differ. What runs here is known by its name, for its rates vary."""
         if self.is_here:
-            return f"{self.kind}|{self.threads}"
+            slower = f"|{self.speed:.3g}" if self.speed != 1 else ""
+            return f"{self.kind}|{self.threads}{slower}"
         host = None if self.host_link is None else self.host_link.identity
         return repr(
             (

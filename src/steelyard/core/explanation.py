@@ -119,6 +119,7 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
         least_within=found.least_within,
         planned_seconds=found.predicted.quad.step_seconds.value if then is None else then,
         largest=found.largest,
+        fewest=found.fewest,
     )
 
 
@@ -204,6 +205,7 @@ class _Body(BaseModel):
     # Files of before it was kept.
     planned_seconds: float | None = None
     largest: str
+    fewest: str = ""
     notes: tuple[str, ...]
 
 

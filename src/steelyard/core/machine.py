@@ -6,6 +6,7 @@ Read from files, so that it costs nothing and needs no torch. Not for speeds: se
 import os
 import platform
 import resource
+from math import inf
 from pathlib import Path
 
 from steelyard.core.device import Device
@@ -119,6 +120,30 @@ def _held_bytes() -> dict[str, int]:
         if name in counted:
             held[counted[name]] = int(rest.split()[0]) * 1024
     return held
+
+
+def quota_cores(root: Path = Path("/")) -> float:
+    """How many cores the control groups of this process let it use, at any rate over a while; no
+    end where none of them has a quota."""
+    found = [inf]
+    for line in _lines(str(root / "proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / controllers
+        # A group's quota holds for all within it; in a container the group is often the root.
+        group = Path(path.lstrip("/"))
+        found += (_quota_of(mounted / folder) for folder in (group, *group.parents))
+    return min(found)
+
+
+def _quota_of(group: Path) -> float:
+    """Of cgroups version 2 or 1; neither file is there where nobody set any."""
+    given = [entry for line in _lines(str(group / "cpu.max")) for entry in line.split()]
+    for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") if not given else ():
+        given += _lines(str(group / name))
+    is_set = len(given) == 2 and all(figure.isdigit() and int(figure) for figure in given)
+    return int(given[0]) / int(given[1]) if is_set else inf
 
 
 def cgroup_used_bytes() -> int | None:

@@ -26,7 +26,8 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFor:
-    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on."""
+    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, and
+    ``speeds`` how fast each of them computes beside the fastest, where they are not equal."""
 
     model: str
     graph: str
@@ -36,6 +37,7 @@ class MadeFor:
     torch: str
     batch: tuple[BatchEntry, ...]
     ranks: int = 1
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,13 @@ class Decisions:
         """Four hexadecimal digits that name the decisions in print."""
         # A plan is called as it was before there were lags, times and buckets.
         rules = str(tuple(sorted(self.rules)))
-        for unsaid in (", lag=0, lead=0", ", times=1", ", bucket_bytes=0", ", dim=0, groups=1"):
+        for unsaid in (
+            ", lag=0, lead=0",
+            ", times=1",
+            ", bucket_bytes=0",
+            ", dim=0, groups=1",
+            ", shares=()",
+        ):
             rules = rules.replace(unsaid, "")
         text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
         return sha256(text.encode()).hexdigest()[:4]
@@ -112,9 +120,9 @@ class Plan:
 
     ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade struck.
     ``slowdown`` is how many times as long as the unplanned graph the plan takes, forward and
-    backward pass without the optimizer's step. ``largest``
-    answers the inverse question where it was asked. ``least_bytes`` is the least peak that was
-    found, with the batch in at most ``least_within`` parts; 0 where finer cuts were tried as well.
+    backward pass without the optimizer's step. ``largest`` or ``fewest`` answers the inverse
+    question where it was asked. ``least_bytes`` is the least peak that was found, with the batch in
+    at most ``least_within`` parts; 0 where finer cuts were tried as well.
     ``planned_seconds`` is the step as it was predicted when the reasons were found, where that was
     at another time than the prediction here; offers, curve and next cent are beside that one.
     """
@@ -134,4 +142,5 @@ class Plan:
     slowdown: Estimate | None = None
     planned_seconds: float | None = None
     largest: str = ""
+    fewest: str = ""
     notes: tuple[str, ...] = field(default=())

@@ -43,6 +43,7 @@ from steelyard.core.untrusted import (
 FORMAT = 1
 MOST_BYTES = 4 * 2**20
 _MOST_RULES = 50_000
+_MOST_RANKS = 1_000_000
 # Enough to see what is wrong; a hostile file has a million.
 _MOST_FOUND = 100
 _LARGEST = 2**62
@@ -55,6 +56,14 @@ def _written(parse: Callable[..., float], what: str) -> BeforeValidator:
 
 
 _Bytes = Annotated[int, _written(parse_bytes, "memory"), Field(ge=1, le=_LARGEST)]
+
+
+_Share = Annotated[int, Field(ge=1, le=_LARGEST)]
+
+
+def _as_tuple(given: object) -> object:
+    """TOML has lists, and what is told apart and remembered has none."""
+    return tuple(given) if isinstance(given, list) else given
 
 
 class _Quantise(BaseModel):
@@ -97,14 +106,21 @@ class _ShardStates(BaseModel):
 
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
     module: Annotated[str, Field(alias="parameter")]
+    # Where it is not said, all of them: the weight itself, its gradient, its optimizer state.
+    op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what")] = ""
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
 
 
 class _ShardBatch(BaseModel):
+    """``shares``: of as many samples as they add up to, how many each rank takes."""
+
     model_config = STRICT
     most: ClassVar[int] = 1
 
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    shares: Annotated[
+        tuple[_Share, ...], BeforeValidator(_as_tuple), Field(max_length=_MOST_RANKS)
+    ] = ()
     bucket_bytes: Annotated[_Bytes, Field(alias="bucket")]
 
 
@@ -266,11 +282,20 @@ def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
                 problems += problems_of(error, table, within=(trade, index))
                 continue
             rules.append(Rule(trade=trade, **values))
+        problems += _ill_shared(rules) if trade == "shard_batch" else []
     rules.sort()
     for rule, next_rule in pairwise(rules):
         if rule == next_rule:
             problems.append(f"{rule.trade}: {printable(rule.module)} {printable(rule.op)} is twice")
     return tuple(rules), problems[:_MOST_FOUND]
+
+
+def _ill_shared(rules: list[Rule]) -> list[str]:
+    return [
+        f"shard_batch is among {rule.degree} ranks and has {len(rule.shares)} shares"
+        for rule in rules
+        if rule.trade == "shard_batch" and rule.shares and len(rule.shares) != rule.degree
+    ]
 
 
 class _BatchEntry(BaseModel):
@@ -284,6 +309,9 @@ class _BatchEntry(BaseModel):
         return BatchEntry(name=self.name, shape=tuple(self.shape), dtype=self.dtype)
 
 
+_Speed = Annotated[float, Field(gt=0, le=1)]
+
+
 class _MadeFor(BaseModel):
     model_config = STRICT
 
@@ -294,6 +322,7 @@ class _MadeFor(BaseModel):
     cluster: str
     torch: str
     ranks: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    speeds: Annotated[list[_Speed], Field(max_length=_MOST_RANKS)] = []
     batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
 
     def value(self) -> MadeFor:
@@ -305,6 +334,7 @@ class _MadeFor(BaseModel):
             cluster=self.cluster,
             torch=self.torch,
             ranks=self.ranks,
+            speeds=tuple(map(float, self.speeds)),
             batch=tuple(entry.value() for entry in self.batch),
         )
 
@@ -365,6 +395,8 @@ def _lines(decisions: Decisions) -> Iterator[str]:
         yield f"{key} = {_toml(getattr(made_for, key))}"
     if made_for.ranks > 1:
         yield f"ranks = {made_for.ranks}"
+    if made_for.speeds:
+        yield f"speeds = {_toml(made_for.speeds)}"
     for entry in made_for.batch:
         yield "\n[[made_for.batch]]"
         yield f"name = {_toml(entry.name)}"
@@ -400,13 +432,15 @@ _UNSAID = {
     ("recompute", "times"): 1,
     ("offload", "degree"): 0,
     ("shard_tensor", "groups"): 1,
+    ("shard_states", "op"): "",
     ("overlap", "lead"): 0,
+    ("shard_batch", "shares"): (),
 }
 
 
-def _toml(value: str | int | float) -> str:
+def _toml(value: str | int | float | tuple[int | float, ...]) -> str:
     if not isinstance(value, str):
-        return repr(value)
+        return repr(list(value) if isinstance(value, tuple) else value)
     return (
         f'"{"".join(c if c.isprintable() and c not in _SPECIAL else _escaped(c) for c in value)}"'
     )

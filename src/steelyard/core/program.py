@@ -10,7 +10,7 @@ from typing import Self
 
 from steelyard.core.cluster import far_room
 from steelyard.core.coding import ENCODE
-from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase
+from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase, Role
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.parting import Parting
 from steelyard.core.schedule import Order
@@ -68,8 +68,9 @@ class Pipeline:
 class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
 
-    With a ``layout`` it is that of ``rank``; those of ranks that work on different samples are
-    alike. ``partings`` say which of the model's tensors it holds a part of, or a part of a part.
+    With a ``layout`` it is that of ``rank``; those of ranks that work on as many samples are
+    alike, and of ranks that work on more or fewer may stand ``beside`` it, one of each number.
+    ``partings`` say which of the model's tensors it holds a part of, or a part of a part.
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
     ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot,
     ``uncut`` of which parameters it cannot be some rows at a time, and why, and ``unparted`` why
@@ -83,6 +84,7 @@ class Program:
     repeats: int = 1
     layout: Layout = ALONE
     rank: int = 0
+    beside: tuple["Program", ...] = ()
     partings: tuple[Parting, ...] = ()
     pipeline: Pipeline | None = None
     update: "Program | None" = None
@@ -174,8 +176,31 @@ class Program:
 
     @property
     def parts(self) -> int:
-        """Into how many equal parts the global batch is cut, over all ranks."""
+        """How many micro-batches there are, over all ranks; equal, where ranks share equally."""
         return self.repeats * self.layout.batch
+
+    @property
+    def units(self) -> int:
+        """Into how many equal units the global batch is cut, of which a part is ``share``."""
+        return self.repeats * self.layout.units
+
+    @property
+    def share(self) -> int:
+        return self.layout.share_of(self.rank)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the whole global batch, which every rank is given."""
+        return self.graph.resident_bytes(Role.BATCH) * self.units // self.share
+
+    @cached_property
+    def spoken(self) -> tuple[str, ...]:
+        """What ranks have to exchange alike: each exchange, and whose gradients come out when."""
+        nodes, place = self.graph.by_name, self.graph.position
+        issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
+        gradients = (o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT)
+        arriving = sorted((place[o.node], o.target) for o in gradients)
+        return (*map(str, issued), *(target for _, target in arriving))
 
     @cached_property
     def again(self) -> tuple[Instruction, ...]:

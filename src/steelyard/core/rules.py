@@ -23,7 +23,8 @@ class Rule:
     wanted back.
     Where a trade is on parameters and not on calls, ``op`` says what of them.
     ``times`` is how often at most a value is made again. ``bucket_bytes`` is how much goes in one
-    exchange, of what is sent together. ``dim`` and ``groups`` say along what a tensor is cut.
+    exchange, of what is sent together. ``dim`` and ``groups`` say along what a tensor is cut,
+    ``shares`` how unequally the batch is.
     """
 
     trade: str
@@ -38,6 +39,7 @@ class Rule:
     bucket_bytes: int = 0
     dim: int = 0
     groups: int = 1
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

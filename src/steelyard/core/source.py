@@ -13,9 +13,10 @@ from steelyard.core.program import Pipeline, Program
 
 
 class Source(Protocol):
-    """The global batch in ``micro_batches`` equal parts, and the graph of one."""
+    """The global batch in ``micro_batches`` equal parts, and the graph of one, or of so many of
+    them together as ``share`` says."""
 
-    def graph(self, *, micro_batches: int) -> Graph: ...
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph: ...
 
     def rewritten(self, graph: Graph) -> Graph:
         """A graph that a trade made of one of these, once it is known here too."""
@@ -54,9 +55,11 @@ class Laid:
 
     source: Source
     layout: Layout
+    rank: int = 0
 
-    def graph(self, *, micro_batches: int) -> Graph:
-        return self.source.graph(micro_batches=micro_batches * self.layout.batch)
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
+        own = self.layout.share_of(self.rank)
+        return self.source.graph(micro_batches=micro_batches * self.layout.units, share=share * own)
 
     def rewritten(self, graph: Graph) -> Graph:
         return self.source.rewritten(graph)
@@ -76,8 +79,8 @@ class Laid:
         return self.source.in_stages(program, ends=ends, schedule=schedule, num_ranks=num_ranks)
 
     def divisors(self) -> tuple[int, ...]:
-        ranks = self.layout.batch
-        return tuple(k // ranks for k in self.source.divisors() if k % ranks == 0)
+        units = self.layout.units
+        return tuple(k // units for k in self.source.divisors() if k % units == 0)
 
     def why_not_split(self) -> str | None:
         return self.source.why_not_split()

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from steelyard.core.errors import Mismatch
-from steelyard.core.layout import Layout
+from steelyard.core.layout import Layout, spelled
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Laid, Source
@@ -87,7 +87,7 @@ def strike(
         )
     layout = Layout.of(rules)
     if layout != program.layout:
-        source = _laid(source, layout)
+        source = _laid(source, layout, program.rank)
         program = replace(program.with_graph(source.graph(micro_batches=1)), layout=layout)
     for trade in trades:
         own = [rule for rule in rules if rule.trade == trade.name]
@@ -95,9 +95,41 @@ def strike(
     return program
 
 
-def _laid(source: Source, layout: Layout) -> Laid:
+def strike_on_ranks(
+    program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: Source
+) -> Program:
+    """As ``strike``; where ranks have unequal shares, the program of the one that has most, and
+    beside it one of each other share.
+
+    They have to exchange the same in the same order, or they would wait for one another for ever.
+    """
+    layout = Layout.of(rules)
+    if not layout.shares:
+        return strike(program, rules, trades=trades, source=source)
+    first, *others = (
+        strike(replace(program, rank=rank), rules, trades=trades, source=source)
+        for rank in layout.unlike_ranks
+    )
+    odd = next((other for other in others if other.spoken != first.spoken), None)
+    if odd is not None:
+        raise Mismatch(
+            f"with shares of {spelled(layout.shares)}, ranks {first.rank} and {odd.rank} would "
+            "exchange gradients in different orders",
+            expected="steps that differ between shares in their sizes alone",
+            remedy="take other shares under [[shard_batch]], such as larger ones, or equal ones",
+        )
+    return replace(first, beside=tuple(others))
+
+
+def _laid(source: Source, layout: Layout, rank: int) -> Laid:
     possible = source.divisors()
-    if layout.batch not in possible:
+    if layout.shares and layout.units not in possible:
+        raise Mismatch(
+            f"the plan shares the batch as {spelled(layout.shares)}",
+            expected=f"shares that add up to one of {', '.join(str(k) for k in possible)}",
+            remedy="set shares under [[shard_batch]] to such as do, or plan again",
+        )
+    if layout.units not in possible:
         raise Mismatch(
             f"the plan shares the batch among {layout.batch} ranks",
             expected=f"one of {', '.join(str(k) for k in possible)} equal shares",
@@ -111,4 +143,4 @@ def _laid(source: Source, layout: Layout) -> Laid:
             expected="a model and loss whose batch can be cut",
             remedy="take the shard_batch rule out of the plan, or plan again",
         )
-    return Laid(source=source, layout=layout)
+    return Laid(source=source, layout=layout, rank=rank)

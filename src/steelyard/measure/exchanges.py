@@ -1,4 +1,5 @@
-"""How long ranks on this machine take to exchange something, and what that takes of their cores.
+"""How long ranks on this machine take to exchange something, what that takes of their cores, and
+how fast each of them computes.
 
 Starts the ranks, each on its part of the cores, and lets them all-reduce. Not for exchanging in a
 step: the operators of torch do that. Ranks that stand elsewhere than here are started by whoever
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import RunFailed
-from steelyard.core.machine import cores_of
+from steelyard.core.machine import cores_of, quota_cores
 from steelyard.measure.cache import CostCache
 
 _SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 4096, 1 << 20, 16 << 20
@@ -33,20 +35,32 @@ _MATRIX = 256
 _DOUBT = 0.15
 # What is remembered is above zero.
 _NEXT_TO_NONE = 1e-12
-_FIGURES = frozenset({"latency", "rate", "call", "disturbs"})
+_COMPUTING_SECONDS, _PRODUCTS = 1.0, 64
+# Ranks on equal cores differ by as much, by what else the machine does.
+_ALIKE_SHARE = 0.15
 
 
-def measured_loopback(num_ranks: int, *, cache: CostCache | None = None) -> Link:
-    """The link that joins so many ranks of gloo on this machine; measured once and remembered."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of the ranks of this machine: what joins them, and how fast each computes beside the fastest;
+    no speeds where they do not differ by more than the doubt."""
+
+    link: Link
+    speeds: tuple[float, ...]
+
+
+def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measured:
+    """So many ranks of gloo on this machine; measured once and remembered."""
     context = context_of(num_ranks)
     found = cache.read_rates(context) if cache else {}
-    if not found.keys() >= _FIGURES:
+    figures = ("latency", "rate", "call", "disturbs", *map(_speed_of, range(num_ranks)))
+    if not found.keys() >= set(figures):
         found = fitted(_said(num_ranks))
         if cache:
             # Another process may have been first.
             found = {**found, **cache.read_rates(context)}
             cache.write_rates(context, found)
-    return Link(
+    link = Link(
         kind="loopback",
         latency_seconds=found["latency"],
         bytes_per_second=found["rate"],
@@ -54,6 +68,12 @@ def measured_loopback(num_ranks: int, *, cache: CostCache | None = None) -> Link
         call_seconds=found["call"],
         disturbs=found["disturbs"],
     )
+    speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
+    return Measured(link=link, speeds=speeds if min(speeds) < 1 else ())
+
+
+def _speed_of(rank: int) -> str:
+    return f"speed of rank {rank}"
 
 
 def context_of(num_ranks: int) -> str:
@@ -78,7 +98,15 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "rate": rate,
         "call": max(timed["call"] / small.hops, _NEXT_TO_NONE),
         "disturbs": min(1.0, max(timed["disturbs"], _NEXT_TO_NONE)),
+        **{_speed_of(rank): speed for rank, speed in enumerate(_speeds(said))},
     }
+
+
+def _speeds(said: Sequence[Mapping[str, float]]) -> list[float]:
+    """Those within the doubt of the fastest are taken to be as fast."""
+    least = min(one["product"] for one in said)
+    speeds = [least / one["product"] for one in said]
+    return [1.0 if speed > 1 - _ALIKE_SHARE else speed for speed in speeds]
 
 
 def _said(num_ranks: int) -> list[dict[str, float]]:
@@ -127,7 +155,7 @@ def main(folder: str, num_ranks: int, rank: int) -> None:
         timeout=timedelta(seconds=_SECONDS),
     )
     with torch.no_grad():
-        figures = _figures()
+        figures = {**_figures(), "product": _product_seconds()}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
@@ -146,6 +174,23 @@ def _figures() -> dict[str, float]:
         **seconds,
         "disturbs": _disturbs({"middle": middle, "large": large}[long], seconds[long]),
     }
+
+
+def _product_seconds() -> float:
+    """The processor's time of one product, while all ranks make them; more, where the quota of this
+    rank's control group is less than its cores. What others take of a core for a moment is not
+    counted: it would be another figure the next time. For the same reason the least of a few."""
+    matrix = torch.ones(_MATRIX, _MATRIX)
+    dist.barrier()
+    end = time.perf_counter() + _COMPUTING_SECONDS
+    found: list[float] = []
+    while time.perf_counter() < end or not found:
+        begin = time.process_time()
+        for _ in range(_PRODUCTS):
+            torch.mm(matrix, matrix)
+        found.append((time.process_time() - begin) / _PRODUCTS)
+    cores = len(os.sched_getaffinity(0))
+    return min(found) * max(1.0, cores / quota_cores())
 
 
 def _seconds(x: torch.Tensor, rounds: int) -> float:

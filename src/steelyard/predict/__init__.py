@@ -14,6 +14,7 @@ from steelyard.predict.predict import (
 )
 from steelyard.predict.slowdown import slowdown
 from steelyard.predict.spans import spans
+from steelyard.predict.together import rank_seconds
 
 __all__ = [
     "carried",
@@ -22,6 +23,7 @@ __all__ = [
     "peak_bytes",
     "pipelined",
     "predict",
+    "rank_seconds",
     "slowdown",
     "spans",
     "step_seconds",

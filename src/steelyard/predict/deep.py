@@ -7,7 +7,8 @@ last backward pass. Not for programs that are run: see predict.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from steelyard.core.cluster import Cluster
 from steelyard.core.costs import Costs
@@ -47,6 +48,17 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one rank of the pipeline holds: kinds of block, and how many are of each."""
+
+    blocks: tuple[tuple[Section, int], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(count for _, count in self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeepStep:
     """Seconds of the micro-batches through the pipeline, of exchanging what the data ranks share as
     far as nothing hides it, and of the optimizer; and what each stage holds.
@@ -82,106 +94,174 @@ def deep_step(
     stack: Stack | None = None,
 ) -> DeepStep:
     """``parts`` are those of one tensor rank, for one micro-batch, as ``stack`` computes them."""
-    if layout.num_ranks > cluster.num_devices:
-        raise BadInput(
-            f"a layout of {layout.num_ranks} ranks on {cluster.num_devices} devices",
-            expected="no more ranks than devices",
-            remedy="declare a larger cluster, or lower a degree of the layout",
-        )
-    work = _Composed(parts, cluster, layout, formats, num_blocks, stack or Stack())
-    seconds = [work.stage_seconds(stage) for stage in range(layout.pipeline)]
-    slowest = max(seconds)
-    filling = (sum(seconds) - slowest) / layout.virtual
-    return DeepStep(
-        pipeline_seconds=layout.micro_batches * slowest + filling,
-        exposed_seconds=max(work.exposed_seconds(s) for s in range(layout.pipeline)),
-        update_seconds=max(work.update_seconds(s) for s in range(layout.pipeline)),
-        stages=tuple(work.memory(stage) for stage in range(layout.pipeline)),
-    )
+    counts = (layout.blocks_of_stage(num_blocks, number) for number in range(layout.pipeline))
+    stages = [Stage(blocks=((parts.block, count),)) for count in counts]
+    return DeepLaid(parts, cluster, layout, formats, stack).step(stages)
 
 
-class _Composed:
+class DeepLaid:
+    """What the stages of a layout take and hold; ``parts`` are those of one tensor rank, for one
+    micro-batch, of which a stage may hold blocks of other kinds, with more computed again."""
+
     def __init__(
         self,
         parts: Sections,
         cluster: Cluster,
         layout: DeepLayout,
         formats: Formats,
-        blocks: int,
-        stack: Stack,
+        stack: Stack | None = None,
     ) -> None:
+        if layout.num_ranks > cluster.num_devices:
+            raise BadInput(
+                f"a layout of {layout.num_ranks} ranks on {cluster.num_devices} devices",
+                expected="no more ranks than devices",
+                remedy="declare a larger cluster, or lower a degree of the layout",
+            )
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
-        self._stack = stack
-        self._bandwidth = stack.bandwidth_share * cluster.device.bytes_per_second
-        self._blocks = [layout.blocks_of_stage(blocks, s) for s in range(layout.pipeline)]
-        self._data = self._route(range(0, layout.data * layout.tensor, layout.tensor))
-        self._hand_on_seconds = self._handing_seconds()
+        self._stack = stack or Stack()
+        self._bandwidth = self._stack.bandwidth_share * cluster.device.bytes_per_second
 
-    def stage_seconds(self, stage: int) -> float:
-        """One micro-batch, forward and back, with what it waits for its neighbours."""
-        ends = sum(self._in_turn(part) for part in self._around(stage))
-        return (
-            self._blocks[stage] * self._in_turn(self._parts.block)
-            + ends
-            + 2 * self._layout.virtual * self._hand_on_seconds
+    @property
+    def layout(self) -> DeepLayout:
+        return self._layout
+
+    def step(self, stages: Sequence[Stage]) -> DeepStep:
+        numbered = list(enumerate(stages))
+        return DeepStep(
+            pipeline_seconds=self.through([self.stage_seconds(n, s) for n, s in numbered]),
+            exposed_seconds=max(self.exposed_seconds(n, s) for n, s in numbered),
+            update_seconds=max(self.update_seconds(n, s.num_blocks) for n, s in numbered),
+            stages=tuple(self.memory(n, s) for n, s in numbered),
         )
 
-    def exposed_seconds(self, stage: int) -> float:
+    def through(self, seconds: Sequence[float]) -> float:
+        """All micro-batches, with the belt that fills and empties."""
+        slowest = max(seconds)
+        filling = (sum(seconds) - slowest) / self._layout.virtual
+        return self._layout.micro_batches * slowest + filling
+
+    def stage_seconds(self, number: int, stage: Stage) -> float:
+        """One micro-batch, forward and back, with what it waits for its neighbours."""
+        blocks = sum(count * self.in_turn(block) for block, count in stage.blocks)
+        return blocks + self.ends_seconds(number)
+
+    def ends_seconds(self, number: int) -> float:
+        """What a stage takes besides its blocks."""
+        ends = sum(self.in_turn(part) for part in self._around(number))
+        return ends + 2 * self._layout.virtual * self._hand_on_seconds
+
+    def exposed_seconds(self, number: int, stage: Stage) -> float:
         """Gradients go once a step; with parts of the weights, they went block by block."""
         layout = self._layout
         if layout.data == 1 or layout.state_stage == 3:
-            return self._shared_table_seconds()
-        gradients = self._num_parameters(stage) * self._formats.gradient_bytes
-        if layout.state_stage == 0:
-            taken = all_reduce(self._data, gradients)[0].seconds
-        else:
-            weights = self._num_parameters(stage) * self._formats.weight_bytes
-            taken = reduce_scatter(self._data, gradients)[0].seconds
-            taken += all_gather(self._data, weights)[0].seconds
+            return self._shared_table_seconds
+        taken = sum(way.seconds for way in self._shared(number, stage))
         if layout.overlaps:
-            taken = max(0.0, taken - self._blocks[stage] * self._parts.block.backward_seconds)
-        return taken + self._shared_table_seconds()
+            back = sum(blocks * block.backward_seconds for block, blocks in stage.blocks)
+            taken = max(0.0, taken - back)
+        return taken + self._shared_table_seconds
 
-    def update_seconds(self, stage: int) -> float:
+    def exchanged(self, number: int, stage: Stage) -> tuple[float, int]:
+        """Seconds of all exchanges of one rank in a step, hidden or not, and the bytes it sends."""
+        layout = self._layout
+        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        inside = sum(count * part.exchange_seconds for part, count in held)
+        sent = sum(count * part.exchanged_bytes for part, count in held)
+        inside += 2 * layout.virtual * self._hand_on_seconds
+        if layout.pipeline > 1:
+            sent += 2 * layout.virtual * -(-self._parts.stream_bytes // layout.tensor)
+        if layout.data > 1 and layout.state_stage == 3:
+            for part, count in held:
+                ways = [*self._gathers(part) * 2, *self._scatters(part)]
+                inside += count * sum(way.seconds for way in ways)
+                sent += count * sum(way.sent_bytes for way in ways)
+        once = self._shared(number, stage) if layout.data > 1 and layout.state_stage < 3 else ()
+        seconds = layout.micro_batches * inside + sum(way.seconds for way in once)
+        seconds += self._shared_table_seconds
+        return seconds, layout.micro_batches * sent + sum(way.sent_bytes for way in once)
+
+    def _shared(self, number: int, stage: Stage) -> tuple[Carried, ...]:
+        """What is done once a step with gradients, and with weights that are updated in shares."""
+        count = self._num_parameters(number, stage.num_blocks)
+        gradients = count * self._formats.gradient_bytes
+        if self._layout.state_stage == 0:
+            return (all_reduce(self._data, gradients)[0],)
+        gathered = all_gather(self._data, count * self._formats.weight_bytes)[0]
+        return (gathered, reduce_scatter(self._data, gradients)[0])
+
+    def computing_seconds(self, number: int, stage: Stage) -> float:
+        """Of one rank in a step, the optimizer's included."""
+        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        once = sum(
+            count * (part.seconds - part.exchange_seconds + self._copying_seconds(part))
+            for part, count in held
+        )
+        return self._layout.micro_batches * once + self.update_seconds(number, stage.num_blocks)
+
+    def flops(self, number: int, stage: Stage) -> int:
+        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        return self._layout.micro_batches * sum(count * part.flops for part, count in held)
+
+    def update_seconds(self, number: int, num_blocks: int) -> float:
         """Gradients and weights once, state there and back, at the pace of the memory."""
         formats = self._formats
         each = formats.gradient_bytes + formats.weight_bytes + 2 * formats.state_bytes
-        count = self._num_parameters(stage) / self._share(from_stage=1)
+        count = self._num_parameters(number, num_blocks) / self._share(from_stage=1)
         return count * each / self._bandwidth
 
-    def memory(self, stage: int) -> StageMemory:
-        count, formats, block = self._num_parameters(stage), self._formats, self._parts.block
-        around = sum(part.kept_bytes for part in self._around(stage))
+    def memory(self, number: int, stage: Stage) -> StageMemory:
+        kept = sum(count * block.kept_bytes for block, count in stage.blocks)
         # Before its backward pass, a block that is computed again is there as it would have been;
         # before that, at the end of the model, what the loss is made of.
-        again = max(0, block.plain_kept_bytes - block.kept_bytes) if self._layout.again else 0
-        ending = sum(part.peak_bytes - part.kept_bytes for part in self._around(stage)[-1:])
+        again = max((block.again_bytes for block, _ in stage.blocks), default=0)
+        model = self.model_memory(number, stage.num_blocks)
+        return replace(
+            model,
+            activation_bytes=int(self.alive(number) * kept) + self.around_bytes(number),
+            workspace_bytes=model.workspace_bytes + max(again, self.ending_bytes(number)),
+        )
+
+    def model_memory(self, number: int, num_blocks: int) -> StageMemory:
+        """What is held whatever is computed again."""
+        count, formats = self._num_parameters(number, num_blocks), self._formats
         # Weights in parts are gathered for one block and for the one that follows it; those of
         # the ends for the whole step.
-        gathered = 2 * block.num_parameters + self._num_around(stage)
+        gathered = 2 * self._parts.block.num_parameters + self._num_around(number)
         return StageMemory(
             weight_bytes=count * formats.weight_bytes // self._share(from_stage=3),
             gradient_bytes=count * formats.gradient_bytes // self._share(from_stage=2),
             state_bytes=count * formats.state_bytes // self._share(from_stage=1),
-            activation_bytes=self._runs_alive(stage) * self._run_bytes(stage) + around,
-            workspace_bytes=max(again, ending)
-            + (gathered * formats.weight_bytes if self._layout.state_stage == 3 else 0),
+            activation_bytes=0,
+            workspace_bytes=gathered * formats.weight_bytes if self._layout.state_stage == 3 else 0,
         )
 
-    def _in_turn(self, part: Section) -> float:
+    def around_bytes(self, number: int) -> int:
+        return sum(part.kept_bytes for part in self._around(number))
+
+    def ending_bytes(self, number: int) -> int:
+        """What is there besides at the end of a stage's forward pass, and no longer after it."""
+        return sum(part.peak_bytes - part.kept_bytes for part in self._around(number)[-1:])
+
+    def in_turn(self, part: Section) -> float:
         """With weights in parts, they come and gradients go while the neighbours are computed."""
         if self._layout.state_stage < 3 or self._layout.data == 1:
             return part.seconds
-        gather = self._exchanged_seconds(all_gather, part, self._formats.weight_bytes)
-        scatter = self._exchanged_seconds(reduce_scatter, part, self._formats.gradient_bytes)
+        gather = sum(way.seconds for way in self._gathers(part))
+        scatter = sum(way.seconds for way in self._scatters(part))
         forward = max(part.forward_seconds, gather)
         backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
         return forward + max(backward, gather + scatter)
 
-    def _exchanged_seconds(self, exchange: _Exchange, part: Section, item_bytes: int) -> float:
+    def _gathers(self, part: Section) -> list[Carried]:
+        return self._exchanges(all_gather, part, self._formats.weight_bytes)
+
+    def _scatters(self, part: Section) -> list[Carried]:
+        return self._exchanges(reduce_scatter, part, self._formats.gradient_bytes)
+
+    def _exchanges(self, exchange: _Exchange, part: Section, item_bytes: int) -> list[Carried]:
         whole = (part.num_parameters,)
         sizes = whole if self._stack.flat else [numel for _, numel in part.parameters]
-        return sum(self._quickest(exchange(self._data, n * item_bytes)).seconds for n in sizes)
+        return [self._quickest(exchange(self._data, n * item_bytes)) for n in sizes]
 
     def _quickest(self, ways: Sequence[Carried]) -> Carried:
         if not self._stack.rings_only:
@@ -189,40 +269,44 @@ class _Composed:
         return next(way for way in ways if way.algorithm is Algorithm.RING)
 
     def _copying_seconds(self, part: Section) -> float:
-        """Gradients are copied to one place, in the format in which they go, and divided there."""
-        if not self._stack.flat:
+        """Gradients of weights in parts are copied to one place, in the format in which they go,
+        and divided there."""
+        if not self._stack.flat or self._layout.state_stage < 3 or self._layout.data == 1:
             return 0.0
         weight, gradient = self._formats.weight_bytes, self._formats.gradient_bytes
         nbytes = part.num_parameters * (weight + gradient + 2 * gradient)
         return nbytes / self._bandwidth
 
-    def _runs_alive(self, stage: int) -> int:
-        """Of blocks, whose backward pass is to come, when the first one begins."""
+    def alive(self, number: int) -> float:
+        """Of a stage's blocks, how often what they keep is there when the first backward pass
+        begins."""
         layout = self._layout
         if layout.virtual == 1:
-            return min(layout.micro_batches, layout.pipeline - stage)
-        ahead = 2 * (layout.pipeline - stage - 1) + (layout.virtual - 1) * layout.pipeline + 1
-        return min(layout.micro_batches * layout.virtual, ahead)
+            return min(layout.micro_batches, layout.pipeline - number)
+        ahead = 2 * (layout.pipeline - number - 1) + (layout.virtual - 1) * layout.pipeline + 1
+        return min(layout.micro_batches * layout.virtual, ahead) / layout.virtual
 
-    def _run_bytes(self, stage: int) -> int:
-        return self._blocks[stage] * self._parts.block.kept_bytes // self._layout.virtual
+    def _around(self, number: int) -> list[Section]:
+        ends = [self._parts.before] if number == 0 else []
+        return [*ends, self._parts.after] if number == self._layout.pipeline - 1 else ends
 
-    def _around(self, stage: int) -> list[Section]:
-        ends = [self._parts.before] if stage == 0 else []
-        return [*ends, self._parts.after] if stage == self._layout.pipeline - 1 else ends
+    def _num_parameters(self, number: int, num_blocks: int) -> int:
+        return num_blocks * self._parts.block.num_parameters + self._num_around(number)
 
-    def _num_parameters(self, stage: int) -> int:
-        return self._blocks[stage] * self._parts.block.num_parameters + self._num_around(stage)
-
-    def _num_around(self, stage: int) -> int:
+    def _num_around(self, number: int) -> int:
         """What both ends read is held once where they are one stage."""
-        around = dict(p for part in self._around(stage) for p in part.parameters)
+        around = dict(p for part in self._around(number) for p in part.parameters)
         return sum(around.values())
 
     def _share(self, *, from_stage: int) -> int:
         return self._layout.data if self._layout.state_stage >= from_stage else 1
 
-    def _handing_seconds(self) -> float:
+    @cached_property
+    def _data(self) -> Route:
+        return self._route(range(0, self._layout.data * self._layout.tensor, self._layout.tensor))
+
+    @cached_property
+    def _hand_on_seconds(self) -> float:
         """To the next stage, by each tensor rank its part (SC 2021, section 4.1)."""
         layout = self._layout
         if layout.pipeline == 1:
@@ -230,6 +314,7 @@ class _Composed:
         way = self._route((0, layout.tensor * layout.data))
         return send(way, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
 
+    @cached_property
     def _shared_table_seconds(self) -> float:
         """A table at both ends of a pipeline has a gradient at each."""
         layout = self._layout

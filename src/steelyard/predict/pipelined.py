@@ -109,7 +109,7 @@ class Pipelined:
             parameters=parameters,
             buffers=buffers,
             # The global batch stays whole while its parts are worked on.
-            batch=self._program.parts * self._graph.resident_bytes(Role.BATCH),
+            batch=self._program.batch_bytes,
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
             + self._generator_bytes(number),
             state=state,

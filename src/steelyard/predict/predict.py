@@ -15,7 +15,8 @@ from steelyard.core.program import Program
 from steelyard.core.quad import EXACT, UNKNOWN, Estimate, Quad
 from steelyard.predict.liveness import Liveness, alive_at, liveness
 from steelyard.predict.pipelined import pipelined
-from steelyard.predict.timeline import Durations, durations, play
+from steelyard.predict.timeline import Durations, play
+from steelyard.predict.together import kinds, together
 
 # What a predicted peak may miss by; the memory benchmark holds it there on generated Python.
 PEAK_SHARE = 0.01
@@ -24,7 +25,11 @@ PEAK_SHARE = 0.01
 def predict(program: Program, costs: Costs) -> Prediction:
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).prediction()
-    passes = _passes(program, costs)
+    # Of ranks with unequal shares of the batch, the one that holds most.
+    fullest, passes = max(
+        ((one, _passes(one, costs)) for one in (program, *program.beside)),
+        key=lambda found: max(p.nbytes for p in found[1]),
+    )
     worst = max(passes, key=lambda p: p.nbytes)
     takes = _durations(program, costs)
     quad = Quad(
@@ -38,7 +43,7 @@ def predict(program: Program, costs: Costs) -> Prediction:
     )
     return Prediction(
         quad=quad,
-        peak=_explained(worst, program),
+        peak=_explained(worst, fullest),
         flops=program.flops,
         timeline=_timeline(costs, passes),
     )
@@ -48,7 +53,7 @@ def peak_bytes(program: Program, costs: Costs) -> int:
     """Only the second of the four amounts; what a search asks for thousands of times."""
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).peak_bytes
-    return max(p.nbytes for p in _passes(program, costs))
+    return max(p.nbytes for one in (program, *program.beside) for p in _passes(one, costs))
 
 
 def kept_gradients_bytes(program: Program, costs: Costs) -> int:
@@ -130,7 +135,7 @@ def _resident_bytes(program: Program) -> int:
     graph = program.graph
     held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
     # The global batch stays whole while its parts are worked on.
-    held += program.parts * graph.resident_bytes(Role.BATCH)
+    held += program.batch_bytes
     if program.update is not None:
         held += program.update.graph.resident_bytes(Role.STATE)
     return held + _pieces_bytes(program)
@@ -143,8 +148,8 @@ def _pieces_bytes(program: Program) -> int:
 
 def _durations(program: Program, costs: Costs) -> Durations:
     """The whole step; each micro-batch has waited for its exchanges before the next begins."""
-    takes = durations(program, costs).scaled(program.repeats)
-    return takes if program.update is None else takes + durations(program.update, costs)
+    alike = kinds(program, costs)
+    return together(alike) if len(alike) > 1 else alike[0].alone
 
 
 def _explained(worst: _Pass, program: Program) -> Peak:
@@ -177,7 +182,7 @@ def _residents(program: Program) -> list[Holding]:
     held = [
         Holding.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
         Holding.of(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
-        Holding.of(program.parts * graph.resident_bytes(Role.BATCH), "the batch", Role.BATCH),
+        Holding.of(program.batch_bytes, "the batch", Role.BATCH),
         Holding.of(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
         Holding.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]

@@ -5,25 +5,27 @@ middle one say what it hands on. Not for a whole step of many blocks: see deep.p
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout
 from steelyard.core.graph import Graph, Node, Phase, Role, Tensor
+from steelyard.core.rules import Spot
 from steelyard.core.stack import Stack
 from steelyard.predict.fused import fused, unfused
 from steelyard.predict.kernels import kernel_seconds
 
-# Of the blocks that were captured, the one that has a neighbour on either side.
+# Of the blocks that were captured, the one that has a neighbour on either side: so many after the
+# first.
 MIDDLE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """Seconds of one micro-batch with all exchanges in them, and bytes; ``parameters`` are names
-    and elements. ``plain_kept_bytes`` is what would be kept if nothing were computed again, and
-    ``peak_bytes`` the most that is there at once if both passes follow each other.
+    and elements. ``again_bytes`` is what is there again, and was not kept, when what is computed
+    again has been; ``peak_bytes`` the most that is there at once if both passes follow each other.
     """
 
     forward_seconds: float
@@ -33,7 +35,7 @@ class Section:
     exchanged_bytes: int
     flops: int
     kept_bytes: int
-    plain_kept_bytes: int
+    again_bytes: int
     peak_bytes: int
     parameters: tuple[tuple[str, int], ...]
 
@@ -57,16 +59,23 @@ class Sections:
 
 
 def sections(
-    graph: Graph, costs: Costs, layout: DeepLayout, *, blocks: str, stack: Stack | None = None
+    graph: Graph,
+    costs: Costs,
+    layout: DeepLayout,
+    *,
+    blocks: str,
+    first: int = 0,
+    stack: Stack | None = None,
 ) -> Sections:
-    """``blocks`` is the path of the list that the captured blocks, three at least, stand in.
+    """``blocks`` is the path of the list that the captured blocks, three at least, stand in, the
+    first of them at ``first``; empty where there are none.
 
     Without a ``stack``, each call takes what the costs say of it.
     """
-    work = _Told(graph, costs, layout, blocks, stack)
+    work = _Told(graph, costs, layout, blocks, first, stack)
     return Sections(
         before=work.section("before"),
-        block=work.section(str(MIDDLE)),
+        block=work.section(work.middle),
         after=work.section("after"),
         stream_bytes=work.stream_bytes(),
     )
@@ -74,9 +83,22 @@ def sections(
 
 class _Told:
     def __init__(
-        self, graph: Graph, costs: Costs, layout: DeepLayout, blocks: str, stack: Stack | None
+        self,
+        graph: Graph,
+        costs: Costs,
+        layout: DeepLayout,
+        blocks: str,
+        first: int,
+        stack: Stack | None,
     ) -> None:
-        self._graph, self._costs, self._layout, self._blocks = graph, costs, layout, blocks
+        self._graph, self._costs, self._layout = graph, costs, layout
+        self._blocks, self._first = blocks, first
+        self.middle = str(first + MIDDLE)
+        self._modules_again = tuple(a for a in layout.again if isinstance(a, str))
+        # A call of several results runs again for any of them.
+        self._calls_again = frozenset(
+            replace(a, op=a.op.partition("#")[0]) for a in layout.again if not isinstance(a, str)
+        )
         self._of = self._sections_of_nodes()
         self._given = {t.storage for node in graph.inputs() for t in node.outputs}
         self._maker: dict[int, Node] = {}
@@ -94,6 +116,8 @@ class _Told:
         backward = [n for n in mine if n.phase is not Phase.FORWARD]
         again = [n for n in forward if self._region(n)]
         exchanged = [n.collective for n in (*mine, *again) if n.collective is not None]
+        kept = self._kept_bytes(name, self._region)
+        plain = self._kept_bytes(name, lambda _: "") if self._layout.again else kept
         return Section(
             forward_seconds=self._seconds(forward),
             backward_seconds=self._seconds(backward) - self._hidden_seconds(backward, again),
@@ -101,8 +125,8 @@ class _Told:
             exchange_seconds=sum(self._costs.exchange_seconds(c).value for c in exchanged),
             exchanged_bytes=sum(c.sent_bytes for c in exchanged),
             flops=sum(n.flops for n in (*mine, *again)),
-            kept_bytes=self._kept_bytes(name, self._region),
-            plain_kept_bytes=self._kept_bytes(name, lambda _: ""),
+            kept_bytes=kept,
+            again_bytes=max(0, plain - kept),
             peak_bytes=self._peak_bytes(mine),
             parameters=self._parameters(mine),
         )
@@ -112,9 +136,9 @@ class _Told:
         crossing = {
             tensor.storage: tensor.nbytes
             for node in self._graph.forward()
-            if self._of.get(node.name) == str(MIDDLE + 1)
+            if self._of.get(node.name) == str(self._first + MIDDLE + 1)
             for name in node.inputs
-            for tensor in self._made(name, str(MIDDLE))
+            for tensor in self._made(name, self.middle)
         }
         return sum(crossing.values())
 
@@ -128,22 +152,33 @@ class _Told:
                 continue
             if phase is Phase.FORWARD and node.phase is not Phase.FORWARD:
                 phase, rest, other = node.phase, "after", "before"
-            head, _, inside = node.path.partition(f"{self._blocks}.")
-            if not head and inside:
-                found[node.name] = inside.partition(".")[0]
+            number = self._number_of(node)
+            if number:
+                found[node.name] = number
                 rest = other
             else:
                 found[node.name] = rest
         return found
 
+    def _number_of(self, node: Node) -> str:
+        """Of the block that a node belongs to; empty outside of those that were captured."""
+        head, _, inside = node.path.partition(f"{self._blocks}.")
+        number = inside.partition(".")[0]
+        is_block = self._blocks and not head and number.isdigit()
+        return number if is_block and int(number) >= self._first else ""
+
     def _region(self, node: Node) -> str:
-        """The module, computed again as a whole, that a node of a block belongs to."""
+        """What a node of a block is computed again with: its module, or the block."""
         number = self._of.get(node.name, "")
         if not number.isdigit():
             return ""
+        if self._calls_again:
+            _, _, inside = node.path.removeprefix(f"{self._blocks}.").partition(".")
+            if Spot(inside, node.op, node.nth) in self._calls_again:
+                return f"calls of {number}"
         if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
             return ""
-        for inside in self._layout.again:
+        for inside in self._modules_again:
             path = self._inside(node, inside)
             if path:
                 return path

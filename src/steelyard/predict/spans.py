@@ -4,7 +4,7 @@ The same clock as the predicted seconds, so that the picture ends where the figu
 pictures: see report/trace.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.core.collective import Collective
@@ -14,6 +14,7 @@ from steelyard.core.program import Program
 from steelyard.core.span import DEVICE, WAITING, Span
 from steelyard.predict.pipelined import pipelined
 from steelyard.predict.timeline import Playing, play
+from steelyard.predict.together import Kind, in_step, kinds
 
 # Ranks that do the same are drawn so often, and no more.
 _MOST_RANKS = 64
@@ -22,9 +23,42 @@ _MOST_RANKS = 64
 def spans(program: Program, costs: Costs) -> tuple[Span, ...]:
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).spans()
-    one = list(_of_one_rank(program, costs))
     ranks = range(min(program.layout.num_ranks, _MOST_RANKS))
+    alike = kinds(program, costs)
+    if len(alike) > 1:
+        return tuple(_of_unlike_ranks(alike, program, costs, ranks))
+    one = list(_of_one_rank(program, alike[0].costs))
     return tuple(replace(span, rank=rank) for rank in ranks for span in one)
+
+
+def _of_unlike_ranks(
+    alike: Sequence[Kind], program: Program, costs: Costs, ranks: Iterable[int]
+) -> Iterator[Span]:
+    """As their step is reckoned: each rank's update of the step before, and the micro-batches."""
+    drawn: dict[tuple[int, object], list[Span]] = {}
+    clocks = []
+    for kind in alike:
+        update = kind.program.update
+        own = drawn[kind.program.share, kind.costs.device] = []
+        recording = _Recording(update or kind.program, kind.costs)
+        clocks.append(
+            play(update, kind.costs, playing=recording).seconds if update is not None else 0.0
+        )
+        own += recording.spans
+    for _ in range(program.repeats):
+        watched: list[_Recording] = []
+
+        def watching(kind: Kind, watched: list["_Recording"] = watched) -> Playing:
+            watched.append(_Recording(kind.program, kind.costs))
+            return watched[-1]
+
+        played = in_step(alike, begins=clocks, watching=watching)
+        for own, recording in zip(drawn.values(), watched, strict=True):
+            own += recording.spans
+        clocks = [max(one.seconds for one in played)] * len(alike)
+    for rank in ranks:
+        of = drawn[program.layout.share_of(rank), costs.of_rank(rank).device]
+        yield from (replace(span, rank=rank) for span in of)
 
 
 def _of_one_rank(program: Program, costs: Costs) -> Iterator[Span]:
@@ -55,9 +89,9 @@ class _Recording(Playing):
         super().take(node, seconds)
         self._note(DEVICE, node.op, node.path, begin, self.clock)
 
-    def issue(self, collective: Collective) -> float:
-        begin = self.begins(collective)
-        arrival = super().issue(collective)
+    def issue(self, collective: Collective, *, not_before: float = 0.0) -> float:
+        begin = max(self.begins(collective), not_before)
+        arrival = super().issue(collective, not_before=not_before)
         self._note(f"link {collective.axis}", collective.kind.value, "", begin, arrival)
         return arrival
 

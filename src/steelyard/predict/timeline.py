@@ -6,7 +6,7 @@ arrived; a product that reads far memory waits for each slice. Not for bytes: se
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.core.collective import Collective
@@ -73,13 +73,13 @@ def durations(program: Program, costs: Costs) -> Durations:
         # A slower link or a faster device can only mean more waiting; both together, the most.
         exposed=Estimate(
             value=expected.exposed_seconds,
-            low=play(program, costs, device=_high, link=_low).exposed_seconds,
-            high=play(program, costs, device=_low, link=_high).exposed_seconds,
+            low=play(program, costs, device=high, link=low).exposed_seconds,
+            high=play(program, costs, device=low, link=high).exposed_seconds,
         ),
         step=Estimate(
             value=expected.seconds,
-            low=play(program, costs, device=_low, link=_low).seconds,
-            high=play(program, costs, device=_high, link=_high).seconds,
+            low=play(program, costs, device=low, link=low).seconds,
+            high=play(program, costs, device=high, link=high).seconds,
         ),
     )
 
@@ -100,18 +100,18 @@ def _less(estimate: Estimate, seconds: float) -> Estimate:
     )
 
 
-_Pick = Callable[[Estimate], float]
+Pick = Callable[[Estimate], float]
 
 
-def _value(estimate: Estimate) -> float:
+def value(estimate: Estimate) -> float:
     return estimate.value
 
 
-def _low(estimate: Estimate) -> float:
+def low(estimate: Estimate) -> float:
     return estimate.low
 
 
-def _high(estimate: Estimate) -> float:
+def high(estimate: Estimate) -> float:
     return estimate.high
 
 
@@ -119,16 +119,29 @@ def play(
     program: Program,
     costs: Costs,
     *,
-    device: _Pick = _value,
-    link: _Pick = _value,
+    device: Pick = value,
+    link: Pick = value,
     playing: "Playing | None" = None,
 ) -> Played:
     """``device`` and ``link`` pick the end of the interval that is played; ``playing`` is whoever
     keeps the clock, where somebody wants to watch."""
-    nodes = program.graph.by_name
-    awaited = {e.wait: e.issue for e in program.exchanges}
     if playing is None:
         playing = Playing(costs, device(costs.whole_step_in(program.parts)), device, link)
+    player = playing_through(program, playing)
+    clock = None
+    while True:
+        try:
+            # Others are as far as this rank is.
+            clock = player.send(clock)
+        except StopIteration as end:
+            played: Played = end.value
+            return played
+
+
+def playing_through(program: Program, playing: "Playing") -> Generator[float, float | None, Played]:
+    """Yields the clock at each exchange among ranks, and is sent when the last rank has come."""
+    nodes = program.graph.by_name
+    awaited = {e.wait: e.issue for e in program.exchanges}
     begins: list[float] = []
     arrives: dict[int, float] = {}
     for index, instruction in enumerate(program.instructions):
@@ -148,7 +161,8 @@ def play(
         if node.collective is not None and node.is_slicing:
             playing.begin_slices(node)
         elif node.collective is not None:
-            arrives[index] = playing.issue(node.collective)
+            all_here = None if node.is_far else (yield playing.clock)
+            arrives[index] = playing.issue(node.collective, not_before=all_here or 0.0)
     return playing.played(begins)
 
 
@@ -156,7 +170,7 @@ class Playing:
     """The clock of the device, and until when each axis's link is busy."""
 
     def __init__(
-        self, costs: Costs, whole: float, device: _Pick = _value, link: _Pick = _value
+        self, costs: Costs, whole: float, device: Pick = value, link: Pick = value
     ) -> None:
         self._costs, self._whole, self._device, self._link = costs, whole, device, link
         self.clock = self._exposed = self._beside = self._spared = self._at_most = 0.0
@@ -194,9 +208,10 @@ class Playing:
         """The device works on this for so long."""
         self.clock += seconds
 
-    def issue(self, collective: Collective) -> float:
+    def issue(self, collective: Collective, *, not_before: float = 0.0) -> float:
         """When it arrives."""
-        arrival = self.begins(collective) + self._link(self._costs.exchange_seconds(collective))
+        begin = max(self.begins(collective), not_before)
+        arrival = begin + self._link(self._costs.exchange_seconds(collective))
         self._idle_from[collective.axis] = arrival
         return arrival
 

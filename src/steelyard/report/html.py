@@ -96,8 +96,8 @@ def _head(tree: Tree) -> str:
         f'<p class="soft">budget: {_safe(tree.budget)}; runner: {_safe(tree.runner)}</p>',
         f'<p class="{tone}">{_safe(tree.verdict)}</p>',
     ]
-    if tree.largest:
-        lines.append(f"<p>{_safe(tree.largest)}</p>")
+    answers = (tree.largest, tree.fewest)
+    lines += [f"<p>{_safe(answer)}</p>" for answer in answers if answer]
     if tree.ran:
         lines.append(f"<p>{_safe(', '.join(tree.ran))}</p>")
     return "\n".join(lines)

@@ -63,6 +63,7 @@ def to_json(tree: Tree) -> dict[str, Any]:
         "least_bytes": int(tree.least.value),
         "least_within": tree.least_within,
         "largest": tree.largest,
+        "fewest": tree.fewest,
         "ran": list(tree.ran),
         "notes": list(tree.notes),
         "frontier": [

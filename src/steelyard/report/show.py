@@ -13,9 +13,10 @@ from steelyard.core.doctor import Row, Verdict
 from steelyard.core.errors import BadInput
 from steelyard.core.explanation import PlanOnFile, explanation_path
 from steelyard.core.printable import printable
+from steelyard.core.scale import Scaling
 from steelyard.core.untrusted import write_whole
 from steelyard.report import json as as_json
-from steelyard.report import terminal
+from steelyard.report import scale, terminal
 from steelyard.report.lines import Line, Tone, Zoom, headed, indented, shown, words
 from steelyard.report.text import render
 from steelyard.report.tree import Tree, rule_in_words
@@ -45,6 +46,14 @@ def show(
         terminal.write(render(what_if, width=width, zoom=zoom), sys.stdout)
     if why_not:
         show_text(f"\nwhy not: {why_not}")
+
+
+def show_scaling(scaling: Scaling, *, in_json: bool) -> None:
+    if in_json:
+        show_json({"schema": "steelyard.scaling/1", **scale.to_json(scaling)})
+        return
+    width = terminal.width_of(sys.stdout)
+    terminal.write(scale.rendered(scaling, width=width), sys.stdout)
 
 
 def show_text(text: str, *, tone: Tone = Tone.PLAIN, stream: TextIO | None = None) -> None:

@@ -69,6 +69,8 @@ def _receipt(tree: Tree, width: int) -> list[Line]:
     lines += _column("baselines", tree.baselines, width)
     if tree.largest:
         lines += _column("largest", tree.largest, width)
+    if tree.fewest:
+        lines += _column("fewest", tree.fewest, width)
     if tree.ran:
         lines += _column("ran", ", ".join(tree.ran), width)
     lines += _as_of(tree, width)

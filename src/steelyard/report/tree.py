@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from steelyard.core.accuracy import keeps
 from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.layout import spelled
 from steelyard.core.peak import Timeline
 from steelyard.core.plan import Plan, Taken
 from steelyard.core.receipt import Measured, Receipt
@@ -67,6 +68,7 @@ class Tree:
     least_within: int
     least_is: str
     largest: str
+    fewest: str
     ran: tuple[str, ...]
     notes: tuple[str, ...]
     peak: PeakTree
@@ -77,7 +79,8 @@ class Tree:
 
 
 _PAID_IN = dict.fromkeys(
-    ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states"), "communication"
+    ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states", "shard_pipeline"),
+    "communication",
 )
 
 
@@ -127,6 +130,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         least_within=plan.least_within,
         least_is=_least_is(plan),
         largest=plan.largest,
+        fewest=plan.fewest,
         ran=_ran(measured) if measured else (),
         notes=(*_probe(plan), *plan.notes, *(measured.notes if measured else ()), *outside(rows)),
         peak=peak_of(plan.predicted.peak),
@@ -269,7 +273,8 @@ def rule_in_words(rule: Rule) -> str:
     if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"
     if rule.trade == "shard_batch":
-        return f"{rule.trade}: {rule.degree} ranks, {format_bytes(rule.bucket_bytes)} at a time"
+        among = f"{rule.degree} ranks" + (f" as {spelled(rule.shares)}" if rule.shares else "")
+        return f"{rule.trade}: {among}, {format_bytes(rule.bucket_bytes)} at a time"
     if rule.trade == "shard_tensor":
         return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
     if rule.trade == "shard_states":

@@ -5,6 +5,7 @@ Not for deciding whether the model is still the same: see watch.py.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """How one leaf of the batch reaches one input; ``rows`` is its share of a micro-batch."""
+    """How one leaf of the batch reaches one input; ``rows`` are those of a unit of it."""
 
     leaf: int
     slot: int
@@ -110,6 +111,10 @@ class BoundProgram:
         """``far_sink`` says where a gradient goes that does not stay."""
         self.program = program
         self.repeats, self.parts = program.repeats, program.parts
+        portions = program.layout.portions
+        # Of each part of the batch, all ranks' in turn, how many of the batch's units it is.
+        self.sizes = tuple(size for size in portions for _ in range(program.repeats))
+        self._units, self._size = program.units, program.share
         counted = program.graph.counted if program.parts > 1 else ()
         self.counters = [TargetCounter(program.graph, mean) for mean in counted]
         self.run = emitted.run
@@ -130,7 +135,7 @@ class BoundProgram:
             elif nodes[name].outputs or name in names:  # else nothing reads it, see BatchLayout
                 leaf = _leaf_of(name, names)
                 planned = nodes[name].outputs[0] if nodes[name].outputs else None
-                rows = _rows(name, planned, shapes[leaf], program.parts)
+                rows = _rows(name, planned, shapes[leaf], program)
                 self._parts.append(_Part(leaf=leaf, slot=slot, rows=rows))
                 if planned is not None:
                     self._strides.append((name, leaf, planned))
@@ -172,10 +177,32 @@ class BoundProgram:
     ) -> list[Any]:
         """What the program takes for part ``index`` of the global batch; ``share`` is what its
         loss weighs, where the program puts the losses of ranks together."""
+        return self._inputs_at(leaves, sum(self.sizes[:index]), tangent, share)
+
+    def counts(self, leaves: Sequence[Any]) -> list[list[int]]:
+        """For each mean in the loss, how many targets it counts in each part, all ranks' alike."""
+        # Its own shape is all that the program takes: the last stretch of it may overlap.
+        nothing, found = torch.zeros(()), []
+        starts = [*range(0, self._units - self._size, self._size), self._units - self._size]
+        stretches = [self._inputs_at(leaves, start, nothing, None) for start in starts]
+        for counter in self.counters:
+            units = [0] * self._units
+            for start, inputs in zip(starts, stretches, strict=True):
+                units[start : start + self._size] = counter.count(inputs, units=self._size)
+            each = iter(units)
+            found.append([sum(islice(each, size)) for size in self.sizes])
+        return found
+
+    def _inputs_at(
+        self, leaves: Sequence[Any], start: int, tangent: torch.Tensor, share: torch.Tensor | None
+    ) -> list[Any]:
+        """From unit ``start`` of the batch on."""
         inputs = self._template.copy()
         for part in self._parts:
             leaf, rows = leaves[part.leaf], part.rows
-            inputs[part.slot] = leaf if rows is None else leaf.narrow(0, index * rows, rows)
+            inputs[part.slot] = (
+                leaf if rows is None else leaf.narrow(0, start * rows, self._size * rows)
+            )
         if self._tangent is not None:
             inputs[self._tangent] = tangent
         if self._share is not None:
@@ -273,15 +300,21 @@ def _leaf_of(name: str, names: Sequence[str]) -> int:
     return names.index(name)
 
 
-def _rows(name: str, planned: Tensor | None, shape: torch.Size | None, parts: int) -> int | None:
-    """How many rows of this leaf each part takes; None where it takes the whole."""
+def _rows(
+    name: str, planned: Tensor | None, shape: torch.Size | None, program: Program
+) -> int | None:
+    """How many rows of this leaf are a unit; None where each part takes the whole."""
     if planned is None or shape is None or tuple(shape) == planned.shape:
         return None
-    if planned.shape and tuple(shape) == (parts * planned.shape[0], *planned.shape[1:]):
-        return planned.shape[0]
+    units, size = program.units, program.share
+    if planned.shape and planned.shape[0] % size == 0:
+        rows = planned.shape[0] // size
+        if tuple(shape) == (units * rows, *planned.shape[1:]):
+            return rows
+    shares = f"{units} equal parts" if size == 1 else f"as many as are {size} of {units} parts"
     raise Mismatch(
         f"{name} has shape {list(shape)}",
-        expected=f"{list(planned.shape)} in each of {parts} equal parts",
+        expected=f"{list(planned.shape)} in {'each of ' if size == 1 else ''}{shares}",
         remedy="plan again for this batch",
     )
 

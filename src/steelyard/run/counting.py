@@ -22,14 +22,20 @@ class TargetCounter:
         self._run = emit(program).run
         self._ignored = counted.ignored
 
-    def count(self, inputs: Sequence[Any]) -> int:
-        return int((self._run(inputs, ()) != self._ignored).sum())
+    def count(self, inputs: Sequence[Any], *, units: int) -> list[int]:
+        """In each of as many equal units of the micro-batch."""
+        counts = self._run(inputs, ()) != self._ignored
+        found: list[int] = counts.reshape(units, -1).sum(1).tolist()
+        return found
 
 
-def shares(counts: Sequence[Sequence[int]], *, are_weighed: bool) -> list[float]:
+def shares(
+    counts: Sequence[Sequence[int]], sizes: Sequence[int], *, are_weighed: bool
+) -> list[float]:
     """The weight of each micro-batch's loss in the loss of all; they sum to one.
 
-    ``counts`` holds, for each mean in the loss, what it counts in each micro-batch.
+    ``counts`` holds, for each mean in the loss, what it counts in each micro-batch, ``sizes`` how
+    large that is beside the others.
     """
     first, total = counts[0], sum(counts[0])
     for others in counts[1:]:
@@ -38,14 +44,14 @@ def shares(counts: Sequence[Sequence[int]], *, are_weighed: bool) -> list[float]
     if are_weighed and total:
         return [n / total for n in first]
     for each in counts:
-        if len(set(each)) > 1:
+        if not same_shares(each, sizes):
             raise Mismatch(
                 f"the micro-batches count {min(each)} to {max(each)} targets each, so that the "
                 "mean of their losses is not the loss of the batch",
                 expected="equally many targets that are not ignored in each micro-batch",
                 remedy="take the accumulate rule out of the plan, or pad the batches alike",
             )
-    return [1 / len(first)] * len(first)
+    return [size / sum(sizes) for size in sizes]
 
 
 def _weighed_apart(counts: Sequence[int], others: Sequence[int]) -> Mismatch:

@@ -328,17 +328,17 @@ class LiveStep:
 
     def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
         """What the loss of each part weighs in the loss of the batch; all ranks find the same."""
-        each = 1.0 if self._reduction == "sum" else 1 / bound.parts
+        summed = [1.0] * bound.parts
         if not bound.counters:
-            return [each] * bound.parts
-        nothing = torch.zeros(())
-        parts = [bound.inputs(leaves, index, nothing) for index in range(bound.parts)]
-        counts = [[counter.count(part) for part in parts] for counter in bound.counters]
-        weighed = shares(counts, are_weighed=self._reduction == "counted")
+            total = sum(bound.sizes)
+            return summed if self._reduction == "sum" else [n / total for n in bound.sizes]
+        weighed = shares(
+            bound.counts(leaves), bound.sizes, are_weighed=self._reduction == "counted"
+        )
         if bound.share is not None and 0.0 in weighed:
             rank = weighed.index(0.0) // bound.repeats
             raise _nothing_counted(f"rank {rank}'s share of the batch")
-        return [each] * bound.parts if self._reduction == "sum" else weighed
+        return summed if self._reduction == "sum" else weighed
 
     def _weight(self, bound: BoundProgram, share: float) -> torch.Tensor | None:
         """What a rank's loss weighs, where the program adds the losses of ranks up."""

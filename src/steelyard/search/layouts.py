@@ -9,11 +9,12 @@ the step then plays. Not for what one rank does under a layout: see search.py.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
 from steelyard.core.costs import Costs
-from steelyard.core.errors import Infeasible
+from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.graph import path_matches
 from steelyard.core.layout import ALONE, LAYOUT_TRADES, Layout
 from steelyard.core.plan import Taken
@@ -21,11 +22,14 @@ from steelyard.core.program import Program
 from steelyard.core.quad import Quad
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
-from steelyard.core.trade import Left, Offer, Refusal, Trade, strike
-from steelyard.predict import peak_bytes, predict, step_seconds
+from steelyard.core.trade import Left, Offer, Refusal, Trade, strike_on_ranks
+from steelyard.predict import peak_bytes, predict, rank_seconds, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search
+from steelyard.search.shares import Shares, unequal_shares, units_for
+from steelyard.search.unlike import Unlike
+from steelyard.search.wording import called, slower, stages_refused, tensors, too_late
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _PIPELINE = "shard_pipeline"
@@ -62,7 +66,9 @@ class Layouts:
         self.refusals = _never(refusals) or self._uneven(num_ranks, degrees)
         self._regions: dict[int, tuple[Offer, ...]] = {1: ()}
         for ranks in range(2, num_ranks + 1):
-            if num_ranks % ranks == 0:
+            if num_ranks % ranks == 0 and self._are_alike(
+                ranks, _TENSOR, f"parts on {ranks} ranks"
+            ):
                 self._look_for_regions(ranks)
         self._pipelines = dict(self._look_for_stages(num_ranks))
         self.layouts = [
@@ -70,7 +76,43 @@ class Layouts:
             for tensor in self._regions
             for batch in degrees
             if num_ranks % (batch * tensor) == 0
+            and (tensor == 1 or self._unlike.is_alike(batch * tensor))
         ]
+        if batches:
+            self.layouts += self._unequal(num_ranks)
+
+    @cached_property
+    def _unlike(self) -> Unlike:
+        return Unlike(self._program, self._costs)
+
+    def _are_alike(self, ranks: int, trade: str, label: str) -> bool:
+        """Whether as many ranks may do equal parts of what all wait for; else it is told."""
+        if self._unlike.is_alike(ranks):
+            return True
+        reason = f"all would wait for the slowest: {self._unlike.said(ranks)}"
+        self.refusals += (Refusal(trade=trade, label=label, reason=reason, left=Left.NEVER),)
+        return False
+
+    def _unequal(self, num_ranks: int) -> Iterator[Layout]:
+        """The batch among ranks of unequal speed, in shares that they take as long for."""
+        possible = self._source.divisors()
+
+        def timed(shares: Shares) -> tuple[float, Sequence[float]]:
+            rule = Rule(trade=_BATCH, degree=len(shares), bucket_bytes=_BUCKETS[-1], shares=shares)
+            program = self._strike((rule,))
+            seconds = step_seconds(program, self._costs).value
+            return seconds, rank_seconds(program, self._costs)
+
+        for ranks in range(2, min(num_ranks, possible[-1]) + 1):
+            if num_ranks % ranks == 0 and not self._unlike.is_alike(ranks):
+                units = units_for(ranks, possible)
+                try:
+                    shares = unequal_shares(units, self._unlike.whole_seconds[:ranks], timed)
+                except Mismatch as odd:
+                    self.refusals += self._never_unequal(ranks, odd.happened)
+                    continue
+                if shares is not None:
+                    yield Layout(batch=ranks, shares=shares)
 
     def _look_for_regions(self, ranks: int) -> None:
         among = replace(self._program, layout=Layout(tensor=ranks))
@@ -86,6 +128,8 @@ class Layouts:
             if num_ranks % ranks:
                 continue
             layout = Layout(pipeline=ranks)
+            if not self._are_alike(ranks, _PIPELINE, f"layers on {ranks} ranks"):
+                continue
             found = Pipelines(
                 self._program,
                 layout=layout,
@@ -137,7 +181,7 @@ class Layouts:
         for layout, pipelines in self._pipelines.items():
             fastest = found or best
             if fastest is not None and pipelines.least_seconds >= _WORTH * _seconds(fastest):
-                refused.append(_too_late(layout, pipelines.least_seconds, fastest))
+                refused.append(too_late(layout, pipelines.least_seconds, fastest))
                 continue
             if not pipelines.ways:
                 refused += pipelines.refusals
@@ -148,12 +192,12 @@ class Layouts:
                 )
             except Infeasible as infeasible:
                 tight.append(infeasible)
-                refused.append(_stages_refused(layout, infeasible.happened))
+                refused.append(stages_refused(layout, infeasible.happened))
                 continue
             if staged is not None:
                 found = staged
             elif fastest is not None:
-                refused.append(_too_late(layout, pipelines.ways[0].seconds, fastest))
+                refused.append(too_late(layout, pipelines.ways[0].seconds, fastest))
         return found, refused, tight
 
     def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:
@@ -210,7 +254,7 @@ class Layouts:
 
     def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
-            yield from self._shared(layout.batch) if layout.batch > 1 else [()]
+            yield from self._shared(layout) if layout.batch > 1 else [()]
             return
         # How gradients are sent is chosen as if each group were one rank.
         shared: tuple[Rule, ...] = ()
@@ -239,9 +283,11 @@ class Layouts:
         names = (node.name.partition(":")[2] for node in self._program.graph.inputs())
         return frozenset(n for n in names if any(path_matches(n, p) for p in patterns))
 
-    def _shared(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
+    def _shared(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in _BUCKETS:
-            batch = Rule(trade=_BATCH, degree=ranks, bucket_bytes=nbytes)
+            batch = Rule(
+                trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
+            )
             offers, _ = self._trade(_OVERLAP).offers(self._strike((batch,)), self._source)
             for offer in offers:
                 yield *offer.rules, batch
@@ -269,6 +315,10 @@ class Layouts:
             num_offers=found.num_offers + offers,
         )
 
+    def _never_unequal(self, ranks: int, reason: str) -> tuple[Refusal, ...]:
+        label = f"among {ranks} ranks, unequally"
+        return (Refusal(trade=_BATCH, label=label, reason=reason, left=Left.NEVER),)
+
     def _uneven(self, num_ranks: int, degrees: Sequence[int]) -> tuple[Refusal, ...]:
         """Of all the ranks there are, where the batch has no equal shares for them."""
         if num_ranks in degrees:
@@ -286,15 +336,18 @@ class Layouts:
         waiting = tuple(r for r in way.rules if r.trade == _OVERLAP)
         if of_batch:
             sent = f"{format_bytes(of_batch[0].bucket_bytes)} at a time"
-            label = f"among {way.layout.batch} ranks, gradients {sent}, {lag} under way"
+            among = self._labelled(way.layout)
+            if way.layout.shares:
+                among += f" ({self._unlike.said(way.layout.batch)})"
+            label = f"{among}, gradients {sent}, {lag} under way"
             yield self._gained(_BATCH, label, (), (*waiting, *of_batch))
         before = (*waiting, *of_batch) if of_batch else ()
         if of_tensors:
-            label = f"{_tensors(of_tensors)} in parts on {way.layout.tensor} ranks"
+            label = f"{tensors(of_tensors)} in parts on {way.layout.tensor} ranks"
             yield self._gained(_TENSOR, label, before, (*before, *of_tensors))
             before = (*before, *of_tensors)
         if of_states:
-            label = f"{_tensors(of_states)} in shares on {way.layout.batch} ranks"
+            label = f"{tensors(of_states)} in shares on {way.layout.batch} ranks"
             yield self._gained(_STATES, label, before, (*before, *of_states))
 
     def _gained(
@@ -316,9 +369,15 @@ class Layouts:
         seconds = min(way.seconds for way in self.ways(layout))
         return Refusal(
             trade=_TENSOR if layout.tensor > 1 else _BATCH,
-            label=_label(layout),
-            reason=_slower(seconds, found) or "with it no faster plan fits the budget",
+            label=self._labelled(layout),
+            reason=slower(seconds, found) or "with it no faster plan fits the budget",
         )
+
+    def _labelled(self, layout: Layout) -> str:
+        """Equal shares are said to be, where others are weighed too."""
+        if layout.batch == 1 or layout.shares or self._unlike.is_alike(layout.num_ranks):
+            return called(layout)
+        return f"{called(layout)}, in equal shares"
 
     def _why_whole(self, offer: Offer, found: Found, way: "_Way") -> Refusal:
         """Of tensors that could be cut too, or otherwise, where others are."""
@@ -326,14 +385,14 @@ class Layouts:
             reason = "the same weights are cut otherwise"
         else:
             seconds = self._counted((*way.rules, *offer.rules)).seconds
-            reason = _slower(seconds, found, than=way.seconds) or "no faster plan was found with it"
+            reason = slower(seconds, found, than=way.seconds) or "no faster plan was found with it"
         return Refusal(trade=_TENSOR, label=offer.label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
         return next(trade for trade in self._trades if trade.name == name)
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
-        return strike(self._program, rules, trades=self._trades, source=self._source)
+        return strike_on_ranks(self._program, rules, trades=self._trades, source=self._source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,39 +408,6 @@ class _Way:
 def _never(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
     """Of what could not be offered at all."""
     return tuple(replace(refusal, left=Left.NEVER) for refusal in refusals)
-
-
-def _tensors(rules: Iterable[Rule]) -> str:
-    count = sum(rule.count for rule in rules)
-    return f"{count} tensor{'s' if count > 1 else ''}"
-
-
-def _label(layout: Layout) -> str:
-    if layout.tensor == 1:
-        return f"among {layout.batch} ranks"
-    parts = f"parts on {layout.tensor} ranks"
-    return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
-
-
-def _too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
-    takes, plan = format_seconds(seconds), format_seconds(_seconds(found))
-    return _stages_refused(layout, f"takes ~{takes} a step at least, the plan ~{plan} in all")
-
-
-def _stages_refused(layout: Layout, reason: str) -> Refusal:
-    label = f"layers on {layout.pipeline} ranks"
-    return Refusal(trade=_PIPELINE, label=label, reason=reason)
-
-
-def _slower(seconds: float, found: Found, *, than: float | None = None) -> str:
-    """Empty where it is not."""
-    plan = _seconds(found)
-    if seconds < (plan if than is None else than):
-        return ""
-    beside = f"the plan ~{format_seconds(plan)} in all"
-    if than is not None:
-        beside = f"without it ~{format_seconds(than)}"
-    return f"takes ~{format_seconds(seconds)} a step before anything else, {beside}"
 
 
 def _seconds(found: Found) -> float:

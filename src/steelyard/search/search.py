@@ -11,16 +11,17 @@ from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
 from steelyard.core.coding import settled
 from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.graph import Graph
-from steelyard.core.layout import LAYOUT_TRADES
+from steelyard.core.layout import LAYOUT_TRADES, Layout
 from steelyard.core.offers import offers_of
+from steelyard.core.peak import Peak
 from steelyard.core.plan import FrontierPoint, NextCent
 from steelyard.core.program import Program
 from steelyard.core.quad import EXACT, UNKNOWN
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, rule_of, spot_of, to_rules
 from steelyard.core.source import Laid, Source
-from steelyard.core.trade import Left, Offer, Refusal, Trade, strike
+from steelyard.core.trade import Left, Offer, Refusal, Trade, strike, strike_on_ranks
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search.archive import Archive, Point
 from steelyard.search.bound import least_seconds
@@ -71,12 +72,16 @@ class Search:
         oftener: bool = True,
         layout: Sequence[Rule] = (),
     ) -> None:
-        self._whole, self._whole_source = program, source
+        # Of unequal shares of the batch the largest: memory is shortest there.
+        rank, *others = Layout.of(layout).unlike_ranks
+        self._whole = replace(program, rank=rank) if others else program
+        self._whole_source = source
         self.layout = tuple(layout)
         self._trades = {trade.name: trade for trade in trades}
         self.program = self._strike(())
-        self._source = Laid(source=source, layout=self.program.layout)
-        self._costs = costs
+        self._source = Laid(source=source, layout=self.program.layout, rank=self.program.rank)
+        self._all_costs = costs
+        self._costs = costs.of_rank(self.program.rank) if layout else costs
         self._lossy = lossy
         self._oftener = oftener
         self.offers: list[Offer] = []
@@ -138,10 +143,12 @@ class Search:
         variant, point = self._best(budget)
         self.explored(variant.at_home.whole)  # which what is taken is priced beside
         rules = self._rules(variant, point)
-        program = self._strike(rules)
-        prediction = predict(program, self._costs)
+        program = self._struck_on_ranks(rules)
+        prediction = predict(program, self._all_costs)
         explored = self._explored[variant]
-        assert prediction.quad.memory_bytes.value <= point.peak_bytes, "the tally is off"
+        assert program.beside or prediction.peak.nbytes <= point.peak_bytes, "the tally is off"
+        if budget.memory_bytes is not None and prediction.peak.nbytes > budget.memory_bytes:
+            raise self._beyond(prediction.peak, budget, parts=variant.parts)
         slow = too_slow(prediction, budget)
         if slow is not None:
             raise slow
@@ -268,14 +275,17 @@ class Search:
             variant, least = self._least()
             program = self._strike(self._rules(variant, least))
             peak = predict(program, self._costs).peak
-            raise beyond_budget(
-                peak,
-                budget,
-                parts=variant.parts,
-                refusals=self.refusals,
-                has_far=bool(self._costs.far_bytes),
-            )
+            raise self._beyond(peak, budget, parts=variant.parts)
         return best
+
+    def _beyond(self, peak: Peak, budget: Budget, *, parts: int) -> Infeasible:
+        return beyond_budget(
+            peak,
+            budget,
+            parts=parts,
+            refusals=self.refusals,
+            has_far=bool(self._costs.far_bytes),
+        )
 
     def _ladder(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
         """Variants in the order in which they are looked at, those of one cut together.
@@ -443,6 +453,11 @@ class Search:
         every = tuple(dict.fromkeys((*self.layout, *rules)))
         trades = tuple(self._trades.values())
         return strike(self._whole, every, trades=trades, source=self._whole_source)
+
+    def _struck_on_ranks(self, rules: Sequence[Rule]) -> Program:
+        every = tuple(dict.fromkeys((*self.layout, *rules)))
+        trades = tuple(self._trades.values())
+        return strike_on_ranks(self._whole, every, trades=trades, source=self._whole_source)
 
 
 def _finer(degrees: Sequence[int], degree: int, step: int) -> int:

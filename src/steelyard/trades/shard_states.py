@@ -80,6 +80,12 @@ class ShardStates:
                 expected="the same number of ranks for both",
                 remedy="set ranks under [[shard_states]] to that under [[shard_batch]]",
             )
+        if any(rule.op for rule in rules):
+            raise Mismatch(
+                "the plan holds weights whole, and what belongs to them in shares",
+                expected="weights in shares too, which is what runs here",
+                remedy="take `what` out of the shard_states rules, or plan for this machine",
+            )
         if update is not None and update.unparted:
             raise Mismatch(
                 f"the plan shares weights among ranks, and {update.unparted}",

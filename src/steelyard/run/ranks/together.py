@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from steelyard.core.errors import RanksDiffer
+from steelyard.core.printable import printable
 
 
 class Together(Protocol):
@@ -80,7 +81,8 @@ class InGroup:
         odd = [rank for rank, other in enumerate(held) if not torch.equal(other, held[0])]
         if odd:
             raise RanksDiffer(
-                f"rank {odd[0]} differs from rank 0 in the {item}; here it is {words}",
+                f"rank {odd[0]} differs from rank 0 in the {item}; here it is "
+                f"{printable(words, most=200)}",
                 expected=f"the same {item} on all ranks",
                 remedy="give every rank the same batches, in the same order",
                 rank=odd[0],

@@ -1,0 +1,225 @@
+"""Two ranks, one of which is given half of a processor: what an uneven split makes of both.
+
+    python benchmarks/mixed.py
+
+Rank 1 runs in a control group whose quota is half of a core, rank 0 without one, each on a core of
+its own. How fast they compute is measured by the ranks that measure the link, as they stand; the
+plan is what `steelyard plan --ranks 2` makes of that. Beside it run the even split of the same plan
+and the fast rank alone with the whole batch, one step of each in turn, in the same processes; the
+figure is the throughput of the plan over that of the fast rank alone, over the 1.5 that both have
+together. A rank that waits uses none of its quota. Needs two cores that do nothing else, and the
+right to make a control group with a quota of processor time (version 2 or 1); nothing stands in for
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import steelyard as sy
+from benchmarks.runner import interval
+from steelyard.core.layout import Layout
+from steelyard.core.planfile import read_decisions, write_decisions
+from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import context_of, fitted
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+RANKS, TURNS, WARM_UP = 2, 24, 2
+QUOTA, IDEAL, TARGET = 0.5, 1.5, 0.9
+# Short beside a step, so that no step falls into a spell without time.
+PERIOD_SECONDS = 0.01
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
+SAME = 1e-3
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="steelyard-mixed-") as name, quota(QUOTA) as group:
+        folder = Path(name)
+        os.environ["STEELYARD_CACHE"] = str(folder / "costs.sqlite")
+        speeds = _measured(folder, group)
+        print(json.dumps({"speeds": speeds}), flush=True)
+        shares, predicted = _planned(folder)
+        print(json.dumps({"shares": shares, "predicted": predicted}), flush=True)
+        _on_ranks(folder, group, [__file__, "--rank"])
+        seconds = json.loads((folder / "seconds.json").read_text())
+    ratios = [a / b for a, b in zip(seconds["alone"], seconds["plan"], strict=True)]
+    low, gained, high = interval(ratios)
+    print(
+        json.dumps(
+            {
+                "name": "mixed: throughput on two ranks, one at half speed / the ideal 1.5",
+                "value": round(gained / IDEAL, 3),
+                "interval": [round(low / IDEAL, 3), round(high / IDEAL, 3)],
+                "target": TARGET,
+                "ok": gained / IDEAL >= TARGET and len(set(shares)) > 1,
+                "speeds": speeds,
+                "shares": shares,
+                "predicted_seconds": predicted,
+                "seconds": {side: round(median(took), 4) for side, took in seconds.items()},
+                "even": round(median(seconds["alone"]) / median(seconds["even"]) / IDEAL, 3),
+            }
+        )
+    )
+
+
+# --- the quota ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quota(share: float) -> Iterator[Path]:
+    """A control group that is given so much of one core; its folder."""
+    period = round(PERIOD_SECONDS * 1e6)
+    given, root = round(share * period), Path("/sys/fs/cgroup")
+    is_second = (root / "cgroup.controllers").exists()
+    group = (root if is_second else root / "cpu") / f"steelyard-mixed-{os.getpid()}"
+    try:
+        if is_second:
+            (root / "cgroup.subtree_control").write_text("+cpu")
+        group.mkdir()
+    except OSError as error:
+        raise SystemExit(f"no control group with a quota can be made here: {error}") from None
+    try:
+        if is_second:
+            (group / "cpu.max").write_text(f"{given} {period}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(given))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def _on_ranks(folder: Path, group: Path, command: list[str]) -> None:
+    """``command`` of Python with the folder, the number of ranks and the rank; the last of them in
+    the control group from before its first line."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    entering = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
+    ranks = [
+        subprocess.Popen(
+            [
+                *(entering if rank == RANKS - 1 else ()),
+                *(sys.executable, *command, str(folder), str(RANKS), str(rank)),
+            ],
+            env=environ,
+        )
+        for rank in range(RANKS)
+    ]
+    codes = [rank.wait() for rank in ranks]
+    (folder / "rendezvous").unlink(missing_ok=True)
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+
+
+def _measured(folder: Path, group: Path) -> list[float]:
+    """Put into the list of prices, where ranks of this machine would be."""
+    _on_ranks(folder, group, ["-m", "steelyard.measure.exchanges"])
+    said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    found = fitted(said)
+    CostCache().write_rates(context_of(RANKS), found)
+    return [round(found[f"speed of rank {rank}"], 3) for rank in range(RANKS)]
+
+
+def _planned(folder: Path) -> tuple[list[int], dict[str, float]]:
+    """The plan, and the same with equal shares; what is predicted of each and of one rank alone."""
+    model, loss, batch = case()
+    planned = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=sy.Cluster.here(ranks=RANKS))
+    decisions = planned.plan.decisions
+    write_decisions(folder / "plan.toml", decisions)
+    rules = tuple(replace(rule, shares=()) for rule in decisions.rules)
+    write_decisions(folder / "even.toml", replace(decisions, rules=rules))
+    even = sy.load(folder / "even.toml", model, loss, batch, optimizer=OPTIMIZER)
+    steps = {
+        "plan": planned.predicted, "even": even.predicted, "alone": planned.plan.unplanned.quad,
+    }  # fmt: skip
+    predicted = {side: round(quad.step_seconds.value, 4) for side, quad in steps.items()}
+    return list(Layout.of(decisions.rules).portions), predicted
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+def work(folder: Path, rank: int) -> None:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    sides: dict[str, Callable[[], Tensor]] = {}
+    for side in ("plan", "even"):
+        assert Layout.of(read_decisions(folder / f"{side}.toml").rules).num_ranks == RANKS
+        model, loss, batch = case()
+        planned = sy.load(folder / f"{side}.toml", model, loss, batch, optimizer=OPTIMIZER)
+        dist.barrier()
+        sides[side] = partial(planned.apply(), batch)
+    sides["alone"] = _alone(rank)
+    losses = {side: [float(step()) for _ in range(WARM_UP)] for side, step in sides.items()}
+    if rank == 0:
+        # What computes something else would be no step.
+        assert all(
+            abs(a - b) <= SAME * abs(b)
+            for side in sides
+            for a, b in zip(losses[side], losses["alone"], strict=True)
+        ), losses
+    seconds = _in_turn(sides)
+    if rank == 0:
+        (folder / "seconds.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _alone(rank: int) -> Callable[[], Tensor]:
+    """The fast rank trains by a plan of its own on the whole batch, and the other waits."""
+    if rank != 0:
+        return lambda: torch.zeros(())
+    model, loss, batch = case()
+    return partial(sy.plan(model, loss, batch, optimizer=OPTIMIZER).apply(), batch)
+
+
+def _in_turn(sides: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
+    """What each step took on the slower rank; of a barrier and an exchange of one number more."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    names = list(sides)
+    for turn in range(TURNS):
+        for place in range(len(names)):
+            side = names[(place + turn) % len(names)]
+            dist.barrier()
+            begin = time.perf_counter()
+            sides[side]()
+            took = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            seconds[side].append(float(took))
+    return seconds
+
+
+def case() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = GPT(
+        layers=4, width=256, heads=4, vocabulary=512, length=128, dropout=0.0, fused=True
+    )  # fmt: skip
+    return model, next_token_loss, tokens(24, 128, 512)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        work(Path(sys.argv[2]), int(sys.argv[4]))
+    else:
+        main()

@@ -1,0 +1,206 @@
+"""Plans for several devices that are not here: the step is captured, and everything else declared.
+
+Only wires: capture -> search -> plan. Not for plans that can be run here: see planning.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from steelyard.api.look import DECOMPOSITIONS, Request
+from steelyard.api.planning import Planned, budget_of, check_trade
+from steelyard.capture.sampled import SampledStep
+from steelyard.core.amounts import format_bytes, format_seconds, format_share
+from steelyard.core.budget import Budget, Minimize
+from steelyard.core.costs import Costs
+from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, NextCent, Plan
+from steelyard.core.sampled import Sampled
+from steelyard.core.span import Span
+from steelyard.search import Again, DeepSearch, Laid, rules_of, sets_again, told
+from steelyard.trades.recompute import recomputable
+
+# Of what a rank may hold, what is tried for the next cent.
+_MORE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Elsewhere:
+    """A step, and a cluster that is only declared."""
+
+    request: Request
+
+    @cached_property
+    def step(self) -> SampledStep:
+        request = self.request
+        request.on_progress("capturing the step")
+        return SampledStep(
+            model=request.model, loss=request.loss, batch=request.batch, optimizer=request.optimizer
+        )
+
+    @cached_property
+    def search(self) -> DeepSearch:
+        return DeepSearch(self.step, self.request.cluster, again_of=self._again_of)
+
+    def _again_of(self, sampled: Sampled, costs: Costs) -> Sequence[Again]:
+        graph = sampled.graph
+        return sets_again(graph, costs, self.step.blocks, values=recomputable(graph))
+
+    def best(self, budget: Budget, num_ranks: int) -> Laid:
+        """On so many of the devices; raises Infeasible where nothing fits there."""
+        limit = self.search.limit_bytes(budget)
+        found = self.search.fastest(num_ranks, limit)
+        if found is None:
+            raise self._too_small(num_ranks, limit)
+        bound = budget.step_seconds
+        if bound is not None and found.step.step_seconds > bound:
+            raise Infeasible(
+                f"no plan on {num_ranks} devices keeps step time <= {format_seconds(bound)}: the "
+                f"fastest takes ~{format_seconds(found.step.step_seconds)}",
+                expected=f"at least ~{format_seconds(found.step.step_seconds)}",
+                remedy="allow a longer step, or declare more or faster devices",
+            )
+        return found
+
+    def fewest(self, budget: Budget) -> Laid:
+        """On as few of the devices as keep the budget."""
+        search, most = self.search, self.request.cluster.num_devices
+        limit, bound = search.limit_bytes(budget), budget.step_seconds
+        for num_ranks in range(search.fewest_ranks(limit), most + 1):
+            ways = search.ways(num_ranks)
+            if ways and (bound is None or ways[0].least_seconds <= bound):
+                found = search.fastest(num_ranks, limit)
+                if found is not None and (bound is None or found.step.step_seconds <= bound):
+                    return found
+        return self.best(budget, most)
+
+    def _too_small(self, num_ranks: int, limit: int) -> Infeasible:
+        least = self.search.leanest_bytes(num_ranks)
+        if least is None:
+            return Infeasible(
+                f"no layout on {num_ranks} devices divides the {self.step.num_samples} samples of "
+                f"the batch and the {self.search.num_blocks} blocks of the model",
+                expected="a number of devices that is a product of what divides them",
+                remedy="declare another number of devices, or use another batch",
+            )
+        held = max(least, limit + 1)
+        return Infeasible(
+            f"no plan fits {format_bytes(limit)} on each of {num_ranks} devices: the least is "
+            f"above ~{format_bytes(held)}",
+            expected="a layout whose fullest rank holds no more than a device has",
+            remedy="declare more devices or larger ones, or use a smaller batch or model",
+            least_bytes=held,
+        )
+
+    def made_for(self) -> MadeFor:
+        graph, cluster = self.step.whole.graph, self.request.cluster
+        return MadeFor(
+            model=graph.model_fingerprint,
+            graph=graph.fingerprint,
+            decomposition=DECOMPOSITIONS["python"][0],
+            runner="python",
+            cluster=cluster.fingerprint,
+            ranks=cluster.num_devices,
+            torch=torch.__version__.partition("+")[0],
+            batch=self.step.entries,
+        )
+
+    def planned(self, budget: Budget, minimize: Minimize | None) -> "PlannedElsewhere":
+        most = self.request.cluster.num_devices
+        laid = self.fewest(budget) if minimize else self.best(budget, most)
+        return PlannedElsewhere(self, self._plan(laid, budget, minimize), minimize)
+
+    def _plan(self, laid: Laid, budget: Budget, minimize: Minimize | None) -> Plan:
+        step, search = self.step, self.search
+        limit = search.limit_bytes(budget)
+        regions = step.regions(laid.layout.tensor) if laid.layout.tensor > 1 else ()
+        rules = rules_of(laid, step.whole.graph, regions, step.blocks)
+        reasons = told(search, laid, limit, rules)
+        return Plan(
+            title=self._title(laid),
+            decisions=Decisions(made_for=self.made_for(), budget=budget, rules=rules),
+            before=search.on_one(),
+            unplanned=search.on_one(),
+            predicted=search.prediction(laid),
+            taken=reasons.taken,
+            refused=reasons.refused,
+            num_offers=reasons.num_offers,
+            next_cent=self._next_cent(laid, limit),
+            fewest=self._fewest_said(laid) if minimize else "",
+            notes=tuple(self._notes(laid, limit)),
+        )
+
+    def _title(self, laid: Laid) -> str:
+        shapes = ", ".join("x".join(map(str, e.shape)) for e in self.step.entries[:1])
+        return f"{self.request.title}, batch {shapes}, {laid.layout.num_ranks} ranks"
+
+    def _fewest_said(self, laid: Laid) -> str:
+        most = self.request.cluster.num_devices
+        return f"{laid.layout.num_ranks} of {most} devices; no layout on fewer keeps the budget"
+
+    def _next_cent(self, laid: Laid, limit: int) -> NextCent | None:
+        more = int(limit * _MORE)
+        other = self.search.fastest(laid.layout.num_ranks, limit + more)
+        assert other is not None, "what fits in less fits in more"
+        saved = laid.step.step_seconds - other.step.step_seconds
+        return NextCent(more_bytes=more, saved_seconds=saved) if saved > 0 else None
+
+    def _notes(self, laid: Laid, limit: int) -> list[str]:
+        ranks, device = laid.layout.num_ranks, self.request.cluster.device
+        least = self.search.least_seconds(ranks, limit, laid)
+        gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
+        count = len(self.search.ways(ranks))
+        reached = f"within {gap} of the fastest possible of {count} layouts on {ranks} devices"
+        rates = f"nothing was measured: {device.kind} at its declared peak, links at theirs"
+        notes = [
+            f"{reached}, each with any of its blocks computed again, at declared rates",
+            rates,
+            f"a rank may hold {format_bytes(limit)}, and nothing is reckoned for drivers beside it",
+        ]
+        if laid.layout.data > 1 or laid.layout.micro_batches > 1:
+            notes.append("that samples may be told apart was judged by operators, and not tried")
+        return notes
+
+
+class PlannedElsewhere(Planned):
+    """A plan for devices that are not here: it prints, and is written; it cannot be applied."""
+
+    def __init__(self, where: Elsewhere, plan: Plan, minimize: Minimize | None) -> None:
+        self._where, self._minimize = where, minimize
+        self.plan = plan
+
+    @property
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        return ()
+
+    def charted(self) -> "PlannedElsewhere":
+        return self
+
+    def simulated(self) -> tuple[Span, ...]:
+        raise self._not_here("drawn out")
+
+    def why_not(self, trade: str) -> str:
+        check_trade(trade)
+        taken = [t.label for t in self.plan.taken if t.trade == trade]
+        if taken:
+            return f"{trade} was struck: {', '.join(taken[:5])}"
+        reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
+        return "\n".join(reasons) or f"{trade} has no offer on this step"
+
+    def what_if(self, **budget: Any) -> "PlannedElsewhere":
+        return self._where.planned(budget_of(budget), self._minimize)
+
+    def apply(self, model: Any = None) -> Any:  # noqa: ARG002 - none can be trained so here
+        raise self._not_here("applied")
+
+    def _not_here(self, done: str) -> BadInput:
+        cluster = self._where.request.cluster
+        return BadInput(
+            f"this plan is for {cluster.num_devices} devices of {cluster.tree.name}, and cannot be "
+            f"{done} here",
+            expected="a plan for the ranks of this machine",
+            remedy="plan with --ranks, or with cluster=Cluster.here(ranks=...)",
+        )

@@ -1,0 +1,139 @@
+"""How a step scales on a declared cluster: ever more devices, the batch the same or grown alike.
+
+Only wires. Not for one plan: see elsewhere.py.
+"""
+
+from collections.abc import Iterator
+
+from steelyard.api.elsewhere import Elsewhere
+from steelyard.api.look import Request
+from steelyard.api.pricing import Progress
+from steelyard.api.workload import Workload
+from steelyard.core.amounts import format_bytes
+from steelyard.core.budget import Budget
+from steelyard.core.cluster import Cluster
+from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.plan import BatchEntry
+from steelyard.core.scale import Run, ScalePoint, Scaling
+from steelyard.search import DeepSearch, Laid
+
+
+def scale_workload(
+    workload: Workload,
+    *,
+    cluster: Cluster,
+    fewest: int,
+    most: int,
+    budget: Budget,
+    samples: int | None = None,
+    tokens: int | None = None,
+    title: str = "",
+    on_progress: Progress = lambda _: None,
+) -> Scaling:
+    request = Request(
+        model=workload.model,
+        loss=workload.loss,
+        batch=workload.first_batch(),
+        optimizer=workload.optimizer,
+        cluster=cluster,
+        budget=budget,
+        runner="python",
+        title=title or type(workload.model).__name__,
+        on_progress=on_progress,
+    )
+    return scaled(request, fewest=fewest, most=most, samples=samples, tokens=tokens)
+
+
+def scaled(
+    request: Request,
+    *,
+    fewest: int,
+    most: int,
+    samples: int | None = None,
+    tokens: int | None = None,
+) -> Scaling:
+    """``samples`` or ``tokens`` are of the whole training: with them, hours and prices are said."""
+    where = Elsewhere(request=request)
+    cluster = request.cluster
+    if not 1 <= fewest <= most <= cluster.num_devices:
+        raise BadInput(
+            f"devices {fewest}..{most} of a cluster of {cluster.num_devices}",
+            expected=f"from 1 to {cluster.num_devices}, the fewer ones first",
+            remedy="name fewer devices, or declare a larger cluster",
+        )
+    if tokens is not None:
+        samples = tokens // tokens_of_a_sample(where.step.entries)
+    points = []
+    for devices in _doubled(fewest, most):
+        request.on_progress(f"searching on {devices} devices")
+        grown = where.search.with_samples(where.step.num_samples * devices // fewest)
+        points.append(
+            ScalePoint(
+                devices=devices,
+                same_batch=_run(where, where.search, devices, samples),
+                grown_batch=_run(where, grown, devices, samples),
+            )
+        )
+    _refuse_nothing(points)
+    limit = where.search.limit_bytes(request.budget)
+    return Scaling(
+        title=f"{request.title}, {where.step.num_samples} samples a step",
+        cluster=cluster.tree.name,
+        points=tuple(points),
+        notes=(
+            f"nothing was measured: {cluster.device.kind} at its declared peak, links at theirs",
+            f"on each number of devices the fastest layout that holds {format_bytes(limit)} a rank",
+        ),
+    )
+
+
+def _refuse_nothing(points: list[ScalePoint]) -> None:
+    if points[0].same_batch is None:
+        raise Infeasible(
+            f"the step does not fit on {points[0].devices} devices, where the comparison begins",
+            expected="a first number of devices on which some layout fits",
+            remedy="begin with more: steelyard plan ... --minimize devices says how many",
+        )
+
+
+def _run(where: Elsewhere, search: DeepSearch, devices: int, samples: int | None) -> Run | None:
+    laid = search.fastest(devices, search.limit_bytes(where.request.budget))
+    if laid is None:
+        return None
+    seconds = laid.step.step_seconds
+    each = search.num_samples
+    hours = None if samples is None else samples / each * seconds / 3600
+    whole = where.request.cluster.tree
+    price = whole.usd_per_hour
+    usd = None if price is None or hours is None else hours * price * devices / whole.num_devices
+    return Run(layout=_said(laid), samples=each, step_seconds=seconds, hours=hours, usd=usd)
+
+
+def _said(laid: Laid) -> str:
+    """``d64 t8 p2``: data, tensor and pipeline degrees; ``z3`` where states are in shares."""
+    layout = laid.layout
+    degrees = (("d", layout.data), ("t", layout.tensor), ("p", layout.pipeline))
+    said = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
+    if layout.state_stage:
+        said.append(f"z{layout.state_stage}")
+    return " ".join(said) or "1"
+
+
+def _doubled(fewest: int, most: int) -> Iterator[int]:
+    devices = fewest
+    while devices < most:
+        yield devices
+        devices *= 2
+    yield most
+
+
+def tokens_of_a_sample(entries: tuple[BatchEntry, ...]) -> int:
+    """Of the first tensor of whole numbers that has a row for each sample."""
+    for entry in entries:
+        if len(entry.shape) == 2 and entry.dtype.startswith("int"):
+            return entry.shape[1]
+    raise BadInput(
+        "the batch holds no tokens: no tensor of whole numbers with a row for each sample",
+        expected="a batch of tokens, for --tokens",
+        remedy="say the length of the training with --samples",
+    )

@@ -1,0 +1,63 @@
+"""A deep model's step on a declared cluster in the words of every prediction: four amounts, a peak.
+
+Not for what stages take and hold: see deep.py.
+"""
+
+from collections.abc import Sequence
+
+from steelyard.core.graph import Phase, Role
+from steelyard.core.peak import Holding, Peak
+from steelyard.core.plan import Prediction
+from steelyard.core.quad import Estimate, Quad
+from steelyard.predict.deep import DeepLaid, Stage, StageMemory
+
+# A roofline and a link's declared rate: half as much or half again, as of all declared costs.
+_DOUBT = 0.5
+# Bytes are counted; what an allocator adds to them is not.
+_DOUBT_OF_BYTES = 0.1
+
+
+def priced(laid: DeepLaid, stages: Sequence[Stage]) -> Prediction:
+    """Of the rank that holds most, and of the one that computes longest."""
+    step = laid.step(stages)
+    numbered = list(enumerate(stages))
+    fullest = max(numbered, key=lambda s: step.stages[s[0]].nbytes)[0]
+    busiest = max(numbered, key=lambda s: laid.computing_seconds(*s))
+    computing = laid.computing_seconds(*busiest)
+    in_all, sent = laid.exchanged(*busiest)
+    within = Estimate.within
+    return Prediction(
+        quad=Quad(
+            memory_bytes=within(step.peak_bytes, share=_DOUBT_OF_BYTES),
+            communication_bytes=Estimate.exactly(sent),
+            communication_seconds=within(in_all, share=_DOUBT),
+            # Whoever waits for an exchange or for another rank does not compute.
+            exposed_communication_seconds=within(
+                max(0.0, step.step_seconds - computing), share=_DOUBT
+            ),
+            computation_seconds=within(computing, share=_DOUBT),
+            step_seconds=within(step.step_seconds, share=_DOUBT),
+        ),
+        peak=_peak(step.stages[fullest], fullest),
+        flops=laid.flops(*busiest),
+    )
+
+
+def _peak(memory: StageMemory, stage: int) -> Peak:
+    held = (
+        Holding.of(memory.weight_bytes, "weights", Role.PARAMETER),
+        Holding.of(memory.gradient_bytes, "gradients", Role.GRADIENT),
+        Holding.of(memory.state_bytes, "optimizer state", Role.STATE),
+        Holding.of(memory.activation_bytes, "kept for the backward pass", Role.ACTIVATION),
+        Holding.of(memory.workspace_bytes, "made again, or gathered", Role.ACTIVATION),
+    )
+    return Peak(
+        nbytes=memory.nbytes,
+        resident_bytes=memory.weight_bytes + memory.state_bytes,
+        workspace_bytes=memory.workspace_bytes,
+        at=f"the first backward pass of stage {stage}",
+        path="",
+        line="",
+        phase=Phase.BACKWARD,
+        alive=tuple(sorted((h for h in held if h.nbytes), key=lambda h: -h.nbytes)),
+    )

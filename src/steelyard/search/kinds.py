@@ -1,0 +1,49 @@
+"""What of a block is worth computing again: sets of its calls, from the least kept to the fastest.
+
+A minimum cut at each of many prices of a byte, through three blocks that all choose alike; read off
+the middle one. Not for how many blocks choose which: see mixing.py.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from steelyard.core.costs import Costs
+from steelyard.core.deep_layout import Blocks
+from steelyard.core.graph import Graph
+from steelyard.core.program import Program
+from steelyard.core.rules import Spot, spot_of
+from steelyard.predict.sections import MIDDLE
+from steelyard.search.cut import Cut
+from steelyard.search.tally import Tally
+
+# Of a second for each byte, from where nothing is worth it to where everything is.
+_PRICES = np.geomspace(1e-14, 1e-8, 25)
+
+
+def sets_again(
+    graph: Graph, costs: Costs, blocks: Blocks, *, values: Iterable[str]
+) -> tuple[tuple[Spot, ...], ...]:
+    """By modules inside a block, as `again` of a layout takes them; none first. ``values`` are
+    what can be computed again of the graph."""
+    if not blocks.count:
+        return ((),)
+    program = Program.plain(graph)
+    tally = Tally(program, costs, values)
+    found: dict[tuple[Spot, ...], None] = {(): None}
+    if tally.unit_of:
+        cut = Cut(tally)
+        nbytes = np.array([tally.nbytes[s] for s in cut.kept], dtype=np.float64)
+        for price in _PRICES:
+            again = cut.solve(nbytes * price).again
+            found[tuple(sorted(_inside(graph, tally, blocks, again), key=str))] = None
+    return tuple(found)
+
+
+def _inside(graph: Graph, tally: Tally, blocks: Blocks, again: frozenset[int]) -> Iterator[Spot]:
+    head = f"{blocks.path}.{blocks.first + MIDDLE}"
+    for storage in again:
+        spot = spot_of(graph, graph.by_name[tally.value_on[storage]])
+        if spot is not None and (spot.module == head or spot.module.startswith(f"{head}.")):
+            yield replace(spot, module=spot.module[len(head) + 1 :])

@@ -1,0 +1,174 @@
+"""How many blocks each stage of a pipeline holds, and how much of each is computed again.
+
+Blocks are alike, so that only numbers are chosen: of each kind (one for each set of calls that run
+again) in each stage, and of blocks in each stage. Not for which kinds there are: see kinds.py.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What one block of it takes for one micro-batch, and keeps of each that is under way;
+    ``again_bytes`` are there once, while it is computed again."""
+
+    seconds: float
+    kept_bytes: float
+    again_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """So many blocks of each kind, in the order that the kinds were given in."""
+
+    counts: tuple[int, ...]
+    seconds: float
+
+
+def mixed(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> Mix | None:
+    """The fastest of one kind or of two; None where none leaves the blocks room."""
+    if not num_blocks:
+        return _mix(kinds, {}) if room_bytes >= 0 else None
+    found: list[Mix] = []
+    for index, kind in enumerate(kinds):
+        if num_blocks * kind.kept_bytes + kind.again_bytes <= room_bytes:
+            found.append(_mix(kinds, {index: num_blocks}))
+    for one, other in combinations(range(len(kinds)), 2):
+        lean, wide = sorted((one, other), key=lambda i: kinds[i].kept_bytes)
+        between = kinds[wide].kept_bytes - kinds[lean].kept_bytes
+        if between <= 0:
+            continue
+        room = room_bytes - max(kinds[lean].again_bytes, kinds[wide].again_bytes)
+        wider = int((room - num_blocks * kinds[lean].kept_bytes) // between)
+        if 0 < wider < num_blocks:
+            found.append(_mix(kinds, {lean: num_blocks - wider, wide: wider}))
+    return min(found, key=lambda mix: mix.seconds, default=None)
+
+
+def least_seconds(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> float:
+    """No whole numbers of blocks take less, in so much room; infinite where they have too little.
+
+    As if blocks could be of two kinds each. Whatever they are of, one of their kinds needs most
+    room to be computed again, and has it.
+    """
+    if not num_blocks:
+        return 0.0 if room_bytes >= 0 else _NEVER
+    return num_blocks * min(
+        (
+            _on_the_hull(
+                [kind for kind in kinds if kind.again_bytes <= most.again_bytes],
+                (room_bytes - most.again_bytes) / num_blocks,
+            )
+            for most in kinds
+        ),
+        default=_NEVER,
+    )
+
+
+def _on_the_hull(kinds: Sequence[Kind], each_bytes: float) -> float:
+    best = min((k.seconds for k in kinds if k.kept_bytes <= each_bytes), default=_NEVER)
+    for one, other in combinations(kinds, 2):
+        lean, wide = sorted((one, other), key=lambda k: k.kept_bytes)
+        if lean.kept_bytes <= each_bytes < wide.kept_bytes:
+            share = (each_bytes - lean.kept_bytes) / (wide.kept_bytes - lean.kept_bytes)
+            best = min(best, lean.seconds + share * (wide.seconds - lean.seconds))
+    return best
+
+
+SecondsOf = Callable[[int, int], float]
+
+
+def fastest_slowest(
+    num_blocks: int, num_stages: int, seconds_of: SecondsOf
+) -> tuple[int, ...] | None:
+    """How many blocks each stage holds, one at least, so that the slowest is as fast as can be.
+
+    ``seconds_of`` a stage and a number of blocks grows with that number, and is infinite where
+    these do not fit. Given one block after another to where it takes least, no other division has
+    a faster slowest stage.
+    """
+    counts = [1] * num_stages
+    if num_blocks < num_stages or _NEVER in (seconds_of(s, 1) for s in range(num_stages)):
+        return None
+    queue = [(seconds_of(stage, 2), stage) for stage in range(num_stages)]
+    heapq.heapify(queue)
+    for _ in range(num_blocks - num_stages):
+        seconds, stage = queue[0]
+        if seconds == _NEVER:
+            return None
+        counts[stage] += 1
+        heapq.heapreplace(queue, (seconds_of(stage, counts[stage] + 1), stage))
+    return tuple(counts)
+
+
+def least_in_all(num_blocks: int, num_stages: int, seconds_of: SecondsOf) -> tuple[int, ...] | None:
+    """So that all stages together take as little as can be: stage after stage, the best of every
+    number of blocks that they may hold so far."""
+    most = num_blocks - num_stages + 1
+    if most < 1:
+        return None
+    so_far = np.full(num_blocks + 1, np.inf)
+    so_far[0] = 0.0
+    given: list[NDArray[np.int64]] = []
+    for stage in range(num_stages):
+        after, count_of = np.full(num_blocks + 1, np.inf), np.zeros(num_blocks + 1, dtype=np.int64)
+        for count in range(1, most + 1):
+            seconds = seconds_of(stage, count)
+            if seconds == _NEVER:
+                break  # nor do more fit
+            with_it = so_far[:-count] + seconds
+            is_better = with_it < after[count:]
+            after[count:][is_better] = with_it[is_better]
+            count_of[count:][is_better] = count
+        so_far = after
+        given.append(count_of)
+    if not np.isfinite(so_far[num_blocks]):
+        return None
+    counts, left = [], num_blocks
+    for count_of in reversed(given):
+        counts.append(int(count_of[left]))
+        left -= counts[-1]
+    return tuple(reversed(counts))
+
+
+def bettered(
+    counts: tuple[int, ...], seconds_of: SecondsOf, of_all: Callable[[Sequence[float]], float]
+) -> tuple[int, ...]:
+    """One block from one stage to another, as long as that makes ``of_all`` stages less."""
+    held, seconds = list(counts), [seconds_of(s, n) for s, n in enumerate(counts)]
+    best = of_all(seconds)
+    while True:
+        found: tuple[float, int, int] | None = None
+        for giver in range(len(held)):
+            if held[giver] == 1:
+                continue
+            less = seconds_of(giver, held[giver] - 1)
+            for taker in range(len(held)):
+                if taker == giver:
+                    continue
+                moved = [*seconds]
+                moved[giver], moved[taker] = less, seconds_of(taker, held[taker] + 1)
+                total = of_all(moved)
+                if total < best * (1 - 1e-9):
+                    best, found = total, (total, giver, taker)
+        if found is None:
+            return tuple(held)
+        _, giver, taker = found
+        held[giver] -= 1
+        held[taker] += 1
+        seconds = [seconds_of(s, n) for s, n in enumerate(held)]
+
+
+def _mix(kinds: Sequence[Kind], of: dict[int, int]) -> Mix:
+    return Mix(
+        counts=tuple(of.get(index, 0) for index in range(len(kinds))),
+        seconds=sum(kinds[index].seconds * count for index, count in of.items()),
+    )

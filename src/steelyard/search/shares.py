@@ -1,0 +1,82 @@
+"""How much of the batch each rank takes, where ranks are of unequal speed.
+
+Begins where each would take as long by its speed alone, in whole units of samples, and moves on by
+what the shares are then predicted to take: small ones take longer than their part. Each step is a
+capture at new sizes, so few are tried. Not for how the ranks exchange: see layouts.py.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+# Of whole batches shared out; from the second on they differ by little.
+_TRIES = 3
+# Of fewer units a rank might be half of one off, some hundredths of a step; of more, shares have
+# less in common, and could be cut into fewer micro-batches.
+_UNITS_OF_A_RANK = 24
+# Of a long list of speeds, what is still read.
+_MOST_SAID = 3
+
+Shares = tuple[int, ...]
+# Of some shares: what the step takes, and what each rank works in it.
+Timed = Callable[[Shares], tuple[float, Sequence[float]]]
+
+
+def units_for(ranks: int, possible: Sequence[int]) -> int:
+    """Into how many of the possible numbers of equal units the batch is cut, to be shared out."""
+    enough = (units for units in possible if units >= _UNITS_OF_A_RANK * ranks)
+    return next(enough, possible[-1])
+
+
+def unequal_shares(units: int, whole_seconds: Sequence[float], timed: Timed) -> Shares | None:
+    """The fastest of those tried; None where equal ones are all that the speeds ask for.
+    ``whole_seconds`` is what each rank would take for the whole batch."""
+    tried: dict[Shares, float] = {}
+    shares = in_whole_units(units, [1 / seconds for seconds in whole_seconds])
+    while len(tried) < _TRIES and shares not in tried and len(set(shares)) > 1:
+        tried[shares], works = timed(shares)
+        shares = _rebalanced(units, shares, works)
+    return min(tried, key=tried.__getitem__) if tried else None
+
+
+def in_whole_units(units: int, weights: Sequence[float]) -> Shares:
+    """The nearest by largest remainders; each takes one at least."""
+    assert units >= len(weights), "one for each rank"
+    total = sum(weights)
+    ideal = [units * weight / total for weight in weights]
+    shares = [max(1, int(part)) for part in ideal]
+    while (missing := units - sum(shares)) != 0:
+        off = [part - share for part, share in zip(ideal, shares, strict=True)]
+        able = [n for n, share in enumerate(shares) if missing > 0 or share > 1]
+        chosen = max(able, key=off.__getitem__) if missing > 0 else min(able, key=off.__getitem__)
+        shares[chosen] += 1 if missing > 0 else -1
+    return tuple(shares)
+
+
+def _rebalanced(units: int, shares: Shares, works: Sequence[float]) -> Shares:
+    """By what a unit was found to take on each rank; else one unit from where most is worked to
+    where least is."""
+    found = in_whole_units(units, [n / took for n, took in zip(shares, works, strict=True)])
+    if found != shares:
+        return found
+    moved = list(shares)
+    longest = max(range(len(works)), key=works.__getitem__)
+    shortest = min(range(len(works)), key=works.__getitem__)
+    if moved[longest] > 1:
+        moved[longest] -= 1
+        moved[shortest] += 1
+    return tuple(moved)
+
+
+def speeds_said(whole_seconds: Sequence[float]) -> str:
+    """Beside the fastest, those that are alike together."""
+    fastest = min(range(len(whole_seconds)), key=whole_seconds.__getitem__)
+    speeds = [f"{whole_seconds[fastest] / seconds:.2f}" for seconds in whole_seconds]
+    said, first = [], 0
+    for speed, alike in groupby(speeds):
+        last = first + len(list(alike)) - 1
+        if speed != speeds[fastest]:
+            ranks = f"ranks {first} to {last} compute" if last > first else f"rank {first} computes"
+            said.append(f"{ranks} at {speed} of rank {fastest}")
+        first = last + 1
+    more = len(said) - _MOST_SAID
+    return ", ".join(said[:_MOST_SAID]) + (f" and {more} more" if more > 0 else "")

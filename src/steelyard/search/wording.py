@@ -1,0 +1,48 @@
+"""What the ways in which a step may lie on ranks are called, and how it is said why not one.
+
+Not for deciding that: see layouts.py.
+"""
+
+from collections.abc import Iterable
+
+from steelyard.core.amounts import format_seconds
+from steelyard.core.layout import Layout, spelled
+from steelyard.core.rules import Rule
+from steelyard.core.trade import Refusal
+from steelyard.search.found import Found
+
+
+def tensors(rules: Iterable[Rule]) -> str:
+    count = sum(rule.count for rule in rules)
+    return f"{count} tensor{'s' if count > 1 else ''}"
+
+
+def called(layout: Layout) -> str:
+    if layout.shares:
+        return f"among {layout.batch} ranks as {spelled(layout.shares)}"
+    if layout.tensor == 1:
+        return f"among {layout.batch} ranks"
+    parts = f"parts on {layout.tensor} ranks"
+    return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
+
+
+def too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
+    plan = format_seconds(found.prediction.quad.step_seconds.value)
+    takes = format_seconds(seconds)
+    return stages_refused(layout, f"takes ~{takes} a step at least, the plan ~{plan} in all")
+
+
+def stages_refused(layout: Layout, reason: str) -> Refusal:
+    label = f"layers on {layout.pipeline} ranks"
+    return Refusal(trade="shard_pipeline", label=label, reason=reason)
+
+
+def slower(seconds: float, found: Found, *, than: float | None = None) -> str:
+    """Empty where it is not."""
+    plan = found.prediction.quad.step_seconds.value
+    if seconds < (plan if than is None else than):
+        return ""
+    beside = f"the plan ~{format_seconds(plan)} in all"
+    if than is not None:
+        beside = f"without it ~{format_seconds(than)}"
+    return f"takes ~{format_seconds(seconds)} a step before anything else, {beside}"

@@ -1,0 +1,227 @@
+"""Plans for several devices that are only declared, through the public call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import steelyard as sy
+from steelyard.api.elsewhere import Elsewhere, PlannedElsewhere
+from steelyard.api.look import Request
+from steelyard.api.scaling import scaled
+from steelyard.core.cluster_file import decode_tree
+from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.planfile import read_decisions
+from steelyard.report.lines import plain
+from steelyard.report.scale import rendered, to_json
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+_ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+pytestmark = pytest.mark.xdist_group("elsewhere")
+
+
+def _cluster(count: int = 8, memory: str = "1100 KiB") -> sy.Cluster:
+    return sy.Cluster(
+        tree=decode_tree(f"""
+[device.d]
+memory = "{memory}"
+memory_bandwidth = "900 GB/s"
+price = "2 USD/h"
+peak = {{ float32 = "15 TFLOP/s" }}
+[link.l]
+rate = "25 GB/s"
+latency = "5 us"
+[scope.node]
+members = {{ d = 4 }}
+link = "l"
+[scope.cluster]
+members = {{ node = {count // 4} }}
+link = "l"
+""")
+    )
+
+
+def _request(**changed: Any) -> Request:
+    request = Request(
+        model=GPT(layers=7, width=32, heads=2, vocabulary=64, length=32),
+        loss=next_token_loss,
+        batch=tokens(16, 32, 64),
+        optimizer=_ADAMW,
+        cluster=_cluster(),
+        budget=sy.Budget(),
+        runner="python",
+        title="gpt",
+        on_progress=lambda _: None,
+    )
+    return replace(request, **changed)
+
+
+@pytest.fixture(scope="module")
+def where() -> Elsewhere:
+    return Elsewhere(request=_request())
+
+
+@pytest.fixture(scope="module")
+def planned(where: Elsewhere) -> PlannedElsewhere:
+    return where.planned(sy.Budget(), None)
+
+
+def test_the_public_call_plans_a_deep_model_so(planned: PlannedElsewhere) -> None:
+    request = _request()
+    found = sy.plan(
+        request.model,
+        request.loss,
+        request.batch,
+        optimizer=_ADAMW,
+        cluster=_cluster(),
+        title="gpt",
+    )
+    assert isinstance(found, PlannedElsewhere)
+    assert str(found) == str(planned)
+
+
+def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedElsewhere) -> None:
+    assert planned.predicted.memory_bytes.value <= 1100 * 1024
+    assert planned.baseline.memory_bytes.value > 1100 * 1024
+    said = str(planned)
+    assert "8 ranks" in said
+    assert "of the fastest possible of" in said
+    assert "is not weighed for several devices that are not here" in planned.why_not("offload")
+    assert {t.trade for t in planned.plan.taken} & {"shard_batch", "shard_tensor", "shard_pipeline"}
+    for trade in ("shard_batch", "shard_tensor", "shard_pipeline", "shard_states"):
+        assert planned.why_not(trade)
+    with pytest.raises(BadInput, match="there is no trade 'shard'"):
+        planned.why_not("shard")
+
+
+def test_its_file_reads_back(planned: PlannedElsewhere, tmp_path: Path) -> None:
+    planned.save(tmp_path / "gpt.plan.toml")
+    found = read_decisions(tmp_path / "gpt.plan.toml")
+    assert found == replace(
+        planned.plan.decisions, rules=tuple(sorted(planned.plan.decisions.rules))
+    )
+    assert found.made_for.ranks == 8
+
+
+def test_it_cannot_be_run_here(planned: PlannedElsewhere) -> None:
+    for call in (planned.apply, planned.simulated):
+        with pytest.raises(BadInput, match="is for 8 devices of cluster, and cannot be"):
+            call()
+
+
+def test_no_fewer_devices_would_do(where: Elsewhere) -> None:
+    fewest = where.planned(sy.Budget(), "devices")  # type: ignore[arg-type]
+    (title,) = (fewest.plan.fewest,)
+    ranks = int(title.split()[0])
+    assert title == f"{ranks} of 8 devices; no layout on fewer keeps the budget"
+    assert 1 < ranks <= 8
+    for fewer in range(1, ranks):
+        with pytest.raises(Infeasible):
+            where.best(sy.Budget(), fewer)
+    # A step time asks for more of them.
+    seconds = fewest.predicted.step_seconds.value
+    quicker = where.planned(sy.Budget(step_time=seconds * 0.9), "devices")  # type: ignore[arg-type]
+    assert int(quicker.plan.fewest.split()[0]) > ranks
+    assert quicker.predicted.step_seconds.value <= seconds * 0.9
+
+
+def test_another_budget_is_another_plan(planned: PlannedElsewhere) -> None:
+    tighter = planned.what_if(memory="900 KiB")
+    assert tighter.predicted.memory_bytes.value <= 900 * 1024
+    assert tighter.predicted.step_seconds.value >= planned.predicted.step_seconds.value
+    with pytest.raises(BadInput, match="a budget has no memmory"):
+        planned.what_if(memmory="1 GiB")
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (sy.Budget(memory="20 KiB"), "no plan fits 20.0 KiB on each of 8 devices"),
+        (sy.Budget(step_time="1 ns"), "keeps step time <= 1.00 ns: the fastest takes"),
+    ],
+)
+def test_what_cannot_be_is_said_with_what_could(
+    where: Elsewhere, budget: sy.Budget, said: str
+) -> None:
+    with pytest.raises(Infeasible, match=said):
+        where.planned(budget, None)
+
+
+def test_a_number_of_devices_that_divides_nothing_is_said(where: Elsewhere) -> None:
+    # 11 divides neither the batch nor any tensor, and there are only 7 blocks.
+    assert where.search.leanest_bytes(11) is None
+    other = Elsewhere(request=_request(cluster=_cluster(12)))
+    with pytest.raises(Infeasible, match="divides the 16 samples of the batch and the 7 blocks"):
+        other.best(sy.Budget(), 11)
+
+
+def test_the_fewest_of_a_model_without_blocks() -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    found = sy.plan(
+        model, lambda m, b: m(b).square().mean(), torch.randn(16, 64), optimizer=_ADAMW,
+        cluster=_cluster(memory="800 KiB"), minimize="devices",
+    )  # fmt: skip
+    assert found.plan.fewest == "2 of 8 devices; no layout on fewer keeps the budget"
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"minimize": "devices"}, "of this machine"),
+        ({"minimize": "devices", "maximize": "batch", "cluster": _cluster()}, "several ranks"),
+        ({"minimize": "ranks", "cluster": _cluster()}, "minimize is 'ranks'"),
+    ],
+)
+def test_a_wish_that_makes_no_sense_is_refused(wish: dict[str, Any], said: str) -> None:
+    request = _request()
+    with pytest.raises(BadInput, match=said):
+        sy.plan(request.model, request.loss, request.batch, **wish)
+
+
+def test_more_and_more_devices_beside_two_laws(where: Elsewhere) -> None:
+    request = _request(cluster=_cluster(memory="8 MiB"))
+    found = scaled(request, fewest=1, most=8, tokens=32 * 16 * 3600)
+    assert [p.devices for p in found.points] == [1, 2, 4, 8]
+    first = found.points[0]
+    assert found.speed_up(first) == found.scaled_speed_up(first) == 1
+    for point in found.points:
+        assert point.same_batch is not None
+        assert point.grown_batch is not None
+        assert point.same_batch.samples == 16
+        assert point.grown_batch.samples == 16 * point.devices
+        # As many hours as a step has seconds, for 3,600 steps; 2 USD for each hour of a device.
+        assert point.same_batch.hours == pytest.approx(point.same_batch.step_seconds)
+        assert point.same_batch.usd == pytest.approx(2 * point.devices * point.same_batch.hours)
+    said = plain(rendered(found, width=100))
+    assert "Amdahl: as if" in said
+    assert "the batch grown with the devices" in said
+    document = to_json(found)
+    assert [p["devices"] for p in document["points"]] == [1, 2, 4, 8]
+    assert document["points"][3]["same_batch"]["speed_up"] == found.speed_up(found.points[3])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"fewest": 4, "most": 2}, "devices 4..2 of a cluster of 8"),
+        ({"fewest": 1, "most": 16}, "devices 1..16 of a cluster of 8"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(asked: dict[str, int], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        scaled(_request(), **asked)
+
+
+def test_tokens_of_a_batch_that_has_none_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    request = _request(model=model, loss=lambda m, b: m(b).mean(), batch=torch.randn(8, 4))
+    with pytest.raises(BadInput, match="the batch holds no tokens"):
+        scaled(request, fewest=1, most=2, tokens=1000)
+    assert scaled(request, fewest=1, most=2, samples=1000).points[0].same_batch is not None

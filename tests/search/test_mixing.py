@@ -1,0 +1,111 @@
+"""Blocks given to stages and to kinds: held to every division there is, on small random cases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations_with_replacement
+
+import pytest
+
+from steelyard.search.mixing import (
+    Kind,
+    bettered,
+    fastest_slowest,
+    least_in_all,
+    least_seconds,
+    mixed,
+)
+
+_SEEDS = range(60)
+
+
+def _kinds(draw: random.Random) -> list[Kind]:
+    """The more is kept, the less is computed again; all kept first."""
+    count = draw.randint(1, 4)
+    kept = sorted((draw.randint(1, 40) for _ in range(count)), reverse=True)
+    seconds = sorted(draw.uniform(1, 2) for _ in range(count))
+    again = [0, *(draw.randint(0, 6) for _ in range(count - 1))]
+    return [
+        Kind(seconds=s, kept_bytes=k, again_bytes=a)
+        for s, k, a in zip(seconds, kept, again, strict=True)
+    ]
+
+
+def _fits(chosen: tuple[Kind, ...], room: float) -> bool:
+    return sum(k.kept_bytes for k in chosen) + max(k.again_bytes for k in chosen) <= room
+
+
+def _least_of_all(kinds: list[Kind], count: int, room: float) -> float:
+    return min(
+        (
+            sum(kind.seconds for kind in chosen)
+            for chosen in combinations_with_replacement(kinds, count)
+            if _fits(chosen, room)
+        ),
+        default=float("inf"),
+    )
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_a_mix_fits_and_is_between_the_bound_and_every_mix_of_two(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds, count = _kinds(draw), draw.randint(1, 7)
+    room = draw.uniform(0, 45 * count)
+    least = _least_of_all(kinds, count, room)
+    found = mixed(kinds, count, room)
+    assert least_seconds(kinds, count, room) <= least * (1 + 1e-12)
+    if found is None:
+        assert least == float("inf") or len(kinds) > 2
+        return
+    chosen = tuple(k for k, n in zip(kinds, found.counts, strict=True) for _ in range(n))
+    assert len(chosen) == count
+    assert _fits(chosen, room)
+    assert found.seconds == pytest.approx(sum(k.seconds for k in chosen))
+    if len(kinds) <= 2:
+        assert found.seconds == pytest.approx(least)
+    assert found.seconds <= 1.1 * least
+
+
+def _divisions(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
+    if stages == 1:
+        yield (blocks,)
+        return
+    for first in range(1, blocks - stages + 2):
+        for rest in _divisions(blocks - first, stages - 1):
+            yield first, *rest
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_no_other_division_has_a_faster_slowest_stage_or_takes_less_in_all(seed: int) -> None:
+    draw = random.Random(seed)
+    blocks, stages = draw.randint(1, 8), draw.randint(1, 5)
+    most = [draw.randint(1, 8) for _ in range(stages)]
+    takes = [[draw.uniform(0, 2)] for _ in range(stages)]
+    for row in takes:
+        for _ in range(blocks + 1):
+            row.append(row[-1] + draw.uniform(0, 1))
+
+    def seconds_of(stage: int, count: int) -> float:
+        return takes[stage][count] if count <= most[stage] else float("inf")
+
+    def all_of(counts: tuple[int, ...]) -> list[float]:
+        return [seconds_of(stage, count) for stage, count in enumerate(counts)]
+
+    every = [all_of(c) for c in _divisions(blocks, stages)] if blocks >= stages else []
+    every = [seconds for seconds in every if max(seconds) < float("inf")]
+    quick = fastest_slowest(blocks, stages, seconds_of)
+    lean = least_in_all(blocks, stages, seconds_of)
+    assert (quick is None) == (lean is None) == (not every)
+    if quick is None or lean is None:
+        return
+    assert sum(quick) == sum(lean) == blocks
+    assert max(all_of(quick)) == pytest.approx(min(map(max, every)))
+    assert sum(all_of(lean)) == pytest.approx(min(map(sum, every)))
+
+    def belt(seconds: list[float]) -> float:
+        return 4 * max(seconds) + sum(seconds)
+
+    better = bettered(quick, seconds_of, belt)  # type: ignore[arg-type]
+    assert sum(better) == blocks
+    assert belt(all_of(better)) <= belt(all_of(quick))

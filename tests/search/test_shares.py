@@ -1,0 +1,90 @@
+"""Whole units for ranks of unequal speed: as near to their speeds as units are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steelyard.search.shares import Shares, in_whole_units, speeds_said, unequal_shares, units_for
+
+_SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=2, max_size=6)
+
+
+@given(st.integers(6, 500), _SPEEDS)
+def test_all_samples_are_shared_out_and_none_is_off_by_a_whole_one(
+    size: int, speeds: list[float]
+) -> None:
+    shares = in_whole_units(size, speeds)
+    ideal = [size * speed / sum(speeds) for speed in speeds]
+    assert sum(shares) == size
+    assert min(shares) >= 1
+    if min(ideal) >= 1:
+        assert all(abs(n - part) < 1 for n, part in zip(shares, ideal, strict=True))
+
+
+class _Ranks:
+    """A rank takes some time in any case, and some for each sample."""
+
+    def __init__(self, fixed: Sequence[float], each: Sequence[float]) -> None:
+        self._fixed, self._each = fixed, each
+        self.asked: list[Shares] = []
+
+    def works(self, shares: Shares) -> list[float]:
+        ranks = zip(self._fixed, self._each, shares, strict=True)
+        return [fixed + each * n for fixed, each, n in ranks]
+
+    def timed(self, shares: Shares) -> tuple[float, list[float]]:
+        self.asked.append(shares)
+        return max(self.works(shares)), self.works(shares)
+
+    def best(self, size: int) -> float:
+        return min(max(self.works((n, size - n))) for n in range(1, size))
+
+
+@given(st.integers(8, 200), st.floats(0.1, 0.9), st.floats(0, 4), st.floats(0, 4))
+def test_two_ranks_take_at_most_a_sample_more_than_the_best_shares(
+    size: int, speed: float, fixed: float, others: float
+) -> None:
+    ranks = _Ranks([fixed, others], [1, 1 / speed])
+    alone = ranks.works((size, size))
+    found = unequal_shares(size, alone, ranks.timed)
+    assert len(ranks.asked) <= 3
+    if found is not None:
+        assert max(ranks.works(found)) <= ranks.best(size) + 2 / speed
+        assert max(ranks.works(found)) == min(max(ranks.works(s)) for s in ranks.asked)
+
+
+def test_twice_as_fast_is_twice_as_much_and_neighbours_are_tried() -> None:
+    ranks = _Ranks([0, 0], [1, 2])
+    assert unequal_shares(24, [24, 48], ranks.timed) == (16, 8)
+    ranks = _Ranks([0, 0], [1, 2])
+    assert unequal_shares(8, [8, 16], ranks.timed) in {(5, 3), (6, 2)}
+    assert {(5, 3), (6, 2)} <= {*ranks.asked}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_ranks_that_are_alike_take_equal_shares(count: int) -> None:
+    ranks = _Ranks([0] * count, [1] * count)
+    assert unequal_shares(12, [12.0] * count, ranks.timed) is None
+    assert not ranks.asked
+
+
+@given(st.integers(2, 8), st.integers(8, 5000))
+def test_units_are_enough_for_all_ranks_and_no_more_than_that_takes(ranks: int, size: int) -> None:
+    possible = [k for k in range(1, size + 1) if size % k == 0]
+    units = units_for(ranks, possible)
+    assert units in possible
+    assert units >= min(size, 24 * ranks)
+    assert not any(24 * ranks <= fewer < units for fewer in possible)
+
+
+def test_speeds_are_said_beside_the_fastest_and_those_alike_together() -> None:
+    assert speeds_said([1, 2]) == "rank 1 computes at 0.50 of rank 0"
+    assert speeds_said([4, 1, 1]) == "rank 0 computes at 0.25 of rank 1"
+    assert speeds_said([1, 2, 2, 4]) == (
+        "ranks 1 to 2 compute at 0.50 of rank 0, rank 3 computes at 0.25 of rank 0"
+    )
+    assert speeds_said([1, 2, 4, 8, 16]).endswith("rank 3 computes at 0.12 of rank 0 and 1 more")
