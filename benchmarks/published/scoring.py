@@ -43,7 +43,9 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         print(f"from half of {source}: {found[0]:.0%} is reached, {found[1] * 1e6:g} us a call")
         for name, table in tables.items():
             if table[0].family == used[0].family:
-                scored = [_scored(r, found, table) for r in table if r not in used]
+                # What a table of one row says by itself is that row.
+                alike = table if len(table) > 1 else [*table, *used]
+                scored = [_scored(r, found, alike) for r in table if r not in used]
                 yield from _figures(f"{name} from half of {source}", scored)
 
 
