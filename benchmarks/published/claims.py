@@ -16,7 +16,7 @@ from benchmarks.published.scoring import figure, fitted
 
 def ordering_figures(plans: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Of plans of which each one was measured."""
-    found = fitted(plans[::2])
+    found = fitted(tuple(plans[::2]))
     seconds = {plan: predicted(plan, reaching(plan, *found)).step_seconds for plan in plans}
     groups = list(alternatives(plans))
     pairs = sum(len(group) * (len(group) - 1) // 2 for group in groups)

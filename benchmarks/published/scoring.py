@@ -5,6 +5,7 @@ Beside each error stands the naive one, from a constant efficiency. Not for what
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from statistics import mean, median
 from typing import Any
@@ -38,7 +39,7 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for source, of_source in tables.items():
         if of_source[0].outside:
             continue
-        used = of_source[::2]
+        used = tuple(of_source[::2])
         found = fitted(used)
         print(f"from half of {source}: {found[0]:.0%} is reached, {found[1] * 1e6:g} us a call")
         for name, table in tables.items():
@@ -49,7 +50,8 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                 yield from _figures(f"{name} from half of {source}", scored)
 
 
-def fitted(rows: Sequence[Row]) -> tuple[float, float]:
+@cache
+def fitted(rows: tuple[Row, ...]) -> tuple[float, float]:
     """The share and the seconds of a call at which the mean error of these rows is least."""
 
     def error(found: tuple[float, float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from benchmarks.published import rows as published
 from benchmarks.published.foundry import foundry_rows
 from benchmarks.published.megatron import megatron_rows
 from benchmarks.published.mist import mist_rows
+from benchmarks.published.reaches import said_by_presets
 from benchmarks.published.rows import Row, naive_seconds, predicted, reaching
 from benchmarks.published.sailor import alternatives, ordered_wrongly, regret, sailor_rows
 from benchmarks.published.titan import llama_rows
+from steelyard.core.presets import preset_tables
 
 _TABLES = (megatron_rows, foundry_rows, llama_rows, sailor_rows, mist_rows)
 _FILES = sorted(path.stem for path in Path(published.__file__).parent.glob("*.csv"))
@@ -38,6 +41,15 @@ def test_every_row_has_its_devices_and_was_measured(table: Callable[[], list[Row
 def test_a_constant_efficiency_is_right_where_efficiency_is_constant() -> None:
     row, *_ = megatron_rows()
     assert naive_seconds(row, [row]) == pytest.approx(row.step_seconds)
+
+
+def test_presets_say_what_is_fitted_and_recorded() -> None:
+    """Fitted anew by benchmarks/published/all.py, whose last line is recorded."""
+    results = Path(published.__file__).parents[1] / "results" / "published.json"
+    found = json.loads(results.read_text(encoding="utf-8").splitlines()[1])["reached"]
+    assert found == said_by_presets(list(found))
+    said = {name for name, table in preset_tables()["device"].items() if "reached" in table}
+    assert said == found.keys()
 
 
 # What half of their tables gives, rounded; benchmarks/published/all.py fits it.

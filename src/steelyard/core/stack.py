@@ -5,6 +5,7 @@ For pricing steps that are nowhere run. Not for what a device could reach: see d
 
 from dataclasses import dataclass
 
+from steelyard.core.device import Device
 from steelyard.core.errors import BadInput
 
 
@@ -38,3 +39,16 @@ class Stack:
                 expected="shares above 0, and of 1 at most",
                 remedy="correct the stack, or declare a faster device",
             )
+
+
+def stack_on(device: Device) -> Stack:
+    """One that fuses, and reaches what is known to be reached there; where nothing is, all."""
+    reached = device.reached
+    if reached is None:
+        return Stack()
+    return Stack(
+        peak_share=reached.share,
+        bandwidth_share=reached.share,
+        attention_share=reached.attention_share,
+        call_seconds=reached.call_seconds,
+    )

@@ -107,6 +107,7 @@ class _Told:
                 self._maker.setdefault(tensor.storage, node)
         self._gathered = self._gathered_values() if layout.gathers_again else {}
         self._gatherings = frozenset(self._gathered.values())
+        self._regions = {node.name: self._region_of(node) for node in graph.nodes}
         self._kernel_seconds = self._priced(stack)
         self._overlaps = stack is not None and stack.overlaps_tensor
 
@@ -169,6 +170,9 @@ class _Told:
 
     def _region(self, node: Node) -> str:
         """What a node of a block is computed again with: its module, or the block."""
+        return self._regions[node.name]
+
+    def _region_of(self, node: Node) -> str:
         number = self._of.get(node.name, "")
         if not number.isdigit():
             return ""
