@@ -14,7 +14,8 @@ from steelyard.core.cluster import Cluster
 from steelyard.core.cluster_file import decode_tree
 from steelyard.core.costs import Costs
 from steelyard.core.sampled import Sampled
-from steelyard.predict.deep import Stage
+from steelyard.core.scope import Scope
+from steelyard.predict.deep import Stage, deep_step_of
 from steelyard.search.deep import DeepSearch
 from steelyard.search.deep_rules import rules_of
 from steelyard.search.deep_stages import Again
@@ -27,13 +28,18 @@ from tests.zoo.own import GPT
 _BLOCKS, _MOST_KINDS = 6, 3
 _SHAPES = ((32, 2, 16, 8), (64, 4, 8, 4), (32, 4, 64, 4))  # width, heads, length, samples
 _RANKS = (1, 2, 3, 4)
+_LITTLE = "400 KiB"
 # Of what lies between the least that any layout holds and what all kept would.
 _ROOM = (0.02, 0.1, 0.25, 0.5, 1.5)
 
 
-def _cluster(count: int, rate: str = "25 GB/s", share: str = "100 %") -> Cluster:
-    return Cluster(
-        tree=decode_tree(f"""
+def _cluster(count: int, rate: str = "25 GB/s", share: str = "100 %", slow: str = "") -> Cluster:
+    """``slow``: every second rank has so much memory and half the speed."""
+    return (
+        Cluster(tree=_mixed(slow, rate))
+        if slow
+        else Cluster(
+            tree=decode_tree(f"""
 [device.d]
 memory = "16 GiB"
 memory_bandwidth = "900 GB/s"
@@ -46,7 +52,30 @@ latency = "5 us"
 members = {{ d = {count} }}
 link = "l"
 """)
+        )
     )
+
+
+def _mixed(slow: str, rate: str) -> Scope:
+    return decode_tree(f"""
+[device.d]
+memory = "16 GiB"
+memory_bandwidth = "900 GB/s"
+peak = {{ float32 = "15 TFLOP/s" }}
+[device.e]
+memory = "{slow}"
+memory_bandwidth = "450 GB/s"
+peak = {{ float32 = "7 TFLOP/s" }}
+[link.l]
+rate = "{rate}"
+latency = "5 us"
+[scope.two]
+members = {{ d = 1, e = 1 }}
+link = "l"
+[scope.cluster]
+members = {{ two = 2 }}
+link = "l"
+""")
 
 
 @cache
@@ -61,7 +90,7 @@ def _step(shape: tuple[int, int, int, int]) -> SampledStep:
 
 @cache
 def _search(
-    shape: tuple[int, int, int, int], rate: str = "25 GB/s", share: str = "100 %"
+    shape: tuple[int, int, int, int], rate: str = "25 GB/s", share: str = "100 %", slow: str = ""
 ) -> DeepSearch:
     step = _step(shape)
 
@@ -71,26 +100,34 @@ def _search(
         # Few, so that every mix can be looked at.
         return (found[0], *found[1:][:: max(1, len(found) // (_MOST_KINDS - 1))])[:_MOST_KINDS]
 
-    return DeepSearch(step, _cluster(8, rate, share), again_of=again_of)
+    return DeepSearch(step, _cluster(8, rate, share, slow), again_of=again_of)
 
 
 def _every_step(search: DeepSearch, ranks: int) -> Iterator[tuple[float, int]]:
-    """Seconds and bytes of every layout, division of blocks and mix of kinds."""
+    """Seconds and bytes of every layout, division of blocks and mix of kinds, that lets no rank
+    hold more than its device has."""
     for way in search.ways(ranks):
         layout, stages = way.layout, way.layout.pipeline
-        laid = search._laid_out(way)
-        sets = search._sets_of(layout.tensor)
-        kinds = [search._parts(layout, way.micro_batch, again).block for again in sets]
+        laid, places = search._on_places(layout, way.micro_batch), search._places.of(layout)
+        kinds = [
+            [
+                search._parts(layout.tensor, way.micro_batch, again, place.device).block
+                for again in search._sets_of(layout.tensor)
+            ]
+            for place in places
+        ]
         for counts in divisions(_BLOCKS, stages):
             if layout.virtual > 1 and len(set(counts)) > 1:
                 continue
             mixes = (
-                [_stage(chosen) for chosen in combinations_with_replacement(kinds, count)]
-                for count in counts
+                [_stage(chosen) for chosen in combinations_with_replacement(own, count)]
+                for own, count in zip(kinds, counts, strict=True)
             )
             for held in product(*mixes):
-                step = laid.step(held)
-                yield step.step_seconds, step.peak_bytes
+                step = deep_step_of(laid, held)
+                fits = zip(step.stages, places, strict=True)
+                if all(stage.nbytes <= place.memory_bytes for stage, place in fits):
+                    yield step.step_seconds, step.peak_bytes
 
 
 def _stage(chosen: tuple[object, ...]) -> Stage:
@@ -98,16 +135,19 @@ def _stage(chosen: tuple[object, ...]) -> Stage:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "share"),
+    ("shape", "ranks", "share", "slow"),
     [
-        *((s, r, "100 %") for s in _SHAPES for r in _RANKS if s == _SHAPES[0] or r in (2, 3)),
-        (_SHAPES[0], 2, "40 %"),
+        *((s, r, "100 %", "") for s in _SHAPES for r in _RANKS if s == _SHAPES[0] or r in (2, 3)),
+        (_SHAPES[0], 2, "40 %", ""),
+        # Ranks of two classes, also where the slower one has little memory.
+        *((_SHAPES[0], r, "100 %", "16 GiB") for r in (2, 3, 4)),
+        *((_SHAPES[0], r, "100 %", _LITTLE) for r in (2, 3)),
     ],
 )
 def test_the_plan_is_within_its_gap_of_the_best_there_is(
-    shape: tuple[int, int, int, int], ranks: int, share: str
+    shape: tuple[int, int, int, int], ranks: int, share: str, slow: str
 ) -> None:
-    search = _search(shape, share=share)
+    search = _search(shape, share=share, slow=slow)
     every = list(_every_step(search, ranks))
     least_bytes = min(nbytes for _, nbytes in every)
     most_bytes = max(nbytes for _, nbytes in every)

@@ -149,12 +149,12 @@ class Elsewhere:
         return NextCent(more_bytes=more, saved_seconds=saved) if saved > 0 else None
 
     def _notes(self, laid: Laid, limit: int) -> list[str]:
-        ranks, device = laid.layout.num_ranks, self.request.cluster.device
+        ranks, cluster = laid.layout.num_ranks, self.request.cluster
         least = self.search.least_seconds(ranks, limit, laid)
         gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
         count = len(self.search.ways(ranks))
         reached = f"within {gap} of the fastest possible of {count} layouts on {ranks} devices"
-        rates = f"nothing was measured: links at their declared rates, {device.rates_said}"
+        rates = f"nothing was measured: links at their declared rates, {cluster.rates_said}"
         notes = [
             f"{reached}, each with any of its blocks computed again, at declared rates",
             rates,

@@ -87,8 +87,6 @@ def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:
     cluster = request.cluster
     if cluster.num_devices == 1 or any(device.is_here for device, _ in cluster.tree.classes):
         return False
-    if len(cluster.tree.classes) > 1 and minimize is None:
-        return False  # only the batch can be shared by several classes, which is searched for there
     return minimize is not None or cut(request.model) is not None
 
 

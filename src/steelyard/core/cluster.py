@@ -98,6 +98,11 @@ class Cluster:
         return tuple(self.tree.device_of(rank) for rank in range(self.num_devices))
 
     @property
+    def rates_said(self) -> str:
+        """At which share of its declared rates each class of device is reckoned with, and why."""
+        return "; ".join(device.rates_said for device, _ in self.tree.classes)
+
+    @property
     def is_here(self) -> bool:
         return all(device.is_here for device, _ in self.tree.classes)
 

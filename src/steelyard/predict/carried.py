@@ -22,12 +22,12 @@ _SIZES = tuple(1 << power for power in range(2, 37, 2))
 
 
 def carried(
-    tree: Scope, *, axis: str, numbers: Iterable[int], stride: int = 1
+    tree: Scope, *, axis: str, numbers: Iterable[int], stride: int = 1, first: int = 0
 ) -> dict[tuple[str, Exchange, int, int], Link]:
-    """Of so many ranks, for each of ``numbers``: the first, or every ``stride``-th."""
+    """Of so many ranks, for each of ``numbers``: from ``first`` on all, or every ``stride``-th."""
     found = {}
     for ranks in numbers:
-        way = route(tree, range(0, ranks * stride, stride))
+        way = route(tree, range(first, first + ranks * stride, stride))
         for kind, algorithms in _ALGORITHMS.items():
             points = [(nbytes, algorithms(way, nbytes)[0].seconds) for nbytes in _SIZES]
             name = f"{kind.value} among {ranks}"

@@ -13,6 +13,7 @@ from functools import cached_property
 from steelyard.core.cluster import Cluster
 from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout, Formats
+from steelyard.core.device import Device
 from steelyard.core.errors import BadInput
 from steelyard.core.layout import TENSOR
 from steelyard.core.stack import Stack
@@ -78,10 +79,24 @@ class DeepStep:
         return max(stage.nbytes for stage in self.stages)
 
 
-def tensor_costs(cluster: Cluster, layout: DeepLayout) -> Costs:
-    """The declared prices of calls, and of exchanges among the neighbours that share tensors."""
-    found = carried(cluster.tree, axis=TENSOR, numbers=[layout.tensor]) if layout.tensor > 1 else {}
-    return Costs(device=cluster.device, carried=found)
+def tensor_costs(cluster: Cluster, layout: DeepLayout, *, first: int = 0) -> Costs:
+    """The declared prices of calls, and of exchanges among the neighbours that share tensors, the
+    ``first`` of whom is the rank of that number."""
+    found = {}
+    if layout.tensor > 1:
+        found = carried(cluster.tree, axis=TENSOR, numbers=[layout.tensor], first=first)
+    return Costs(device=cluster.tree.device_of(first), carried=found)
+
+
+def deep_step_of(laid: "Sequence[DeepLaid]", stages: Sequence[Stage]) -> DeepStep:
+    """``laid`` says of each stage what that takes and holds where it lies."""
+    numbered = list(zip(laid, enumerate(stages), strict=True))
+    return DeepStep(
+        pipeline_seconds=laid[0].through([on.stage_seconds(n, s) for on, (n, s) in numbered]),
+        exposed_seconds=max(on.exposed_seconds(n, s) for on, (n, s) in numbered),
+        update_seconds=max(on.update_seconds(n, s.num_blocks) for on, (n, s) in numbered),
+        stages=tuple(on.memory(n, s) for on, (n, s) in numbered),
+    )
 
 
 def deep_step(
@@ -96,12 +111,16 @@ def deep_step(
     """``parts`` are those of one tensor rank, for one micro-batch, as ``stack`` computes them."""
     counts = (layout.blocks_of_stage(num_blocks, number) for number in range(layout.pipeline))
     stages = [Stage(blocks=((parts.block, count),)) for count in counts]
-    return DeepLaid(parts, cluster, layout, formats, stack).step(stages)
+    laid = DeepLaid(parts, cluster, layout, formats, stack)
+    return deep_step_of([laid] * layout.pipeline, stages)
 
 
 class DeepLaid:
     """What the stages of a layout take and hold; ``parts`` are those of one tensor rank, for one
-    micro-batch, of which a stage may hold blocks of other kinds, with more computed again."""
+    micro-batch, of which a stage may hold blocks of other kinds, with more computed again.
+
+    ``place`` is a stage that stands for those of its class: where it lies, and on what.
+    """
 
     def __init__(
         self,
@@ -110,6 +129,9 @@ class DeepLaid:
         layout: DeepLayout,
         formats: Formats,
         stack: Stack | None = None,
+        *,
+        device: Device | None = None,
+        place: int = 0,
     ) -> None:
         if layout.num_ranks > cluster.num_devices:
             raise BadInput(
@@ -119,20 +141,18 @@ class DeepLaid:
             )
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
         self._stack = stack or Stack()
-        self._bandwidth = self._stack.bandwidth_share * cluster.device.bytes_per_second
+        device = device or cluster.device
+        self._bandwidth = self._stack.bandwidth_share * device.bytes_per_second
+        self._first = place * layout.data * layout.tensor
 
     @property
     def layout(self) -> DeepLayout:
         return self._layout
 
-    def step(self, stages: Sequence[Stage]) -> DeepStep:
-        numbered = list(enumerate(stages))
-        return DeepStep(
-            pipeline_seconds=self.through([self.stage_seconds(n, s) for n, s in numbered]),
-            exposed_seconds=max(self.exposed_seconds(n, s) for n, s in numbered),
-            update_seconds=max(self.update_seconds(n, s.num_blocks) for n, s in numbered),
-            stages=tuple(self.memory(n, s) for n, s in numbered),
-        )
+    @property
+    def block(self) -> Section:
+        """With nothing computed again."""
+        return self._parts.block
 
     def through(self, seconds: Sequence[float]) -> float:
         """All micro-batches, with the belt that fills and empties."""
@@ -303,7 +323,8 @@ class DeepLaid:
 
     @cached_property
     def _data(self) -> Route:
-        return self._route(range(0, self._layout.data * self._layout.tensor, self._layout.tensor))
+        layout, first = self._layout, self._first
+        return self._route(range(first, first + layout.data * layout.tensor, layout.tensor))
 
     @cached_property
     def _hand_on_seconds(self) -> float:
@@ -311,7 +332,10 @@ class DeepLaid:
         layout = self._layout
         if layout.pipeline == 1:
             return 0.0
-        way = self._route((0, layout.tensor * layout.data))
+        # From where it lies to the next stage; the last one hands gradients back.
+        width = layout.tensor * layout.data
+        step = width if self._first + width < width * layout.pipeline else -width
+        way = self._route(sorted((self._first, self._first + step)))
         return send(way, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
 
     @cached_property

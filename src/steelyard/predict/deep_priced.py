@@ -9,7 +9,7 @@ from steelyard.core.graph import Phase, Role
 from steelyard.core.peak import Holding, Peak
 from steelyard.core.plan import Prediction
 from steelyard.core.quad import Estimate, Quad
-from steelyard.predict.deep import DeepLaid, Stage, StageMemory
+from steelyard.predict.deep import DeepLaid, Stage, StageMemory, deep_step_of
 
 # A roofline and a link's declared rate: half as much or half again, as of all declared costs.
 _DOUBT = 0.5
@@ -17,14 +17,16 @@ _DOUBT = 0.5
 _DOUBT_OF_BYTES = 0.1
 
 
-def priced(laid: DeepLaid, stages: Sequence[Stage]) -> Prediction:
-    """Of the rank that holds most, and of the one that computes longest."""
-    step = laid.step(stages)
+def priced(laid: Sequence[DeepLaid], stages: Sequence[Stage]) -> Prediction:
+    """Of the rank that holds most, and of the one that computes longest; ``laid`` says of each
+    stage what that takes and holds where it lies."""
+    step = deep_step_of(laid, stages)
     numbered = list(enumerate(stages))
     fullest = max(numbered, key=lambda s: step.stages[s[0]].nbytes)[0]
-    busiest = max(numbered, key=lambda s: laid.computing_seconds(*s))
-    computing = laid.computing_seconds(*busiest)
-    in_all, sent = laid.exchanged(*busiest)
+    busiest = max(numbered, key=lambda s: laid[s[0]].computing_seconds(*s))
+    on = laid[busiest[0]]
+    computing = on.computing_seconds(*busiest)
+    in_all, sent = on.exchanged(*busiest)
     within = Estimate.within
     return Prediction(
         quad=Quad(
@@ -39,7 +41,7 @@ def priced(laid: DeepLaid, stages: Sequence[Stage]) -> Prediction:
             step_seconds=within(step.step_seconds, share=_DOUBT),
         ),
         peak=_peak(step.stages[fullest], fullest),
-        flops=laid.flops(*busiest),
+        flops=on.flops(*busiest),
     )
 
 

@@ -6,8 +6,8 @@ these on, until what was found is no slower than what is left. Not for pricing o
 predict/deep.py. Not for clusters that are here: see layouts.py.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,20 +15,19 @@ from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster
 from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import Blocks, DeepLayout, Formats
+from steelyard.core.device import Device
 from steelyard.core.graph import Graph
 from steelyard.core.plan import Prediction
 from steelyard.core.sampled import Sampled
-from steelyard.core.scope import Scope
 from steelyard.core.stack import stack_on
-from steelyard.predict.deep import DeepLaid, DeepStep, Stage, tensor_costs
+from steelyard.predict.deep import DeepLaid, DeepStep, Stage, deep_step_of, tensor_costs
 from steelyard.predict.deep_priced import priced
-from steelyard.predict.sections import Sections, sections
+from steelyard.predict.sections import Section, Sections, sections
+from steelyard.search.deep_layouts import layouts_of, tensor_degrees
+from steelyard.search.deep_places import Place, Places
 from steelyard.search.deep_stages import Again, Stages
 
 _NEVER = float("inf")
-# More runs of blocks on a rank, or samples in a micro-batch, are not looked into; nor tensors in
-# more parts.
-_MOST_VIRTUAL, _MOST_SAMPLES, _MOST_PARTS = 8, 64, 16
 
 
 class DeepSource(Protocol):
@@ -105,10 +104,11 @@ class DeepSearch:
         again_of: Callable[[Sampled, Costs], Sequence[Again]],
     ) -> None:
         self._source, self._cluster, self._again_of = source, cluster, again_of
-        self._stack = stack_on(cluster.device)
-        self._sections: dict[tuple[int, int, Again], Sections] = {}
+        self._places = Places(cluster)
+        self._stacks = {device: stack_on(device) for device in self._places.classes}
+        self._sections: dict[tuple[int, int, Again, Device], Sections] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
-        self._costs: dict[int, Costs] = {}
+        self._costs: dict[tuple[int, Device], Costs] = {}
         self._sets: dict[int, tuple[Again, ...]] = {}
         self._ways: dict[int, list[_Way]] = {}
         self._laid: dict[tuple[DeepLayout, int, int], Laid | None] = {}
@@ -126,7 +126,7 @@ class DeepSearch:
 
     def limit_bytes(self, budget: Budget) -> int:
         """No rank may hold more than its device has, whatever the budget says."""
-        has = self._cluster.device.memory_bytes
+        has = max(device.memory_bytes for device in self._places.classes)
         return has if budget.memory_bytes is None else min(has, budget.memory_bytes)
 
     def fastest(self, num_ranks: int, limit_bytes: int, *, fits: Fits = _any) -> Laid | None:
@@ -169,7 +169,13 @@ class DeepSearch:
                     micro_batch=samples,
                     least_seconds=self._least_with_all_kept(layout, samples),
                 )
-                for layout, samples in self._layouts(num_ranks)
+                for layout, samples in layouts_of(
+                    num_ranks,
+                    tensor=self.tensor_degrees(),
+                    samples=self._source.num_samples,
+                    blocks=self.num_blocks,
+                    is_whole=bool(self.why_together),
+                )
             ]
             self._ways[num_ranks] = sorted(found, key=lambda way: way.least_seconds)
         return self._ways[num_ranks]
@@ -183,29 +189,27 @@ class DeepSearch:
 
     def prediction(self, laid: Laid) -> Prediction:
         """All that is said of a layout with its stages."""
+        layout, samples = laid.layout, laid.micro_batch
         stages = [
             Stage(
                 blocks=tuple(
-                    (self._parts(laid.layout, laid.micro_batch, again).block, count)
+                    (self._parts(layout.tensor, samples, again, place.device).block, count)
                     for again, count in stage
                 )
             )
-            for stage in laid.stages
+            for place, stage in zip(self._places.of(layout), laid.stages, strict=True)
         ]
-        return priced(self._laid_out(laid), stages)
+        return priced(self._on_places(layout, samples), stages)
 
     def on_one(self) -> Prediction:
         """The whole batch on one device, whether it has the memory or not."""
-        alone = DeepLayout()
-        parts = self._parts(alone, self._source.num_samples, ())
-        laid = DeepLaid(parts, self._cluster, alone, self._source.formats, self._stack)
-        return priced(laid, [Stage(blocks=((parts.block, self.num_blocks),))])
+        laid = self._alone()
+        return priced([laid], [Stage(blocks=((laid.block, self.num_blocks),))])
 
     def fewest_ranks(self, limit_bytes: int) -> int:
         """No fewer hold the model with its gradients and states, however it lies."""
-        parts = self._parts(DeepLayout(), self._source.num_samples, ())
-        laid = DeepLaid(parts, self._cluster, DeepLayout(), self._source.formats, self._stack)
-        return max(1, -(-laid.model_memory(0, self.num_blocks).nbytes // limit_bytes))
+        held = self._alone().model_memory(0, self.num_blocks).nbytes
+        return max(1, -(-held // limit_bytes))
 
     def with_all_kept(self, laid: Laid) -> Prediction:
         """The same with nothing computed again, on stages of about equally many blocks."""
@@ -227,96 +231,68 @@ class DeepSearch:
         return self._source.why_together
 
     def tensor_degrees(self) -> list[int]:
-        """Neighbours: those of one innermost scope, which are joined best."""
-        size = _innermost(self._cluster.tree)
-        return [n for n in range(1, min(size, _MOST_PARTS) + 1) if size % n == 0]
-
-    def _layouts(self, num_ranks: int) -> Iterator[tuple[DeepLayout, int]]:
-        blocks, samples = self.num_blocks, self._source.num_samples
-        is_whole = bool(self.why_together)
-        for tensor in self.tensor_degrees():
-            for pipeline in _divisors(num_ranks // tensor) if num_ranks % tensor == 0 else ():
-                data = num_ranks // tensor // pipeline
-                if pipeline > max(1, blocks) or samples % data or (is_whole and data > 1):
-                    continue
-                each = samples // data
-                for micro_batch in [each] if is_whole else _micro_batches(each):
-                    first = DeepLayout(
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        data=data,
-                        micro_batches=each // micro_batch,
-                    )
-                    for layout in self._variants(first):
-                        yield layout, micro_batch
-
-    def _variants(self, layout: DeepLayout) -> Iterator[DeepLayout]:
-        """With states held whole or in shares, in one run of blocks on each rank or in several."""
-        # Gradients in shares are exchanged for each micro-batch; where there are several, that is
-        # reckoned with weights in shares alone.
-        stages = (
-            (0,) if layout.data == 1 else (0, 1, 2, 3) if layout.micro_batches == 1 else (0, 1, 3)
-        )
-        for state_stage in stages:
-            for virtual in self._virtual(layout):
-                yield replace(
-                    layout,
-                    virtual=virtual,
-                    state_stage=state_stage,
-                    overlaps=layout.data > 1 and state_stage < 3,
-                )
-
-    def _virtual(self, layout: DeepLayout) -> Iterator[int]:
-        yield 1
-        runs, rest = divmod(self.num_blocks, layout.pipeline)
-        if layout.pipeline > 1 and not rest and layout.micro_batches % layout.pipeline == 0:
-            yield from (v for v in range(2, _MOST_VIRTUAL + 1) if runs % v == 0)
+        return tensor_degrees(self._cluster.tree)
 
     # --- what one layout takes
 
     def _least_with_all_kept(self, layout: DeepLayout, samples: int) -> float:
-        """The slowest stage takes an equal share of all at least, and its share of blocks."""
-        parts = self._parts(layout, samples, ())
-        laid = DeepLaid(parts, self._cluster, layout, self._source.formats, self._stack)
+        """The slowest stage takes its share of all at least, by how fast each is, and its share of
+        blocks on the fastest."""
+        laid = self._on_places(layout, samples)
         blocks, stages = self.num_blocks, layout.pipeline
-        each = laid.in_turn(parts.block) if blocks else 0.0
-        ends = [laid.ends_seconds(s) for s in _told_apart(stages)]
-        around = sum(ends) + (stages - len(ends)) * laid.ends_seconds(_inner(stages))
-        most = -(-blocks // stages)
-        slowest = max((blocks * each + around) / stages, most * each + min(ends))
-        total = blocks * each + around
+        each = {on: on.in_turn(on.block) if blocks else 0.0 for on in dict.fromkeys(laid)}
+        ends = {s: laid[s].ends_seconds(s) for s in _told_apart(stages)}
+        inner = Counter(laid[1:-1])
+        around = [
+            *((laid[s], seconds) for s, seconds in ends.items()),
+            *((on, count * on.ends_seconds(_inner(stages))) for on, count in inner.items()),
+        ]
+        quickest, most = min(each.values()), -(-blocks // stages)
+        slowest = most * quickest + min(ends.values())
+        if quickest:
+            speed = sum(1 / each[on] for on in laid)
+            slowest = max(slowest, (blocks + sum(t / each[on] for on, t in around)) / speed)
+        total = blocks * quickest + sum(seconds for _, seconds in around)
         belt = layout.micro_batches * slowest + (total - slowest) / layout.virtual
-        return belt + self._least_after(laid, parts, blocks)
+        return belt + self._least_after(laid)
 
-    def _least_after(self, laid: DeepLaid, parts: Sections, blocks: int) -> float:
+    def _least_after(self, laid: Sequence[DeepLaid]) -> float:
         """Some stage holds an equal share of the blocks, and exchanges and updates that."""
-        layout = laid.layout
+        blocks, layout = self.num_blocks, laid[0].layout
         inner, share = _inner(layout.pipeline), -(-blocks // layout.pipeline)
         most = blocks - layout.pipeline + 1
+        several = dict.fromkeys(laid)
         exposed = min(
-            laid.exposed_seconds(inner, Stage(blocks=((parts.block, n),))) for n in (share, most)
+            on.exposed_seconds(inner, Stage(blocks=((on.block, n),)))
+            for on in several
+            for n in (share, most)
         )
-        return exposed + laid.update_seconds(inner, share)
+        return exposed + min(on.update_seconds(inner, share) for on in several)
 
     def _fitted(self, way: _Way, limit_bytes: int) -> Laid | None:
         layout, samples = way.layout, way.micro_batch
         if self._least_bytes(way) > limit_bytes:
             return None
-        plain = self._parts(layout, samples, ())
-        laid = DeepLaid(plain, self._cluster, layout, self._source.formats, self._stack)
-        work = Stages(laid, layout, sys.maxsize, self.num_blocks, ((), plain.block))
-        if not work.fits(limit_bytes):
+        places, laid = self._places.of(layout), self._on_places(layout, samples)
+        limits = [min(limit_bytes, place.memory_bytes) for place in places]
+        device_of = dict(zip(laid, (place.device for place in places), strict=True))
+
+        def kinds_on(on: DeepLaid, sets: Sequence[Again] = ()) -> list[tuple[Again, Section]]:
+            again = ((s, self._parts(layout.tensor, samples, s, device_of[on]).block) for s in sets)
+            return [((), on.block), *again]
+
+        work = Stages(laid, [_NEVER] * layout.pipeline, self.num_blocks, kinds_on)
+        if not work.fit(limits):
             sets = self._sets_of(layout.tensor)[1:]
-            kinds = [(again, self._parts(layout, samples, again).block) for again in sets]
-            work = Stages(laid, layout, limit_bytes, self.num_blocks, ((), plain.block), *kinds)
+            work = Stages(laid, limits, self.num_blocks, lambda on: kinds_on(on, sets))
         stages = work.stages()
         if stages is None:
             return None
-        held = [tuple((s, n) for (_, s), n in stage if n) for stage in stages]
-        step = laid.step([Stage(blocks=blocks) for blocks in held])
-        if step.peak_bytes > limit_bytes:
+        held = [Stage(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages]
+        step = deep_step_of(laid, held)
+        if any(s.nbytes > most for s, most in zip(step.stages, limits, strict=True)):
             return None
-        after = self._least_after(laid, plain, self.num_blocks)
+        after = self._least_after(laid)
         return Laid(
             layout=layout,
             micro_batch=samples,
@@ -328,7 +304,8 @@ class DeepSearch:
     def _least_bytes(self, way: _Way) -> int:
         """Of either end, with as few blocks as it may hold and nothing kept of them; and of the
         stage that holds most of these."""
-        laid, layout = self._laid_out(way), way.layout
+        layout = way.layout
+        laid = self._on_places(layout, way.micro_batch)[0]
         most = -(-self.num_blocks // layout.pipeline)
         fewest = most if layout.virtual > 1 else min(1, most) if layout.pipeline > 1 else most
         inner = laid.model_memory(_inner(layout.pipeline), most).nbytes
@@ -338,19 +315,35 @@ class DeepSearch:
         )
         return max(*ends, inner if layout.pipeline > 2 else 0)
 
-    def _laid_out(self, way: "_Way | Laid") -> DeepLaid:
-        parts = self._parts(way.layout, way.micro_batch, ())
-        return DeepLaid(parts, self._cluster, way.layout, self._source.formats, self._stack)
+    def _on_places(self, layout: DeepLayout, samples: int) -> list[DeepLaid]:
+        """Of each stage, what says what it takes where it lies."""
+        places = self._places.of(layout)
+        made = {place: self._on(place, layout, samples) for place in dict.fromkeys(places)}
+        return [made[place] for place in places]
 
-    def _parts(self, layout: DeepLayout, samples: int, again: Again) -> Sections:
-        key = layout.tensor, samples, again
+    def _on(self, place: Place, layout: DeepLayout, samples: int) -> DeepLaid:
+        return DeepLaid(
+            self._parts(layout.tensor, samples, (), place.device), self._cluster, layout,
+            self._source.formats, self._stacks[place.device], device=place.device,
+            place=place.stage,
+        )  # fmt: skip
+
+    def _alone(self) -> DeepLaid:
+        """On one device, the fastest."""
+        alone = Place(device=self._cluster.fastest, memory_bytes=0, stage=0)
+        return self._on(alone, DeepLayout(), self._source.num_samples)
+
+    def _parts(self, tensor: int, samples: int, again: Again, device: Device) -> Sections:
+        key = tensor, samples, again, device
         if key not in self._sections:
-            graph = self._graph(layout.tensor, samples)
             blocks = self._source.blocks
-            alone = DeepLayout(tensor=layout.tensor, again=again)
-            costs = self.costs_of(layout.tensor)
             self._sections[key] = sections(
-                graph, costs, alone, blocks=blocks.path, first=blocks.first, stack=self._stack
+                self._graph(tensor, samples),
+                self.costs_of(tensor, device),
+                DeepLayout(tensor=tensor, again=again),
+                blocks=blocks.path,
+                first=blocks.first,
+                stack=self._stacks[device],
             )
         return self._sections[key]
 
@@ -359,15 +352,19 @@ class DeepSearch:
             self._graphs[tensor, samples] = self._source.in_parts(tensor).at(samples)
         return self._graphs[tensor, samples]
 
-    def costs_of(self, tensor: int) -> Costs:
-        if tensor not in self._costs:
-            self._costs[tensor] = tensor_costs(self._cluster, DeepLayout(tensor=tensor))
-        return self._costs[tensor]
+    def costs_of(self, tensor: int, device: Device) -> Costs:
+        if (tensor, device) not in self._costs:
+            first = self._places.first_of[device]
+            layout = DeepLayout(tensor=tensor)
+            self._costs[tensor, device] = tensor_costs(self._cluster, layout, first=first)
+        return self._costs[tensor, device]
 
     def _sets_of(self, tensor: int) -> tuple[Again, ...]:
+        """What is worth computing again on the fastest device is offered on each."""
         if tensor not in self._sets:
             sampled = self._source.in_parts(tensor)
-            self._sets[tensor] = tuple(self._again_of(sampled, self.costs_of(tensor)))
+            costs = self.costs_of(tensor, self._cluster.fastest)
+            self._sets[tensor] = tuple(self._again_of(sampled, costs))
         return self._sets[tensor]
 
 
@@ -378,17 +375,3 @@ def _told_apart(stages: int) -> tuple[int, ...]:
 def _inner(stages: int) -> int:
     """A stage that holds neither end, where there is one."""
     return 1 if stages > 2 else 0
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _micro_batches(samples: int) -> list[int]:
-    return [n for n in _divisors(samples) if n <= _MOST_SAMPLES] or [samples]
-
-
-def _innermost(scope: Scope) -> int:
-    """How many devices the smallest scope of the first class has."""
-    member = scope.members[0]
-    return _innermost(member.of) if isinstance(member.of, Scope) else member.count

@@ -3,7 +3,8 @@
 Not for which layout: see deep.py. Not for the divisions themselves: see mixing.py.
 """
 
-from steelyard.core.deep_layout import DeepLayout
+from collections.abc import Callable, Sequence
+
 from steelyard.core.rules import Spot
 from steelyard.predict.deep import DeepLaid, Stage
 from steelyard.predict.sections import Section
@@ -26,24 +27,29 @@ class Stages:
 
     def __init__(
         self,
-        laid: DeepLaid,
-        layout: DeepLayout,
-        limit_bytes: int,
+        laid: Sequence[DeepLaid],
+        limits_bytes: Sequence[float],
         num_blocks: int,
-        *kinds: tuple[Again, Section],
+        kinds_on: Callable[[DeepLaid], Sequence[tuple[Again, Section]]],
     ) -> None:
-        self._laid, self._layout, self._limit_bytes = laid, layout, limit_bytes
-        self._num_blocks, self._sections = num_blocks, kinds
-        self._seconds = [laid.in_turn(section) for _, section in kinds]
+        """Of each stage, what says what it takes where it lies, and what it may hold there."""
+        self._laid, self._limits_bytes, self._num_blocks = laid, limits_bytes, num_blocks
+        self._layout = laid[0].layout
+        self._sections = {on: kinds_on(on) for on in dict.fromkeys(laid)}
+        self._seconds = {
+            on: [on.in_turn(section) for _, section in kinds]
+            for on, kinds in self._sections.items()
+        }
         self._fitted: dict[tuple[int, int], float] = {}
         self._least: dict[tuple[int, int], float] = {}
 
-    def fits(self, limit_bytes: int) -> bool:
+    def fit(self, limits_bytes: Sequence[int]) -> bool:
         """Whether these stages hold no more than so much, less than they may."""
         stages = self.stages()
         assert stages is not None, "anything may be held"
         held = [Stage(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages]
-        return self._laid.step(held).peak_bytes <= limit_bytes
+        numbered = enumerate(zip(self._laid, held, limits_bytes, strict=True))
+        return all(on.memory(n, stage).nbytes <= most for n, (on, stage, most) in numbered)
 
     def stages(self) -> list[list[tuple[tuple[Again, Section], int]]] | None:
         counts = self._best_counts()
@@ -53,12 +59,12 @@ class Stages:
         for stage, count in enumerate(counts):
             mix = mixed(self._kinds(stage), count, self._room_bytes(stage, count))
             assert mix is not None, "what was counted fits"
-            found.append(list(zip(self._sections, mix.counts, strict=True)))
+            found.append(list(zip(self._sections[self._laid[stage]], mix.counts, strict=True)))
         return found
 
     def least_seconds(self) -> float:
         """Of all micro-batches, whatever whole numbers of blocks are of which kind."""
-        through = self._laid.through
+        through = self._laid[0].through
         if self._fixed:
             return through([self._least_seconds(s, n) for s, n in enumerate(self._fixed)])
         of, stages = self._least_seconds, self._layout.pipeline
@@ -84,7 +90,7 @@ class Stages:
         if self._fixed:
             fit = all(seconds_of(s, n) < _NEVER for s, n in enumerate(self._fixed))
             return self._fixed if fit else None
-        through, stages = self._laid.through, self._layout.pipeline
+        through, stages = self._laid[0].through, self._layout.pipeline
         quick = fastest_slowest(self._num_blocks, stages, seconds_of)
         lean = least_in_all(self._num_blocks, stages, seconds_of)
         if quick is None or lean is None:
@@ -97,28 +103,30 @@ class Stages:
 
     def _fitted_seconds(self, stage: int, count: int) -> float:
         if (stage, count) not in self._fitted:
-            room, ends = self._room_bytes(stage, count), self._laid.ends_seconds(stage)
+            room, ends = self._room_bytes(stage, count), self._laid[stage].ends_seconds(stage)
             mix = mixed(self._kinds(stage), count, room)
             self._fitted[stage, count] = _NEVER if mix is None else mix.seconds + ends
         return self._fitted[stage, count]
 
     def _least_seconds(self, stage: int, count: int) -> float:
         if (stage, count) not in self._least:
-            room, ends = self._room_bytes(stage, count), self._laid.ends_seconds(stage)
+            room, ends = self._room_bytes(stage, count), self._laid[stage].ends_seconds(stage)
             self._least[stage, count] = least_seconds(self._kinds(stage), count, room) + ends
         return self._least[stage, count]
 
     def _room_bytes(self, stage: int, count: int) -> float:
-        model = self._laid.model_memory(stage, count).nbytes
-        return self._limit_bytes - model - self._laid.around_bytes(stage)
+        model = self._laid[stage].model_memory(stage, count).nbytes
+        return self._limits_bytes[stage] - model - self._laid[stage].around_bytes(stage)
 
     def _kinds(self, stage: int) -> list[Kind]:
-        alive, ending = self._laid.alive(stage), self._laid.ending_bytes(stage)
+        on = self._laid[stage]
+        alive, ending = on.alive(stage), on.ending_bytes(stage)
+        known = zip(self._sections[on], self._seconds[on], strict=True)
         return [
             Kind(
                 seconds=seconds,
                 kept_bytes=alive * section.kept_bytes,
                 again_bytes=max(section.again_bytes, ending),
             )
-            for (_, section), seconds in zip(self._sections, self._seconds, strict=True)
+            for (_, section), seconds in known
         ]
