@@ -47,6 +47,16 @@ class Rewriting:
         assert not graph.problems(), graph.problems()
         return graph
 
+    def is_alone(self, name: str) -> bool:
+        """Whether this output of the step lies on memory of its own, that nothing else reads."""
+        graph = self._graph
+        (storage,) = graph.storages_of(name)
+        lying = {n.name for n in graph.nodes if storage in graph.storages_of(n.name)}
+        read = {user for one in lying for user in graph.users[one]}
+        leaving = [output for output in graph.outputs if output.node in lying]
+        given = any(graph.by_name[one].is_input for one in lying)
+        return read <= lying and len(leaving) == 1 and not given
+
     def put_before(self, anchor: str, node: Node) -> Node:
         return self._put(self._before.setdefault(anchor, []), node)
 
@@ -130,6 +140,18 @@ def issue(
         inputs=(value,), output=output, moved_bytes=moved_bytes,
     )  # fmt: skip
     return replace(node, collective=collective)
+
+
+def issue_in_place(collective: Collective, value: Node, *, name: str) -> Node:
+    """The call that has ``value``, which nothing else reads, summed where it lies."""
+    assert collective.kind is Exchange.ALL_REDUCE
+    node = call(
+        "_c10d_functional.all_reduce_.default", value, name=name,
+        args=(Ref(value.name), "sum", Axis(collective.axis)), inputs=(value,),
+        output=value.outputs[0],
+    )  # fmt: skip
+    # No view: a view may be looked at again, and other numbers lie there by then.
+    return replace(node, collective=collective, is_view=False, mutates=(value.name,))
 
 
 def wait(issued: Node, transport: Transport) -> Node:
