@@ -40,6 +40,20 @@ def test_its_gradient_is_reduced_and_scattered() -> None:
     assert [c.sent_bytes for c in kinds if c] == [3 * 256, 6 * 256]
 
 
+def test_a_gradient_that_nothing_else_reads_is_summed_where_it_lies() -> None:
+    graph = gathered(chain(), ["parameter:p0", "parameter:p2"], num_ranks=2, transport=GLOO)
+    assert graph.users["work0"] == ("work0_scattered", "work1")
+    assert [graph.by_name[f"work{k}_scattered"].mutates for k in (0, 2)] == [(), ("work2",)]
+    # No copy of the backend's; one's own rows are copied out when the sum is there.
+    sent, own = (graph.by_name[f"work2_scattered{end}"] for end in ("", "_waited"))
+    assert sent.collective is not None
+    assert (sent.collective.kind, sent.collective.held_bytes) == (Exchange.REDUCE_SCATTER, 0)
+    assert graph.storages_of(sent.name) == graph.storages_of("work2")
+    (storage,) = graph.storages_of(own.name)
+    assert graph.storages[storage].nbytes == 512
+    assert [n.name for n in graph.nodes if storage in graph.storages_of(n.name)] == [own.name]
+
+
 def test_gathering_again_is_recomputing_the_gather() -> None:
     plain = Program.plain(gathered(chain(), [NAME], num_ranks=2, transport=GLOO))
     again = with_copies(plain, {f"{NAME}_gathered", f"{NAME}_gathered_waited"})

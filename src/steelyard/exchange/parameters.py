@@ -11,7 +11,13 @@ from steelyard.core.collective import Collective, Exchange, Transport
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase, Tensor
 from steelyard.core.layout import DATA
-from steelyard.exchange.rewriting import Rewriting, issue, wait
+from steelyard.exchange.rewriting import (
+    Rewriting,
+    issue,
+    issue_in_place,
+    wait,
+    wait_for_own_rows,
+)
 
 
 def gathered(
@@ -159,12 +165,18 @@ def _scattered(
     """The gradient summed over the ranks, of which each keeps its share."""
     gradient = change[output.node]
     exchange = collective(Exchange.REDUCE_SCATTER, gradient.outputs[0].nbytes)
-    sent = issue(
-        exchange, gradient, name=f"{gradient.name}_scattered",
-        output=change.tensor(share.shape, share.dtype), moved_bytes=2 * exchange.held_bytes,
-    )  # fmt: skip
+    name, own = f"{gradient.name}_scattered", change.tensor(share.shape, share.dtype)
+    sums_whole = Exchange.REDUCE_SCATTER in transport.reduces_all
+    if sums_whole and gradient.outputs[0].is_contiguous and change.is_alone(gradient.name):
+        # Gloo would do the same on a copy of its own, and let go of it where no meter sees it.
+        sent = issue_in_place(exchange, gradient, name=name)
+        arrived = wait_for_own_rows(sent, output=own)
+    else:
+        moved_bytes = 2 * exchange.held_bytes
+        sent = issue(exchange, gradient, name=name, output=own, moved_bytes=moved_bytes)
+        arrived = wait(sent, transport)
     change.put_behind(gradient.name, sent)
-    arrived = change.put_behind(gradient.name, wait(sent, transport))
+    change.put_behind(gradient.name, arrived)
     return replace(output, node=arrived.name)
 
 
