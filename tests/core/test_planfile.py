@@ -55,10 +55,14 @@ RECOMPUTE = st.builds(
 SHARD_BATCH = st.builds(
     Rule, trade=st.just("shard_batch"), degree=st.integers(2, 2**62), bucket_bytes=LEAST_ONE
 )
+SHARD_STATES = st.builds(
+    Rule, trade=st.just("shard_states"), degree=st.integers(2, 2**62), module=WORDS,
+    op=st.sampled_from(["", "optimizer", "gradient"]), times=st.integers(1, 2), count=LEAST_ONE,
+)  # fmt: skip
 OVERLAP = st.builds(Rule, trade=st.just("overlap"), lag=LEAST_ONE)
 RULES = st.tuples(
     *(st.sets(rules, max_size=1) for rules in (ACCUMULATE, SHARD_BATCH, OVERLAP)),
-    st.sets(RECOMPUTE, max_size=5),
+    *(st.sets(rules, max_size=5) for rules in (RECOMPUTE, SHARD_STATES)),
 ).map(lambda all_of_them: tuple(sorted(set().union(*all_of_them))))
 BATCH = st.lists(
     st.builds(

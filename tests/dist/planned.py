@@ -10,7 +10,7 @@ import copy
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ class Case:
     share_of_plain: float | None = None
     micro_batches: int = 1
     with_states: bool = False
+    gathers: int = 1
 
 
 def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
@@ -103,6 +104,10 @@ SHARED = {
     "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
     "padded, with states in shares, in micro-batches": Case(
         _padded, _BATCH, micro_batches=2, with_states=True
+    ),
+    "random and tied, gathered again, in micro-batches and less memory": Case(
+        _random_and_tied, _BATCH, micro_batches=2, with_states=True, gathers=2,
+        share_of_plain=0.95,
     ),
 }
 UNEQUAL = {
@@ -193,7 +198,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(1)
     expected = _alone(
         alone, loss, batch, portions=case.layout.portions if random else (1,),
-        micro_batches=case.micro_batches if case.layout.pipeline > 1 else 1,
+        micro_batches=case.micro_batches if random else 1,
     )  # fmt: skip
     with step.whole():
         error, digest = _error(model, alone), _digest(model)
@@ -272,7 +277,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     ways = [
         way
         for way in look.layouts.ways(case.layout)
-        if any(rule.trade == "shard_states" for rule in way.rules) == case.with_states
+        if _gathers(way.rules) == (case.gathers if case.with_states else 0)
     ]
     way = min(ways, key=lambda way: way.nbytes)
     search, budget = look.layouts.search_by(way.rules), Budget()
@@ -283,6 +288,11 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     if case.micro_batches > 1:
         rules = (*rules, Rule(trade="accumulate", degree=case.micro_batches))
     return Decisions(made_for=look.made_for(), budget=budget, rules=rules)
+
+
+def _gathers(rules: Sequence[Rule]) -> int:
+    """How often a step gathers a weight that lies in shares; 0 where none does."""
+    return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
 
 
 def _staged(case: Case) -> tuple[Rule, ...]:
@@ -300,32 +310,18 @@ def _alone(
     model: nn.Module, loss: Loss, batch: Any, *, portions: tuple[int, ...], micro_batches: int
 ) -> list[float]:
     """Plain PyTorch on the whole batch; of several shares, each draws what is random apart, and
-    micro-batches draw one after another."""
+    its micro-batches draw one after another."""
     optimizer = OPTIMIZER(model.parameters())
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         if len(portions) > 1:
             value = _in_shares(model, loss, batch, portions, micro_batches)
-        elif micro_batches > 1:
-            value = _in_micro_batches(model, loss, batch, micro_batches, of=batch)
         else:
-            value = loss(model, batch)
-            value.backward()
+            value = _in_micro_batches(model, loss, batch, micro_batches, of=batch)
         optimizer.step()
-        losses.append(float(value.detach()))
+        losses.append(float(value))
     return losses
-
-
-def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int, *, of: Any) -> Tensor:
-    """Each weighs as many targets as it counts, ``of`` the whole batch."""
-    total, counted = torch.zeros(()), int((of["y"] != -100).sum())
-    for place in range(count):
-        part = {key: x.chunk(count)[place] for key, x in batch.items()}
-        value = loss(model, part) * (int((part["y"] != -100).sum()) / counted)
-        value.backward()
-        total = total + value.detach()
-    return total
 
 
 def _in_shares(
@@ -339,13 +335,26 @@ def _in_shares(
                 key: x.split([len(x) // sum(portions) * n for n in portions])[place]
                 for key, x in batch.items()
             }
-            if micro_batches > 1:
-                total = total + _in_micro_batches(model, loss, share, micro_batches, of=batch)
-                continue
-            value = loss(model, share)
-            value.backward()
-            total = total + value.detach()
+            total = total + _in_micro_batches(model, loss, share, micro_batches, of=batch)
     return total
+
+
+def _in_micro_batches(
+    model: nn.Module, loss: Loss, batch: Any, count: int, *, of: Any
+) -> Tensor:
+    total = torch.zeros(())
+    for place in range(count):
+        part = {key: x.chunk(count)[place] for key, x in batch.items()}
+        value = loss(model, part)
+        if loss is next_token_loss:  # A mean: each part weighs as many targets as it counts.
+            value = value * (_counted(part) / _counted(of))
+        value.backward()
+        total = total + value.detach()
+    return total
+
+
+def _counted(batch: Any) -> int:
+    return int((batch["y"] != -100).sum())
 
 
 def _doubled(batch: Any) -> Any:

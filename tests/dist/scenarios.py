@@ -247,8 +247,11 @@ def planned_calls(program: Program) -> list[str]:
         node = nodes[instruction.node]
         if instruction.sink is None and (node.collective is not None or node.waits_for):
             names.append(node.op.split(".")[1])
-    # Ours goes by way of the one that survives on gloo.
-    return ["all_gather_into_tensor_out" if name == "all_gather" else name for name in names]
+    return [_CARRIED_OUT.get(name, name) for name in names]
+
+
+# Ours, and by way of what of torch's: of gathers the one that survives on gloo.
+_CARRIED_OUT = {"all_gather": "all_gather_into_tensor_out", "own_rows": "wait_tensor"}
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -77,6 +77,28 @@ def test_a_gradient_of_another_dtype_has_its_own_bucket() -> None:
     assert [c.sent_bytes for c in sent if c is not None] == [1024, 512, 1024]
 
 
+def test_a_bucket_is_summed_where_it_lies() -> None:
+    graph = reduced(chain(gradients=4), bucket_bytes=2048)
+    for issued in map(graph.by_name.__getitem__, graph.collectives):
+        assert issued.mutates == issued.inputs
+        assert [graph.storages_of(name) for name in issued.inputs] == [
+            graph.storages_of(issued.name)
+        ]
+
+
+def test_a_gradient_that_is_read_besides_is_not_written_into() -> None:
+    after = reduced(chain(gradients=2), bucket_bytes=1)
+    assert after.users["work0"][-1] == "work1"
+    assert [after.by_name[name].mutates for name in after.collectives] == [(), ("work1",)]
+
+
+def test_of_one_gradient_of_two_parameters_each_has_its_own_sum() -> None:
+    graph = chain(gradients=2)
+    outputs = tuple(replace(o, node="work1") if o.node == "work0" else o for o in graph.outputs)
+    after = reduced(replace(graph, outputs=outputs), bucket_bytes=1)
+    assert [after.by_name[name].mutates for name in after.collectives] == [(), ()]
+
+
 def test_a_gradient_with_gaps_is_refused() -> None:
     graph = chain(gradients=1)
     changed = graph.by_name["work0"]
@@ -119,9 +141,21 @@ def test_every_gradient_is_sent_once(seed: int, bucket_bytes: int, ranks: int) -
     assert hops * nbytes / ranks <= program.sent_bytes <= hops * (nbytes / ranks + len(gradients))
     for exchange in program.exchanges:
         assert exchange.wait is not None
+    _assert_nothing_reads_what_is_overwritten(after)
     # What was computed before is computed still, from the same values but for the tangent.
     for node in before.nodes:
         assert after.by_name[node.name].op == node.op
+
+
+def _assert_nothing_reads_what_is_overwritten(graph: Graph) -> None:
+    """But the exchange, who waits for it, and who looks at what has arrived."""
+    for name in graph.collectives:
+        issued = graph.by_name[name]
+        lying = {s for written in issued.mutates for s in graph.storages_of(written)}
+        behind = graph.nodes[graph.position[name] + 1 :]
+        for node in behind:
+            read = {s for i in node.inputs for s in graph.storages_of(i)}
+            assert node.waits_for == name or node.is_free or not read & lying
 
 
 def test_planning_exchanges_needs_no_torch() -> None:

@@ -43,7 +43,7 @@ def two_gathers(*ops: str, overlapping: bool) -> Program:
 
 
 def channel(backend: str, *, num_ranks: int = 2) -> Channel:
-    return Channel(group="0", backend=backend, num_ranks=num_ranks)
+    return Channel(group="0", backend=backend, num_ranks=num_ranks, rank=0)
 
 
 @pytest.mark.parametrize("ops", [(_PLAIN, _PLAIN), (_PLAIN, ""), ("", _PLAIN)])

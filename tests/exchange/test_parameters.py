@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Node, OutputKind, Role
+from steelyard.core.graph import Node, OutputKind, Ref, Role
 from steelyard.core.program import Program
 from steelyard.exchange.parameters import gathered
 from steelyard.trades.recompute import Recompute, recomputable, with_copies
@@ -40,6 +40,20 @@ def test_its_gradient_is_reduced_and_scattered() -> None:
     assert [c.sent_bytes for c in kinds if c] == [3 * 256, 6 * 256]
 
 
+def test_a_gradient_that_nothing_else_reads_is_summed_where_it_lies() -> None:
+    graph = gathered(chain(), ["parameter:p0", "parameter:p2"], num_ranks=2, transport=GLOO)
+    assert graph.users["work0"] == ("work0_scattered", "work1")
+    assert [graph.by_name[f"work{k}_scattered"].mutates for k in (0, 2)] == [(), ("work2",)]
+    # No copy of the backend's; one's own rows are copied out when the sum is there.
+    sent, own = (graph.by_name[f"work2_scattered{end}"] for end in ("", "_waited"))
+    assert sent.collective is not None
+    assert (sent.collective.kind, sent.collective.held_bytes) == (Exchange.REDUCE_SCATTER, 0)
+    assert graph.storages_of(sent.name) == graph.storages_of("work2")
+    (storage,) = graph.storages_of(own.name)
+    assert graph.storages[storage].nbytes == 512
+    assert [n.name for n in graph.nodes if storage in graph.storages_of(n.name)] == [own.name]
+
+
 def test_gathering_again_is_recomputing_the_gather() -> None:
     plain = Program.plain(gathered(chain(), [NAME], num_ranks=2, transport=GLOO))
     again = with_copies(plain, {f"{NAME}_gathered", f"{NAME}_gathered_waited"})
@@ -48,6 +62,44 @@ def test_gathering_again_is_recomputing_the_gather() -> None:
     assert again.sent_bytes == plain.sent_bytes + 512
     # No one computes it again unasked: every rank would have to.
     assert not recomputable(plain.graph) & {i.node for i in again.again}
+
+
+def test_gathered_for_each_pass_it_is_not_held_in_between() -> None:
+    graph = gathered(chain(), [NAME], num_ranks=2, transport=GLOO, again=[NAME])
+    first, second = f"{NAME}_gathered_waited", f"{NAME}_again_waited"
+    assert (graph.users[first], graph.users[second]) == (("loss",), ("work0",))
+    names = [node.name for node in graph.nodes]
+    assert names.index("loss") < names.index(f"{NAME}_again") < names.index("work0")
+    once = gathered(chain(), [NAME], num_ranks=2, transport=GLOO)
+    assert Program.plain(graph).sent_bytes == Program.plain(once).sent_bytes + 512
+
+
+def test_views_of_what_is_gathered_again_are_looked_at_again() -> None:
+    graph = chain()
+    tensor = graph.by_name[NAME].outputs[0]
+    looks = Node(
+        name="look", op="aten.alias.default", args=(Ref(NAME),), inputs=(NAME,), is_view=True,
+        outputs=(tensor,),
+    )  # fmt: skip
+    late = replace(graph.by_name["work1"], inputs=(*graph.by_name["work1"].inputs, "look"))
+    nodes = tuple(late if n.name == "work1" else n for n in graph.nodes)
+    place = next(i for i, n in enumerate(nodes) if n.name == "loss")
+    graph = replace(graph, nodes=(*nodes[:place], looks, *nodes[place:]))
+    graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, again=[NAME])
+    assert "look_again" in graph.by_name["work1"].inputs
+    assert graph.by_name["look_again"].inputs == (f"{NAME}_again_waited",)
+    assert graph.storages_of("look_again") == graph.storages_of(f"{NAME}_again")
+    assert graph.storages_of("look") == graph.storages_of(f"{NAME}_gathered")
+    assert Program.plain(graph).problems() == []
+
+
+def test_what_only_the_backward_pass_reads_is_gathered_once() -> None:
+    graph = chain()
+    loss = graph.by_name["loss"]
+    unread = replace(loss, inputs=tuple(i for i in loss.inputs if i != NAME))
+    graph = replace(graph, nodes=tuple(unread if n is loss else n for n in graph.nodes))
+    graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, again=[NAME])
+    assert f"{NAME}_again" not in graph.by_name
 
 
 def test_what_reads_a_gathered_parameter_can_still_be_recomputed() -> None:

@@ -188,3 +188,15 @@ def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None
     assert tight.prediction.peak.nbytes <= 0.9 * least.value.least_bytes
     assert {"shard_states", "shard_tensor"} & {rule.trade for rule in tight.rules}
     assert {"shard_states", "shard_tensor"} & {taken.trade for taken in tight.taken}
+
+
+def test_weights_are_gathered_for_each_pass_where_memory_is_short() -> None:
+    among_two = layouts(costs(1e12), trial(), num_ranks=2)
+    shared = [way for way in among_two.ways(Layout(batch=2)) if _gathers(way.rules)]
+    once, twice = ([w for w in shared if _gathers(w.rules) == count] for count in (1, 2))
+    assert min(w.nbytes for w in twice) < min(w.nbytes for w in once)
+    assert min(w.seconds for w in twice) > min(w.seconds for w in once)
+
+
+def _gathers(rules: tuple[Rule, ...]) -> int:
+    return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)

@@ -108,6 +108,7 @@ class _ShardStates(BaseModel):
     module: Annotated[str, Field(alias="parameter")]
     # Where it is not said, all of them: the weight itself, its gradient, its optimizer state.
     op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what")] = ""
+    times: Annotated[int, Field(ge=1, le=2, alias="gathers")] = 1
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
 
 
@@ -433,6 +434,7 @@ _UNSAID = {
     ("offload", "degree"): 0,
     ("shard_tensor", "groups"): 1,
     ("shard_states", "op"): "",
+    ("shard_states", "times"): 1,
     ("overlap", "lead"): 0,
     ("shard_batch", "shares"): (),
 }

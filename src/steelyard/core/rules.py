@@ -22,9 +22,9 @@ class Rule:
     how many operators run while a transfer is under way: after a value is sent, before it is
     wanted back.
     Where a trade is on parameters and not on calls, ``op`` says what of them.
-    ``times`` is how often at most a value is made again. ``bucket_bytes`` is how much goes in one
-    exchange, of what is sent together. ``dim`` and ``groups`` say along what a tensor is cut,
-    ``shares`` how unequally the batch is.
+    ``times`` is how often at most a value is made again, or how often a weight is gathered.
+    ``bucket_bytes`` is how much goes in one exchange, of what is sent together. ``dim`` and
+    ``groups`` say along what a tensor is cut, ``shares`` how unequally the batch is.
     """
 
     trade: str

@@ -47,11 +47,21 @@ class Channel:
     group: str
     backend: str
     num_ranks: int
+    rank: int
     waiting: Waiting = field(default_factory=Waiting)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Channel":
-        return cls(group=group.group_name, backend=dist.get_backend(group), num_ranks=group.size())
+        return cls(
+            group=group.group_name,
+            backend=dist.get_backend(group),
+            num_ranks=group.size(),
+            rank=group.rank(),
+        )
+
+    def own_rows(self, sent: torch.Tensor) -> torch.Tensor:
+        """Of what was sent, once it has arrived, this rank's rows on memory of their own."""
+        return self.waiting(sent).chunk(self.num_ranks)[self.rank].clone()
 
 
 def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:

@@ -11,7 +11,7 @@ from steelyard.core.collective import Collective, Exchange, Transport
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
 from steelyard.core.layout import DATA
-from steelyard.exchange.rewriting import Rewriting, call, issue, wait
+from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, wait
 
 # The input that says what a rank's loss weighs in the loss of all.
 SHARE = "share"
@@ -143,11 +143,15 @@ def _reduced(
         given = flat[0]
         if len(flat) > 1:
             given = change.put_behind(behind, _joined(change, flat, number))
-    tensor = given.outputs[0]
-    issued = issue(
-        collective(tensor.nbytes), given, name=f"bucket_{number}_reduced",
-        output=change.tensor(tensor.shape, tensor.dtype), moved_bytes=2 * tensor.nbytes,
-    )  # fmt: skip
+    tensor, name = given.outputs[0], f"bucket_{number}_reduced"
+    if len(gradients) > 1 or change.is_alone(gradients[0].name):
+        # Nothing else reads it: another copy would cost time and room.
+        issued = issue_in_place(collective(tensor.nbytes), given, name=name)
+    else:
+        issued = issue(
+            collective(tensor.nbytes), given, name=name,
+            output=change.tensor(tensor.shape, tensor.dtype), moved_bytes=2 * tensor.nbytes,
+        )  # fmt: skip
     change.put_behind(behind, issued)
     return change.put_behind(behind, wait(issued, transport))
 

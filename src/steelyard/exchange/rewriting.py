@@ -47,6 +47,16 @@ class Rewriting:
         assert not graph.problems(), graph.problems()
         return graph
 
+    def is_alone(self, name: str) -> bool:
+        """Whether this output of the step lies on memory of its own, that nothing else reads."""
+        graph = self._graph
+        (storage,) = graph.storages_of(name)
+        lying = {n.name for n in graph.nodes if storage in graph.storages_of(n.name)}
+        read = {user for one in lying for user in graph.users[one]}
+        leaving = [output for output in graph.outputs if output.node in lying]
+        given = any(graph.by_name[one].is_input for one in lying)
+        return read <= lying and len(leaving) == 1 and not given
+
     def put_before(self, anchor: str, node: Node) -> Node:
         return self._put(self._before.setdefault(anchor, []), node)
 
@@ -132,6 +142,19 @@ def issue(
     return replace(node, collective=collective)
 
 
+def issue_in_place(collective: Collective, value: Node, *, name: str) -> Node:
+    """The call that has ``value``, which nothing else reads, summed where it lies."""
+    assert collective.kind is not Exchange.ALL_GATHER
+    node = call(
+        "_c10d_functional.all_reduce_.default", value, name=name,
+        args=(Ref(value.name), "sum", Axis(collective.axis)), inputs=(value,),
+        output=value.outputs[0],
+    )  # fmt: skip
+    # No view: a view may be looked at again, and other numbers lie there by then.
+    held = replace(collective, held_bytes=0)
+    return replace(node, collective=held, is_view=False, mutates=(value.name,))
+
+
 def wait(issued: Node, transport: Transport) -> Node:
     """The call that hands the result over; it blocks until the result has arrived."""
     assert issued.collective is not None
@@ -144,6 +167,16 @@ def wait(issued: Node, transport: Transport) -> Node:
     return replace(node, is_view=False, waits_for=issued.name, inputs=(issued.name, *kept))
 
 
+def wait_for_own_rows(issued: Node, *, output: Tensor) -> Node:
+    """The call that waits for a sum, and keeps of it what is this rank's own."""
+    node = call(
+        OWN_ROWS, issued, name=f"{issued.name}_waited", args=(Ref(issued.name),), inputs=(issued,),
+        output=output, moved_bytes=2 * output.nbytes,
+    )  # fmt: skip
+    return replace(node, waits_for=issued.name)
+
+
+OWN_ROWS = "steelyard.own_rows"
 _CALLS = {
     Exchange.ALL_REDUCE: "_c10d_functional.all_reduce.default",
     Exchange.REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",

@@ -278,7 +278,8 @@ def rule_in_words(rule: Rule) -> str:
     if rule.trade == "shard_tensor":
         return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
     if rule.trade == "shard_states":
-        return f"{rule.trade}: {rule.module} ({rule.count}) among {rule.degree} ranks"
+        twice = ", gathered twice" if rule.times > 1 else ""
+        return f"{rule.trade}: {rule.module} ({rule.count}) among {rule.degree} ranks{twice}"
     if rule.trade == "overlap":
         return f"{rule.trade}: window {rule.lag}"
     if rule.trade == "offload_state":

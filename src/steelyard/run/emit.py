@@ -16,6 +16,7 @@ from steelyard.core.graph import FAR_CALLS, SENT_PRODUCTS, Argument, Axis, Node,
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory
+from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.exchange.slots import Slots
 from steelyard.exchange.tensors import FarTensors
 from steelyard.operators import copy_laid_out
@@ -170,7 +171,8 @@ class _Writer:
             return None
         collective = self._program.graph.by_name[node.waits_for].collective
         assert collective is not None
-        return self._channels[collective.axis].waiting
+        channel = self._channels[collective.axis]
+        return channel.own_rows if node.op == OWN_ROWS else channel.waiting
 
     def _caller(self, name: Argument) -> FarTensors | Slots | None:
         """What has a place for good is named; what has one for a step has a number."""

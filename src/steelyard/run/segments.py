@@ -49,8 +49,8 @@ class Segments:
 
 def segments(program: Program) -> Segments:
     graph = program.graph
-    _refuse_writers(program)
     _refuse_exchanges(graph)
+    _refuse_writers(program)
     computed = [i for i in program.instructions if i.sink is None]
     cut = next((k for k, i in enumerate(computed) if i.phase is Phase.BACKWARD), len(computed))
     made = {i.value for i in computed[:cut]}

@@ -251,8 +251,10 @@ class Layouts:
             offers, _ = self._trade(_STATES).offers(self._strike(way.rules), self._source)
             states = tuple(rule for offer in offers for rule in offer.rules)
             for lead in _AHEAD if states else ():
-                waiting = (replace(r, lead=lead) if r.trade == _OVERLAP else r for r in way.rules)
-                yield *waiting, *states
+                rules = [replace(r, lead=lead) if r.trade == _OVERLAP else r for r in way.rules]
+                yield *rules, *states
+                # Gathered for each pass, weights need not stay from one to the other.
+                yield *rules, *(replace(rule, times=2) for rule in states)
 
     def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
@@ -349,7 +351,8 @@ class Layouts:
             yield self._gained(_TENSOR, label, before, (*before, *of_tensors))
             before = (*before, *of_tensors)
         if of_states:
-            label = f"{tensors(of_states)} in shares on {way.layout.batch} ranks"
+            twice = ", gathered twice" if of_states[0].times > 1 else ""
+            label = f"{tensors(of_states)} in shares on {way.layout.batch} ranks{twice}"
             yield self._gained(_STATES, label, before, (*before, *of_states))
 
     def _gained(

@@ -2,10 +2,11 @@
 with it.
 
 Of a parameter that is cut each rank holds some rows, with their gradient and what the optimizer
-keeps for them, and updates these; in front of its first reader it is gathered from all ranks, and
-its gradient is summed and scattered: ZeRO's third stage (Rajbhandari et al., SC 2020). The first
-two would gather behind the update what this gathers in the next step, where others compute beside
-it (docs/decisions/0016-one-way-to-share-states.md). Not for which parameters: see search/.
+keeps for them, and updates these; in front of its first reader it is gathered from all ranks, once
+a step or once for each pass, and its gradient is summed and scattered: ZeRO's third stage
+(Rajbhandari et al., SC 2020). The first two would gather behind the update what this gathers in the
+next step, where others compute beside it (docs/decisions/0016-one-way-to-share-states.md). Not for
+which parameters: see search/.
 """
 
 from collections.abc import Sequence
@@ -92,10 +93,11 @@ class ShardStates:
                 expected="an optimizer that changes each element by its own gradient and state",
                 remedy="take the shard_states rules out of the plan, or plan again",
             )
-        names = [name for rule in rules for name in _counted(program.graph, rule)]
+        named = [(name, rule) for rule in rules for name in _counted(program.graph, rule)]
+        names = [name for name, _ in named]
         graph = gathered(
             program.graph, names, num_ranks=layout.batch, transport=GLOO, axis=DATA,
-            stride=layout.tensor,
+            stride=layout.tensor, again=[name for name, rule in named if rule.times > 1],
         )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)
         own = Parting(axis=DATA, num_ranks=layout.batch, inputs=inputs)
