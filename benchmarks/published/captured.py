@@ -3,11 +3,15 @@
 Not for what it costs: see megatron.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.published.gpt import GPT, Shape, loss
+from benchmarks.published import gpt, llama
+from benchmarks.published.gpt import GPT, Shape
+from benchmarks.published.llama import Llama, LlamaShape
 from steelyard.capture.parted import parted
 from steelyard.capture.regions import regions
 from steelyard.capture.source import StepSource
@@ -19,6 +23,7 @@ from steelyard.core.placement import REPLICATE, Placement, Shard
 
 BLOCKS = "blocks"
 NCCL = Transport(name="nccl")
+Loss = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 
 def captured(
@@ -26,9 +31,20 @@ def captured(
 ) -> Graph:
     with torch.device("meta"):
         model = GPT(replace(shape, layers=3)).to(torch.float16)
-    tokens = torch.zeros(micro_batch, shape.sequence, dtype=torch.long, device="meta")
-    graph = StepSource(model=model, loss=loss, batch=(tokens, tokens)).captured().graph
+    graph = _whole(model, gpt.loss, micro_batch, shape.sequence)
     return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel)
+
+
+def captured_llama(shape: LlamaShape, *, micro_batch: int, tensor: int) -> Graph:
+    with torch.device("meta"):
+        model = Llama(replace(shape, layers=3)).to(torch.bfloat16)
+    graph = _whole(model, llama.loss, micro_batch, shape.sequence)
+    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel=False)
+
+
+def _whole(model: nn.Module, loss: Loss, micro_batch: int, sequence: int) -> Graph:
+    tokens = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
+    return StepSource(model=model, loss=loss, batch=(tokens, tokens)).captured().graph
 
 
 def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool) -> Graph:

@@ -1,8 +1,7 @@
-"""A GPT as Megatron-LM trains it, from its public parameters and on the meta device.
+"""A GPT from its public parameters and on the meta device, as Megatron-LM and others train it.
 
-Learned positions, attention spelled out in a module of its own (``core``, what selective
-recomputation computes again), dropout, and a head that is the table of the embedding.
-Not for running: it has no values.
+Learned positions, attention in a module of its own (``core``, what selective recomputation computes
+again), dropout, and a head that is the table of the embedding. Not for running: it has no values.
 """
 
 from dataclasses import dataclass
@@ -14,21 +13,34 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """``vocabulary`` is padded, as Megatron does it, so that each rank has as much of it."""
+    """``vocabulary`` is padded, as Megatron does it, so that each rank has as much of it.
+
+    ``flash``: attention is one kernel, as in "FlashAttention" (Dao et al., NeurIPS 2022).
+    """
 
     hidden: int
     heads: int
     layers: int
     sequence: int
     vocabulary: int
+    dropout: float = 0.1
+    flash: bool = False
+
+
+def dropout(shape: Shape) -> nn.Module:
+    """One that drops nothing would be captured as a copy, which eager PyTorch does not make."""
+    return nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
 
 
 class Core(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = dropout(shape)
+        self.flash = shape.flash
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        if self.flash:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         shares = functional.softmax(scores.masked_fill(mask, -10000.0), dim=-1)
         mixed: Tensor = self.dropout(shares) @ v
@@ -42,7 +54,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (
             nn.Linear(shape.hidden, shape.hidden) for _ in range(4)
         )
-        self.core = Core()
+        self.core = Core(shape)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -62,7 +74,7 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.up = nn.Linear(shape.hidden, 4 * shape.hidden)
         self.down = nn.Linear(4 * shape.hidden, shape.hidden)
-        self.dropout1, self.dropout2 = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.dropout1, self.dropout2 = (dropout(shape) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.dropout1(self.attention(self.norm1(x), mask))
@@ -77,7 +89,7 @@ class GPT(nn.Module):
         super().__init__()
         self.table = nn.Embedding(shape.vocabulary, shape.hidden)
         self.positions = nn.Embedding(shape.sequence, shape.hidden)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = dropout(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         mask = torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1)

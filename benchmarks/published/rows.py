@@ -1,85 +1,101 @@
-"""The published rows: what was run, and what was measured. Not for predicting it."""
+"""A published step: what was run, what was measured, and what is predicted of it.
+
+Not for what any one publication printed: see the modules named after them.
+"""
 
 import csv
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
+from statistics import median
 
-from benchmarks.published.gpt import Shape
-from steelyard.core.deep_layout import DeepLayout
+from benchmarks.published.captured import BLOCKS
+from steelyard.core.cluster import Cluster
+from steelyard.core.cluster_file import decode_tree
+from steelyard.core.deep_layout import DeepLayout, Formats
+from steelyard.core.graph import Graph
+from steelyard.core.stack import Stack
+from steelyard.predict.deep import DeepStep, deep_step, tensor_costs
+from steelyard.predict.sections import Section, Sections, sections
 
 _HERE = Path(__file__).parent
-_AGAIN = {"none": (), "selective": ("attention.core",), "full": ("",)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
+    """``family`` names the device and the software, whose shares are fitted together; what is
+    ``outside`` is of other software, and only scored. ``stack`` is what else is known of it.
+    ``model_flops`` are a step's, none computed twice. Rows that are ``alike`` are what a guess
+    from a constant efficiency goes by.
+    """
+
+    family: str
     table: str
-    model: str
-    shape: Shape
-    micro_batch: int
-    global_batch: int
-    sequence_parallel: bool
+    name: str
+    graph: Callable[[], Graph]
+    cluster: Cluster
     layout: DeepLayout
+    formats: Formats
+    stack: Stack
+    num_blocks: int
+    model_flops: float
+    alike: str
     step_seconds: float
+    peak_bytes: float = 0.0
+    outside: bool = False
 
-    @cached_property
-    def model_flops(self) -> float:
-        """Of a step, none computed twice: Narayanan et al., SC 2021, appendix, without its 4/3."""
-        s, l, h, v = (
-            self.shape.sequence, self.shape.layers, self.shape.hidden, self.shape.vocabulary
-        )  # fmt: skip
-        return 72 * self.global_batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
+    @property
+    def rate(self) -> float:
+        return self.model_flops / self.layout.num_ranks / self.step_seconds
 
 
-def megatron_rows() -> list[Row]:
-    with (_HERE / "megatron.csv").open(encoding="utf-8") as file:
-        return [_row(line) for line in csv.DictReader(file)]
-
-
-def activation_rows() -> list[tuple[Row, float]]:
-    """Bytes that the first stage keeps, of models whose steps stand in the other file."""
-    of = {row.model: row for row in megatron_rows() if row.table == "korthikanti-5"}
-    with (_HERE / "korthikanti_activations.csv").open(encoding="utf-8") as file:
-        return [
-            (_with(of[line["model"]], line), float(line["activation_gib"]) * 2**30)
-            for line in csv.DictReader(file)
-        ]
-
-
-def _with(row: Row, line: dict[str, str]) -> Row:
-    parallel = line["sequence_parallel"] == "yes"
-    layout = replace(row.layout, again=_AGAIN[line["recompute"]], gathers_again=parallel)
-    return replace(row, sequence_parallel=parallel, layout=layout)
-
-
-def _row(line: dict[str, str]) -> Row:
-    names = ("hidden", "heads", "layers", "sequence", "vocabulary")
-    batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
-    parallel = line["sequence_parallel"] == "yes"
-    row = Row(
-        table=line["table"],
-        model=line["model"],
-        shape=Shape(**{name: int(line[name]) for name in names}),
-        micro_batch=micro,
-        global_batch=batch,
-        sequence_parallel=parallel,
-        layout=DeepLayout(
-            tensor=int(line["tensor"]),
-            pipeline=int(line["pipeline"]),
-            data=data,
-            micro_batches=batch // (data * micro),
-            virtual=int(line["virtual"]),
-            again=_AGAIN[line["recompute"]],
-            draws_parts=True,
-            gathers_again=parallel,
-        ),
-        step_seconds=float(line["step_seconds"] or 0),
+def predicted(row: Row, stack: Stack) -> DeepStep:
+    return deep_step(
+        _parts(row, stack),
+        row.cluster,
+        row.layout,
+        row.formats,
+        num_blocks=row.num_blocks,
+        stack=stack,
     )
-    if line["step_seconds"]:
-        return row
-    # The paper's FLOPs of a step count the forward pass that runs again: 96 B s l h^2 (1 + ...).
-    s, l, h, v = row.shape.sequence, row.shape.layers, row.shape.hidden, row.shape.vocabulary
-    flops = 96 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
-    rate = float(line["tflops_per_gpu"]) * 1e12 * row.layout.num_ranks
-    return replace(row, step_seconds=flops / rate)
+
+
+def block_of(row: Row, stack: Stack) -> Section:
+    return _parts(row, stack).block
+
+
+def _parts(row: Row, stack: Stack) -> Sections:
+    costs = tensor_costs(row.cluster, row.layout)
+    return sections(row.graph(), costs, row.layout, blocks=BLOCKS, stack=stack)
+
+
+def reaching(row: Row, share: float, call_seconds: float) -> Stack:
+    """The same share of what it computes and of what it moves."""
+    shares = {"peak_share": share, "bandwidth_share": share}
+    return replace(row.stack, **shares, call_seconds=call_seconds)
+
+
+def naive_seconds(row: Row, table: Sequence[Row]) -> float:
+    """By the table's other rows that compute as much again: it is known what a plan recomputes."""
+    others = [r for r in table if r is not row and r.alike == row.alike]
+    others = others or [r for r in table if r is not row] or [row]
+    return row.model_flops / row.layout.num_ranks / median(r.rate for r in others)
+
+
+def facts(name: str) -> list[dict[str, str]]:
+    with (_HERE / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def machines(preset: str, num_devices: int) -> Cluster:
+    """As many of a ready-made machine of eight devices as are needed."""
+    nodes = -(-num_devices // 8)
+    if nodes == 1:
+        return Cluster.named(preset)
+    return declared(f"[scope.cluster]\nmembers = {{ {preset} = {nodes} }}\n")
+
+
+def declared(text: str) -> Cluster:
+    return Cluster(tree=decode_tree(text))

@@ -101,6 +101,32 @@ def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedElsewher
         planned.why_not("shard")
 
 
+def test_it_says_what_is_reached_and_takes_longer_by_that() -> None:
+    tree = decode_tree("""
+        [device.d]
+        memory = "1100 KiB"
+        memory_bandwidth = "900 GB/s"
+        peak = { float32 = "15 TFLOP/s" }
+        reached = { share = "50 %" }
+        [scope.cluster]
+        members = { d = 8 }
+        link = "nvlink-a100"
+    """)
+    half = _request(cluster=sy.Cluster(tree=tree))
+    (device, count), *_ = tree.classes
+    member = replace(tree.members[0], of=replace(device, reached=None))
+    whole = _request(cluster=sy.Cluster(tree=replace(tree, members=(member,))))
+    found = [Elsewhere(request=request).planned(sy.Budget(), None) for request in (half, whole)]
+    computing = [plan.predicted.computation_seconds.value for plan in found]
+    assert computing[0] > computing[1]
+    said = [" ".join(str(plan).split()) for plan in found]
+    assert "d at 50 % of its declared rates, as the cluster file says" in said[0]
+    assert "d at its declared peak, which no program reaches" in said[1]
+    notes = [scaled(request, fewest=4, most=count).notes for request in (half, whole)]
+    assert "as the cluster file says" in notes[0][0]
+    assert "which no program reaches" in notes[1][0]
+
+
 def test_its_file_reads_back(planned: PlannedElsewhere, tmp_path: Path) -> None:
     planned.save(tmp_path / "gpt.plan.toml")
     found = read_decisions(tmp_path / "gpt.plan.toml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from steelyard.core.cluster import Cluster
 from steelyard.core.cluster_file import MOST_BYTES, decode_tree
-from steelyard.core.errors import ClusterFileError
+from steelyard.core.errors import BadInput, ClusterFileError
 from steelyard.core.presets import preset_tables
+from steelyard.core.reached import Reached
 
 GIB = 1 << 30
 GOOD = """
@@ -101,6 +103,12 @@ def test_what_is_declared_is_what_is_there() -> None:
         ('"80 GiB"', '"-80 GiB"', "not a possible amount"),
         ('"80 GiB"', "true", "device.mine.memory is true, not a whole number"),
         ('"3 us"', "3", "time = '3' has no unit"),
+        ("price =", 'reached = { share = "0 %" }\nprice =', "share is '0 %', not more than 0"),
+        ("price =", 'reached = { share = "120 %" }\nprice =', "120 %, more than there is"),
+        ("price =", 'reached = { share = 0.8 }\nprice =', "share = '0.8' has no unit"),
+        ("price =", 'reached = "80 %"\nprice =', "reached"),
+        ("price =", 'reached = { call = "9 us" }\nprice =', "reached.share is missing"),
+        ("price =", 'reached = { shar = "8 %" }\nprice =', "did you mean share?"),
         ('"3 us"', '"3 fortnights"', "unknown unit 'fortnights'"),
         ('"300 GB/s"', '"300 GB"', "does not end in /s"),
         ('"300 GB/s"', '"300 Gb/s"', "may be bits or bytes"),
@@ -194,6 +202,43 @@ def test_a_preset_may_be_put_right_key_by_key() -> None:
     assert [count for _, count in tree.classes] == [8, 8]
     assert tree.members[0].link is not None
     assert tree.members[0].link.seconds(2 << 20, messages=1) == 2e-3
+
+
+def test_what_is_reached_is_the_presets_unless_the_file_says_it() -> None:
+    tree = decode_tree(
+        """
+        [device.as_fitted]
+        preset = "A100-SXM4-80GB"
+        memory = "78 GiB"
+        [device.mine]
+        preset = "A100-SXM4-80GB"
+        reached = { share = "55 %" }
+        [device.unknown]
+        memory = "24 GiB"
+        memory_bandwidth = "600 GB/s"
+        peak = { float32 = "35 TFLOP/s" }
+        [scope.all]
+        members = { A100-SXM4-80GB = 1, as_fitted = 1, mine = 1, unknown = 1 }
+        link = "infiniband-ndr"
+        """
+    )
+    preset, as_fitted, mine, unknown = (tree.device_of(rank) for rank in range(4))
+    assert preset.reached == as_fitted.reached
+    assert preset.reached is not None
+    assert preset.reached.source
+    # Nothing of a fit is left where another share is said.
+    assert mine.reached == Reached(share=0.55)
+    assert unknown.reached is None
+    assert "fitted on half of Megatron-LM's steps" in preset.rates_said
+    assert mine.rates_said.endswith("at 55 % of its declared rates, as the cluster file says")
+    assert "which no program reaches" in unknown.rates_said
+    assert mine.identity != replace(mine, reached=None).identity
+    # What nobody said of it changes no plan's fingerprint.
+    known = replace(unknown, reached=Reached(share=1.0)).identity
+    assert known.startswith(unknown.identity.removesuffix(")"))
+    for share in (0.0, 1.5):
+        with pytest.raises(BadInput, match="shares above 0, and of 1 at most"):
+            Reached(share=share)
 
 
 def test_machines_of_unlike_networks_go_out_by_their_own() -> None:

@@ -8,6 +8,7 @@ import pytest
 from steelyard.core import machine
 
 GIB = 1 << 30
+CAPACITY = "system/cpu/cpu{}/cpu_capacity"
 
 
 def under(limit: str) -> dict[str, int]:
@@ -80,3 +81,23 @@ def test_the_tightest_quota_around_a_process_is_its_own(
         for name, text in inside.items():
             (place / name).write_text(text + "\n")
     assert machine.quota_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("files", "alike"),
+    [
+        ({}, True),
+        ({CAPACITY.format(0): "1024", CAPACITY.format(1): "1024"}, True),
+        ({CAPACITY.format(0): "1024", CAPACITY.format(1): "446"}, False),
+        ({"cpu_core/cpus": "0-7", "cpu_atom/cpus": "8-15"}, False),
+        ({"cpu_core/cpus": "0-7"}, True),
+    ],
+)
+def test_cores_are_as_alike_as_the_kernel_says(
+    tmp_path: Path, files: dict[str, str], alike: bool
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "sys/devices" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert machine.are_cores_alike(tmp_path) == alike

@@ -128,6 +128,9 @@ IN_STAGES = {
     ),
 }
 ON_FOUR = {
+    "random and tied, in stages, of two groups": Case(
+        _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
+    ),
     "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
     "padded batch, tensors and states, in micro-batches": Case(
         _padded, Layout(batch=2, tensor=2), micro_batches=2, with_states=True
@@ -205,6 +208,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     elif case.micro_batches == 1 or case.layout.pipeline > 1:
         step(odd)
     receipt = step.receipt()
+    again = _added_up(step, batch) if case.layout.pipeline > 1 else 0.0
     return {
         "axes": Layout.of(planned.plan.decisions.rules).axes,
         "shares": Layout.of(planned.plan.decisions.rules).shares,
@@ -219,11 +223,23 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "handed_bytes": recorder.handed_bytes + sends.nbytes,
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "refused": refused,
+        "again": again,
         "held": sum(p.numel() for p in model.parameters()),
         "whole": sum(p.numel() for p in alone.parameters()),
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
+
+
+def _added_up(step: Any, batch: Any) -> float:
+    """How far the gradients of two backward passes are from twice those of one."""
+    found: list[list[Tensor]] = []
+    step.live.zero_grad()
+    for _ in range(2):
+        torch.manual_seed(3)
+        step.live.backward(batch)
+        found.append([gradient.clone() for gradient in step.live.gradients()])
+    return max(float((b - 2 * a).abs().max()) for a, b in zip(*found, strict=True))
 
 
 def _refused_without_an_optimizer(path: Path, model: nn.Module, loss: Loss, batch: Any) -> None:
@@ -271,7 +287,9 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
 
 def _staged(case: Case) -> tuple[Rule, ...]:
     """With something computed again in each stage."""
+    groups = case.layout.batch
     return (
+        *([Rule(trade="shard_batch", degree=groups, bucket_bytes=2**20)] if groups > 1 else []),
         Rule(trade="accumulate", degree=case.micro_batches),
         Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
         *rules_for(["blocks.0"], schedule="1F1B", ranks=2),
@@ -287,10 +305,10 @@ def _alone(
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        if micro_batches > 1:
-            value = _in_micro_batches(model, loss, batch, micro_batches)
-        elif len(portions) > 1:
-            value = _in_shares(model, loss, batch, portions)
+        if len(portions) > 1:
+            value = _in_shares(model, loss, batch, portions, micro_batches)
+        elif micro_batches > 1:
+            value = _in_micro_batches(model, loss, batch, micro_batches, of=batch)
         else:
             value = loss(model, batch)
             value.backward()
@@ -299,9 +317,9 @@ def _alone(
     return losses
 
 
-def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int) -> Tensor:
-    """Each weighs as many targets as it counts."""
-    total, counted = torch.zeros(()), int((batch["y"] != -100).sum())
+def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int, *, of: Any) -> Tensor:
+    """Each weighs as many targets as it counts, ``of`` the whole batch."""
+    total, counted = torch.zeros(()), int((of["y"] != -100).sum())
     for place in range(count):
         part = {key: x.chunk(count)[place] for key, x in batch.items()}
         value = loss(model, part) * (int((part["y"] != -100).sum()) / counted)
@@ -310,7 +328,9 @@ def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int) -> T
     return total
 
 
-def _in_shares(model: nn.Module, loss: Loss, batch: Any, portions: tuple[int, ...]) -> Tensor:
+def _in_shares(
+    model: nn.Module, loss: Loss, batch: Any, portions: tuple[int, ...], micro_batches: int
+) -> Tensor:
     seed, total = int(torch.empty((), dtype=torch.int64).random_()), torch.zeros(())
     for place in range(len(portions)):
         with torch.random.fork_rng(devices=()):
@@ -319,6 +339,9 @@ def _in_shares(model: nn.Module, loss: Loss, batch: Any, portions: tuple[int, ..
                 key: x.split([len(x) // sum(portions) * n for n in portions])[place]
                 for key, x in batch.items()
             }
+            if micro_batches > 1:
+                total = total + _in_micro_batches(model, loss, share, micro_batches, of=batch)
+                continue
             value = loss(model, share)
             value.backward()
             total = total + value.detach()

@@ -52,12 +52,13 @@ def test_ranks_train_as_one_device(
             _agrees(rank, case, name)
         _agree_on_peaks([one, *others], case, name)
         if case.layout.pipeline > 1:
-            _agrees_in_stages([one, *others], name)
+            _agrees_in_stages([one, *others], case, name)
 
 
 def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
     """What it did with what was said."""
     assert rank["error"] < 1e-9, name
+    assert rank["again"] < 1e-9, name
     assert rank["executed"] == rank["planned"], name
     if case.layout.pipeline == 1:
         # Of what is handed over a ring sends that many times as much, in parts that are rounded up.
@@ -86,14 +87,19 @@ def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
         assert [peak for _, peak in by_share] == sorted(peaks), name
 
 
-def _agrees_in_stages(ranks: list[dict[str, Any]], name: str) -> None:
+def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
     """What is said is of the rank that has most; the tied weight is held, and summed up, by both."""
     predicted = {(rank["predicted_bytes"], rank["predicted_peak_bytes"]) for rank in ranks}
     ((sent, peak),) = predicted
-    assert max(rank["handed_bytes"] for rank in ranks) + _TIED_BYTES == sent, name
+    groups = case.layout.batch
+    last = len(ranks) - groups
+    # With the ranks of the other group: each gradient, in double precision, and the loss.
+    replicas = [8 * (rank["held"] + (n >= last)) if groups > 1 else 0 for n, rank in enumerate(ranks)]
+    handed = (rank["handed_bytes"] for rank in ranks)
+    assert max(map(sum, zip(handed, replicas))) + _TIED_BYTES == sent, name
     assert max(rank["peak_bytes"] for rank in ranks) == pytest.approx(peak, rel=0.02), name
     tied = _TIED_BYTES // 8
-    assert sum(rank["held"] for rank in ranks) == ranks[0]["whole"] + tied, name
+    assert sum(rank["held"] for rank in ranks) == groups * (ranks[0]["whole"] + tied), name
     assert all(rank["held"] < ranks[0]["whole"] for rank in ranks), name
 
 

@@ -51,17 +51,31 @@ def _part(
 def _sources(tables: Table) -> Iterator[str]:
     yield "Where these figures are from:\n"
     for key, table in tables.items():
-        yield f"- `{key}`: {'; '.join(table['source'])}."
+        yield f"- `{key}`: {'; '.join((*table['source'], *_fit(table)))}."
     yield ""
 
 
+def _fit(table: Table) -> Iterator[str]:
+    reached = table.get("reached")
+    if reached:
+        yield (f"reached: fitted on {reached['fitted']}; median error of others {reached['error']}")
+
+
 def _device_head() -> tuple[str, ...]:
-    return ("device", "memory", "bandwidth", *(f"{dtype}, TFLOP/s" for dtype in _DTYPES), "host")
+    return (
+        "device",
+        "memory",
+        "bandwidth",
+        *(f"{dtype}, TFLOP/s" for dtype in _DTYPES),
+        "host",
+        "reached",
+    )
 
 
 def _device(table: Table) -> tuple[str, ...]:
     peaks = (table["peak"].get(dtype, "").removesuffix(" TFLOP/s") for dtype in _DTYPES)
-    return (table["memory"], table["memory_bandwidth"], *peaks, table["host_link"])
+    reached = table.get("reached", {}).get("share", "")
+    return (table["memory"], table["memory_bandwidth"], *peaks, table["host_link"], reached)
 
 
 def _link(table: Table) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from steelyard.core.deep_layout import MIXED, DeepLayout
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
+from steelyard.core.stack import Stack
 from steelyard.predict.deep import DeepStep, deep_step, tensor_costs
 from steelyard.predict.predict import predict
 from steelyard.predict.sections import Sections, sections
@@ -136,3 +137,37 @@ def test_a_layout_that_does_not_multiply_is_refused() -> None:
         _step(DeepLayout(pipeline=5))
     with pytest.raises(BadInput, match="degrees"):
         DeepLayout(tensor=0)
+
+
+def test_what_is_spared_of_what_runs_again_is_kept_and_not_run_again() -> None:
+    whole = _parts(DeepLayout(again=("",))).block
+    spared = _parts(DeepLayout(again=("",), spared=("up",))).block
+    plain = _parts(DeepLayout()).block
+    assert whole.again_seconds > spared.again_seconds > plain.again_seconds
+    # What the product gives, 4 s b h values of two bytes, stays as well.
+    assert spared.kept_bytes == whole.kept_bytes + 8 * _SBH < plain.kept_bytes
+
+
+def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
+    layout = DeepLayout(pipeline=2, micro_batches=8)
+    even, uneven = _step(layout), _step(replace(layout, stage_blocks=(15, 9)))
+    assert uneven.pipeline_seconds > even.pipeline_seconds
+    assert _step(replace(layout, stage_blocks=(12, 12))) == even
+    with pytest.raises(BadInput, match="in stages"):
+        _step(replace(layout, stage_blocks=(12, 13)))
+
+
+def test_the_end_of_the_model_holds_more_than_it_keeps() -> None:
+    after = _parts(DeepLayout()).after
+    logits = 2 * _SHAPE.sequence * _MICRO_BATCH * _SHAPE.vocabulary
+    assert after.peak_bytes >= after.kept_bytes + logits
+
+
+def test_rings_alone_are_never_quicker() -> None:
+    layout = DeepLayout(data=8, state_stage=3)
+    parts = _parts(layout)
+
+    def took(stack: Stack) -> float:
+        return deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack).step_seconds
+
+    assert took(Stack(rings_only=True)) >= took(Stack())

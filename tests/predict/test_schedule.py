@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.schedule import Order, Work, actions_of
 from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
-from steelyard.predict.schedule import Replay, StageCost, replay
+from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, StageCost, replay
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
 _PER_RANK = {"GPipe": 1, "1F1B": 1}
@@ -40,6 +40,7 @@ def _cost(forward: float, to_inputs: float, to_weights: float, *, sent: float = 
         kept_bytes=100,
         kept_between_bytes=60,
         working_bytes=dict.fromkeys(Work, 10),
+        first_bytes=dict.fromkeys(GIVE_GRADIENTS, 10 + 7),
         gradient_bytes=7,
     )
 

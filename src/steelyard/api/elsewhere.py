@@ -154,7 +154,7 @@ class Elsewhere:
         gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
         count = len(self.search.ways(ranks))
         reached = f"within {gap} of the fastest possible of {count} layouts on {ranks} devices"
-        rates = f"nothing was measured: {device.kind} at its declared peak, links at theirs"
+        rates = f"nothing was measured: links at their declared rates, {device.rates_said}"
         notes = [
             f"{reached}, each with any of its blocks computed again, at declared rates",
             rates,

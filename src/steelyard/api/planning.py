@@ -207,7 +207,12 @@ def load(
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=Cluster.here(ranks=made_for.ranks, speeds=made_for.speeds, far=decisions.far),
+        cluster=Cluster.here(
+            ranks=made_for.ranks,
+            # As the plan found them; a busy moment must not make it another plan.
+            speeds=made_for.speeds or (1.0,) * made_for.ranks,
+            far=decisions.far,
+        ),
         budget=decisions.budget,
         runner="inductor" if made_for.runner == "inductor" else "python",
         decomposition=made_for.decomposition,

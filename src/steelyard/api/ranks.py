@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from steelyard import _torch
 from steelyard.api.workload import Workload
 from steelyard.core.errors import Mismatch
-from steelyard.core.layout import ALONE, PIPELINE, Layout
+from steelyard.core.layout import ALONE, DATA, PIPELINE, Layout
 from steelyard.core.machine import cores_of
 from steelyard.core.placement import Shard
 from steelyard.core.program import Program
@@ -92,6 +92,7 @@ class Ranks:
             live,
             group=self.groups[PIPELINE],
             waiting=self.channels[PIPELINE].waiting,
+            replicas=self.groups.get(DATA),
         )
 
 

@@ -81,7 +81,7 @@ def scaled(
         cluster=cluster.tree.name,
         points=tuple(points),
         notes=(
-            f"nothing was measured: {cluster.device.kind} at its declared peak, links at theirs",
+            f"nothing was measured: links at their declared rates, {cluster.device.rates_said}",
             f"on each number of devices the fastest layout that holds {format_bytes(limit)} a rank",
         ),
     )

@@ -10,12 +10,20 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from steelyard.core.cluster_tables import KINDS, DeviceTable, Head, LinkTable, ScopeTable
+from steelyard.core.cluster_tables import (
+    KINDS,
+    DeviceTable,
+    Head,
+    LinkTable,
+    ReachedTable,
+    ScopeTable,
+)
 from steelyard.core.device import Device
 from steelyard.core.errors import ClusterFileError, PlanFileError, SteelyardError
 from steelyard.core.link import Link
 from steelyard.core.presets import preset_tables
 from steelyard.core.printable import printable
+from steelyard.core.reached import Reached
 from steelyard.core.scope import Member, Scope
 from steelyard.core.untrusted import close_to, problems_of, read_bytes, refusal, toml_tables
 
@@ -211,6 +219,7 @@ class _Reading:
             host_memory_bytes=table.host_memory or shared,
             host_link=None if link is None else self._link(link, f"{place}.host_link"),
             usd_per_hour=table.price,
+            reached=_reached(table.reached),
         )
 
     def _scope(self, name: str, *, within: tuple[str, ...]) -> Scope:
@@ -257,6 +266,18 @@ class _Reading:
             if kinds:
                 return kinds[0]
         raise self._unknown(place, name, "scope", "device")
+
+
+def _reached(table: ReachedTable | None) -> Reached | None:
+    if table is None:
+        return None
+    return Reached(
+        share=table.share,
+        attention_share=table.attention,
+        call_seconds=table.call,
+        source=table.fitted,
+        median_error=table.error,
+    )
 
 
 def _meant(given: str, known: Sequence[str]) -> str:

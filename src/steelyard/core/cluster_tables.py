@@ -51,6 +51,7 @@ _Rate = Annotated[float, _written(parse_line_rate, "rate", "450 GB/s"), Field(gt
 _Seconds = Annotated[float, _written(parse_seconds, "time", "5 us"), Field(gt=0, le=3600)]
 _Flops = Annotated[float, _written(parse_flops, "peak", "989 TFLOP/s"), Field(gt=0)]
 _Price = Annotated[float, _written(parse_price, "price", "2.5 USD/h"), Field(gt=0)]
+_Share = Annotated[float, _written(parse_share, "share", "80 %"), Field(gt=0, le=1)]
 _Doubt = Annotated[float, _written(parse_share, "doubt", "50 %"), Field(ge=0, lt=1)]
 _Count = Annotated[int, Field(ge=1, le=_MOST)]
 
@@ -105,6 +106,18 @@ class Peak(BaseModel):
         return tuple((dtype, flops) for dtype, flops in given if flops is not None)
 
 
+class ReachedTable(BaseModel):
+    """Of the rates, by programs; fitted ones say on what steps, and how far off others were."""
+
+    model_config = STRICT
+
+    share: _Share
+    attention: _Share = 1.0
+    call: _Seconds | None = None
+    fitted: Annotated[str, Field(max_length=200)] = ""
+    error: _Share | None = None
+
+
 class DeviceTable(BaseModel):
     model_config = STRICT
 
@@ -117,6 +130,7 @@ class DeviceTable(BaseModel):
     price: _Price | None = None
     # What a launch costs a GPU's driver; declared, for nobody publishes it.
     call: _Seconds = 5e-6
+    reached: ReachedTable | None = None
     source: _Source = []
 
 

@@ -23,12 +23,14 @@ class Blocks:
 class DeepLayout:
     """``tensor`` ranks are neighbours, those of ``data`` come next, those of ``pipeline`` last.
 
-    Each of ``pipeline`` ranks holds ``virtual`` runs of blocks, and works on ``micro_batches``.
+    Each of ``pipeline`` ranks holds ``virtual`` runs of blocks, and works on ``micro_batches``;
+    ``stage_blocks`` says how many blocks each holds where that is not alike.
     ``state_stage`` is ZeRO's. ``again`` is what runs again in the backward pass: modules inside
-    each block by name ("" is the whole block), or calls in them. ``overlaps``: gradients are
-    exchanged while the last backward pass runs. ``draws_parts``: each tensor rank draws its own
-    part of what is random, where Steelyard's own ranks draw it whole. ``gathers_again``: what was
-    gathered from tensor ranks is not kept whole, and gathered anew for the backward pass.
+    each block by name ("" is the whole block), or calls in them. ``spared`` names modules in these
+    that do not, whose results are kept. ``overlaps``: gradients are exchanged while the last
+    backward pass runs. ``draws_parts``: each tensor rank draws its own part of what is random,
+    where Steelyard's own ranks draw it whole. ``gathers_again``: what was gathered from tensor
+    ranks is not kept whole, and gathered anew for the backward pass.
     """
 
     tensor: int = 1
@@ -36,8 +38,10 @@ class DeepLayout:
     data: int = 1
     micro_batches: int = 1
     virtual: int = 1
+    stage_blocks: tuple[int, ...] = ()
     state_stage: int = 0
     again: tuple[str | Spot, ...] = ()
+    spared: tuple[str, ...] = ()
     overlaps: bool = False
     draws_parts: bool = False
     gathers_again: bool = False
@@ -55,7 +59,9 @@ class DeepLayout:
     def num_ranks(self) -> int:
         return self.tensor * self.pipeline * self.data
 
-    def blocks_of_stage(self, num_blocks: int) -> int:
+    def blocks_of_stage(self, num_blocks: int, stage: int = 0) -> int:
+        if self.stage_blocks:
+            return self._given(num_blocks)[stage]
         parts = self.pipeline * self.virtual
         if num_blocks % parts:
             raise BadInput(
@@ -64,6 +70,16 @@ class DeepLayout:
                 remedy="choose a pipeline and virtual degree that divide the number of blocks",
             )
         return num_blocks // self.pipeline
+
+    def _given(self, num_blocks: int) -> tuple[int, ...]:
+        counts = self.stage_blocks
+        if len(counts) != self.pipeline or sum(counts) != num_blocks or min(counts) < 1:
+            raise BadInput(
+                f"{num_blocks} blocks in stages of {counts}",
+                expected=f"{self.pipeline} stages of one block and more, with all blocks in them",
+                remedy="correct the blocks of the stages",
+            )
+        return counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.core.errors import BadInput
 from steelyard.core.link import Link
+from steelyard.core.reached import Reached
 
 # As torch spells them, and "tf32": float32 operands, multiplied as the hardware's shorter format.
 DTYPES = (
@@ -21,6 +22,7 @@ class Device:
     ``flops_per_second`` is of float32, ``peaks`` of each dtype by name: dense, without sparsity.
     ``call_seconds`` is what launching any operator costs, however small. ``host_memory_bytes`` is
     one device's share, reached over ``host_link``. None is what nobody said, a price above all.
+    ``reached`` is what programs reach of the rates, where that is known.
     ``speed`` is how fast it is beside the device that was measured, where ranks are unequal.
     """
 
@@ -35,6 +37,7 @@ class Device:
     host_memory_bytes: int | None = None
     host_link: Link | None = None
     usd_per_hour: float | None = None
+    reached: Reached | None = None
     speed: float = 1.0
 
     def at_speed(self, speed: float) -> "Device":
@@ -69,9 +72,15 @@ class Device:
             slower = f"|{self.speed:.3g}" if self.speed != 1 else ""
             return f"{self.kind}|{self.threads}{slower}"
         host = None if self.host_link is None else self.host_link.identity
-        return repr(
-            (
-                self.kind, self.flops_per_second, self.bytes_per_second, self.memory_bytes,
-                self.call_seconds, self.threads, self.peaks, self.host_memory_bytes, host,
-            )
+        known = (
+            self.kind, self.flops_per_second, self.bytes_per_second, self.memory_bytes,
+            self.call_seconds, self.threads, self.peaks, self.host_memory_bytes, host,
         )  # fmt: skip
+        return repr(known if self.reached is None else (*known, self.reached))
+
+    @property
+    def rates_said(self) -> str:
+        """Of a device that nothing was measured on, at which rates it is taken to compute."""
+        if self.reached is None:
+            return f"{self.kind} at its declared peak, which no program reaches"
+        return f"{self.kind} {self.reached.said}"

@@ -137,6 +137,14 @@ def quota_cores(root: Path = Path("/")) -> float:
     return min(found)
 
 
+def are_cores_alike(root: Path = Path("/")) -> bool:
+    """What the kernel says of how much they can do; where it says nothing, they are."""
+    devices = root / "sys/devices"
+    capacities = {tuple(_lines(str(f))) for f in devices.glob("system/cpu/cpu*/cpu_capacity")}
+    is_hybrid = all((devices / name / "cpus").exists() for name in ("cpu_core", "cpu_atom"))
+    return len(capacities) <= 1 and not is_hybrid
+
+
 def _quota_of(group: Path) -> float:
     """Of cgroups version 2 or 1; neither file is there where nobody set any."""
     given = [entry for line in _lines(str(group / "cpu.max")) for entry in line.split()]

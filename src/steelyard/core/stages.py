@@ -5,7 +5,7 @@ Plain data. Not for cutting (capture/stages.py), nor for the order in which stag
 
 from dataclasses import dataclass
 
-from steelyard.core.graph import Graph
+from steelyard.core.graph import Graph, OutputKind
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +36,12 @@ class Stage:
         named = [node.name for part in parts for node in part.inputs()]
         named += [o.target for part in parts for o in part.outputs if o.target]
         return tuple(n for n in dict.fromkeys(named) if n.startswith(("parameter:", "buffer:")))
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The parameters that it gives a gradient to."""
+        targets = (o.target for o in self.backward.outputs if o.kind is OutputKind.GRADIENT)
+        return tuple(dict.fromkeys(targets))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

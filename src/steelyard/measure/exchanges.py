@@ -24,7 +24,7 @@ import torch.distributed as dist
 from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import RunFailed
-from steelyard.core.machine import cores_of, quota_cores
+from steelyard.core.machine import are_cores_alike, cores_of, quota_cores
 from steelyard.measure.cache import CostCache
 
 _SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 4096, 1 << 20, 16 << 20
@@ -179,7 +179,13 @@ def _figures() -> dict[str, float]:
 def _product_seconds() -> float:
     """The processor's time of one product, while all ranks make them; more, where the quota of this
     rank's control group is less than its cores. What others take of a core for a moment is not
-    counted: it would be another figure the next time. For the same reason the least of a few."""
+    counted: it would be another figure the next time. For the same reason the least of a few, and
+    no figure at all of cores that the kernel says are alike: one whose other half is busy seems
+    to be half a core for as long as that lasts."""
+    cores = len(os.sched_getaffinity(0))
+    withheld = max(1.0, cores / quota_cores())
+    if are_cores_alike():
+        return withheld
     matrix = torch.ones(_MATRIX, _MATRIX)
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
@@ -189,8 +195,7 @@ def _product_seconds() -> float:
         for _ in range(_PRODUCTS):
             torch.mm(matrix, matrix)
         found.append((time.process_time() - begin) / _PRODUCTS)
-    cores = len(os.sched_getaffinity(0))
-    return min(found) * max(1.0, cores / quota_cores())
+    return min(found) * withheld
 
 
 def _seconds(x: torch.Tensor, rounds: int) -> float:

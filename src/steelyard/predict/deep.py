@@ -6,7 +6,7 @@ stages (Narayanan et al., SC 2021, section 2.2). Gradients follow at the end, or
 last backward pass. Not for programs that are run: see predict.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,10 +15,20 @@ from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout, Formats
 from steelyard.core.errors import BadInput
 from steelyard.core.layout import TENSOR
+from steelyard.core.stack import Stack
 from steelyard.predict.carried import carried
-from steelyard.predict.collectives import Carried, all_gather, all_reduce, reduce_scatter, send
+from steelyard.predict.collectives import (
+    Algorithm,
+    Carried,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    send,
+)
 from steelyard.predict.routes import Route, route
 from steelyard.predict.sections import Section, Sections
+
+_Exchange = Callable[[Route, int], tuple[Carried, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +85,18 @@ def tensor_costs(cluster: Cluster, layout: DeepLayout) -> Costs:
 
 
 def deep_step(
-    parts: Sections, cluster: Cluster, layout: DeepLayout, formats: Formats, *, num_blocks: int
+    parts: Sections,
+    cluster: Cluster,
+    layout: DeepLayout,
+    formats: Formats,
+    *,
+    num_blocks: int,
+    stack: Stack | None = None,
 ) -> DeepStep:
-    """``parts`` are those of one tensor rank, for one micro-batch; each stage has as many blocks
-    as every other."""
-    each = Stage(blocks=((parts.block, layout.blocks_of_stage(num_blocks)),))
-    return DeepLaid(parts, cluster, layout, formats).step((each,) * layout.pipeline)
+    """``parts`` are those of one tensor rank, for one micro-batch, as ``stack`` computes them."""
+    counts = (layout.blocks_of_stage(num_blocks, number) for number in range(layout.pipeline))
+    stages = [Stage(blocks=((parts.block, count),)) for count in counts]
+    return DeepLaid(parts, cluster, layout, formats, stack).step(stages)
 
 
 class DeepLaid:
@@ -88,7 +104,12 @@ class DeepLaid:
     micro-batch, of which a stage may hold blocks of other kinds, with more computed again."""
 
     def __init__(
-        self, parts: Sections, cluster: Cluster, layout: DeepLayout, formats: Formats
+        self,
+        parts: Sections,
+        cluster: Cluster,
+        layout: DeepLayout,
+        formats: Formats,
+        stack: Stack | None = None,
     ) -> None:
         if layout.num_ranks > cluster.num_devices:
             raise BadInput(
@@ -97,6 +118,8 @@ class DeepLaid:
                 remedy="declare a larger cluster, or lower a degree of the layout",
             )
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
+        self._stack = stack or Stack()
+        self._bandwidth = self._stack.bandwidth_share * cluster.device.bytes_per_second
 
     @property
     def layout(self) -> DeepLayout:
@@ -147,27 +170,32 @@ class DeepLaid:
         inside += 2 * layout.virtual * self._hand_on_seconds
         if layout.pipeline > 1:
             sent += 2 * layout.virtual * -(-self._parts.stream_bytes // layout.tensor)
-        ways = self._shared(number, stage) if layout.data > 1 else ()
-        times = layout.micro_batches if layout.state_stage == 3 else 1
-        seconds = layout.micro_batches * inside + times * sum(way.seconds for way in ways)
+        if layout.data > 1 and layout.state_stage == 3:
+            for part, count in held:
+                ways = [*self._gathers(part) * 2, *self._scatters(part)]
+                inside += count * sum(way.seconds for way in ways)
+                sent += count * sum(way.sent_bytes for way in ways)
+        once = self._shared(number, stage) if layout.data > 1 and layout.state_stage < 3 else ()
+        seconds = layout.micro_batches * inside + sum(way.seconds for way in once)
         seconds += self._shared_table_seconds
-        return seconds, layout.micro_batches * sent + times * sum(way.sent_bytes for way in ways)
+        return seconds, layout.micro_batches * sent + sum(way.sent_bytes for way in once)
 
     def _shared(self, number: int, stage: Stage) -> tuple[Carried, ...]:
-        """What is done with gradients, and with weights that are in shares or updated so."""
+        """What is done once a step with gradients, and with weights that are updated in shares."""
         count = self._num_parameters(number, stage.num_blocks)
         gradients = count * self._formats.gradient_bytes
         if self._layout.state_stage == 0:
             return (all_reduce(self._data, gradients)[0],)
         gathered = all_gather(self._data, count * self._formats.weight_bytes)[0]
-        summed = reduce_scatter(self._data, gradients)[0]
-        twice = (gathered,) if self._layout.state_stage == 3 else ()
-        return (gathered, *twice, summed)
+        return (gathered, reduce_scatter(self._data, gradients)[0])
 
     def computing_seconds(self, number: int, stage: Stage) -> float:
         """Of one rank in a step, the optimizer's included."""
         held = [*stage.blocks, *((part, 1) for part in self._around(number))]
-        once = sum(count * (part.seconds - part.exchange_seconds) for part, count in held)
+        once = sum(
+            count * (part.seconds - part.exchange_seconds + self._copying_seconds(part))
+            for part, count in held
+        )
         return self._layout.micro_batches * once + self.update_seconds(number, stage.num_blocks)
 
     def flops(self, number: int, stage: Stage) -> int:
@@ -179,47 +207,75 @@ class DeepLaid:
         formats = self._formats
         each = formats.gradient_bytes + formats.weight_bytes + 2 * formats.state_bytes
         count = self._num_parameters(number, num_blocks) / self._share(from_stage=1)
-        return count * each / self._cluster.device.bytes_per_second
+        return count * each / self._bandwidth
 
     def memory(self, number: int, stage: Stage) -> StageMemory:
         kept = sum(count * block.kept_bytes for block, count in stage.blocks)
-        # Before its backward pass, a block that is computed again is there as it would have been.
+        # Before its backward pass, a block that is computed again is there as it would have been;
+        # before that, at the end of the model, what the loss is made of.
         again = max((block.again_bytes for block, _ in stage.blocks), default=0)
         model = self.model_memory(number, stage.num_blocks)
         return replace(
             model,
             activation_bytes=int(self.alive(number) * kept) + self.around_bytes(number),
-            workspace_bytes=model.workspace_bytes + again,
+            workspace_bytes=model.workspace_bytes + max(again, self.ending_bytes(number)),
         )
 
     def model_memory(self, number: int, num_blocks: int) -> StageMemory:
         """What is held whatever is computed again."""
         count, formats = self._num_parameters(number, num_blocks), self._formats
-        # Weights in parts are gathered for one block, and for the one that follows it.
-        gathered = 2 * self._parts.block.num_parameters * formats.weight_bytes
+        # Weights in parts are gathered for one block and for the one that follows it; those of
+        # the ends for the whole step.
+        gathered = 2 * self._parts.block.num_parameters + self._num_around(number)
         return StageMemory(
             weight_bytes=count * formats.weight_bytes // self._share(from_stage=3),
             gradient_bytes=count * formats.gradient_bytes // self._share(from_stage=2),
             state_bytes=count * formats.state_bytes // self._share(from_stage=1),
             activation_bytes=0,
-            workspace_bytes=gathered if self._layout.state_stage == 3 else 0,
+            workspace_bytes=gathered * formats.weight_bytes if self._layout.state_stage == 3 else 0,
         )
 
     def around_bytes(self, number: int) -> int:
         return sum(part.kept_bytes for part in self._around(number))
 
+    def ending_bytes(self, number: int) -> int:
+        """What is there besides at the end of a stage's forward pass, and no longer after it."""
+        return sum(part.peak_bytes - part.kept_bytes for part in self._around(number)[-1:])
+
     def in_turn(self, part: Section) -> float:
         """With weights in parts, they come and gradients go while the neighbours are computed."""
-        layout, formats = self._layout, self._formats
-        if layout.state_stage < 3 or layout.data == 1:
+        if self._layout.state_stage < 3 or self._layout.data == 1:
             return part.seconds
-        weights = part.num_parameters * formats.weight_bytes
-        gradients = part.num_parameters * formats.gradient_bytes
-        gather = all_gather(self._data, weights)[0].seconds
-        back = gather + reduce_scatter(self._data, gradients)[0].seconds
-        return max(part.forward_seconds, gather) + max(
-            part.again_seconds + part.backward_seconds, back
-        )
+        gather = sum(way.seconds for way in self._gathers(part))
+        scatter = sum(way.seconds for way in self._scatters(part))
+        forward = max(part.forward_seconds, gather)
+        backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
+        return forward + max(backward, gather + scatter)
+
+    def _gathers(self, part: Section) -> list[Carried]:
+        return self._exchanges(all_gather, part, self._formats.weight_bytes)
+
+    def _scatters(self, part: Section) -> list[Carried]:
+        return self._exchanges(reduce_scatter, part, self._formats.gradient_bytes)
+
+    def _exchanges(self, exchange: _Exchange, part: Section, item_bytes: int) -> list[Carried]:
+        whole = (part.num_parameters,)
+        sizes = whole if self._stack.flat else [numel for _, numel in part.parameters]
+        return [self._quickest(exchange(self._data, n * item_bytes)) for n in sizes]
+
+    def _quickest(self, ways: Sequence[Carried]) -> Carried:
+        if not self._stack.rings_only:
+            return ways[0]
+        return next(way for way in ways if way.algorithm is Algorithm.RING)
+
+    def _copying_seconds(self, part: Section) -> float:
+        """Gradients of weights in parts are copied to one place, in the format in which they go,
+        and divided there."""
+        if not self._stack.flat or self._layout.state_stage < 3 or self._layout.data == 1:
+            return 0.0
+        weight, gradient = self._formats.weight_bytes, self._formats.gradient_bytes
+        nbytes = part.num_parameters * (weight + gradient + 2 * gradient)
+        return nbytes / self._bandwidth
 
     def alive(self, number: int) -> float:
         """Of a stage's blocks, how often what they keep is there when the first backward pass
@@ -235,9 +291,12 @@ class DeepLaid:
         return [*ends, self._parts.after] if number == self._layout.pipeline - 1 else ends
 
     def _num_parameters(self, number: int, num_blocks: int) -> int:
+        return num_blocks * self._parts.block.num_parameters + self._num_around(number)
+
+    def _num_around(self, number: int) -> int:
         """What both ends read is held once where they are one stage."""
         around = dict(p for part in self._around(number) for p in part.parameters)
-        return num_blocks * self._parts.block.num_parameters + sum(around.values())
+        return sum(around.values())
 
     def _share(self, *, from_stage: int) -> int:
         return self._layout.data if self._layout.state_stage >= from_stage else 1

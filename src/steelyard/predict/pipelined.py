@@ -4,10 +4,9 @@ Not for the order itself (core/schedule.py), nor for what one stage takes (stage
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
-from steelyard.core.collective import GLOO, Collective, Exchange
+from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase, Role
 from steelyard.core.layout import PIPELINE
@@ -17,8 +16,10 @@ from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate, Quad
 from steelyard.core.schedule import Action, Work
 from steelyard.core.span import DEVICE, WAITING, Span
-from steelyard.predict.liveness import Liveness, alive_at, liveness
-from steelyard.predict.schedule import Replay, Replayed, StageCost, replay
+from steelyard.predict.liveness import liveness
+from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
+from steelyard.predict.stage_rank import RankBytes, told
+from steelyard.predict.stage_sums import Sums
 from steelyard.predict.stages import parts_of, stage_cost, timed
 from steelyard.predict.timeline import durations
 
@@ -43,6 +44,7 @@ class Pipelined:
         self._stage_costs = [stage_cost(s, self._graph, costs) for s in self._stages]
         # Ranks of one pipeline are as far apart as can be.
         self._stride = program.layout.num_ranks // program.layout.pipeline
+        self._sums = self._summed_up()
         self._replay, self._ends = self._played(_value, _value)
 
     @property
@@ -91,15 +93,19 @@ class Pipelined:
         return max(self._flops)
 
     @property
+    def _rank_of_loss(self) -> int:
+        return self._rank_of[len(self._stages) - 1]
+
+    @property
     def bubble(self) -> float:
         """The share of their time in which ranks have nothing to do."""
         return self._replay.bubble
 
     @cached_property
-    def _ranks(self) -> "list[_Rank]":
+    def _ranks(self) -> list[RankBytes]:
         return [self._rank(number) for number in range(len(self._order.ranks))]
 
-    def _rank(self, number: int) -> "_Rank":
+    def _rank(self, number: int) -> RankBytes:
         update = self._pipeline.updates[number] if self._pipeline.updates else None
         held = self._pipeline.held(number)
         own = {self._storage_of[name] for name in held} | self._everyones
@@ -108,8 +114,7 @@ class Pipelined:
             for role in (Role.PARAMETER, Role.BUFFER)
         )
         state = update.graph.resident_bytes(Role.STATE) if update is not None else 0
-        trained = {name for name in held if name in self._gradients}
-        return _Rank(
+        return RankBytes(
             number=number,
             parameters=parameters,
             buffers=buffers,
@@ -118,7 +123,7 @@ class Pipelined:
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
             + self._generator_bytes(number),
             state=state,
-            gradients=sum(self._gradients[name] for name in trained),
+            gradients=sum(self._gradients[name] for name in self._trained(number)),
             above=self._replay.peak_bytes[number],
             update=None if update is None else liveness(update, self._costs),
         )
@@ -128,7 +133,8 @@ class Pipelined:
         if not any(node.is_random for node in self._graph.nodes):
             return 0
         own = sum(rank == number for rank in self._rank_of.values())
-        return GENERATOR_BYTES * (1 + own * self._program.repeats)
+        apart = self._program.layout.batch > 1  # and the one outside waits meanwhile
+        return GENERATOR_BYTES * (1 + apart + own * self._program.repeats)
 
     @cached_property
     def _storage_of(self) -> dict[str, int]:
@@ -170,15 +176,10 @@ class Pipelined:
         ]  # fmt: skip
         played = replay(self._order, stages)
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
-        for ranks, nbytes in self._sums:
-            seconds = (
-                0.0
-                if link is None
-                else link(self._costs.exchange_seconds(self._sum_of(ranks, nbytes)))
-            )
-            together = max(ends[rank] for rank in ranks) + seconds
-            ends = [together if rank in ranks else end for rank, end in enumerate(ends)]
-        told = ends[self._rank_of[len(self._stages) - 1]] + self._handing([8], link)
+        taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
+        ends = self._sums.ends(ends, taken)
+        told = ends[self._rank_of_loss] + self._sums.loss_seconds(taken)
+        told += self._handing([8], link)
         ends = [max(end, told) for end in ends]
         updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
         return played, [end + u for end, u in zip(ends, updates)] if updates else ends
@@ -199,30 +200,32 @@ class Pipelined:
             for nbytes in sizes
         )  # fmt: skip
 
-    @cached_property
-    def _sums(self) -> list[tuple[frozenset[int], int]]:
-        """Gradients of what several ranks hold: who sums them up, and their bytes."""
-        found = []
+    def _summed_up(self) -> Sums:
+        shared = []
         for name, stages in self._pipeline.stages.shared:
             ranks = frozenset(self._rank_of[index] for index in stages)
             if len(ranks) > 1:
-                found.append((ranks, self._gradients[name]))
-        return found
+                shared.append((ranks, self._gradients[name]))
+        numbers = range(len(self._order.ranks))
+        loss = self._graph.by_name[self._program.loss].outputs[0]
+        return Sums(
+            layout=self._program.layout,
+            shared=tuple(shared),
+            trained=tuple(tuple(self._gradients[n] for n in self._trained(r)) for r in numbers),
+            loss_bytes=loss.nbytes,
+        )
 
-    def _sum_of(self, ranks: frozenset[int], nbytes: int) -> Collective:
-        return GLOO.collective(
-            Exchange.ALL_REDUCE, axis=PIPELINE, num_ranks=len(ranks), nbytes=nbytes,
-            stride=self._stride,
-        )  # fmt: skip
+    def _trained(self, rank: int) -> tuple[str, ...]:
+        own = (s for s in self._stages if self._rank_of[s.index] == rank)
+        return tuple(dict.fromkeys(name for stage in own for name in stage.trained))
 
     @cached_property
     def _sent_bytes(self) -> list[int]:
         sent = [0] * len(self._order.ranks)
         for (rank, _), cost in self._crossing():
             sent[rank] += self._program.repeats * cost
-        for ranks, nbytes in self._sums:
-            for rank in ranks:
-                sent[rank] += self._sum_of(ranks, nbytes).sent_bytes
+        sent = [n + sum(c.sent_bytes for c in self._sums.of(rank)) for rank, n in enumerate(sent)]
+        sent[self._rank_of_loss] += sum(c.sent_bytes for c in self._sums.of_loss())
         return sent
 
     def _crossing(self) -> list[tuple[tuple[int, float], int]]:
@@ -246,7 +249,10 @@ class Pipelined:
         seconds = [0.0] * len(self._order.ranks)
         for (rank, each), _ in self._crossing():
             seconds[rank] += self._program.repeats * each
-        return seconds
+        return [
+            taken + sum(self._costs.exchange_seconds(c).value for c in self._sums.of(rank))
+            for rank, taken in enumerate(seconds)
+        ]
 
     @cached_property
     def _flops(self) -> list[int]:
@@ -256,27 +262,29 @@ class Pipelined:
             flops[self._rank_of[stage.index]] += self._program.repeats * each
         return flops
 
-    def _explained(self, rank: "_Rank") -> Peak:
+    def _explained(self, rank: RankBytes) -> Peak:
         if rank.is_in_update:
             assert rank.update is not None
             update = self._pipeline.updates[rank.number]
-            gradients = Holding.of(rank.gradients, "gradients", Role.GRADIENT)
-            return _told(update, rank.update, rank, extra=[gradients], phase=Phase.UPDATE)
+            held = Holding.of(rank.gradients, "gradients", Role.GRADIENT)
+            return told(update, rank.update, rank, extra=[held], phase=Phase.UPDATE)
         done = self._replay.ranks[rank.number]
         number = max(range(len(done)), key=lambda i: done[i].held_bytes)
         action = done[number].action
         program = Program.plain(parts_of(self._stages[action.stage])[action.work])
-        working = liveness(program, self._costs, accumulating=True)
+        trained = {d.action.stage for d in done[:number] if d.action.work in GIVE_GRADIENTS}
+        gradients = sum(self._stage_costs[stage].gradient_bytes for stage in trained)
+        working = liveness(program, self._costs, accumulating=action.stage in trained)
         # What lies there already when the stage begins on this micro-batch.
-        kept = max(0, rank.above - working.peak_bytes - rank.gradients)
+        kept = max(0, rank.above - working.peak_bytes - gradients)
         under_way = _under_way([d.action for d in done[: number + 1]])
         what = f"kept for the backward pass of {under_way} micro-batches"
         extra = [
             Holding.of(kept, what, Role.ACTIVATION),
-            Holding.of(min(rank.gradients, rank.above), "gradients so far", Role.GRADIENT),
+            Holding.of(gradients, "gradients so far", Role.GRADIENT),
         ]
         phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
-        return _told(program, working, rank, extra=extra, phase=phase)
+        return told(program, working, rank, extra=extra, phase=phase)
 
     def spans(self) -> tuple[Span, ...]:
         """Each action of each rank, what it waits for in between, and its update."""
@@ -302,7 +310,7 @@ class Pipelined:
                 )  # fmt: skip
         return tuple(found)
 
-    def _timeline(self, rank: "_Rank") -> Timeline:
+    def _timeline(self, rank: RankBytes) -> Timeline:
         done = self._replay.ranks[rank.number]
         phases = [Phase.FORWARD if d.action.work is Work.FORWARD else Phase.BACKWARD for d in done]
         begins = [d.begin_seconds for d in done]
@@ -312,48 +320,6 @@ class Pipelined:
             held.append(rank.nbytes_in_update)
             phases.append(Phase.UPDATE)
         return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    """The bytes of one rank; ``above`` are those of the passes, with gradients."""
-
-    number: int
-    parameters: int
-    buffers: int
-    batch: int
-    others: int
-    state: int
-    gradients: int
-    above: int
-    update: Liveness | None
-
-    @property
-    def resident(self) -> int:
-        return self.parameters + self.buffers + self.batch + self.others + self.state
-
-    @property
-    def nbytes_in_update(self) -> int:
-        above = self.update.peak_bytes if self.update is not None else 0
-        return self.resident + self.gradients + above
-
-    @property
-    def is_in_update(self) -> bool:
-        return self.update is not None and self.nbytes_in_update > self.resident + self.above
-
-    @property
-    def nbytes(self) -> int:
-        return max(self.resident + self.above, self.nbytes_in_update)
-
-    def holdings(self) -> list[Holding]:
-        where = f" of rank {self.number}"
-        return [
-            Holding.of(self.parameters, f"parameters{where}", Role.PARAMETER),
-            Holding.of(self.buffers, f"buffers{where}", Role.BUFFER),
-            Holding.of(self.batch, "the batch", Role.BATCH),
-            Holding.of(self.others, "constants", Role.CONSTANT),
-            Holding.of(self.state, f"optimizer state{where}", Role.STATE),
-        ]
 
 
 _WORDS = {
@@ -369,29 +335,6 @@ def _span(rank: int, stream: str, name: str, begin: float, until: Replayed) -> S
         rank=rank, stream=stream, name=name, where=f"stage {until.action.stage}",
         begin_seconds=begin, seconds=until.begin_seconds - begin,
     )  # fmt: skip
-
-
-def _told(
-    program: Program, working: Liveness, rank: _Rank, *, extra: list[Holding], phase: Phase
-) -> Peak:
-    at = path = line = ""
-    alive: tuple[Holding, ...] = ()
-    if program.instructions:
-        node = program.graph.by_name[program.instructions[working.peak_index].node]
-        at, path, line = node.op, node.path, node.line
-        is_late = phase is not Phase.UPDATE
-        alive = alive_at(program, working.peak_index, accumulating=is_late)
-    everything = [*rank.holdings(), *extra, *alive]
-    return Peak(
-        nbytes=rank.nbytes,
-        resident_bytes=rank.resident,
-        workspace_bytes=max(0, working.peak_bytes - sum(h.nbytes for h in alive)),
-        at=at,
-        path=path,
-        line=line,
-        phase=phase,
-        alive=tuple(sorted((h for h in everything if h.nbytes), key=lambda h: -h.nbytes)),
-    )
 
 
 def _under_way(done: Sequence[Action]) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from steelyard.core.schedule import Action, Order, Work
 
+GIVE_GRADIENTS = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
@@ -17,7 +19,8 @@ class StageCost:
     of gradients to the one before. ``kept_bytes`` stay from the forward pass to the backward,
     ``kept_between_bytes`` between the latter's two parts, of which ``kept_on_bytes`` are among
     those kept before; ``working_bytes`` are there besides while it works, and ``gradient_bytes``
-    from the first gradients on.
+    from the first gradients on: these stay where they were made, which is among ``first_bytes``,
+    in place of ``working_bytes`` that once.
     """
 
     seconds: dict[Work, float]
@@ -29,6 +32,7 @@ class StageCost:
     kept_between_bytes: int = 0
     kept_on_bytes: int = 0
     working_bytes: dict[Work, int] = field(default_factory=dict)
+    first_bytes: dict[Work, int] = field(default_factory=dict)
     gradient_bytes: int = 0
 
 
@@ -158,15 +162,16 @@ class _Held:
     def during(self, action: Action) -> int:
         """While this action works; what it reads is let go of when it is done."""
         cost, work = self._stages[action.stage], action.work
-        is_first = action.stage not in self._with_gradients
-        if work in (Work.BACKWARD, Work.BACK_TO_WEIGHTS) and is_first:
-            self._with_gradients.add(action.stage)
-            self._nbytes += cost.gradient_bytes
+        is_first = work in GIVE_GRADIENTS and action.stage not in self._with_gradients
         self._nbytes += {
             Work.FORWARD: cost.kept_bytes,
             Work.BACK_TO_INPUTS: cost.kept_between_bytes - cost.kept_on_bytes,
         }.get(work, 0)
-        meanwhile = self._nbytes + cost.working_bytes.get(work, 0)
+        working = cost.first_bytes if is_first else cost.working_bytes
+        meanwhile = self._nbytes + working.get(work, 0)
+        if is_first:
+            self._with_gradients.add(action.stage)
+            self._nbytes += cost.gradient_bytes
         if work is Work.FORWARD and not self._holds_sends:
             meanwhile += self._received_back(action.stage)
         self._nbytes -= {
@@ -181,8 +186,8 @@ class _Held:
                 # What was sent the same way before is let go of, but for one from before the first
                 # backward pass.
                 self._nbytes -= self._on_its_way.get(key, 0)
-            is_first = work is Work.FORWARD and key not in self._on_its_way
-            self._on_its_way[key] = 0 if is_first else sent
+            is_before_all = work is Work.FORWARD and key not in self._on_its_way
+            self._on_its_way[key] = 0 if is_before_all else sent
         return meanwhile
 
     def _received_back(self, stage: int) -> int:

@@ -4,7 +4,7 @@ A block's kept bytes are what it makes and the backward pass reads; the blocks b
 middle one say what it hands on. Not for a whole step of many blocks: see deep.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.core.collective import Exchange
@@ -12,6 +12,9 @@ from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout
 from steelyard.core.graph import Graph, Node, Phase, Role, Tensor
 from steelyard.core.rules import Spot
+from steelyard.core.stack import Stack
+from steelyard.predict.fused import fused, unfused
+from steelyard.predict.kernels import kernel_seconds
 
 # Of the blocks that were captured, the one that has a neighbour on either side: so many after the
 # first.
@@ -22,7 +25,7 @@ MIDDLE = 1
 class Section:
     """Seconds of one micro-batch with all exchanges in them, and bytes; ``parameters`` are names
     and elements. ``again_bytes`` is what is there again, and was not kept, when what is computed
-    again has been.
+    again has been; ``peak_bytes`` the most that is there at once if both passes follow each other.
     """
 
     forward_seconds: float
@@ -33,6 +36,7 @@ class Section:
     flops: int
     kept_bytes: int
     again_bytes: int
+    peak_bytes: int
     parameters: tuple[tuple[str, int], ...]
 
     @property
@@ -55,11 +59,20 @@ class Sections:
 
 
 def sections(
-    graph: Graph, costs: Costs, layout: DeepLayout, *, blocks: str, first: int = 0
+    graph: Graph,
+    costs: Costs,
+    layout: DeepLayout,
+    *,
+    blocks: str,
+    first: int = 0,
+    stack: Stack | None = None,
 ) -> Sections:
     """``blocks`` is the path of the list that the captured blocks, three at least, stand in, the
-    first of them at ``first``; empty where there are none."""
-    work = _Told(graph, costs, layout, blocks, first)
+    first of them at ``first``; empty where there are none.
+
+    Without a ``stack``, each call takes what the costs say of it.
+    """
+    work = _Told(graph, costs, layout, blocks, first, stack)
     return Sections(
         before=work.section("before"),
         block=work.section(work.middle),
@@ -70,7 +83,13 @@ def sections(
 
 class _Told:
     def __init__(
-        self, graph: Graph, costs: Costs, layout: DeepLayout, blocks: str, first: int
+        self,
+        graph: Graph,
+        costs: Costs,
+        layout: DeepLayout,
+        blocks: str,
+        first: int,
+        stack: Stack | None,
     ) -> None:
         self._graph, self._costs, self._layout = graph, costs, layout
         self._blocks, self._first = blocks, first
@@ -88,6 +107,9 @@ class _Told:
                 self._maker.setdefault(tensor.storage, node)
         self._gathered = self._gathered_values() if layout.gathers_again else {}
         self._gatherings = frozenset(self._gathered.values())
+        self._regions = {node.name: self._region_of(node) for node in graph.nodes}
+        self._kernel_seconds = self._priced(stack)
+        self._overlaps = stack is not None and stack.overlaps_tensor
 
     def section(self, name: str) -> Section:
         mine = [n for n in self._graph.nodes if self._of.get(n.name) == name and not n.is_input]
@@ -99,13 +121,14 @@ class _Told:
         plain = self._kept_bytes(name, lambda _: "") if self._layout.again else kept
         return Section(
             forward_seconds=self._seconds(forward),
-            backward_seconds=self._seconds(backward),
+            backward_seconds=self._seconds(backward) - self._hidden_seconds(backward, again),
             again_seconds=self._seconds(again),
             exchange_seconds=sum(self._costs.exchange_seconds(c).value for c in exchanged),
             exchanged_bytes=sum(c.sent_bytes for c in exchanged),
             flops=sum(n.flops for n in (*mine, *again)),
             kept_bytes=kept,
             again_bytes=max(0, plain - kept),
+            peak_bytes=self._peak_bytes(mine),
             parameters=self._parameters(mine),
         )
 
@@ -147,18 +170,29 @@ class _Told:
 
     def _region(self, node: Node) -> str:
         """What a node of a block is computed again with: its module, or the block."""
+        return self._regions[node.name]
+
+    def _region_of(self, node: Node) -> str:
         number = self._of.get(node.name, "")
-        if self._calls_again and number.isdigit():
+        if not number.isdigit():
+            return ""
+        if self._calls_again:
             _, _, inside = node.path.removeprefix(f"{self._blocks}.").partition(".")
             if Spot(inside, node.op, node.nth) in self._calls_again:
                 return f"calls of {number}"
+        if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
+            return ""
         for inside in self._modules_again:
-            if not number.isdigit():
-                return ""
-            path = f"{self._blocks}.{number}{'.' if inside else ''}{inside}"
-            if node.path == path or node.path.startswith(f"{path}."):
+            path = self._inside(node, inside)
+            if path:
                 return path
         return self._gathered.get(node.name, "")
+
+    def _inside(self, node: Node, module: str) -> str:
+        """The path of the module of its block that a node belongs to; none where it does not."""
+        number = self._of[node.name]
+        path = f"{self._blocks}.{number}{'.' if module else ''}{module}"
+        return path if node.path == path or node.path.startswith(f"{path}.") else ""
 
     def _gathered_values(self) -> dict[str, str]:
         """What comes of each gathering, and of nothing else, before it is computed with."""
@@ -196,6 +230,26 @@ class _Told:
                     kept[tensor.storage] = max(kept.get(tensor.storage, 0), nbytes)
         return sum(kept.values())
 
+    def _peak_bytes(self, mine: Sequence[Node]) -> int:
+        """Of what these calls make, each until the last of them has read it."""
+        names = {node.name for node in mine}
+        last: dict[int, int] = {}
+        for place, node in enumerate(mine):
+            for name in (node.name, *node.inputs):
+                for storage in self._graph.storages_of(name):
+                    if self._maker[storage].name in names:
+                        last[storage] = place
+        held, most, there = 0, 0, set[int]()
+        for place, node in enumerate(mine):
+            new = set(self._graph.storages_of(node.name)) & last.keys() - there
+            there |= new
+            held += sum(self._graph.storages[s].nbytes for s in new)
+            most = max(most, held)
+            gone = {s for s in there if last[s] == place}
+            there -= gone
+            held -= sum(self._graph.storages[s].nbytes for s in gone)
+        return most
+
     def _made(self, value: str, section: str) -> Iterable[Tensor]:
         """What of a value a section's forward pass made."""
         for tensor in self._graph.by_name[value].outputs:
@@ -214,13 +268,38 @@ class _Told:
             and storages[by_name[name].outputs[0].storage].role is Role.PARAMETER
         )
 
+    def _hidden_seconds(self, backward: Sequence[Node], again: Sequence[Node]) -> float:
+        """Of exchanges: no more than what half of the products take, those of the weights."""
+        if not self._overlaps:
+            return 0.0
+        added = [
+            n for n in backward if n.collective and n.collective.kind is not Exchange.ALL_GATHER
+        ]
+        gathered = [n for n in again if n.collective and self._region(n) in self._gatherings]
+        found = [n.collective for n in (*added, *gathered) if n.collective is not None]
+        exchanging = sum(self._costs.exchange_seconds(c).value for c in found)
+        products = sum(self._kernel_seconds.get(n.name, 0.0) for n in backward if n.flops)
+        return min(exchanging, products / 2)
+
+    def _priced(self, stack: Stack | None) -> dict[str, float]:
+        """By the first call of each kernel; none reaches from one section or pass to another."""
+
+        def place(node: Node) -> tuple[str, Phase, str]:
+            return self._of.get(node.name, ""), node.phase, self._region(node)
+
+        fuses = stack is not None and stack.fuses
+        kernels = fused(self._graph, place) if fuses else unfused(self._graph.nodes)
+        found = {k.nodes[0].name: kernel_seconds(k, self._costs, stack) for k in kernels}
+        if self._layout.draws_parts:
+            # Drawn on its own it is written whole; fused with what reads it, never.
+            alone = (k.nodes[0] for k in kernels if len(k.nodes) == 1)
+            found |= {n.name: found[n.name] / self._layout.tensor for n in alone if n.is_random}
+        return found
+
     def _seconds(self, nodes: Iterable[Node]) -> float:
         total = 0.0
         for node in nodes:
-            seconds = self._costs.seconds(node).value
-            if node.is_random and self._layout.draws_parts:
-                seconds /= self._layout.tensor
-            total += seconds
+            total += self._kernel_seconds.get(node.name, 0.0)
             if node.collective is not None:
                 total += self._costs.exchange_seconds(node.collective).value
         return total

@@ -12,7 +12,7 @@ from steelyard.core.program import Program
 from steelyard.core.schedule import Work
 from steelyard.core.stages import Stage
 from steelyard.predict.liveness import liveness
-from steelyard.predict.schedule import StageCost
+from steelyard.predict.schedule import GIVE_GRADIENTS, StageCost
 
 Seconds = Callable[[Node], float]
 # Of values of these sizes that go from one rank to the next.
@@ -67,6 +67,10 @@ def stage_cost(stage: Stage, graph: Graph, costs: Costs) -> StageCost:
         working_bytes={
             work: beside[work] + liveness(Program.plain(part), costs, accumulating=True).peak_bytes
             for work, part in parts.items()
+        },
+        first_bytes={
+            work: beside[work] + liveness(Program.plain(parts[work]), costs).peak_bytes
+            for work in GIVE_GRADIENTS
         },
         gradient_bytes=sum(graph.storages[s].nbytes for n in trained for s in graph.storages_of(n)),
     )

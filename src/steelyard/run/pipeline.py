@@ -25,7 +25,8 @@ class StagesAtWork:
     """What carries out the stages that this rank holds; every rank is given the whole batch.
 
     Micro-batches weigh, and draw random numbers, as they do on one device. What ranks hold together
-    they sum up. ``waiting`` is told how long this rank had nothing to do.
+    they sum up, also with the ``replicas`` that hold the same stages and work on other samples.
+    ``waiting`` is told how long this rank had nothing to do.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class StagesAtWork:
         *,
         group: dist.ProcessGroup,
         waiting: Waiting,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._waiting = group, waiting
+        self._group, self._waiting, self._replicas = group, waiting, replicas
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
         self._draws = Draws(pipeline.stages)
         self._rank_of = pipeline.order.rank_of
@@ -48,6 +50,7 @@ class StagesAtWork:
         ]
         self._rank_of_loss = self._rank_of[last]
         self._sums = self._made_sums(pipeline.stages.shared, live)
+        self._trained = [live[name] for own in self._own for name in own.live.stage.trained]
         self._schedule = made_schedule(
             pipeline.schedule, self._own, micro_batches=pipeline.order.num_micro_batches
         )
@@ -55,24 +58,24 @@ class StagesAtWork:
     def _made_sums(
         self, shared: Sequence[tuple[str, tuple[int, ...]]], live: Mapping[str, Any]
     ) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
-        """What this rank holds of parameters that others hold too, and with whom. Every rank must
-        make every group, also those it is not in."""
+        """What this rank holds of parameters that others hold too, and with whom."""
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         sums = []
         for name, stages in shared:
             ranks = tuple(sorted({self._rank_of[index] for index in stages}))
-            if len(ranks) < 2:
+            if len(ranks) < 2 or dist.get_rank(self._group) not in ranks:
                 continue
             if ranks not in groups:
                 world = [dist.get_global_rank(self._group, r) for r in ranks]
-                groups[ranks] = dist.new_group(world)
-            if dist.get_rank(self._group) in ranks:
-                sums.append((live[name], groups[ranks]))
+                # Another pipeline's ranks make groups of their own.
+                groups[ranks] = dist.new_group(world, use_local_synchronization=True)
+            sums.append((live[name], groups[ranks]))
         return sums
 
     def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
         """Forward and backward of all micro-batches; the loss, from the rank that has it."""
         begin, busy = time.perf_counter(), sum(own.live.busy_seconds for own in self._own)
+        before = self._put_by()
         count = len(given)
         states = self._draws.states(count, {own.stage_index for own in self._own})
         after = torch.get_rng_state() if self._draws.any else None
@@ -84,14 +87,34 @@ class StagesAtWork:
         self._schedule.step(target=whom, losses=losses if is_last else None, return_outputs=False)
         if after is not None:
             torch.set_rng_state(after)
-        for parameter, group in self._sums:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+        self._sum_up()
+        for parameter, gradient in before:
+            parameter.grad = gradient.add_(_gradient(parameter))
         told = self._told(losses, shares)
         busy = sum(own.live.busy_seconds for own in self._own) - busy
         self._waiting.seconds += max(0.0, time.perf_counter() - begin - busy)
         return told
+
+    def _put_by(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What earlier calls found, and summed up then."""
+        summed = {id(p): p for p, _ in self._sums}
+        summed |= {id(p): p for p in self._trained if self._replicas is not None}
+        before = [(p, p.grad) for p in summed.values() if p.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        return before
+
+    def _sum_up(self) -> None:
+        for parameter, group in self._sums:
+            dist.all_reduce(_gradient(parameter), group=group)
+        if self._replicas is not None:
+            distinct = {id(p): p for p in self._trained}
+            sent = [
+                dist.all_reduce(_gradient(p), group=self._replicas, async_op=True)
+                for p in distinct.values()
+            ]
+            for work in sent:
+                work.wait()
 
     def _told(self, losses: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
         name = next(o.node for o in self._graph.outputs if o.kind is OutputKind.LOSS)
@@ -99,9 +122,18 @@ class StagesAtWork:
         total = torch.zeros(planned.shape, dtype=getattr(torch, planned.dtype))
         for loss, share in zip(losses, shares):
             total += loss * share
+        if self._replicas is not None and dist.get_rank(self._group) == self._rank_of_loss:
+            dist.all_reduce(total, group=self._replicas)
         source = dist.get_global_rank(self._group, self._rank_of_loss)
         dist.broadcast(total, source, group=self._group)
         return total
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros where this rank found none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class _Driven(PipelineStage):

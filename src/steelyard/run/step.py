@@ -286,10 +286,8 @@ class LiveStep:
             return self._accumulate_in_stages(bound, leaves, shares, scale)
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
-        first = self._rank * bound.repeats
-        own_numbers = drawing_apart(self._rank) if bound.draws_apart else contextlib.nullcontext()
-        with torch.no_grad(), own_numbers:
-            for index in range(first, first + bound.repeats):
+        with torch.no_grad(), self._own_numbers(bound):
+            for index in self._own_parts(bound):
                 share = shares[index]
                 if share == 0.0:  # nothing counted: no loss, no gradient, and 0 / 0 in its mean
                     continue
@@ -320,11 +318,19 @@ class LiveStep:
             raise self._hook_of_parts(bound.repeats)
         if 0.0 in shares:
             raise _nothing_counted(f"micro-batch {shares.index(0.0) + 1}")
+        own = self._own_parts(bound)
         given = [
-            bound.given(leaves, index, self._tangent(bound, share, scale))
-            for index, share in enumerate(shares)
+            bound.given(leaves, index, self._tangent(bound, shares[index], scale)) for index in own
         ]
-        return self._stages[bound.program].run(given, shares)
+        with self._own_numbers(bound):
+            return self._stages[bound.program].run(given, [shares[index] for index in own])
+
+    def _own_parts(self, bound: BoundProgram) -> range:
+        first = self._rank * bound.repeats
+        return range(first, first + bound.repeats)
+
+    def _own_numbers(self, bound: BoundProgram) -> contextlib.AbstractContextManager[None]:
+        return drawing_apart(self._rank) if bound.draws_apart else contextlib.nullcontext()
 
     def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
         """What the loss of each part weighs in the loss of the batch; all ranks find the same."""

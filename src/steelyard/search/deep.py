@@ -19,6 +19,7 @@ from steelyard.core.graph import Graph
 from steelyard.core.plan import Prediction
 from steelyard.core.sampled import Sampled
 from steelyard.core.scope import Scope
+from steelyard.core.stack import stack_on
 from steelyard.predict.deep import DeepLaid, DeepStep, Stage, tensor_costs
 from steelyard.predict.deep_priced import priced
 from steelyard.predict.sections import Sections, sections
@@ -104,6 +105,7 @@ class DeepSearch:
         again_of: Callable[[Sampled, Costs], Sequence[Again]],
     ) -> None:
         self._source, self._cluster, self._again_of = source, cluster, again_of
+        self._stack = stack_on(cluster.device)
         self._sections: dict[tuple[int, int, Again], Sections] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._costs: dict[int, Costs] = {}
@@ -196,13 +198,13 @@ class DeepSearch:
         """The whole batch on one device, whether it has the memory or not."""
         alone = DeepLayout()
         parts = self._parts(alone, self._source.num_samples, ())
-        laid = DeepLaid(parts, self._cluster, alone, self._source.formats)
+        laid = DeepLaid(parts, self._cluster, alone, self._source.formats, self._stack)
         return priced(laid, [Stage(blocks=((parts.block, self.num_blocks),))])
 
     def fewest_ranks(self, limit_bytes: int) -> int:
         """No fewer hold the model with its gradients and states, however it lies."""
         parts = self._parts(DeepLayout(), self._source.num_samples, ())
-        laid = DeepLaid(parts, self._cluster, DeepLayout(), self._source.formats)
+        laid = DeepLaid(parts, self._cluster, DeepLayout(), self._source.formats, self._stack)
         return max(1, -(-laid.model_memory(0, self.num_blocks).nbytes // limit_bytes))
 
     def with_all_kept(self, laid: Laid) -> Prediction:
@@ -275,7 +277,7 @@ class DeepSearch:
     def _least_with_all_kept(self, layout: DeepLayout, samples: int) -> float:
         """The slowest stage takes an equal share of all at least, and its share of blocks."""
         parts = self._parts(layout, samples, ())
-        laid = DeepLaid(parts, self._cluster, layout, self._source.formats)
+        laid = DeepLaid(parts, self._cluster, layout, self._source.formats, self._stack)
         blocks, stages = self.num_blocks, layout.pipeline
         each = laid.in_turn(parts.block) if blocks else 0.0
         ends = [laid.ends_seconds(s) for s in _told_apart(stages)]
@@ -301,7 +303,7 @@ class DeepSearch:
         if self._least_bytes(way) > limit_bytes:
             return None
         plain = self._parts(layout, samples, ())
-        laid = DeepLaid(plain, self._cluster, layout, self._source.formats)
+        laid = DeepLaid(plain, self._cluster, layout, self._source.formats, self._stack)
         work = Stages(laid, layout, sys.maxsize, self.num_blocks, ((), plain.block))
         if not work.fits(limit_bytes):
             sets = self._sets_of(layout.tensor)[1:]
@@ -331,14 +333,14 @@ class DeepSearch:
         fewest = most if layout.virtual > 1 else min(1, most) if layout.pipeline > 1 else most
         inner = laid.model_memory(_inner(layout.pipeline), most).nbytes
         ends = (
-            laid.model_memory(s, fewest).nbytes + laid.around_bytes(s)
+            laid.model_memory(s, fewest).nbytes + laid.around_bytes(s) + laid.ending_bytes(s)
             for s in _told_apart(layout.pipeline)
         )
         return max(*ends, inner if layout.pipeline > 2 else 0)
 
     def _laid_out(self, way: "_Way | Laid") -> DeepLaid:
         parts = self._parts(way.layout, way.micro_batch, ())
-        return DeepLaid(parts, self._cluster, way.layout, self._source.formats)
+        return DeepLaid(parts, self._cluster, way.layout, self._source.formats, self._stack)
 
     def _parts(self, layout: DeepLayout, samples: int, again: Again) -> Sections:
         key = layout.tensor, samples, again
@@ -348,7 +350,7 @@ class DeepSearch:
             alone = DeepLayout(tensor=layout.tensor, again=again)
             costs = self.costs_of(layout.tensor)
             self._sections[key] = sections(
-                graph, costs, alone, blocks=blocks.path, first=blocks.first
+                graph, costs, alone, blocks=blocks.path, first=blocks.first, stack=self._stack
             )
         return self._sections[key]
 

@@ -113,12 +113,12 @@ class Stages:
         return self._limit_bytes - model - self._laid.around_bytes(stage)
 
     def _kinds(self, stage: int) -> list[Kind]:
-        alive = self._laid.alive(stage)
+        alive, ending = self._laid.alive(stage), self._laid.ending_bytes(stage)
         return [
             Kind(
                 seconds=seconds,
                 kept_bytes=alive * section.kept_bytes,
-                again_bytes=section.again_bytes,
+                again_bytes=max(section.again_bytes, ending),
             )
             for (_, section), seconds in zip(self._sections, self._seconds, strict=True)
         ]

@@ -29,7 +29,7 @@ from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search
 from steelyard.search.shares import Shares, unequal_shares, units_for
 from steelyard.search.unlike import Unlike
-from steelyard.search.wording import called, slower, stages_refused, tensors, too_late
+from steelyard.search.wording import called, layers, slower, stages_refused, tensors, too_late
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _PIPELINE = "shard_pipeline"
@@ -70,7 +70,7 @@ class Layouts:
                 ranks, _TENSOR, f"parts on {ranks} ranks"
             ):
                 self._look_for_regions(ranks)
-        self._pipelines = dict(self._look_for_stages(num_ranks))
+        self._pipelines = dict(self._look_for_stages(num_ranks, degrees))
         self.layouts = [
             Layout(batch=batch, tensor=tensor)
             for tensor in self._regions
@@ -121,14 +121,16 @@ class Layouts:
         if offers:
             self._regions[ranks] = offers
 
-    def _look_for_stages(self, num_ranks: int) -> Iterator[tuple[Layout, Pipelines]]:
+    def _look_for_stages(
+        self, num_ranks: int, degrees: Sequence[int]
+    ) -> Iterator[tuple[Layout, Pipelines]]:
+        """On so many ranks each, in each number of groups that share the batch."""
         if not any(trade.name == _PIPELINE for trade in self._trades):
             return
-        for ranks in range(2, num_ranks + 1):
-            if num_ranks % ranks:
-                continue
-            layout = Layout(pipeline=ranks)
-            if not self._are_alike(ranks, _PIPELINE, f"layers on {ranks} ranks"):
+        laid = [Layout(pipeline=n, batch=k) for k in degrees for n in range(2, num_ranks + 1)]
+        for layout in laid:
+            ranks = layout.num_ranks
+            if num_ranks % ranks or not self._are_alike(ranks, _PIPELINE, layers(layout)):
                 continue
             found = Pipelines(
                 self._program,

@@ -1,7 +1,6 @@
 """How the layers lie on ranks: where stages end, which schedule, how many micro-batches, and what
-each computes again. Each way is struck and priced whole.
-
-Not for ranks that share the batch or tensors: see layouts.py.
+each computes again. Each way is struck and priced whole. Several groups of as many ranks may share
+the batch. Not for ranks that share tensors, or the batch alone: see layouts.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +23,16 @@ from steelyard.predict import pipelined, predict, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.search import Search
+from steelyard.search.wording import on_ranks
 
 _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
+_BATCH = "shard_batch"
 # Micro-batches for each rank: more leave less of the belt empty, and are slower one by one.
 _EACH = (2, 4)
 # How many plans of recomputation are tried of each number of micro-batches.
 _PLANS = 8
+# Gradients go one by one behind all micro-batches, whatever is said of buckets.
+_BUCKET_BYTES = 25 * 2**20
 # What the fastest way may be faster by, at most, to be not worth looking for one that fits.
 _WORTH = 0.98
 _EVER = float("inf")
@@ -48,7 +51,7 @@ class _Way:
 
 
 class Pipelines:
-    """The layers on so many ranks; ``one_device`` searches the step on one."""
+    """The layers on so many ranks, of each group; ``one_device`` searches the step on one."""
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Pipelines:
     @property
     def least_seconds(self) -> float:
         """No way is faster: every rank computes as much as every other, and nobody waits."""
-        return step_seconds(self._program, self._costs).value / self._layout.pipeline
+        return step_seconds(self._program, self._costs).value / self._layout.num_ranks
 
     @cached_property
     def ways(self) -> list[_Way]:
@@ -148,16 +151,25 @@ class Pipelines:
         return tuple(points)
 
     def _parts(self) -> list[int]:
-        """Numbers of micro-batches; one where the batch cannot be cut."""
-        ranks = self._layout.pipeline
-        possible = self._source.divisors() if self._source.why_not_split() is None else (1,)
+        """Numbers of micro-batches of each group; one where the batch cannot be cut."""
+        ranks, groups = self._layout.pipeline, self._layout.batch
+        can_be_cut = self._source.why_not_split() is None
+        divisors = self._source.divisors() if can_be_cut else (1,)
+        possible = [k // groups for k in divisors if k % groups == 0]
+        if not possible:
+            return []
         wanted = [min(possible, key=lambda k: abs(k - each * ranks)) for each in _EACH]
         return list(dict.fromkeys(wanted)) if self.offers else []
 
     def _of_schedules(self, parts: int) -> Iterator[_Way]:
         """Each on stages that take equally long, and on such that hold equally much."""
-        graph = self._source.graph(micro_batches=parts)
-        split = (Rule(trade=_ACCUMULATE, degree=parts),) if parts > 1 else ()
+        groups = self._layout.batch
+        graph = self._source.graph(micro_batches=parts * groups)
+        split: list[Rule] = []
+        if parts > 1:
+            split.append(Rule(trade=_ACCUMULATE, degree=parts))
+        if groups > 1:
+            split.append(Rule(trade=_BATCH, degree=groups, bucket_bytes=_BUCKET_BYTES))
         for offer in self.offers:
             count, schedule = len(offer.rules) + 1, offer.rules[0].op
             for weight, handing in ((self._takes, self._handing), (self._holds, _nothing)):
@@ -189,7 +201,8 @@ class Pipelines:
     def _compute_again(self, ways: Sequence[_Way]) -> None:
         """Of these, the fastest and the one that holds least, with ever more recomputed."""
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
-        for again in self._one_device().plans_of_recomputation(ways[0].parts, count=_PLANS):
+        parts = ways[0].parts * self._layout.batch
+        for again in self._one_device().plans_of_recomputation(parts, count=_PLANS):
             for way in dict.fromkeys((ways[0], leanest)):
                 self._way((*way.rules, *again), way.schedule, way.parts)
 
@@ -232,7 +245,7 @@ class Pipelines:
         cut = f", {way.parts} micro-batches" if way.parts > 1 else ""
         yield Taken(
             trade=_PIPELINE,
-            label=f"{stages} stages on {self._layout.pipeline} ranks, {way.schedule}{cut}",
+            label=f"{stages} stages {on_ranks(self._layout)}, {way.schedule}{cut}",
             rules=rest,
             buys_bytes=before.peak.nbytes - after.peak.nbytes,
             buys_seconds=max(
@@ -261,7 +274,7 @@ class Pipelines:
                 beside = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
                 yield Refusal(
                     trade=_PIPELINE,
-                    label=f"{schedule} on {self._layout.pipeline} ranks",
+                    label=f"{schedule} {on_ranks(self._layout)}",
                     reason=f"takes ~{said} a step, the plan's schedule ~{beside}",
                 )
 

@@ -33,8 +33,17 @@ def too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
 
 
 def stages_refused(layout: Layout, reason: str) -> Refusal:
-    label = f"layers on {layout.pipeline} ranks"
-    return Refusal(trade="shard_pipeline", label=label, reason=reason)
+    return Refusal(trade="shard_pipeline", label=layers(layout), reason=reason)
+
+
+def layers(layout: Layout) -> str:
+    return f"layers {on_ranks(layout)}"
+
+
+def on_ranks(layout: Layout) -> str:
+    """Of stages: in how many groups, too."""
+    groups = f", in {layout.batch} groups that share the batch" if layout.batch > 1 else ""
+    return f"on {layout.pipeline} ranks{groups}"
 
 
 def slower(seconds: float, found: Found, *, than: float | None = None) -> str:

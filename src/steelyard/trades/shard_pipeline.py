@@ -1,8 +1,10 @@
 """Shard the layers: each rank holds some, and micro-batches go through them as on a belt.
 
 What a rank does not hold it neither keeps nor updates; activations and their gradients travel
-between neighbours, and while the belt fills and empties ranks wait. Struck last, on the lines that
-all else has settled. Not for when who works: the table is one of torch's schedules.
+between neighbours, and while the belt fills and empties ranks wait. Several such groups of ranks
+may share the batch: those with the same stages sum up their gradients behind the passes. Struck
+last, on the lines that all else has settled. Not for when who works: the table is one of torch's
+schedules.
 """
 
 from collections.abc import Sequence
@@ -95,9 +97,10 @@ def rules_for(ends: Sequence[str], *, schedule: str, ranks: int) -> tuple[Rule, 
 
 
 def _why_not(program: Program) -> str:
-    others = program.layout.num_ranks // program.layout.pipeline
-    if others > 1:
-        return "ranks that share layers share neither tensors nor the batch yet"
+    if program.layout.tensor > 1 or program.partings:
+        return "ranks that share layers share neither tensors nor states yet"
+    if program.layout.shares:
+        return "groups of ranks that share layers share the batch equally or not at all"
     if program.is_moving or program.coded:
         return "values that wait in far memory or in 8 bits do not go through stages yet"
     if program.update is not None and program.update.undivided:

@@ -1,0 +1,106 @@
+"""Steps that others measured and published, predicted from their public parameters.
+
+    python benchmarks/published/all.py
+
+Two figures are fitted for each device and software, the share that kernels reach of it and what a
+call takes, on every second row of one table; nothing is fitted to a row. Needs no GPU.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.published.bert import bert_figures
+from benchmarks.published.claims import claim_figures, ordering_figures
+from benchmarks.published.foundry import foundry_rows
+from benchmarks.published.megatron import activation_rows, layer_rows, megatron_rows
+from benchmarks.published.mist import mist_rows
+from benchmarks.published.reaches import fitted_anew, reached_figures
+from benchmarks.published.rows import Row, block_of, predicted, reaching
+from benchmarks.published.sailor import sailor_rows
+from benchmarks.published.scoring import figure, fitted, time_figures
+from benchmarks.published.titan import llama_rows
+from steelyard.core.stack import Stack
+
+
+def main() -> None:
+    plans = sailor_rows()
+    rows = [*megatron_rows(), *foundry_rows(), *llama_rows(), *plans, *mist_rows()]
+    reached = fitted_anew(rows)
+    figures = [
+        *time_figures(rows),
+        *ordering_figures(plans),
+        *claim_figures(),
+        *bert_figures(),
+        *_layers(rows),
+        *_activations(),
+        *_peaks([row for row in rows if row.peak_bytes]),
+        *reached_figures(reached),
+        *_quickness(),
+    ]
+    worst = max(figures, key=lambda f: f["value"] / (f["target"] or 1e-9))
+    met = all(f["ok"] for f in figures)
+    print(json.dumps({**worst, "ok": met, "figures": figures, "reached": reached}))
+
+
+def _layers(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """With what half of another paper's table gave."""
+    found = fitted(tuple([row for row in rows if row.table == "sc21-1"][::2]))
+    errors = []
+    for row, forward, backward in layer_rows():
+        block = block_of(row, reaching(row, *found))
+        back = block.again_seconds + block.backward_seconds
+        for name, seconds, measured in (
+            ("forward", block.forward_seconds, forward),
+            ("backward", back, backward),
+        ):
+            errors.append(abs(seconds / measured - 1))
+            print(
+                f"one layer, {row.name}, {name:8} ~{seconds * 1e3:5.1f} ms, "
+                f"{measured * 1e3:5.1f} ms: {seconds / measured - 1:+.1%}"
+            )
+    yield figure("korthikanti table 4: median time error of a layer", median(errors), 0.08)
+    yield figure("korthikanti table 4: worst time error of a layer", max(errors), 0.20)
+
+
+def _activations() -> Iterator[dict[str, Any]]:
+    errors = []
+    for row, measured in activation_rows():
+        found = predicted(row, Stack()).stages[0].activation_bytes
+        errors.append(_told(f"activations {row.name}", found, measured))
+    yield figure("korthikanti figure 1: mean activation error", mean(errors), 0.03)
+
+
+def _peaks(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        found = predicted(row, row.stack).stages[0].nbytes
+        error = _told(f"peak {row.table}: {row.name}", found, row.peak_bytes)
+        errors.setdefault(row.table, []).append(error)
+    for table, of_table in errors.items():
+        yield figure(f"{table}: mean peak error", mean(of_table), 0.03)
+
+
+def _told(name: str, found: float, measured: float) -> float:
+    error = found / measured - 1
+    print(f"{name:60} ~{found / 2**30:6.1f} GiB, {measured / 2**30:6.1f} GiB: {error:+.1%}")
+    return abs(error)
+
+
+def _quickness() -> Iterator[dict[str, Any]]:
+    row = max(megatron_rows(), key=lambda r: r.layout.num_ranks)
+    predicted(row, Stack())
+    started = time.process_time()
+    predicted(row, Stack())
+    taken = time.process_time() - started
+    yield figure(f"one layout of {row.layout.num_ranks:,} ranks priced, CPU-s", taken, 1.0)
+
+
+if __name__ == "__main__":
+    main()

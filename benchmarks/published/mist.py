@@ -1,0 +1,50 @@
+"""Two plans for a GPT of 1.3 billion on two L4, measured for Mist (EuroSys 2025).
+
+Dazz993/Mist, benchmark/mist/tuned_configs/l4-24gb. Not for predicting them: see rows.py.
+"""
+
+from functools import cache, partial
+
+from benchmarks.published.captured import captured
+from benchmarks.published.gpt import Shape
+from benchmarks.published.rows import Row, declared, facts
+from steelyard.core.deep_layout import MIXED, DeepLayout
+from steelyard.core.stack import Stack
+
+_PAIR = """
+[scope.node]
+members = { L4 = 2 }
+link = "pcie4-x16"
+"""
+_graph = cache(captured)
+
+
+def mist_rows() -> list[Row]:
+    return [_row(line) for line in facts("mist")]
+
+
+def _row(line: dict[str, str]) -> Row:
+    names = ("hidden", "heads", "layers", "sequence", "vocabulary")
+    flash = line["flash"] == "yes"
+    shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=flash)
+    batch, micro = int(line["global_batch"]), int(line["micro_batch"])
+    blocks = tuple(int(count) for count in line["stage_blocks"].split("/"))
+    layout = DeepLayout(pipeline=len(blocks), micro_batches=batch // micro, stage_blocks=blocks)
+    s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
+    return Row(
+        family="mist, L4",
+        table="mist",
+        name=f"GPT-1.3B, {'flash' if flash else 'spelled out'}, {micro} at once",
+        graph=partial(_graph, shape, micro_batch=micro, tensor=1),
+        cluster=declared(_PAIR),
+        layout=layout,
+        formats=MIXED,
+        # mist/modules: fused_softmax.py, fused_dense.py, fused_layer_norm.py. That it trains
+        # without dropout is read off the memory that was measured: it has no room for masks.
+        stack=Stack(fuses=True),
+        num_blocks=shape.layers,
+        model_flops=72 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)),
+        alike="",
+        step_seconds=float(line["step_seconds"]),
+        peak_bytes=float(line["peak_mib"]) * 2**20,
+    )

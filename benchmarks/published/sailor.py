@@ -1,0 +1,102 @@
+"""Plans for OPT-350M on up to 128 GH200, measured for the simulator of Sailor (SOSP 2025).
+
+Megatron-DeepSpeed; of eth-easl/sailor, sailor/Planner/simulations/validation. What matters here is
+which plan is quicker, as much as how quick. Not for predicting them: see rows.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from itertools import combinations
+
+from benchmarks.published.captured import captured
+from benchmarks.published.gpt import Shape
+from benchmarks.published.rows import Row, declared, facts
+from steelyard.core.cluster import Cluster
+from steelyard.core.deep_layout import MIXED_WIDE_GRADIENTS, DeepLayout
+from steelyard.core.stack import Stack
+
+# Padded to a multiple of 128 for each of four tensor ranks, as Megatron does it.
+_SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=2048, vocabulary=50688)
+# A node of Alps: four GH200 of 96 GB at 4 TB/s, each with a port of 200 Gbit/s: remembered.
+_NODE = """
+[device.GH200-96GB]
+preset = "H100-SXM5"
+memory = "96 GiB"
+memory_bandwidth = "4000 GB/s"
+[scope.node]
+members = { GH200-96GB = 4 }
+link = "nvlink-h100"
+out_link = "infiniband-hdr"
+out_ports = 4
+"""
+_graph = cache(captured)
+
+
+def sailor_rows() -> list[Row]:
+    return [_row(line) for line in facts("sailor")]
+
+
+def alternatives(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Plans for the same batch on as many devices."""
+    groups: dict[tuple[int, float], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.layout.num_ranks, row.model_flops].append(row)
+    return (group for group in groups.values() if len(group) > 1)
+
+
+def ordered_wrongly(group: Sequence[Row], seconds: dict[Row, float]) -> list[tuple[Row, Row]]:
+    return [
+        (a, b)
+        for a, b in combinations(group, 2)
+        if (seconds[a] < seconds[b]) != (a.step_seconds < b.step_seconds)
+    ]
+
+
+def regret(group: Sequence[Row], seconds: dict[Row, float]) -> float:
+    """What the plan that is predicted to be quickest takes over the quickest."""
+    chosen = min(group, key=seconds.__getitem__)
+    return chosen.step_seconds / min(r.step_seconds for r in group) - 1
+
+
+def _row(line: dict[str, str]) -> Row:
+    names = ("pipeline", "data", "tensor", "micro_batch", "global_batch")
+    pipeline, data, tensor, micro, batch = (int(line[n]) for n in names)
+    layout = DeepLayout(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        micro_batches=batch // (data * micro),
+        stage_blocks=_stage_blocks(line["modules"]),
+        draws_parts=True,
+    )
+    s, l, h, v = _SHAPE.sequence, _SHAPE.layers, _SHAPE.hidden, _SHAPE.vocabulary
+    return Row(
+        family="sailor, GH200",
+        table="sailor",
+        name=f"{batch} on {layout.num_ranks}: {tensor}x{pipeline}x{data}, {micro} at once",
+        graph=partial(_graph, _SHAPE, micro_batch=micro, tensor=tensor),
+        cluster=_nodes(layout.num_ranks // 4),
+        layout=layout,
+        formats=MIXED_WIDE_GRADIENTS,
+        # Whether it fused is not said; as if it did, memory and time alike would be too small.
+        stack=Stack(fuses=False),
+        num_blocks=_SHAPE.layers,
+        model_flops=72 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)),
+        alike="",
+        step_seconds=float(line["step_seconds"]),
+        peak_bytes=float(line["peak_bytes"]),
+    )
+
+
+def _stage_blocks(modules: str) -> tuple[int, ...]:
+    """The table counts the embedding and the head as modules of their own."""
+    counts = [int(count) for count in modules.split("/")]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)
+
+
+@cache
+def _nodes(count: int) -> Cluster:
+    return declared(_NODE + (f"[scope.cluster]\nmembers = {{ node = {count} }}\n" * (count > 1)))

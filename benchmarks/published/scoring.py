@@ -1,0 +1,91 @@
+"""How well published steps are predicted: two figures from half a table, errors on the rest.
+
+Beside each error stands the naive one, from a constant efficiency. Not for what was published.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.published.rows import Row, naive_seconds, predicted, reaching
+
+_SHARES = tuple(s / 100 for s in range(50, 101, 5))
+_CALL_SECONDS = (2.5e-6, 5e-6, 10e-6, 20e-6, 30e-6, 40e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    row: Row
+    seconds: float
+    naive_seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.seconds / self.row.step_seconds - 1
+
+    @property
+    def naive_error(self) -> float:
+        return self.naive_seconds / self.row.step_seconds - 1
+
+
+def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Each table in turn gives its half; all others of its device and software are scored by it."""
+    tables: dict[str, list[Row]] = {}
+    for row in rows:
+        tables.setdefault(row.table, []).append(row)
+    for source, of_source in tables.items():
+        if of_source[0].outside:
+            continue
+        used = tuple(of_source[::2])
+        found = fitted(used)
+        print(f"from half of {source}: {found[0]:.0%} is reached, {found[1] * 1e6:g} us a call")
+        for name, table in tables.items():
+            if table[0].family == used[0].family:
+                # What a table of one row says by itself is that row.
+                alike = table if len(table) > 1 else [*table, *used]
+                scored = [_scored(r, found, alike) for r in table if r not in used]
+                yield from _figures(f"{name} from half of {source}", scored)
+
+
+@cache
+def fitted(rows: tuple[Row, ...]) -> tuple[float, float]:
+    """The share and the seconds of a call at which the mean error of these rows is least."""
+
+    def error(found: tuple[float, float]) -> float:
+        times = (predicted(r, reaching(r, *found)).step_seconds / r.step_seconds for r in rows)
+        return mean(abs(time - 1) for time in times)
+
+    return min(product(_SHARES, _CALL_SECONDS), key=error)
+
+
+def _scored(row: Row, found: tuple[float, float], table: Sequence[Row]) -> Scored:
+    return Scored(
+        row=row,
+        seconds=predicted(row, reaching(row, *found)).step_seconds,
+        naive_seconds=naive_seconds(row, table),
+    )
+
+
+def _figures(name: str, scored: Sequence[Scored]) -> list[dict[str, Any]]:
+    for s in scored:
+        print(
+            f"  {s.row.table:13} {s.row.name:36} "
+            f"~{s.seconds:7.2f} s, {s.row.step_seconds:7.2f} s: {s.error:+7.1%}  "
+            f"naive {s.naive_error:+7.1%}"
+        )
+    errors = [abs(s.error) for s in scored]
+    naive = mean(abs(s.naive_error) for s in scored)
+    skill = mean(errors) / naive
+    print(f"  median {median(errors):.1%}, worst {max(errors):.1%}, skill {skill:.2f}")
+    return [
+        figure(f"{name}: median time error", median(errors), 0.08),
+        figure(f"{name}: worst time error", max(errors), 0.20),
+        figure(f"{name}: skill", skill, 0.4 if naive > 0.12 else 1.0),
+    ]
+
+
+def figure(name: str, value: float, target: float) -> dict[str, Any]:
+    return {"name": name, "value": round(value, 4), "target": target, "ok": value <= target}

@@ -1,0 +1,91 @@
+"""Steps of Llama 3.1 under torchtitan on H100, and of "The Llama 3 Herd of Models", table 4.
+
+benchmarks/llama3_h100_202412_torchtitan.md of pytorch/torchtitan. Rows of eight-bit floats and
+those that part the sequence among ranks are left out. Not for predicting them: see rows.py.
+"""
+
+from functools import cache, partial
+
+from benchmarks.published.captured import captured_llama
+from benchmarks.published.llama import LlamaShape
+from benchmarks.published.rows import Row, declared, facts, machines
+from steelyard.core.cluster import Cluster
+from steelyard.core.deep_layout import MIXED_WIDE_GRADIENTS, DeepLayout, Formats
+from steelyard.core.stack import Stack
+
+# Parts are kept in single precision, and gathered in half: both together are what is kept.
+_SINGLE_GATHERED_HALF = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=10)
+# "Selective" recomputes all of a block but attention and every second product.
+_SPARED = ("attention.query", "attention.value", "attention.core", "feed.gate", "feed.down")
+_AGAIN = {"none": ((), ()), "selective": (("",), _SPARED), "full": (("",), ())}
+# "Each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth ... the default
+# 500W power limit": the peaks are those of the usual one.
+_TITAN = """
+[device.H100-96GB]
+preset = "H100-SXM5"
+memory = "96 GiB"
+memory_bandwidth = "2400 GB/s"
+[scope.node]
+members = { H100-96GB = 8 }
+link = "nvlink-h100"
+out_link = "infiniband-ndr"
+out_ports = 8
+"""
+# Neither had kernels of attention that used all an H100 has: see foundry.py.
+_HOPPER_ATTENTION = 0.629
+_graph = cache(captured_llama)
+
+
+def llama_rows() -> list[Row]:
+    return [_row(line) for line in facts("llama")]
+
+
+def _row(line: dict[str, str]) -> Row:
+    names = ("hidden", "inner", "heads", "pairs", "layers", "sequence", "vocabulary")
+    shape = LlamaShape(**{name: int(line[name]) for name in names})
+    batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
+    again, spared = _AGAIN[line["recompute"]]
+    layout = DeepLayout(
+        tensor=int(line["tensor"]),
+        pipeline=int(line["pipeline"]),
+        data=data,
+        micro_batches=batch // (data * micro),
+        virtual=int(line["virtual"]),
+        stage_blocks=tuple(map(int, line["stage_blocks"].split())),
+        state_stage=int(line["state_stage"]),
+        again=again,
+        spared=spared,
+    )
+    is_titan = line["table"].startswith("titan")
+    ranks = layout.num_ranks
+    return Row(
+        family="llama, H100",
+        table=line["table"],
+        name=f"{line['model']} on {ranks}, {line['software']}",
+        graph=partial(_graph, shape, micro_batch=micro, tensor=layout.tensor),
+        cluster=_titan(ranks) if is_titan else machines("dgx-h100", ranks),
+        layout=layout,
+        formats=_SINGLE_GATHERED_HALF if is_titan else MIXED_WIDE_GRADIENTS,
+        stack=Stack(
+            fuses=line["software"] != "eager",
+            rings_only=True,
+            attention_share=_HOPPER_ATTENTION,
+        ),
+        num_blocks=shape.layers,
+        model_flops=shape.model_flops(batch),
+        alike=line["software"],
+        step_seconds=_seconds(line, shape, batch, ranks),
+        outside=not is_titan,
+        peak_bytes=float(line["peak_gib"] or 0) * 2**30,
+    )
+
+
+def _seconds(line: dict[str, str], shape: LlamaShape, batch: int, ranks: int) -> float:
+    if line["tokens_per_s_per_gpu"]:
+        return batch * shape.sequence / (float(line["tokens_per_s_per_gpu"]) * ranks)
+    return shape.model_flops(batch) / (float(line["tflops_per_gpu"]) * 1e12 * ranks)
+
+
+@cache
+def _titan(num_devices: int) -> Cluster:
+    return declared(_TITAN + f"[scope.cluster]\nmembers = {{ node = {num_devices // 8} }}\n")

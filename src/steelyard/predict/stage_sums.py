@@ -1,0 +1,65 @@
+"""What ranks of pipelines sum up behind all micro-batches: gradients of what several of them hold,
+and, where groups of ranks share the batch, of all that is trained, and the loss.
+
+Not for the passes before it: see pipelined.py.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from steelyard.core.collective import GLOO, Collective, Exchange
+from steelyard.core.layout import DATA, PIPELINE, Layout
+
+Seconds = Callable[[Collective], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """``shared``: ranks of one pipeline and the bytes of what they sum up among them; ``trained``:
+    of each of its ranks, the bytes of each gradient, which it sums up with its like in the others.
+    """
+
+    layout: Layout
+    shared: tuple[tuple[frozenset[int], int], ...]
+    trained: tuple[tuple[int, ...], ...]
+    loss_bytes: int
+
+    def ends(self, ends: Sequence[float], seconds: Seconds) -> list[float]:
+        """When each rank is done, which was done with its passes by then."""
+        found = list(ends)
+        for ranks, nbytes in self.shared:
+            together = max(found[rank] for rank in ranks) + seconds(self._among(ranks, nbytes))
+            found = [together if rank in ranks else end for rank, end in enumerate(found)]
+        return [
+            end + sum(seconds(each) for each in self._with_replicas(rank))
+            for rank, end in enumerate(found)
+        ]
+
+    def loss_seconds(self, seconds: Seconds) -> float:
+        """Until the rank that has the loss knows that of all."""
+        return sum(seconds(each) for each in self._of_replicas(self.loss_bytes))
+
+    def of(self, rank: int) -> Iterator[Collective]:
+        yield from (self._among(ranks, n) for ranks, n in self.shared if rank in ranks)
+        yield from self._with_replicas(rank)
+
+    def of_loss(self) -> Iterator[Collective]:
+        return self._of_replicas(self.loss_bytes)
+
+    def _with_replicas(self, rank: int) -> Iterator[Collective]:
+        for nbytes in self.trained[rank]:
+            yield from self._of_replicas(nbytes)
+
+    def _of_replicas(self, nbytes: int) -> Iterator[Collective]:
+        if self.layout.batch > 1:
+            yield GLOO.collective(
+                Exchange.ALL_REDUCE, axis=DATA, num_ranks=self.layout.batch, nbytes=nbytes,
+                stride=self.layout.tensor,
+            )  # fmt: skip
+
+    def _among(self, ranks: frozenset[int], nbytes: int) -> Collective:
+        # Ranks of one pipeline are as far apart as can be.
+        stride = self.layout.batch * self.layout.tensor
+        return GLOO.collective(
+            Exchange.ALL_REDUCE, axis=PIPELINE, num_ranks=len(ranks), nbytes=nbytes, stride=stride
+        )

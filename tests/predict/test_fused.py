@@ -1,0 +1,176 @@
+"""What kernels move when a stack fuses, and what they take: laws on blocks and on drawn graphs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.published.captured import BLOCKS, captured
+from benchmarks.published.gpt import Shape
+from steelyard.core.cluster import Cluster
+from steelyard.core.deep_layout import MIXED, DeepLayout
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase, Role, Storage, Tensor
+from steelyard.core.stack import Stack
+from steelyard.predict.deep import deep_step, tensor_costs
+from steelyard.predict.fused import Kernel, fused, unfused
+from steelyard.predict.sections import sections
+
+_SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
+_MACHINE = Cluster.named("dgx-a100-80gb")
+_NUMEL, _BYTES = 64, 256
+
+
+def _node(
+    name: str, *inputs: str, number: int, flops: int = 0, phase: Phase = Phase.FORWARD
+) -> Node:
+    tensor = Tensor(shape=(_NUMEL,), stride=(1,), dtype="float32", storage=number)
+    return Node(
+        name=name,
+        op="input" if not inputs else "aten.mm.default" if flops else "aten.relu.default",
+        inputs=inputs,
+        outputs=(tensor,),
+        flops=flops,
+        moved_bytes=_BYTES * (1 + len(inputs)) if inputs else 0,
+        phase=phase,
+    )
+
+
+def _graph(*nodes: Node) -> Graph:
+    storages = tuple(
+        Storage(nbytes=_BYTES, role=Role.BATCH if n.is_input else Role.ACTIVATION) for n in nodes
+    )
+    last = Output(kind=OutputKind.LOSS, node=nodes[-1].name)
+    return Graph(nodes=nodes, storages=storages, outputs=(last,), decomposition="")
+
+
+def _kernels(graph: Graph) -> dict[str, Kernel]:
+    return {n.name: k for k in fused(graph, lambda n: n.phase) for n in k.nodes}
+
+
+def test_a_chain_reads_what_comes_in_and_writes_what_goes_out() -> None:
+    x, a = _node("x", number=0), _node("a", "x", number=1)
+    b, c = _node("b", "a", number=2), _node("c", "b", "x", number=3)
+    kernel = _kernels(_graph(x, a, b, c))["a"]
+    assert [n.name for n in kernel.nodes] == ["a", "b", "c"]
+    assert kernel.moved_bytes == 2 * _BYTES
+
+
+def test_an_inner_value_that_is_read_elsewhere_is_written() -> None:
+    x, a, b = _node("x", number=0), _node("a", "x", number=1), _node("b", "a", number=2)
+    product = _node("p", "a", number=3, flops=1)
+    kernels = _kernels(_graph(x, a, b, product))
+    assert kernels["a"] is kernels["b"]
+    # What nobody reads is not written: b is not.
+    assert kernels["a"].moved_bytes == 2 * _BYTES
+
+
+def test_what_is_kept_for_the_backward_pass_is_written() -> None:
+    x, a, b = _node("x", number=0), _node("a", "x", number=1), _node("b", "a", number=2)
+    loss = _node("loss", "b", number=3)
+    back = _node("back", "a", "loss", number=4, phase=Phase.BACKWARD)
+    kernels = _kernels(_graph(x, a, b, loss, back))
+    assert kernels["a"] is kernels["loss"]
+    assert kernels["a"] is not kernels["back"]
+    assert kernels["a"].moved_bytes == 3 * _BYTES
+
+
+def test_nothing_is_fused_around_a_product() -> None:
+    x, a = _node("x", number=0), _node("a", "x", number=1)
+    product = _node("p", "a", number=2, flops=1)
+    both = _node("b", "a", "p", number=3)
+    kernels = _kernels(_graph(x, a, product, both))
+    # They are neighbours, but what the later one waits for waits for the earlier one.
+    assert kernels["a"] is not kernels["b"]
+
+
+@st.composite
+def _drawn(draw: st.DrawFn) -> Graph:
+    nodes = [_node("n0", number=0)]
+    for number in range(1, draw(st.integers(2, 12))):
+        names = [n.name for n in nodes]
+        inputs = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
+        flops = draw(st.sampled_from((0, 0, 0, 7)))
+        nodes.append(_node(f"n{number}", *inputs, number=number, flops=flops))
+    return _graph(*nodes)
+
+
+@given(_drawn())
+def test_fusing_never_adds_bytes_and_every_call_is_in_one_kernel(graph: Graph) -> None:
+    kernels = fused(graph, lambda n: n.phase)
+    names = [n.name for k in kernels for n in k.nodes]
+    assert sorted(names) == sorted(n.name for n in graph.nodes if not n.is_free)
+    for kernel in kernels:
+        assert kernel.moved_bytes <= sum(k.moved_bytes for k in unfused(kernel.nodes))
+
+
+@given(_drawn())
+def test_kernels_can_be_run_one_after_another(graph: Graph) -> None:
+    waits: dict[int, set[int]] = {}
+    kernels = fused(graph, lambda n: n.phase)
+    kernel_of = {n.name: id(k) for k in kernels for n in k.nodes}
+    for kernel in kernels:
+        before = {kernel_of[i] for n in kernel.nodes for i in n.inputs if i in kernel_of}
+        waits[id(kernel)] = before - {id(kernel)}
+    while waits:
+        ready = [k for k, before in waits.items() if not before & waits.keys()]
+        assert ready, "kernels wait for each other in a circle"
+        for kernel in ready:
+            del waits[kernel]
+
+
+@cache
+def _captured(tensor: int) -> Graph:
+    return captured(_SHAPE, micro_batch=2, tensor=tensor)
+
+
+def _seconds(stack: Stack | None, tensor: int = 1, *again: str) -> float:
+    layout = DeepLayout(tensor=tensor, again=again, draws_parts=True)
+    costs = tensor_costs(_MACHINE, layout)
+    parts = sections(_captured(tensor), costs, layout, blocks=BLOCKS, stack=stack)
+    step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
+    return step.step_seconds
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("again", [(), ("attention.core",), ("",)])
+def test_fusing_never_takes_more_time(tensor: int, again: tuple[str, ...]) -> None:
+    assert _seconds(Stack(), tensor, *again) < _seconds(Stack(fuses=False), tensor, *again)
+
+
+@pytest.mark.parametrize("name", ["peak_share", "bandwidth_share"])
+def test_a_stack_that_reaches_more_never_takes_more_time(name: str) -> None:
+    took = [_seconds(Stack(**{name: share})) for share in (0.25, 0.5, 0.75, 1.0)]
+    assert took == sorted(took, reverse=True)
+    assert took[0] > took[-1]
+
+
+def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
+    # Roofline's bound is the larger of computing and moving; theirs is the sum.
+    plain = _seconds(None)
+    assert plain < _seconds(Stack(fuses=False)) < 2 * plain
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.35])
+def test_no_more_than_the_device_has_is_reached(share: float) -> None:
+    with pytest.raises(BadInput, match="shares"):
+        Stack(bandwidth_share=share)
+
+
+@pytest.mark.parametrize("along", [False, True])
+def test_exchanging_beside_products_never_takes_more_time(along: bool) -> None:
+    layout = DeepLayout(tensor=4, draws_parts=True, gathers_again=along)
+    graph = captured(_SHAPE, micro_batch=2, tensor=4, sequence_parallel=along)
+    costs = tensor_costs(_MACHINE, layout)
+    plain, beside = (
+        sections(graph, costs, layout, blocks=BLOCKS, stack=Stack(overlaps_tensor=overlaps)).block
+        for overlaps in (False, True)
+    )
+    assert beside.backward_seconds < plain.backward_seconds
+    assert beside.forward_seconds == plain.forward_seconds
+    # Not more than all that is exchanged is hidden.
+    hidden = plain.backward_seconds - beside.backward_seconds
+    assert hidden <= plain.exchange_seconds
