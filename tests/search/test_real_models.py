@@ -14,6 +14,7 @@ from steelyard.core.rules import Rule
 from steelyard.predict import step_seconds
 from steelyard.predict.predict import PEAK_SHARE
 from steelyard.search import Found, Search
+from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.stream import Stream
 from tests.harness import DEVICE, Trial, budgets, predicted_above, trial_of
 from tests.zoo.case import next_token_loss, tokens
@@ -128,7 +129,8 @@ def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None
     trial = wordy()
     halved = {2: Estimate.exactly(0.1)}
     costs = Costs(device=DEVICE, operators=in_no_time(trial), cut_steps=halved)
-    found = from_least_to_more_than_plain(trial.searching(costs))
+    searching = trial.searching(costs, trades=(Accumulate(), Stream()))
+    found = from_least_to_more_than_plain(searching)
     fastest = min(found.values(), key=seconds_of)
     assert [r.trade for r in fastest.rules] == ["accumulate"]
     peak = fastest.prediction.quad.memory_bytes.value

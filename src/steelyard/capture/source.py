@@ -37,6 +37,9 @@ from steelyard.core.plan import BatchEntry
 from steelyard.core.program import Pipeline, Program
 from steelyard.exchange.schedules import order_under
 
+# Which parameters lie in shares, along which dim and among how many ranks.
+Sharing = tuple[tuple[str, tuple[tuple[Shard, int], ...]], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -70,6 +73,7 @@ class StepSource:
     _splitting: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
     _updates: dict[frozenset[str], Program] = field(default_factory=dict, init=False)
+    _updates_in_parts: dict[Sharing, Program] = field(default_factory=dict, init=False)
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
         """Of one of as many equal parts of the batch, or of so many of them."""
@@ -122,7 +126,10 @@ class StepSource:
             for name, lies in parting.inputs:
                 if isinstance(lies, Shard):
                     shares.setdefault(name.partition(":")[2], []).append((lies, parting.num_ranks))
-        parted = self._update(self.optimizer, shares)
+        sharing = tuple((name, tuple(own)) for name, own in sorted(shares.items()))
+        if sharing not in self._updates_in_parts:
+            self._updates_in_parts[sharing] = self._update(self.optimizer, shares)
+        parted = self._updates_in_parts[sharing]
         return replace(update, graph=parted.graph, instructions=parted.instructions)
 
     def _update(self, make: OptimizerFactory, shares: Shares) -> Program:

@@ -83,9 +83,14 @@ class Pipelined:
                 step_seconds=self.step,
             ),
             peak=self._explained(worst),
-            flops=max(self._flops),
+            flops=self.flops,
             timeline=self._timeline(worst),
         )
+
+    @property
+    def flops(self) -> int:
+        """Of the rank that computes most."""
+        return max(self._flops)
 
     @property
     def _rank_of_loss(self) -> int:

@@ -47,6 +47,7 @@ class _Way:
     parts: int
     seconds: float
     nbytes: int
+    flops: int
 
 
 class Pipelines:
@@ -138,12 +139,11 @@ class Pipelines:
         for way in sorted(self._tried.values(), key=lambda way: (way.nbytes, way.seconds)):
             if points and way.seconds >= points[-1].step_seconds:
                 continue
-            prediction = predict(self._strike(way.rules), self._costs)
             points.append(
                 FrontierPoint(
                     memory_bytes=way.nbytes,
                     step_seconds=way.seconds,
-                    flops=prediction.flops,
+                    flops=way.flops,
                     micro_batches=way.parts,
                     rules=way.rules,
                 )
@@ -225,6 +225,7 @@ class Pipelines:
                 parts=parts,
                 seconds=priced.seconds,
                 nbytes=priced.peak_bytes,
+                flops=priced.flops,
             )
         return self._tried[rules]
 
