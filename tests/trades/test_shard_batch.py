@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ import steelyard as sy
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Device, Link
 from steelyard.core.costs import Costs
-from steelyard.core.errors import Infeasible, Mismatch
+from steelyard.core.errors import Mismatch
 from steelyard.core.graph import OutputKind, Role
 from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
 from steelyard.core.program import Program
@@ -191,34 +189,6 @@ def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> N
     assert taken.buys_seconds > 0.7 * alone
     assert taken.buys_bytes > 0
     assert [r.label for r in fast.refused if r.trade == "shard_batch"] == ["among 2 ranks"]
-
-
-def test_what_cannot_fit_is_asked_only_how_little_it_holds() -> None:
-    asked: list[tuple[Rule, ...]] = []
-
-    def refusing(layout: tuple[Rule, ...]) -> Search:
-        def find(budget: Budget, *, barred: str) -> Found:
-            asked.append(layout)
-            happened = f"{layout} does not fit {budget}: {barred}"
-            raise Infeasible(happened, expected="more", remedy="give it", least_bytes=len(asked))
-
-        return cast("Search", SimpleNamespace(find=find))
-
-    every = Layouts(
-        trial().plain, trades=ON_BATCH, source=trial().source, costs=costs(1e7), num_ranks=2,
-        searching=refusing,
-    )  # fmt: skip
-    alone = every.ways(Layout())[0]
-    with pytest.raises(Infeasible):
-        every.find(Budget(memory_bytes=alone.staying_bytes))
-    among_two = len(set(asked)) - 1
-    assert among_two > 0
-    assert asked.count(()) == 2
-    asked.clear()
-    with pytest.raises(Infeasible) as refused:
-        every.find(Budget(memory_bytes=alone.staying_bytes - 1))
-    assert refused.value.least_bytes == len(asked) - len(set(asked)) + 1  # the first asked again
-    assert asked.count(()) == 1
 
 
 @looking_less_far()

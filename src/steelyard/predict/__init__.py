@@ -10,7 +10,6 @@ from steelyard.predict.predict import (
     least_possible_bytes,
     peak_bytes,
     predict,
-    staying_bytes,
     step_seconds,
 )
 from steelyard.predict.slowdown import slowdown
@@ -27,6 +26,5 @@ __all__ = [
     "rank_seconds",
     "slowdown",
     "spans",
-    "staying_bytes",
     "step_seconds",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.costs import Costs
-from steelyard.core.graph import OutputKind, Phase, Role
+from steelyard.core.graph import Phase, Role
 from steelyard.core.peak import PIECES, Holding, Peak, Timeline
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
@@ -85,23 +85,6 @@ def least_possible_bytes(program: Program, costs: Costs) -> int:
         alone = max(alone, nbytes + costs.workspace_bytes(node))
     update = _update_pass(program, costs, resident)
     return max(resident + alone, update.nbytes if update else 0)
-
-
-def staying_bytes(program: Program) -> int:
-    """What is there at the end of the pass, however that goes and the batch is cut: as long as all
-    stays near, no plan of this step holds less."""
-    graph = program.graph
-    resident = {t.storage for node in graph.inputs() for t in node.outputs}
-    gradients = {
-        storage
-        for output in graph.outputs
-        if output.kind is OutputKind.GRADIENT
-        for storage in graph.storages_of(output.node)
-    }
-    held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER) + program.batch_bytes
-    if program.update is not None:
-        held += program.update.graph.resident_bytes(Role.STATE)
-    return held + sum(graph.storages[s].nbytes for s in gradients - resident)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ the step then plays. Not for what one rank does under a layout: see search.py.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
@@ -23,7 +23,7 @@ from steelyard.core.quad import Quad
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal, Trade, strike_on_ranks
-from steelyard.predict import peak_bytes, predict, rank_seconds, staying_bytes, step_seconds
+from steelyard.predict import peak_bytes, predict, rank_seconds, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search
@@ -146,8 +146,19 @@ class Layouts:
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
-        ways = self._most_promising(budget)
-        best, _ = self._fastest(filter(partial(self._may_fit, budget), ways), budget, barred)
+        best: tuple[_Way, Found] | None = None
+        tightest: Infeasible | None = None
+        for way in self._most_promising(budget):
+            if best is not None and way.seconds >= _seconds(best[1]):
+                continue
+            try:
+                found = self._search_by(way.rules).find(budget, barred=barred)
+            except Infeasible as infeasible:
+                if tightest is None or _least(infeasible) < _least(tightest):
+                    tightest = infeasible
+                continue
+            if best is None or _seconds(found) < _seconds(best[1]):
+                best = way, found
         staged, refused, too_tight = self._in_stages(budget, None if best is None else best[1])
         if staged is not None:
             others = (self._why_not(x, staged) for x in self.layouts if x != ALONE)
@@ -160,32 +171,7 @@ class Layouts:
             return replace(
                 told, refused=(*told.refused, *refused), num_offers=told.num_offers + more
             )
-        # Only who is refused asks how little those hold that were not worth a search.
-        _, tight = self._fastest(ways, budget, barred)
-        raise min((*tight, *too_tight), key=_least)
-
-    def _may_fit(self, budget: Budget, way: "_Way") -> bool:
-        """Where all stays near, what is there throughout may be too much already."""
-        limit = budget.memory_bytes
-        return limit is None or bool(self._costs.far_bytes) or way.staying_bytes <= limit
-
-    def _fastest(
-        self, ways: Iterable["_Way"], budget: Budget, barred: str
-    ) -> "tuple[tuple[_Way, Found] | None, list[Infeasible]]":
-        """And what is said of those that do not fit."""
-        best: tuple[_Way, Found] | None = None
-        tight: list[Infeasible] = []
-        for way in ways:
-            if best is not None and way.seconds >= _seconds(best[1]):
-                continue
-            try:
-                found = self._search_by(way.rules).find(budget, barred=barred)
-            except Infeasible as infeasible:
-                tight.append(infeasible)
-                continue
-            if best is None or _seconds(found) < _seconds(best[1]):
-                best = way, found
-        return best, tight
+        raise min((e for e in (tightest, *too_tight) if e is not None), key=_least)
 
     def _in_stages(
         self, budget: Budget, best: Found | None
@@ -317,7 +303,6 @@ class Layouts:
             layout=program.layout,
             seconds=step_seconds(program, self._costs).value,
             nbytes=peak_bytes(program, self._costs),
-            staying_bytes=staying_bytes(program),
         )
 
     def _told(self, way: "_Way", found: Found) -> Found:
@@ -417,14 +402,12 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """How the step may lie, and what it takes so, nothing else being done; ``staying_bytes`` are
-    there whatever else is done."""
+    """How the step may lie, and what it takes so, nothing else being done."""
 
     rules: tuple[Rule, ...]
     layout: Layout
     seconds: float
     nbytes: int
-    staying_bytes: int
 
 
 def _never(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
