@@ -93,7 +93,8 @@ def test_what_stays_whole_is_told_why() -> None:
     whole = replace(plain(), update=replace(coupled, undivided=reason))
     for program, said in (
         (whole, reason),
-        (replace(plain(), layout=Layout(pipeline=2, batch=2)), "neither tensors nor the batch"),
+        (replace(plain(), layout=Layout(pipeline=2, tensor=2)), "neither tensors nor states"),
+        (replace(plain(), layout=Layout(batch=2, shares=(3, 1))), "equally or not at all"),
     ):
         among = replace(program, layout=replace(program.layout, pipeline=2))
         offers, (refusal,) = ShardPipeline().offers(among, trial().source)
@@ -112,11 +113,6 @@ def test_what_stays_whole_is_told_why() -> None:
         (rules_for(["norm", "blocks.1"], schedule="1F1B", ranks=2), "3 stages on 2 ranks"),
         (rules_for(["blocks.1"], schedule="2F2B", ranks=2), "do not suit the schedule 2F2B"),
         (
-            (*rules_for(["blocks.1"], schedule="1F1B", ranks=2), Rule(
-                trade="shard_batch", degree=2, bucket_bytes=1024)),
-            "neither tensors nor the batch",
-        ),
-        (
             (*rules_for(["blocks.0"], schedule="1F1B", ranks=2),
              *rules_for(["blocks.1"], schedule="GPipe", ranks=2)),
             "do not agree on ranks or schedule",
@@ -127,6 +123,29 @@ def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str) ->
     with pytest.raises(BadInput, match=said) as refused:
         struck(*rules)
     assert len(str(refused.value).splitlines()) == 3
+
+
+def test_groups_share_the_batch_equally_or_not_at_all() -> None:
+    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1024, shares=(3, 1))
+    with pytest.raises(BadInput, match="share the batch equally or not at all"):
+        struck(rule, *rules_for(["blocks.1"], schedule="1F1B", ranks=2), micro_batches=2)
+
+
+def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
+    """Each sends on half as much as one group would; and then every gradient, with the loss."""
+    rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
+    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
+    one, two = (struck(*more, *rules, micro_batches=2) for more in ((), (shared,)))
+    assert two.layout == Layout(batch=2, pipeline=2)
+    assert not any(node.collective for node in two.graph.nodes)
+    assert two.pipeline is not None
+    held = [two.pipeline.held(rank) for rank in range(2)]
+    sizes = {n.name: n.outputs[0].nbytes for n in two.graph.inputs() if n.outputs}
+    gradients = [sum(sizes[n] for n in own if n.startswith("parameter:")) for own in held]
+    alone = predict(one, costs()).quad.communication_bytes.value
+    sent = predict(two, costs()).quad.communication_bytes.value
+    # Of two ranks a ring sends as much as there is.
+    assert sent in {alone // 2 + gradients[0], alone // 2 + gradients[1] + 4}
 
 
 def test_too_few_micro_batches_are_refused() -> None:
