@@ -5,7 +5,7 @@ backward pass too, so that what is kept is written. Not for what that takes: see
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from steelyard.core.graph import Graph, Node
@@ -17,16 +17,44 @@ class Kernel:
     moved_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fusing:
+    """Which calls of a graph run as one, by their names: the same however large its tensors are.
+
+    ``makers`` are of each value the calls that computed it, ``readers`` of each storage the calls
+    that read it.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    makers: Mapping[str, frozenset[str]]
+    readers: Mapping[int, set[str]]
+
+    def kernels(self, graph: Graph) -> tuple[Kernel, ...]:
+        """All calls that cost something."""
+        found = []
+        for group in self.groups:
+            nodes = tuple(graph.by_name[name] for name in group)
+            moved = nodes[0].moved_bytes
+            if len(nodes) > 1:
+                moved = _read_bytes(graph, nodes, self.makers) + _written_bytes(nodes, self.readers)
+            found.append(Kernel(nodes=nodes, moved_bytes=moved))
+        return tuple(found)
+
+
 def fused(graph: Graph, place: Callable[[Node], Hashable]) -> tuple[Kernel, ...]:
     """All calls of the graph that cost something; none is fused with one of another place."""
+    return fusing(graph, place).kernels(graph)
+
+
+def fusing(graph: Graph, place: Callable[[Node], Hashable]) -> Fusing:
     makers = _makers(graph)
     even = {n.name for n in graph.nodes if is_even(graph, n)}
     depth = _depths(graph, even, place)
-    kernel_of: dict[str, list[Node]] = {}
+    kernel_of: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.is_free or is_allocation(node):
             continue
-        mine = kernel_of[node.name] = [node]
+        mine = kernel_of[node.name] = [node.name]
         # Of one depth and place: nothing that is not of the kernel lies between them.
         for name in node.inputs if node.name in even else ():
             for maker in makers[name] & even:
@@ -34,9 +62,10 @@ def fused(graph: Graph, place: Callable[[Node], Hashable]) -> tuple[Kernel, ...]
                 if theirs is mine or depth[maker] != depth[node.name]:
                     continue
                 theirs.extend(mine)
-                kernel_of.update(dict.fromkeys((n.name for n in mine), theirs))
+                kernel_of.update(dict.fromkeys(mine, theirs))
                 mine = theirs
-    return tuple(_kernels(graph, kernel_of, makers))
+    groups = {id(names): tuple(names) for names in kernel_of.values()}
+    return Fusing(groups=tuple(groups.values()), makers=makers, readers=_readers(graph))
 
 
 def unfused(nodes: Iterable[Node]) -> tuple[Kernel, ...]:
@@ -90,18 +119,6 @@ def _second(pair: tuple[Hashable, int]) -> int:
     return pair[1]
 
 
-def _kernels(
-    graph: Graph, kernel_of: dict[str, list[Node]], makers: dict[str, frozenset[str]]
-) -> Iterable[Kernel]:
-    kernels = {id(nodes): nodes for nodes in kernel_of.values()}
-    readers = _readers(graph)
-    for nodes in kernels.values():
-        moved = nodes[0].moved_bytes
-        if len(nodes) > 1:
-            moved = _read_bytes(graph, nodes, makers) + _written_bytes(nodes, readers)
-        yield Kernel(nodes=tuple(nodes), moved_bytes=moved)
-
-
 def _readers(graph: Graph) -> dict[int, set[str]]:
     """By storage. What leaves the step is read by nobody in it, and for good."""
     found: dict[int, set[str]] = defaultdict(set)
@@ -115,7 +132,7 @@ def _readers(graph: Graph) -> dict[int, set[str]]:
     return found
 
 
-def _read_bytes(graph: Graph, nodes: Sequence[Node], makers: dict[str, frozenset[str]]) -> int:
+def _read_bytes(graph: Graph, nodes: Sequence[Node], makers: Mapping[str, frozenset[str]]) -> int:
     inside = {n.name for n in nodes}
     read: dict[int, int] = {}
     for node in nodes:
@@ -128,7 +145,7 @@ def _read_bytes(graph: Graph, nodes: Sequence[Node], makers: dict[str, frozenset
     return sum(read.values())
 
 
-def _written_bytes(nodes: Sequence[Node], readers: dict[int, set[str]]) -> int:
+def _written_bytes(nodes: Sequence[Node], readers: Mapping[int, set[str]]) -> int:
     inside = {n.name for n in nodes}
     return sum(
         tensor.nbytes

@@ -4,21 +4,18 @@ A block's kept bytes are what it makes and the backward pass reads; the blocks b
 middle one say what it hands on. Not for a whole step of many blocks: see deep.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout
 from steelyard.core.graph import Graph, Node, Phase, Role, Tensor
-from steelyard.core.rules import Spot
 from steelyard.core.stack import Stack
-from steelyard.predict.fused import fused, unfused
+from steelyard.predict.belonging import Belonging, belonging
+from steelyard.predict.fused import unfused
 from steelyard.predict.kernels import kernel_seconds
-
-# Of the blocks that were captured, the one that has a neighbour on either side: so many after the
-# first.
-MIDDLE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +63,17 @@ def sections(
     blocks: str,
     first: int = 0,
     stack: Stack | None = None,
+    belongs: Belonging | None = None,
 ) -> Sections:
-    """``blocks`` is the path of the list that the captured blocks, three at least, stand in, the
-    first of them at ``first``; empty where there are none.
-
-    Without a ``stack``, each call takes what the costs say of it.
+    """``blocks`` and ``first`` as in ``belonging``, which is found anew unless it is given: that of
+    the same graph at any number of samples. Without a ``stack``, each call takes what the costs say
+    of it.
     """
-    work = _Told(graph, costs, layout, blocks, first, stack)
+    belongs = belongs or belonging(graph, layout, blocks=blocks, first=first)
+    work = _Told(graph, costs, layout, belongs, stack)
     return Sections(
         before=work.section("before"),
-        block=work.section(work.middle),
+        block=work.section(belongs.middle),
         after=work.section("after"),
         stream_bytes=work.stream_bytes(),
     )
@@ -87,27 +85,19 @@ class _Told:
         graph: Graph,
         costs: Costs,
         layout: DeepLayout,
-        blocks: str,
-        first: int,
+        belongs: Belonging,
         stack: Stack | None,
     ) -> None:
         self._graph, self._costs, self._layout = graph, costs, layout
-        self._blocks, self._first = blocks, first
-        self.middle = str(first + MIDDLE)
-        self._modules_again = tuple(a for a in layout.again if isinstance(a, str))
-        # A call of several results runs again for any of them.
-        self._calls_again = frozenset(
-            replace(a, op=a.op.partition("#")[0]) for a in layout.again if not isinstance(a, str)
-        )
-        self._of = self._sections_of_nodes()
+        self._belongs, self._of = belongs, belongs.section_of
         self._given = {t.storage for node in graph.inputs() for t in node.outputs}
         self._maker: dict[int, Node] = {}
         for node in graph.nodes:
             for tensor in node.outputs:
                 self._maker.setdefault(tensor.storage, node)
-        self._gathered = self._gathered_values() if layout.gathers_again else {}
-        self._gatherings = frozenset(self._gathered.values())
-        self._regions = {node.name: self._region_of(node) for node in graph.nodes}
+        self._kept = self._plain = self._kept_bytes(self._region)
+        if layout.again:
+            self._plain = self._kept_bytes(lambda _: "")
         self._kernel_seconds = self._priced(stack)
         self._overlaps = stack is not None and stack.overlaps_tensor
 
@@ -117,8 +107,7 @@ class _Told:
         backward = [n for n in mine if n.phase is not Phase.FORWARD]
         again = [n for n in forward if self._region(n)]
         exchanged = [n.collective for n in (*mine, *again) if n.collective is not None]
-        kept = self._kept_bytes(name, self._region)
-        plain = self._kept_bytes(name, lambda _: "") if self._layout.again else kept
+        kept, plain = self._kept.get(name, 0), self._plain.get(name, 0)
         return Section(
             forward_seconds=self._seconds(forward),
             backward_seconds=self._seconds(backward) - self._hidden_seconds(backward, again),
@@ -137,79 +126,19 @@ class _Told:
         crossing = {
             tensor.storage: tensor.nbytes
             for node in self._graph.forward()
-            if self._of.get(node.name) == str(self._first + MIDDLE + 1)
+            if self._of.get(node.name) == self._belongs.following
             for name in node.inputs
-            for tensor in self._made(name, self.middle)
+            for tensor in self._made(name, self._belongs.middle)
         }
         return sum(crossing.values())
 
-    def _sections_of_nodes(self) -> dict[str, str]:
-        """Blocks by their number; of the rest, what comes before the blocks, and what after."""
-        found: dict[str, str] = {}
-        rest, other = "before", "after"
-        phase = Phase.FORWARD
-        for node in self._graph.nodes:
-            if node.is_input:
-                continue
-            if phase is Phase.FORWARD and node.phase is not Phase.FORWARD:
-                phase, rest, other = node.phase, "after", "before"
-            number = self._number_of(node)
-            if number:
-                found[node.name] = number
-                rest = other
-            else:
-                found[node.name] = rest
-        return found
-
-    def _number_of(self, node: Node) -> str:
-        """Of the block that a node belongs to; empty outside of those that were captured."""
-        head, _, inside = node.path.partition(f"{self._blocks}.")
-        number = inside.partition(".")[0]
-        is_block = self._blocks and not head and number.isdigit()
-        return number if is_block and int(number) >= self._first else ""
-
     def _region(self, node: Node) -> str:
         """What a node of a block is computed again with: its module, or the block."""
-        return self._regions[node.name]
+        return self._belongs.region_of[node.name]
 
-    def _region_of(self, node: Node) -> str:
-        number = self._of.get(node.name, "")
-        if not number.isdigit():
-            return ""
-        if self._calls_again:
-            _, _, inside = node.path.removeprefix(f"{self._blocks}.").partition(".")
-            if Spot(inside, node.op, node.nth) in self._calls_again:
-                return f"calls of {number}"
-        if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
-            return ""
-        for inside in self._modules_again:
-            path = self._inside(node, inside)
-            if path:
-                return path
-        return self._gathered.get(node.name, "")
-
-    def _inside(self, node: Node, module: str) -> str:
-        """The path of the module of its block that a node belongs to; none where it does not."""
-        number = self._of[node.name]
-        path = f"{self._blocks}.{number}{'.' if module else ''}{module}"
-        return path if node.path == path or node.path.startswith(f"{path}.") else ""
-
-    def _gathered_values(self) -> dict[str, str]:
-        """What comes of each gathering, and of nothing else, before it is computed with."""
-        found: dict[str, str] = {}
-        given = {node.name for node in self._graph.inputs()}
-        for node in self._graph.forward():
-            if node.collective is not None and node.collective.kind is Exchange.ALL_GATHER:
-                found[node.name] = f"gathered {node.name}"
-            elif not node.flops and node.inputs and given.isdisjoint(node.inputs):
-                sources = {found.get(name) for name in node.inputs}
-                gathering = sources.pop() if len(sources) == 1 else None
-                if gathering is not None:
-                    found[node.name] = gathering
-        return found
-
-    def _kept_bytes(self, name: str, region: Callable[[Node], str]) -> int:
-        kept: dict[int, int] = {}
+    def _kept_bytes(self, region: Callable[[Node], str]) -> dict[str, int]:
+        """Of each section."""
+        kept: dict[str, dict[int, int]] = defaultdict(dict)
         for node in self._graph.nodes:
             if node.is_input or node.is_free:
                 continue
@@ -217,18 +146,26 @@ class _Told:
             # In the forward pass only what is computed again reads what has to stay.
             if node.phase is Phase.FORWARD and not within:
                 continue
-            for source in node.inputs:
-                for tensor in self._made(source, name):
-                    made_within = region(self._maker[tensor.storage])
-                    if made_within and made_within == within:
-                        continue
-                    # Gathered anew for whatever reads it then.
-                    if made_within in self._gatherings and node.phase is not Phase.FORWARD:
-                        continue
-                    whole = self._graph.storages[tensor.storage].nbytes
-                    nbytes = min(whole, tensor.nbytes) if self._layout.draws_parts else whole
-                    kept[tensor.storage] = max(kept.get(tensor.storage, 0), nbytes)
-        return sum(kept.values())
+            for tensor, maker in self._made_forward(node):
+                made_within = region(maker)
+                if made_within and made_within == within:
+                    continue
+                # Gathered anew for whatever reads it then.
+                if made_within in self._belongs.gatherings and node.phase is not Phase.FORWARD:
+                    continue
+                whole = self._graph.storages[tensor.storage].nbytes
+                nbytes = min(whole, tensor.nbytes) if self._layout.draws_parts else whole
+                mine = kept[self._of[maker.name]]
+                mine[tensor.storage] = max(mine.get(tensor.storage, 0), nbytes)
+        return {name: sum(each.values()) for name, each in kept.items()}
+
+    def _made_forward(self, node: Node) -> Iterator[tuple[Tensor, Node]]:
+        """What of its inputs some call of the forward pass made, and which."""
+        for source in node.inputs:
+            for tensor in self._graph.by_name[source].outputs:
+                maker = self._maker[tensor.storage]
+                if maker.phase is Phase.FORWARD and tensor.storage not in self._given:
+                    yield tensor, maker
 
     def _peak_bytes(self, mine: Sequence[Node]) -> int:
         """Of what these calls make, each until the last of them has read it."""
@@ -275,20 +212,18 @@ class _Told:
         added = [
             n for n in backward if n.collective and n.collective.kind is not Exchange.ALL_GATHER
         ]
-        gathered = [n for n in again if n.collective and self._region(n) in self._gatherings]
+        gathered = [
+            n for n in again if n.collective and self._region(n) in self._belongs.gatherings
+        ]
         found = [n.collective for n in (*added, *gathered) if n.collective is not None]
         exchanging = sum(self._costs.exchange_seconds(c).value for c in found)
         products = sum(self._kernel_seconds.get(n.name, 0.0) for n in backward if n.flops)
         return min(exchanging, products / 2)
 
     def _priced(self, stack: Stack | None) -> dict[str, float]:
-        """By the first call of each kernel; none reaches from one section or pass to another."""
-
-        def place(node: Node) -> tuple[str, Phase, str]:
-            return self._of.get(node.name, ""), node.phase, self._region(node)
-
+        """By the first call of each kernel."""
         fuses = stack is not None and stack.fuses
-        kernels = fused(self._graph, place) if fuses else unfused(self._graph.nodes)
+        kernels = self._belongs.fusing.kernels(self._graph) if fuses else unfused(self._graph.nodes)
         found = {k.nodes[0].name: kernel_seconds(k, self._costs, stack) for k in kernels}
         if self._layout.draws_parts:
             # Drawn on its own it is written whole; fused with what reads it, never.

@@ -20,6 +20,7 @@ from steelyard.core.graph import Graph
 from steelyard.core.plan import Prediction
 from steelyard.core.sampled import Sampled
 from steelyard.core.stack import stack_on
+from steelyard.predict.belonging import Belonging, belonging
 from steelyard.predict.deep import DeepLaid, DeepStep, Stage, deep_step_of, tensor_costs
 from steelyard.predict.deep_priced import priced
 from steelyard.predict.sections import Section, Sections, sections
@@ -107,6 +108,7 @@ class DeepSearch:
         self._places = Places(cluster)
         self._stacks = {device: stack_on(device) for device in self._places.classes}
         self._sections: dict[tuple[int, int, Again, Device], Sections] = {}
+        self._belonging: dict[tuple[int, Again], Belonging] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._costs: dict[tuple[int, Device], Costs] = {}
         self._sets: dict[int, tuple[Again, ...]] = {}
@@ -122,6 +124,7 @@ class DeepSearch:
         )
         other._sections, other._graphs = self._sections, self._graphs
         other._costs, other._sets = self._costs, self._sets
+        other._belonging = self._belonging
         return other
 
     def limit_bytes(self, budget: Budget) -> int:
@@ -344,8 +347,17 @@ class DeepSearch:
                 blocks=blocks.path,
                 first=blocks.first,
                 stack=self._stacks[device],
+                belongs=self._belonging_of(tensor, again),
             )
         return self._sections[key]
+
+    def _belonging_of(self, tensor: int, again: Again) -> Belonging:
+        key = tensor, again
+        if key not in self._belonging:
+            blocks, layout = self._source.blocks, DeepLayout(tensor=tensor, again=again)
+            graph = self._source.in_parts(tensor).graph
+            self._belonging[key] = belonging(graph, layout, blocks=blocks.path, first=blocks.first)
+        return self._belonging[key]
 
     def _graph(self, tensor: int, samples: int) -> Graph:
         if (tensor, samples) not in self._graphs:

@@ -11,7 +11,7 @@ from steelyard.core.graph import Graph, OutputKind, path_matches
 from steelyard.core.parting import Region
 from steelyard.core.placement import Shard
 from steelyard.core.rules import Rule
-from steelyard.predict.sections import MIDDLE
+from steelyard.predict.belonging import MIDDLE
 from steelyard.search.deep import Laid
 from steelyard.search.deep_stages import Again
 

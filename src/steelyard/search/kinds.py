@@ -14,7 +14,7 @@ from steelyard.core.deep_layout import Blocks
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
 from steelyard.core.rules import Spot, spot_of
-from steelyard.predict.sections import MIDDLE
+from steelyard.predict.belonging import MIDDLE
 from steelyard.search.cut import Cut
 from steelyard.search.tally import Tally
 
