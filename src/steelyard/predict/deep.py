@@ -246,7 +246,7 @@ class DeepLaid:
         count, formats = self._num_parameters(number, num_blocks), self._formats
         # Weights in parts are gathered for one block and for the one that follows it; those of
         # the ends for the whole step.
-        gathered = 2 * self._parts.block.num_parameters + self._num_around(number)
+        gathered = 2 * self._num_in_block + self._num_around(number)
         return StageMemory(
             weight_bytes=count * formats.weight_bytes // self._share(from_stage=3),
             gradient_bytes=count * formats.gradient_bytes // self._share(from_stage=2),
@@ -311,7 +311,11 @@ class DeepLaid:
         return [*ends, self._parts.after] if number == self._layout.pipeline - 1 else ends
 
     def _num_parameters(self, number: int, num_blocks: int) -> int:
-        return num_blocks * self._parts.block.num_parameters + self._num_around(number)
+        return num_blocks * self._num_in_block + self._num_around(number)
+
+    @cached_property
+    def _num_in_block(self) -> int:
+        return self._parts.block.num_parameters
 
     def _num_around(self, number: int) -> int:
         """What both ends read is held once where they are one stage."""

@@ -40,8 +40,20 @@ class Stages:
             on: [on.in_turn(section) for _, section in kinds]
             for on, kinds in self._sections.items()
         }
+        self._like = self._first_alike()
         self._fitted: dict[tuple[int, int], float] = {}
         self._least: dict[tuple[int, int], float] = {}
+
+    def _first_alike(self) -> list[int]:
+        """Of each stage the first that takes and may hold the same with as many blocks."""
+        first: dict[tuple[DeepLaid, bool, bool, float, float], int] = {}
+        found, last = [], len(self._laid) - 1
+        for stage, (on, limit) in enumerate(zip(self._laid, self._limits_bytes, strict=True)):
+            # How often what is kept is there counts for nothing where anything may be.
+            alive = on.alive(stage) if limit < _NEVER else 0.0
+            key = on, stage == 0, stage == last, alive, limit
+            found.append(first.setdefault(key, stage))
+        return found
 
     def fit(self, limits_bytes: Sequence[int]) -> bool:
         """Whether these stages hold no more than so much, less than they may."""
@@ -102,6 +114,7 @@ class Stages:
         return bettered(start, seconds_of, through)
 
     def _fitted_seconds(self, stage: int, count: int) -> float:
+        stage = self._like[stage]
         if (stage, count) not in self._fitted:
             room, ends = self._room_bytes(stage, count), self._laid[stage].ends_seconds(stage)
             mix = mixed(self._kinds(stage), count, room)
@@ -109,6 +122,7 @@ class Stages:
         return self._fitted[stage, count]
 
     def _least_seconds(self, stage: int, count: int) -> float:
+        stage = self._like[stage]
         if (stage, count) not in self._least:
             room, ends = self._room_bytes(stage, count), self._laid[stage].ends_seconds(stage)
             self._least[stage, count] = least_seconds(self._kinds(stage), count, room) + ends
