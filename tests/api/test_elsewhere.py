@@ -101,6 +101,35 @@ def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedElsewher
         planned.why_not("shard")
 
 
+def test_stages_on_a_slower_class_hold_no_more_than_it_has() -> None:
+    old = """
+[device.old]
+memory = "700 KiB"
+memory_bandwidth = "450 GB/s"
+peak = { float32 = "7 TFLOP/s" }
+"""
+    tree = """
+[device.d]
+memory = "1100 KiB"
+memory_bandwidth = "900 GB/s"
+peak = { float32 = "15 TFLOP/s" }
+[link.l]
+rate = "25 GB/s"
+latency = "5 us"
+[scope.cluster]
+members = { d = 2, old = 2 }
+link = "l"
+"""
+    mixed = Elsewhere(request=_request(cluster=sy.Cluster(tree=decode_tree(old + tree))))
+    laid = mixed.best(sy.Budget(), 4)
+    said = str(mixed.planned(sy.Budget(), None))
+    places = mixed.search._places.of(laid.layout)
+    assert {place.memory_bytes for place in places} <= {1100 * 1024, 700 * 1024}
+    for place, memory in zip(places, laid.step.stages, strict=True):
+        assert memory.nbytes <= place.memory_bytes
+    assert "700 KiB where its device has no more" in said
+
+
 def test_it_says_what_is_reached_and_takes_longer_by_that() -> None:
     tree = decode_tree("""
         [device.d]

@@ -158,11 +158,20 @@ class Elsewhere:
         notes = [
             f"{reached}, each with any of its blocks computed again, at declared rates",
             rates,
-            f"a rank may hold {format_bytes(limit)}, and nothing is reckoned for drivers beside it",
+            f"a rank may hold {self._allowed(limit)}; nothing is reckoned for drivers beside it",
         ]
         if laid.layout.data > 1 or laid.layout.micro_batches > 1:
             notes.append("that samples may be told apart was judged by operators, and not tried")
         return notes
+
+    def _allowed(self, limit: int) -> str:
+        smaller = sorted({
+            device.memory_bytes
+            for device, _ in self.request.cluster.tree.classes
+            if device.memory_bytes < limit
+        })  # fmt: skip
+        less = "".join(f", {format_bytes(n)} where its device has no more" for n in smaller)
+        return f"{format_bytes(limit)}{less}"
 
 
 class PlannedElsewhere(Planned):
