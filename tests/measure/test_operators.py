@@ -152,6 +152,8 @@ def test_exchanges_are_left_to_the_links() -> None:
     graph = graph_of(("_c10d_functional.all_reduce.default", [X, "sum", "0"], [X.clone()]))
     _, survey = measure_operators([graph], DEVICE)
     assert survey.count(Missing.EXCHANGES) == 1
+    # Its link is measured, so that nobody need be told.
+    assert not any("operators not measured" in note for note in survey.notes)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -12,12 +12,13 @@ from steelyard.core.budget import Budget
 from steelyard.core.plan import NextCent, Plan
 from steelyard.core.quad import Estimate
 from steelyard.core.receipt import Measured, Receipt
+from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
 from steelyard.report.figures import Figure
 from steelyard.report.lines import Zoom, plain
 from steelyard.report.peaks import alike, short_op
 from steelyard.report.text import render
-from steelyard.report.tree import tree_of
+from steelyard.report.tree import rule_in_words, tree_of
 from tests.report.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile, prediction
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -256,3 +257,9 @@ def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
         in text
     )
     assert "times as long" not in shown(PLAN, width=200)
+
+
+def test_the_ends_of_stages_are_said_as_such() -> None:
+    rule = Rule(trade="shard_pipeline", module="blocks.1", op="1F1B", degree=2)
+    said = "shard_pipeline: 1F1B on 2 ranks, a stage ends behind blocks.1"
+    assert rule_in_words(rule) == said

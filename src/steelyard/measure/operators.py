@@ -339,6 +339,8 @@ def _free_bytes(device: torch.device) -> int:
 def _notes(unmeasured: list[Unmeasured]) -> list[str]:
     notes = []
     for why in Missing:
+        if why is Missing.EXCHANGES:
+            continue  # the link that carries them was measured
         found = [u for u in unmeasured if u.why is why]
         if found:
             which = found[0].signature[:60] + (f": {found[0].detail}" if found[0].detail else "")

@@ -280,6 +280,8 @@ def rule_in_words(rule: Rule) -> str:
     if rule.trade == "shard_states":
         twice = ", gathered twice" if rule.times > 1 else ""
         return f"{rule.trade}: {rule.module} ({rule.count}) among {rule.degree} ranks{twice}"
+    if rule.trade == "shard_pipeline":
+        return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"
     if rule.trade == "overlap":
         return f"{rule.trade}: window {rule.lag}"
     if rule.trade == "offload_state":
