@@ -101,6 +101,19 @@ def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedElsewher
         planned.why_not("shard")
 
 
+def test_the_next_cent_is_what_larger_devices_would_save(
+    where: Elsewhere, planned: PlannedElsewhere
+) -> None:
+    """Also where the plan may hold all that a device has."""
+    cent, limit = planned.plan.next_cent, 1100 * 1024
+    assert cent is not None
+    larger = where.search.fastest(8, limit + cent.more_bytes)
+    assert larger is not None
+    now = planned.predicted.step_seconds.value
+    assert cent.saved_seconds == pytest.approx(now - larger.step.step_seconds)
+    assert cent.saved_seconds > 0
+
+
 def test_stages_on_a_slower_class_hold_no_more_than_it_has() -> None:
     old = """
 [device.old]

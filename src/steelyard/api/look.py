@@ -174,12 +174,13 @@ class Look:
 
     def _refuse_unlike_stages(self, layout: Layout) -> None:
         """Of a plan from a file; none is made so."""
-        if layout.pipeline > 1 and len({*self.prices.costs.devices[: layout.pipeline]}) > 1:
+        ranks = layout.num_ranks
+        if layout.pipeline > 1 and len({*self.prices.costs.devices[:ranks]}) > 1:
             raise Mismatch(
-                f"the plan lays layers on {layout.pipeline} ranks, which are of unequal speed here",
+                f"the plan lays layers on {ranks} ranks, which are of unequal speed here",
                 expected="stages on devices of one class: what others take is not predicted yet",
                 remedy="plan again, which shares the batch unequally; or say that they are equal: "
-                f"speeds = {[1.0] * layout.pipeline} under [made_for]",
+                f"speeds = {[1.0] * ranks} under [made_for]",
             )
 
     def recomputed(self, rules: Sequence[Rule]) -> Program:

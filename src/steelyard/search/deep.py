@@ -129,7 +129,7 @@ class DeepSearch:
 
     def limit_bytes(self, budget: Budget) -> int:
         """No rank may hold more than its device has, whatever the budget says."""
-        has = max(device.memory_bytes for device in self._places.classes)
+        has = self._most_bytes
         return has if budget.memory_bytes is None else min(has, budget.memory_bytes)
 
     def fastest(self, num_ranks: int, limit_bytes: int, *, fits: Fits = _any) -> Laid | None:
@@ -222,6 +222,10 @@ class DeepSearch:
         return self.prediction(replace(laid, stages=tuple((((), count),) for count in counts)))
 
     @property
+    def _most_bytes(self) -> int:
+        return max(device.memory_bytes for device in self._places.classes)
+
+    @property
     def num_samples(self) -> int:
         return self._source.num_samples
 
@@ -277,7 +281,9 @@ class DeepSearch:
         if self._least_bytes(way) > limit_bytes:
             return None
         places, laid = self._places.of(layout), self._on_places(layout, samples)
-        limits = [min(limit_bytes, place.memory_bytes) for place in places]
+        # More than any device has is asked for as if each had that much more.
+        more = max(0, limit_bytes - self._most_bytes)
+        limits = [min(limit_bytes, place.memory_bytes + more) for place in places]
         device_of = dict(zip(laid, (place.device for place in places), strict=True))
 
         def kinds_on(on: DeepLaid, sets: Sequence[Again] = ()) -> list[tuple[Again, Section]]:
