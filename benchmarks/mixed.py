@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
+from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 from steelyard.core.layout import Layout
 from steelyard.core.planfile import read_decisions, write_decisions
@@ -179,7 +179,7 @@ def work(folder: Path, rank: int) -> None:
             for side in sides
             for a, b in zip(losses[side], losses["alone"], strict=True)
         ), losses
-    seconds = _in_turn(sides)
+    seconds = in_turn(sides, TURNS)
     if rank == 0:
         (folder / "seconds.json").write_text(json.dumps(seconds))
     dist.barrier()
@@ -192,22 +192,6 @@ def _alone(rank: int) -> Callable[[], Tensor]:
         return lambda: torch.zeros(())
     model, loss, batch = case()
     return partial(sy.plan(model, loss, batch, optimizer=OPTIMIZER).apply(), batch)
-
-
-def _in_turn(sides: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
-    """What each step took on the slower rank; of a barrier and an exchange of one number more."""
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    names = list(sides)
-    for turn in range(TURNS):
-        for place in range(len(names)):
-            side = names[(place + turn) % len(names)]
-            dist.barrier()
-            begin = time.perf_counter()
-            sides[side]()
-            took = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            seconds[side].append(float(took))
-    return seconds
 
 
 def case() -> tuple[nn.Module, Any, Any]:

@@ -22,7 +22,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 
 RANKS, PAIRS, WARM_UP, SAME_STEPS = 2, 30, 3, 3
@@ -112,7 +112,7 @@ def _beside_ddp(
         )
     sides["torch.compile"] = _ddp(model, loss, batch, rank, compiled=True)
     _same(sides)
-    seconds = _in_turn(sides)
+    seconds = in_turn(sides, PAIRS, warm_up=WARM_UP)
     best = min((s for s in sides if s != "ours"), key=lambda s: median(seconds[s]))
     return [_ratio(f"{name}: seconds / DDP ({best})", seconds["ours"], seconds[best])]
 
@@ -129,7 +129,7 @@ def _beside_fsdp(
         "ours": _peak(sides["ours"]) + _held(ours.live.model, ours.live.optimizer),
         "fsdp2": _peak(theirs) + _held(sharded, optimizer),
     }
-    seconds = _in_turn(sides)
+    seconds = in_turn(sides, PAIRS, warm_up=WARM_UP)
     ratio = peaks["ours"] / peaks["fsdp2"]
     return [
         _ratio(f"{name}: seconds / FSDP2", seconds["ours"], seconds["fsdp2"]),
@@ -239,23 +239,6 @@ def _same(sides: dict[str, Step]) -> None:
             losses[side] = float(value)
         first = losses["ours"]
         assert all(abs(x - first) <= SAME * abs(first) for x in losses.values()), losses
-
-
-def _in_turn(sides: dict[str, Step]) -> dict[str, list[float]]:
-    """Of each side, what each of its steps took on the slower rank."""
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    names = list(sides)
-    for turn in range(WARM_UP + PAIRS):
-        for place in range(len(names)):
-            side = names[(place + turn) % len(names)]
-            dist.barrier()
-            begin = time.perf_counter()
-            sides[side]()
-            took = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if turn >= WARM_UP:
-                seconds[side].append(float(took))
-    return seconds
 
 
 def _ratio(name: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:

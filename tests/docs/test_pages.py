@@ -44,7 +44,7 @@ def _planned_once(
     """As ``plan_workload``; a step that was captured and searched for a page is not so again for
     another budget: pages plan one script over and over."""
     cluster = cluster or sy.Cluster.here()
-    if any(wishes.values()) or not any(device.is_here for device, _ in cluster.tree.classes):
+    if any(wishes.values()) or not cluster.is_here:
         return _PLAN_WORKLOAD(
             workload, budget=budget, title=title, cluster=cluster, runner=runner,
             on_progress=on_progress, **wishes,

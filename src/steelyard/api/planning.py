@@ -85,7 +85,7 @@ def plan(
 def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:
     """Deep models, and questions about how many devices, for what is only declared."""
     cluster = request.cluster
-    if cluster.num_devices == 1 or any(device.is_here for device, _ in cluster.tree.classes):
+    if cluster.num_devices == 1 or cluster.is_here:
         return False
     return minimize is not None or cut(request.model) is not None
 
@@ -114,7 +114,7 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any, minimize:
     _check("maximize", maximize, fine=asked, expected=" or ".join(Maximize))
     asked = minimize is None or minimize in [*Minimize]
     _check("minimize", minimize, fine=asked, expected=" or ".join(Minimize))
-    is_here = cluster is None or any(device.is_here for device, _ in cluster.tree.classes)
+    is_here = cluster is None or cluster.is_here
     if minimize is not None and (is_here or maximize is not None):
         raise BadInput(
             "the fewest devices are asked for " + ("of this machine" if is_here else "twice over"),
