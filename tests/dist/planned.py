@@ -33,8 +33,8 @@ from steelyard.trades.shard_pipeline import rules_for
 from tests import zoo
 from tests.dist.scenarios import Patience, Recorder, Sends, planned_calls
 from tests.harness import in_a_hurry
-from tests.zoo.case import Loss, next_token_loss, tokens
-from tests.zoo.own import GPT
+from tests.zoo.case import Loss, class_loss, images, next_token_loss, tokens
+from tests.zoo.own import GPT, Residual
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 STEPS = 20
@@ -98,6 +98,23 @@ def _channels() -> tuple[nn.Module, Loss, Any]:
     return model, loss, batch
 
 
+def _normalised() -> tuple[nn.Module, Loss, Any]:
+    """By statistics of all samples, one BatchNorm right behind another; and of each sample."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.BatchNorm2d(4, affine=False, track_running_stats=False),
+        nn.ReLU(inplace=True),
+        nn.InstanceNorm2d(4, affine=True),
+        Residual(4, 8, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 10),
+    )
+    return model, class_loss, images(8, 16, 10)
+
+
 _BATCH, _TENSOR, _STAGES = Layout(batch=2), Layout(tensor=2), Layout(pipeline=2)
 # Each is captured, planned for and loaded, on all ranks: seconds of each.
 SHARED = {
@@ -109,6 +126,7 @@ SHARED = {
         _random_and_tied, _BATCH, micro_batches=2, with_states=True, gathers=2,
         share_of_plain=0.95,
     ),
+    "normalised, in less memory": Case(_normalised, _BATCH, share_of_plain=0.9),
 }
 UNEQUAL = {
     "random and summed, in less memory": Case(
@@ -136,6 +154,7 @@ ON_FOUR = {
     "random and tied, in stages, of two groups": Case(
         _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
     ),
+    "normalised batch, channels in parts": Case(_normalised, Layout(batch=2, tensor=2)),
     "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
     "padded batch, tensors and states, in micro-batches": Case(
         _padded, Layout(batch=2, tensor=2), micro_batches=2, with_states=True
@@ -365,13 +384,17 @@ def _doubled(batch: Any) -> Any:
 
 
 def _error(model: nn.Module, alone: nn.Module) -> float:
-    """The largest difference of a parameter, of what training changed at most."""
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    """The largest difference of a parameter or a buffer, of what training changed at most."""
+    pairs = zip(_tensors(model), _tensors(alone), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    for tensor in _tensors(model):
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

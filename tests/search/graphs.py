@@ -200,8 +200,12 @@ class Whole:
     def divisors(self) -> tuple[int, ...]:
         return (1,)
 
+    sharers = divisors
+
     def why_not_split(self) -> str | None:
         return None
+
+    why_not_shared = why_not_split
 
 
 class Split:
@@ -242,8 +246,12 @@ class Split:
     def divisors(self) -> tuple[int, ...]:
         return self._divisors
 
+    sharers = divisors
+
     def why_not_split(self) -> str | None:
         return self._reason or None
+
+    why_not_shared = why_not_split
 
 
 def tower(height: int) -> Graph:

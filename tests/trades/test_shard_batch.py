@@ -15,6 +15,7 @@ from torch import nn
 import steelyard as sy
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Device, Link
+from steelyard.core.collective import Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import OutputKind, Role
@@ -117,17 +118,65 @@ def test_a_batch_that_cannot_be_shared_so_is_refused(
         shared(ranks, *more)
 
 
-def test_batch_statistics_are_not_split_in_silence() -> None:
+@functools.cache
+def normed() -> Trial:
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.Flatten(),
+        nn.Linear(4 * 36, 10),
     )
-    normed = Trial(model, class_loss, images(4, 8, 10))
-    offers, (refusal,) = ShardBatch().offers(normed.plain, normed.source)
+    return Trial(model, class_loss, images(4, 8, 10))
+
+
+def test_batch_statistics_are_those_of_all_samples() -> None:
+    offers, (refusal,) = ShardBatch().offers(normed().plain, normed().source)
+    # One sample a rank has no variance of its own.
+    assert [offer.rules[0].degree for offer in offers] == [2]
+    assert refusal.label == "with BatchNorm's statistics of each rank's own samples"
+    assert "is lossy" in refusal.reason
+    program = normed().struck([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
+    assert program.problems() == []
+    graph = program.graph
+    sent = [n.collective for n in graph.nodes if n.collective is not None and n.path == "1"]
+    # Mean and variance of 4 channels of both ranks; then the sums that their derivatives take.
+    assert [(c.kind, c.axis, c.whole_bytes) for c in sent] == [
+        (Exchange.ALL_GATHER, DATA, 2 * 2 * 4 * 4),
+        (Exchange.ALL_REDUCE, DATA, 2 * 4 * 4),
+    ]
+    over = {n.path for n in graph.nodes if "batch_norm" in n.op}
+    assert over == {"2"}, "only what is normalised by sample is as it was"
+    updated = {o.target for o in graph.outputs if o.kind is OutputKind.UPDATE}
+    whole = {o.target for o in normed().plain.graph.outputs if o.kind is OutputKind.UPDATE}
+    assert updated == whole
+    assert len(updated) == 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Rule(trade="shard_batch", degree=4, bucket_bytes=KIB), "one of 1, 2 equal shares"),
+        (
+            Rule(trade="shard_batch", degree=2, shares=(3, 1), bucket_bytes=KIB),
+            "statistics over shares of 3 : 1",
+        ),
+    ],
+)
+def test_batch_statistics_of_such_shares_are_refused(rule: Rule, said: str) -> None:
+    with pytest.raises(Mismatch, match=said):
+        normed().struck([rule])
+
+
+def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 10)).bfloat16()
+    batch = {"x": torch.randn(4, 8).bfloat16(), "y": torch.randint(10, (4,))}
+    half = Trial(model, class_loss, batch)
+    offers, (refusal,) = ShardBatch().offers(half.plain, half.source)
     assert not offers
-    assert "BatchNorm in 1 takes its statistics over the whole batch" in refusal.reason
-    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)
+    assert "BatchNorm in 1 takes statistics in half precision" in refusal.reason
     with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
-        normed.struck([rule])
+        half.struck([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
 
 
 def test_waiting_later_hides_more_and_computes_the_same() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from steelyard.api.held import batch_held
 from steelyard.api.look import DECOMPOSITIONS, Request
 from steelyard.api.planning import Planned, budget_of, check_trade
 from steelyard.capture.sampled import SampledStep
@@ -17,6 +18,7 @@ from steelyard.core.amounts import format_bytes, format_seconds, format_share
 from steelyard.core.budget import Budget, Minimize
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, NextCent, Plan
 from steelyard.core.sampled import Sampled
 from steelyard.core.span import Span
@@ -160,6 +162,8 @@ class Elsewhere:
             rates,
             f"a rank may hold {self._allowed(limit)}; nothing is reckoned for drivers beside it",
         ]
+        shared = Layout(batch=laid.layout.data, tensor=ranks // laid.layout.data)
+        notes += batch_held(shared, self.step.num_samples)
         if laid.layout.data > 1 or laid.layout.micro_batches > 1:
             notes.append("that samples may be told apart was judged by operators, and not tried")
         return notes

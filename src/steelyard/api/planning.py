@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import nn
 
+from steelyard.api.held import batch_held
 from steelyard.api.live import Step
 from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
+from steelyard.capture.batching import batch_size
 from steelyard.capture.deep import cut
 from steelyard.capture.fakes import filled
 from steelyard.capture.optimizer import OptimizerFactory
@@ -391,7 +393,11 @@ def planned(look: Look, budget: Budget) -> Planned:
         least_bytes=found.least.nbytes if look.request.runner == "python" else 0,
         least_within=found.least_within,
         slowdown=slowdown(found.program, look.base, look.prices.costs),
-        notes=(*look.notes(), *((str(found.gap),) if found.gap else ())),
+        notes=(
+            *look.notes(),
+            *_batch_held(look, found.rules),
+            *((str(found.gap),) if found.gap else ()),
+        ),
     )
     return Planned(look, plan)
 
@@ -400,7 +406,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     """Decisions from a file on this step: nothing is searched, everything is predicted."""
     program = look.struck(decisions.rules)
     predicted, lost = _lossy(look, decisions, program)
-    notes = [*lost, *look.notes(), *_other_than_planned(look.made_for(), decisions.made_for)]
+    held = _batch_held(look, decisions.rules)
+    notes = [*lost, *look.notes(), *held, *_other_than_planned(look.made_for(), decisions.made_for)]
     far, limit = decisions.far, decisions.budget.memory_bytes
     if far is not None and program.far_bytes > far.size_bytes:
         raise Mismatch(
@@ -424,6 +431,10 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
         notes=tuple(notes),
     )
     return Planned(look, plan)
+
+
+def _batch_held(look: Look, rules: Sequence[Rule]) -> Iterator[str]:
+    return batch_held(Layout.of(rules), batch_size(look.source.batch) or 1)
 
 
 def _lossy(look: Look, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:

@@ -336,6 +336,12 @@ class PricedSource:
     def why_not_split(self) -> str | None:
         return self._source.why_not_split()
 
+    def sharers(self) -> tuple[int, ...]:
+        return self._source.sharers()
+
+    def why_not_shared(self) -> str | None:
+        return self._source.why_not_shared()
+
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:

@@ -6,6 +6,7 @@ Only wires. Not for one plan: see elsewhere.py.
 from collections.abc import Iterator
 
 from steelyard.api.elsewhere import Elsewhere
+from steelyard.api.held import GROWN
 from steelyard.api.look import Request
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
@@ -83,6 +84,7 @@ def scaled(
         notes=(
             f"nothing was measured: links at their declared rates, {cluster.rates_said}",
             f"on each number of devices the fastest layout that holds {format_bytes(limit)} a rank",
+            GROWN,
         ),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from steelyard import _torch
 from steelyard.capture.coupling import coupling
@@ -18,6 +19,7 @@ from steelyard.capture.fakes import exchanged, put_back
 from steelyard.capture.trace import Loss
 from steelyard.core.graph import Counted, Graph, OutputKind, Ref, same_shares
 from steelyard.core.plan import BatchEntry
+from steelyard.exchange.statistics import normalising, why_not_synchronised
 from steelyard.operators import call
 
 # Losses of the parts, put together, may differ from the whole by rounding only; the same of
@@ -75,18 +77,21 @@ def part(batch: Any, *, start: int, size: int) -> Any:
     return _torch.tree_map(cut, batch)
 
 
-def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitting:
+def splitting(
+    model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
+) -> Splitting:
     """Whether the loss of the batch is the mean or the sum of its parts' losses.
 
     Judged by the operators, then by numbers: the live model on a few samples, together and apart,
-    without gradients and with its randomness held still.
+    with its randomness held still. ``at_once``: the parts are computed at one time, by ranks, which
+    can take statistics together, so that these say nothing against it.
     """
     size = batch_size(batch)
     if size is None:
         return _whole("the tensors of the batch do not share dim 0")
     if size < 2:
         return _whole("the batch is a single sample")
-    reason = why_together(model, loss, batch, graph)
+    reason = why_together(model, loss, batch, graph, at_once=at_once)
     if reason:
         return _whole(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
@@ -101,20 +106,25 @@ def splitting(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> Splitti
     if len(set(every)) > 1 and not graph.is_counted_alone:
         return _whole("samples count unequally many targets, and the loss has a term besides them")
     rows = _looked_at(every)
-    verdict = _by_numbers(model, loss, _rows(batch, rows), [every[row] for row in rows])
+    with _GivenStatistics() if at_once else contextlib.nullcontext():
+        verdict = _by_numbers(model, loss, _rows(batch, rows), [every[row] for row in rows])
     if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
         return replace(verdict, reduction=Reduction.COUNTED)
     return verdict
 
 
-def why_together(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
+def why_together(
+    model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
+) -> str:
     """Where operators show that cutting the batch changes what is trained; empty where none does:
     all that can be said where there are no values to try it with."""
-    for node in graph.forward():
-        if "batch_norm" in node.op and _trains_statistics(node.args):
-            return f"BatchNorm in {node.path} takes its statistics over the whole batch"
+    statistics = normalising(graph)
+    if statistics and not at_once:
+        return f"BatchNorm in {statistics[0].path} takes its statistics over the whole batch"
+    if reason := why_not_synchronised(graph):
+        return reason
     for output in graph.outputs:
-        if output.kind is OutputKind.UPDATE:
+        if output.kind is OutputKind.UPDATE and not (at_once and _is_alike(graph, output.node)):
             name = output.target.removeprefix("buffer:")
             return f"buffer {name} is written in every pass, which each part would repeat"
     for name, parameter in model.named_parameters():
@@ -126,6 +136,22 @@ def why_together(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
         or _scaled_by_frequency(graph)
         or coupling(model, loss, batch, graph)
     )
+
+
+def _is_alike(graph: Graph, update: str) -> bool:
+    """Whether all ranks find the same new value: that of statistics of all samples, or of nothing
+    that the batch says."""
+    known = {node.name for node in normalising(graph)}
+    pending, seen = [update], set[str]()
+    while pending:
+        node = graph.by_name[pending.pop()]
+        if node.name in seen or node.name in known:
+            continue
+        seen.add(node.name)
+        if node.is_random or node.name.startswith("batch:"):
+            return False
+        pending += node.inputs
+    return True
 
 
 def _looked_at(counts: list[int]) -> list[int]:
@@ -204,11 +230,6 @@ def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:
 
 def _whole(reason: str) -> Splitting:
     return Splitting(reduction=Reduction.MEAN, reason=reason)
-
-
-def _trains_statistics(args: tuple[Any, ...]) -> bool:
-    flags = [a for a in args if isinstance(a, bool)]
-    return bool(flags) and flags[0]
 
 
 def _by_numbers(model: nn.Module, loss: Loss, samples: Any, counts: list[int]) -> Splitting:
@@ -370,3 +391,24 @@ class _WithoutChance(_torch.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, torch.Tensor):
             return result.zero_()
         return result
+
+
+class _GivenStatistics(TorchFunctionMode):
+    """A BatchNorm is told mean and variance, and takes none: through these alone it lets samples
+    see each other."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.batch_norm:
+            return func(*args, **kwargs)
+        named = dict(zip(_BATCH_NORM, args)) | kwargs
+        x = named["input"]
+        if named.get("training") and named["running_mean"] is None:
+            given = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+            named["running_mean"], named["running_var"] = given
+        return func(**{**named, "training": False})
+
+
+_BATCH_NORM = (
+    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+)

@@ -141,6 +141,9 @@ class _Follower:
             fault = "makes one value of all samples"
         elif any(self._holds_pairs(x) for x in apart):
             fault = "pairs samples"
+        elif "batch_norm" in _name(func) and self._dims(args[0]) not in ({0}, {1}):
+            # Along the first dim they are known to whoever asks; along the second each has its own.
+            fault = "takes statistics of samples"
         elif _name(func) in _GO_ALONG_A_DIM and self._goes_along_samples(func, args, kwargs):
             fault = "goes from sample to sample"
         elif _name(func) in _SORT and self._sorts_samples(func, args, kwargs):

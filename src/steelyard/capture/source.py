@@ -30,12 +30,13 @@ from steelyard.capture.stages import cut_into_stages, end_of, refuse_unknown_dra
 from steelyard.capture.trace import Loss, trace
 from steelyard.core.collective import GLOO
 from steelyard.core.errors import CaptureRefused
-from steelyard.core.graph import Graph
+from steelyard.core.graph import Graph, OutputKind
 from steelyard.core.parting import Parting, Region
 from steelyard.core.placement import Shard
 from steelyard.core.plan import BatchEntry
 from steelyard.core.program import Pipeline, Program
 from steelyard.exchange.schedules import order_under
+from steelyard.exchange.statistics import normalising
 
 # Which parameters lie in shares, along which dim and among how many ranks.
 Sharing = tuple[tuple[str, tuple[tuple[Shard, int], ...]], ...]
@@ -71,6 +72,7 @@ class StepSource:
     _captured: dict[tuple[int, int], Captured] = field(default_factory=dict, init=False)
     _parted: dict[tuple[str, Parting, int], Graph] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)
+    _sharing: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
     _updates: dict[frozenset[str], Program] = field(default_factory=dict, init=False)
     _updates_in_parts: dict[Sharing, Program] = field(default_factory=dict, init=False)
@@ -96,14 +98,34 @@ class StepSource:
     def why_not_split(self) -> str | None:
         return self.splitting().reason or None
 
+    def sharers(self) -> tuple[int, ...]:
+        size = batch_size(self.batch) or 1
+        # Of one sample there may be no variance.
+        least = 2 if normalising(self.graph(micro_batches=1)) else 1
+        return tuple(k for k in self.divisors() if k == 1 or size // k >= least)
+
+    def why_not_shared(self) -> str | None:
+        return self.sharing().reason or None
+
     def reduction(self) -> Reduction:
-        return self.splitting().reduction
+        """Of parts, one after another or at one time."""
+        return (self.sharing() if self.splitting().reason else self.splitting()).reduction
 
     def splitting(self) -> Splitting:
         if self._splitting is None:
             graph = self.graph(micro_batches=1)
             self._splitting = splitting(self.model, self.loss, self.batch, graph)
         return self._splitting
+
+    def sharing(self) -> Splitting:
+        """Of the parts of ranks."""
+        graph = self.graph(micro_batches=1)
+        is_updating = any(output.kind is OutputKind.UPDATE for output in graph.outputs)
+        if not is_updating and not normalising(graph):
+            return self.splitting()
+        if self._sharing is None:
+            self._sharing = splitting(self.model, self.loss, self.batch, graph, at_once=True)
+        return self._sharing
 
     def twin(self) -> EagerTwin:
         """What eager PyTorch would do with the whole batch; of a deep model, extrapolated."""
@@ -191,7 +213,7 @@ class StepSource:
         about cutting the batch, by trying, holds for this one."""
         other = self._like(batch=batch)
         if not with_values:
-            other._splitting = self._splitting
+            other._splitting, other._sharing = self._splitting, self._sharing
         return other
 
     def on(self, model: nn.Module) -> "StepSource":

@@ -3,7 +3,7 @@
 A program holds every decision; whoever enacts it takes none. Not for choosing: see search/.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -114,6 +114,7 @@ class Program:
             for name in instruction.inputs:
                 last_read[name] = index
         inputs = {node.name: node for node in graph.inputs()}
+        lying = _last_reads(graph, instructions)
         departures: dict[int, list[Instruction]] = {}
         for output in graph.outputs:
             if output.kind is OutputKind.LOSS:
@@ -122,7 +123,7 @@ class Program:
             if output.kind is OutputKind.UPDATE:
                 # The old value must not be overwritten while something still reads it.
                 old = {t.storage for t in inputs[output.target].outputs}
-                index = max([index, *_reads_of(graph, instructions, old)])
+                index = max(index, *(lying.get(storage, -1) for storage in old))
             sink = Instruction(
                 node=output.node,
                 value="",
@@ -321,6 +322,11 @@ def order_of(graph: Graph) -> list[str]:
     return [n.name for n in graph.nodes if n.name in needed and not n.is_input]
 
 
-def _reads_of(graph: Graph, instructions: list[Instruction], storages: set[int]) -> list[int]:
-    aliases = {n.name for n in graph.nodes if any(t.storage in storages for t in n.outputs)}
-    return [i for i, ins in enumerate(instructions) if aliases.intersection(ins.inputs)]
+def _last_reads(graph: Graph, instructions: Sequence[Instruction]) -> dict[int, int]:
+    """Of each storage, the last line that reads something which lies there."""
+    found: dict[int, int] = {}
+    for index, instruction in enumerate(instructions):
+        for name in instruction.inputs:
+            if name in graph.by_name:
+                found.update(dict.fromkeys(graph.storages_of(name), index))
+    return found

@@ -48,6 +48,15 @@ class Source(Protocol):
         """Why cutting the batch would change what is trained; None where it would not."""
         ...
 
+    def sharers(self) -> tuple[int, ...]:
+        """Among how many ranks the batch can be shared equally, 1 first."""
+        ...
+
+    def why_not_shared(self) -> str | None:
+        """As ``why_not_split``, of parts that are computed at one time, so that statistics can be
+        those of all of them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laid:
@@ -84,3 +93,9 @@ class Laid:
 
     def why_not_split(self) -> str | None:
         return self.source.why_not_split()
+
+    def sharers(self) -> tuple[int, ...]:
+        return self.source.sharers()
+
+    def why_not_shared(self) -> str | None:
+        return self.source.why_not_shared()

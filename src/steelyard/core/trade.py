@@ -122,7 +122,7 @@ def strike_on_ranks(
 
 
 def _laid(source: Source, layout: Layout, rank: int) -> Laid:
-    possible = source.divisors()
+    possible = source.divisors() if layout.shares else source.sharers()
     if layout.shares and layout.units not in possible:
         raise Mismatch(
             f"the plan shares the batch as {spelled(layout.shares)}",
@@ -135,7 +135,9 @@ def _laid(source: Source, layout: Layout, rank: int) -> Laid:
             expected=f"one of {', '.join(str(k) for k in possible)} equal shares",
             remedy="set ranks under [[shard_batch]] to one of these, or plan again",
         )
-    reason = source.why_not_split() if layout.batch > 1 else None
+    # In stages micro-batches go one after another, of each group by itself.
+    why_not = source.why_not_split if layout.pipeline > 1 else source.why_not_shared
+    reason = why_not() if layout.batch > 1 else None
     if reason is not None:
         raise Mismatch(
             f"the plan shares the batch among {layout.batch} ranks, which would change what is "

@@ -23,6 +23,7 @@ from steelyard.core.quad import Quad
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal, Trade, strike_on_ranks
+from steelyard.exchange.statistics import is_synchronised
 from steelyard.predict import peak_bytes, predict, rank_seconds, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.pipelines import Pipelines
@@ -344,6 +345,8 @@ class Layouts:
             if way.layout.shares:
                 among += f" ({self._unlike.said(way.layout.batch)})"
             label = f"{among}, gradients {sent}, {lag} under way"
+            if is_synchronised(self._strike(of_batch).graph):
+                label += ", BatchNorm's statistics of all samples"
             yield self._gained(_BATCH, label, (), (*waiting, *of_batch))
         before = (*waiting, *of_batch) if of_batch else ()
         if of_tensors:

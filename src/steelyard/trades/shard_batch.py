@@ -16,6 +16,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
 from steelyard.exchange.gradients import bucketed_all_reduce, why_not_reduced, with_whole_loss
+from steelyard.exchange.statistics import normalising, synchronised
 
 
 class ShardBatch:
@@ -30,12 +31,17 @@ class ShardBatch:
     def offers(
         self, program: Program, source: Source
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
-        shares = [k for k in source.divisors() if k > 1]
-        reason = source.why_not_split() if shares else "the batch has only one example"
+        shares = [k for k in source.sharers() if k > 1]
+        reason = source.why_not_shared() if shares else "the batch has too few examples"
         reason = reason or why_not_reduced(program.graph)
         if reason is not None:
             label = "the batch among ranks"
             return (), (Refusal(trade=self.name, label=label, reason=reason),)
+        refusals: tuple[Refusal, ...] = ()
+        if normalising(program.graph):
+            label = "with BatchNorm's statistics of each rank's own samples"
+            lossy = "is lossy, each rank would normalise otherwise; those of all samples are taken"
+            refusals = (Refusal(trade=self.name, label=label, reason=lossy),)
         offers = (
             Offer(
                 trade=self.name,
@@ -44,13 +50,13 @@ class ShardBatch:
             )
             for k in shares
         )
-        return tuple(offers), ()
+        return tuple(offers), refusals
 
     def rewrite(
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - the program is one rank's already
+        source: Source,
     ) -> Program:
         ranks = program.layout.batch
         if not rules or ranks == 1:
@@ -60,9 +66,11 @@ class ShardBatch:
         assert not program.again, "shard_batch changes the graph, so it is struck early"
         # Those that hold the same part of a model are as far apart as its parts are many.
         stride = program.layout.tensor
-        graph = with_whole_loss(
-            program.graph, num_ranks=ranks, transport=GLOO, axis=DATA, stride=stride
-        )
+        before = program.graph
+        graph = synchronised(before, layout=program.layout, transport=GLOO)
+        if graph is not before:
+            graph = source.rewritten(graph)
+        graph = with_whole_loss(graph, num_ranks=ranks, transport=GLOO, axis=DATA, stride=stride)
         graph = bucketed_all_reduce(
             graph,
             bucket_bytes=max(rule.bucket_bytes for rule in rules),

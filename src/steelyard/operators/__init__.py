@@ -11,6 +11,7 @@ import torch
 
 from steelyard.core.coding import BLOCK, coded_bytes, is_dense
 from steelyard.core.graph import PRODUCTS, Argument, Body, Node, Ref, Sliced, Symbol
+from steelyard.operators import norms
 
 Operator = Callable[..., Any]
 
@@ -427,4 +428,11 @@ _OWN: dict[str, Operator] = {
     "steelyard.all_gather": all_gather,
     "steelyard.copy_laid_out": copy_laid_out,
     "steelyard.coding_error": coding_error,
+    "steelyard.batch_statistics": norms.batch_statistics,
+    "steelyard.joint_statistics": norms.joint_statistics,
+    "steelyard.moved_mean": norms.moved_mean,
+    "steelyard.moved_variance": norms.moved_variance,
+    "steelyard.normalised": norms.normalised,
+    "steelyard.normalised_backward": norms.normalised_backward,
+    "steelyard.normalised_sums": norms.normalised_sums,
 }

@@ -1,0 +1,26 @@
+"""What sharing the batch means for training, in words: whether the batch stays, and what goes with
+it. Not for how it is shared: that is the plan's."""
+
+from collections.abc import Iterator
+
+from steelyard.core.layout import Layout, spelled
+
+# What a batch that grows asks for: Goyal et al. (2017), Malladi et al. (2022).
+GROWN = (
+    "where the batch grows, training is another: the usual learning rate grows as much under SGD "
+    "(Goyal et al., 2017), as its square root under Adam (Malladi et al., 2022)"
+)
+
+
+def batch_held(layout: Layout, samples: int) -> Iterator[str]:
+    """Of ranks that share it."""
+    if layout.batch == 1:
+        return
+    each = f"{samples * layout.share_of(0) // layout.units} on each"
+    if layout.shares:
+        each = f"{spelled(layout.shares)} on ranks 0 to {layout.batch - 1}"
+    groups = " group" if layout.num_ranks > layout.batch else ""
+    yield (
+        f"the batch is held: {samples} samples a step as on one device, {each}{groups}, and so is "
+        "the learning rate"
+    )

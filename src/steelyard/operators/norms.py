@@ -1,0 +1,80 @@
+"""Batch normalisation in pieces, between which ranks exchange what their samples give.
+
+Statistics are two rows, means and variances of each channel; sums are two rows, the gradients of
+weight and bias. Not for when they are exchanged: see capture/synchronised.py.
+"""
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def batch_statistics(x: torch.Tensor) -> torch.Tensor:
+    """Of these samples alone."""
+    return torch.stack(_aten.batch_norm_update_stats.default(x, None, None, 0.0))
+
+
+def joint_statistics(gathered: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Of all samples, from the statistics of as many ranks, which have equally many each."""
+    means, variances = gathered.view(num_ranks, 2, -1).unbind(1)
+    mean = means.mean(0)
+    # The variance of all is that within ranks and that between them: nothing cancels.
+    return torch.stack((mean, variances.add((means - mean).square()).mean(0)))
+
+
+def normalised(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    statistics: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    mean, variance = statistics.unbind()
+    result: torch.Tensor
+    result, _, _ = _aten._native_batch_norm_legit_no_training.default(
+        x, weight, bias, mean, variance, 0.0, eps
+    )
+    return result
+
+
+def moved_mean(buffer: torch.Tensor, statistics: torch.Tensor, momentum: float) -> torch.Tensor:
+    return buffer.lerp(statistics[0], momentum)
+
+
+def moved_variance(
+    buffer: torch.Tensor, statistics: torch.Tensor, momentum: float, count: int
+) -> torch.Tensor:
+    """Buffers are moved by what would be the variance of more than these ``count`` values."""
+    return buffer.lerp(statistics[1] * (count / (count - 1)), momentum)
+
+
+def normalised_sums(
+    gradient: torch.Tensor, x: torch.Tensor, statistics: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """What these samples add to the gradients of weight and bias."""
+    mean, variance = statistics.unbind()
+    _, of_weight, of_bias = _aten.native_batch_norm_backward.default(
+        gradient, x, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack((of_weight, of_bias))
+
+
+def normalised_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+    sums: torch.Tensor,
+    count: int,
+    eps: float,
+) -> torch.Tensor:
+    """The gradient of ``x``; ``sums`` are those of all ``count`` values of a channel, whose mean
+    and variance every one of them has moved."""
+    mean, variance = statistics.unbind()
+    inverse = variance.add(eps).rsqrt_()
+    scale = inverse if weight is None else inverse * weight
+    of_weight, of_bias = sums.unbind()
+    slope = scale * inverse * of_weight / -count
+    offset = scale * of_bias / -count - slope * mean
+    scale, slope, offset = (v.view(1, -1, *[1] * (x.dim() - 2)) for v in (scale, slope, offset))
+    return gradient.mul(scale).addcmul_(x, slope).add_(offset)
