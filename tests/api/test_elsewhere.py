@@ -27,7 +27,7 @@ _ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 pytestmark = pytest.mark.xdist_group("elsewhere")
 
 
-def _cluster(count: int = 8, memory: str = "1100 KiB") -> sy.Cluster:
+def _cluster(count: int = 8, memory: str = "1100 KiB", more: str = "") -> sy.Cluster:
     return sy.Cluster(
         tree=decode_tree(f"""
 [device.d]
@@ -35,6 +35,7 @@ memory = "{memory}"
 memory_bandwidth = "900 GB/s"
 price = "2 USD/h"
 peak = {{ float32 = "15 TFLOP/s" }}
+{more}
 [link.l]
 rate = "25 GB/s"
 latency = "5 us"
@@ -143,28 +144,15 @@ link = "l"
     assert "700 KiB where its device has no more" in said
 
 
-def test_it_says_what_is_reached_and_takes_longer_by_that() -> None:
-    tree = decode_tree("""
-        [device.d]
-        memory = "1100 KiB"
-        memory_bandwidth = "900 GB/s"
-        peak = { float32 = "15 TFLOP/s" }
-        reached = { share = "50 %" }
-        [scope.cluster]
-        members = { d = 8 }
-        link = "nvlink-a100"
-    """)
-    half = _request(cluster=sy.Cluster(tree=tree))
-    (device, count), *_ = tree.classes
-    member = replace(tree.members[0], of=replace(device, reached=None))
-    whole = _request(cluster=sy.Cluster(tree=replace(tree, members=(member,))))
-    found = [Elsewhere(request=request).planned(sy.Budget(), None) for request in (half, whole)]
+def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedElsewhere) -> None:
+    half = _request(cluster=_cluster(more='reached = { share = "50 %" }'))
+    found = [Elsewhere(request=half).planned(sy.Budget(), None), planned]
     computing = [plan.predicted.computation_seconds.value for plan in found]
     assert computing[0] > computing[1]
     said = [" ".join(str(plan).split()) for plan in found]
     assert "d at 50 % of its declared rates, as the cluster file says" in said[0]
     assert "d at its declared peak, which no program reaches" in said[1]
-    notes = [scaled(request, fewest=4, most=count).notes for request in (half, whole)]
+    notes = [scaled(request, fewest=8, most=8).notes for request in (half, _request())]
     assert "as the cluster file says" in notes[0][0]
     assert "which no program reaches" in notes[1][0]
 
