@@ -76,37 +76,48 @@ def ways(k: int) -> dict[str, str]:
 def main(k: int) -> None:
     if not 2 <= k <= 3:
         raise SystemExit("k is 2 or 3: six channels, and LeNet has few layers")
-    with tempfile.TemporaryDirectory() as folder:
-        plan = Path(folder) / "lenet.plan.toml"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = folder / "lenet.plan.toml"
         cluster = sy.Cluster.here(ranks=k)
         sy.plan(lenet(), loss, made_up_digits(), optimizer=OPTIMIZER, cluster=cluster).save(plan)
         text = plan.read_text()
         head = text[: text.index("accuracy_loss")] + 'accuracy_loss = "0%"\n\n'
-        for name, rules in ways(k).items():
-            plan.write_text(head + rules)
-            print(f"\n{name}", flush=True)
-            on_ranks(k, plan)
+        for way, rules in ways(k).items():
+            planned_for(way, folder).write_text(head + rules)
+        on_ranks(k, folder)
 
 
-def on_ranks(k: int, plan: Path) -> None:
+def planned_for(way: str, folder: Path) -> Path:
+    return folder / f"{way}.plan.toml"
+
+
+def on_ranks(k: int, folder: Path) -> None:
     """This script again, once for each rank; gloo listens on this machine alone."""
-    meeting = plan.with_suffix(".meeting")
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, str(k), str(plan), f"file://{meeting}"],
+            [sys.executable, __file__, str(k), str(folder)],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(k), "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(k)
     ]
     codes = [process.wait() for process in started]
-    meeting.unlink(missing_ok=True)
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
 
 
-def one_rank(k: int, plan: str, meeting: str) -> None:
+def one_rank(k: int, folder: Path) -> None:
     rank = int(os.environ["RANK"])
+    meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=k)
+    for way in ways(k):
+        if rank == 0:
+            print(f"\n{way}", flush=True)
+        train(planned_for(way, folder), rank)
+    dist.destroy_process_group()
+
+
+def train(plan: Path, rank: int) -> None:
     model, alone, batch = lenet(), lenet(), made_up_digits()
     planned = sy.load(plan, model, loss, batch, optimizer=OPTIMIZER)
     step = planned.apply()
@@ -127,7 +138,6 @@ def one_rank(k: int, plan: str, meeting: str) -> None:
         print(f"  weights within {apart:.0e} of one device's after {STEPS} steps")
         print(f"  a rank holds at most {int(most):,} of {whole:,} weights")
         draw(planned.simulated())
-    dist.destroy_process_group()
 
 
 def draw(spans) -> None:
@@ -146,6 +156,6 @@ def draw(spans) -> None:
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     if len(sys.argv) > 2:
-        one_rank(count, *sys.argv[2:])
+        one_rank(count, Path(sys.argv[2]))
     else:
         main(count)

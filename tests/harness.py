@@ -36,7 +36,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Trade, strike
 from steelyard.exchange.far import FarMemory
-from steelyard.measure import operators
+from steelyard.measure import far, operators
 from steelyard.measure.meter import meter_once
 from steelyard.predict import predict
 from steelyard.run.emit import emit
@@ -81,6 +81,7 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
         mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
+        mock.patch.object(far, "_ROUNDS", 6),
         looking_less_far(),
     ):
         yield

@@ -18,6 +18,7 @@ import steelyard as sy
 from steelyard.api.planning import planned
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.search.variant import Variant
+from steelyard.trades import TRADES
 from tests.harness import in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -200,8 +201,8 @@ def test_the_largest_fits_and_the_next_does_not(tight: sy.Planned, what: str, co
         said = str(found.plan.largest)
         largest = int(said.split("piece: ")[1].split()[0])
         one_more = (largest + 1, 32) if what == "batch" else (8, largest + 1)
-        beyond = sy.plan(model, loss, torch.randint(256, one_more), optimizer=ADAM)
-        in_one_piece = beyond._look.search.least_bytes(enough_bytes=0)
+        asked = replace(found._look.request, batch=torch.randint(256, one_more), trades=TRADES)
+        in_one_piece = asked.looked_at().search.least_bytes(enough_bytes=0)
     assert found.predicted.memory_bytes.value <= limit(tight)
     assert in_one_piece > limit(tight)
 

@@ -19,6 +19,7 @@ from steelyard.measure.cache import CostCache
 def _in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing here is about how well a link is known.
     monkeypatch.setattr(measure, "_SECONDS", 0.05)
+    monkeypatch.setattr(measure, "_ROUNDS", 1)
 
 
 def test_two_plans_are_told_the_same_of_a_link(

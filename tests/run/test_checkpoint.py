@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -468,31 +470,49 @@ def child(source: str, *arguments: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SAVER) + textwrap.dedent(source),
          *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=ROOT,
     )  # fmt: skip
 
 
 def test_killed_while_saving_the_latest_is_whole(tmp_path: Path) -> None:
     """Saves are made without a pause, so that nearly every moment is one in the midst of a save."""
     interrupted = 0
-    for attempt in range(5):
-        process = child(
-            f"print('ready', flush=True)\nstep = {1000 * attempt}\n"
-            "while True:\n    step += 1\n    save(step)",
-            tmp_path,
-        )
-        with process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+    # Whoever is killed is forked by one that has imported torch.
+    process = child(
+        """
+        import os
+        for line in sys.stdin:
+            saver = os.fork()
+            if saver:
+                print(saver, flush=True)
+                os.waitpid(saver, 0)
+                print("ended", flush=True)
+                continue
+            step = int(line)
+            while True:
+                step += 1
+                save(step)
+        """,
+        tmp_path,
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for attempt in range(5):
+            print(1000 * attempt, file=process.stdin, flush=True)
+            saver = int(process.stdout.readline())
             time.sleep(0.15 + 0.037 * attempt)
-            process.kill()
-        interrupted += any(p.name.startswith(".saving-") for p in tmp_path.iterdir())
-        folder = CheckpointFolder(tmp_path)
-        latest = folder.latest()
-        verify(latest)
-        model = nn.Linear(700, 700)
-        step = checkpoint.load(latest, model=model, optimizer=None).step
-        assert (model.weight == step).all()
+            os.kill(saver, signal.SIGKILL)
+            assert process.stdout.readline() == "ended\n"
+            interrupted += any(p.name.startswith(".saving-") for p in tmp_path.iterdir())
+            folder = CheckpointFolder(tmp_path)
+            latest = folder.latest()
+            verify(latest)
+            model = nn.Linear(700, 700)
+            step = checkpoint.load(latest, model=model, optimizer=None).step
+            assert (model.weight == step).all()
+        process.stdin.close()
     assert interrupted
 
 

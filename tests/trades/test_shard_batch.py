@@ -270,8 +270,9 @@ def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
 
 @looking_less_far()
 def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> None:
-    it = trial()
-    many = sy.plan(it.model, it.loss, it.batch, cluster=sy.Cluster.named("p2.16xlarge"))
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
+    batch = {"x": torch.randn(8, 32), "y": torch.zeros(8, dtype=torch.long)}
+    many = sy.plan(model, class_loss, batch, cluster=sy.Cluster.named("p2.16xlarge"))
     rules = many.plan.decisions.rules
     one = many.plan.unplanned.quad.step_seconds.value
     assert Layout.of(rules).num_ranks in (1, 2, 4, 8)

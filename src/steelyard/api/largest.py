@@ -6,7 +6,7 @@ Not for the search inside one shape: see search/.
 
 from dataclasses import replace
 
-from steelyard.api.look import Request
+from steelyard.api.look import Look, Request
 from steelyard.api.planning import Planned, planned
 from steelyard.capture.scaling import impossible, sizes_of
 from steelyard.core.amounts import format_bytes
@@ -36,7 +36,7 @@ def largest(request: Request, maximize: Maximize) -> Planned:
         low, high = (middle, high) if attempts.fits(middle) else (low, middle)
     if low == 0:
         raise attempts.nothing_fits()
-    answer = attempts.planned[low]
+    answer = attempts.answer()
     said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
     if high in attempts.why:
         said += f"; {high} is not possible: {attempts.why[high]}"
@@ -47,8 +47,8 @@ def largest(request: Request, maximize: Maximize) -> Planned:
 
 
 class _Attempts:
-    """Sizes that were tried: the plan of each that fits, the least memory of each that does not,
-    and why it is not possible, whatever the memory.
+    """Sizes that were tried: the least memory of each, and why one is not possible, whatever the
+    memory. Of those that fit, the last is the largest, and the only one that is planned.
     """
 
     def __init__(self, request: Request, maximize: Maximize) -> None:
@@ -57,8 +57,8 @@ class _Attempts:
         self._maximize = maximize
         self._least: dict[int, int] = {}
         self.now = self._sizes.now
-        self.planned: dict[int, Planned] = {}
         self.why: dict[int, str] = {}
+        self._fitting: Look | None = None
 
     def bracket(self) -> tuple[int, int]:
         """A size that fits (0: none known) and a larger one that does not."""
@@ -68,6 +68,10 @@ class _Attempts:
         while high <= self.now * _MOST_TIMES and self.fits(high):
             low, high = high, max(self.guess(high, high * 8), high * 2)
         return low, high
+
+    def answer(self) -> Planned:
+        assert self._fitting is not None, "a size fits, or nothing_fits is raised"
+        return planned(self._fitting, self._request.budget)
 
     def nothing_fits(self) -> Infeasible:
         """The smallest that was possible is named: one sample alone may not be, with BatchNorm."""
@@ -118,7 +122,7 @@ class _Attempts:
         self._least[size] = least
         if least > limit:
             return False
-        self.planned[size] = planned(look, self._request.budget)
+        self._fitting = look
         return True
 
 
