@@ -27,12 +27,12 @@ def exchanging(seed: int, *, again: bool) -> Program:
         n.name for n in graph.inputs()
         if graph.storages[n.outputs[0].storage].role is Role.PARAMETER
     ]  # fmt: skip
-    for name in weights[::2]:
-        graph = gathered(graph, [name], num_ranks=2, transport=GLOO)
+    together = dict.fromkeys(weights[::2], 2048) if seed % 2 else {}
+    graph = gathered(graph, weights[::2], num_ranks=2, transport=GLOO, together=together)
     program = Program.plain(
         bucketed_all_reduce(graph, bucket_bytes=4096, num_ranks=2, transport=GLOO)
     )
-    if again:
+    if again and not seed % 2:
         copies = {f"{name}_gathered{end}" for name in weights[::2] for end in ("", "_waited")}
         program = with_copies(program, copies)
     return program
@@ -71,6 +71,22 @@ def test_waiting_later_never_holds_less(seed: int, again: bool, window: int) -> 
         liveness(waits_within(program, w), _COSTS).peak_bytes for w in (window, window + 1)
     )
     assert sooner <= later
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 20), spare=st.integers(0, 8192))
+def test_what_is_sent_ahead_fits_into_the_room_there_is(seed: int, count: int, spare: int) -> None:
+    program = exchanging(seed, again=False)
+    before = liveness(program, None)
+    alive = zip(program.instructions, before.bytes_at, strict=True)
+    most = before.peak_bytes + spare
+    room = [most - nbytes for line, nbytes in alive if line.sink is None]
+    within, freely = issued_ahead(program, count, room), issued_ahead(program, count)
+    assert within.problems() == []
+    assert sorted(lines(within)) == sorted(lines(program))
+    assert liveness(within, None).peak_bytes <= most
+    # With room everywhere, it goes as far as it may.
+    assert lines(issued_ahead(program, count, [1 << 40] * len(room))) == lines(freely)
 
 
 def test_a_window_counts_exchanges_issued_behind() -> None:
