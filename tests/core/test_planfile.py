@@ -58,8 +58,11 @@ SHARD_BATCH = st.builds(
 SHARD_STATES = st.builds(
     Rule, trade=st.just("shard_states"), degree=st.integers(2, 2**62), module=WORDS,
     op=st.sampled_from(["", "optimizer", "gradient"]), times=st.integers(1, 2), count=LEAST_ONE,
+    bucket_bytes=WHOLE,
 )  # fmt: skip
-OVERLAP = st.builds(Rule, trade=st.just("overlap"), lag=LEAST_ONE)
+OVERLAP = st.builds(
+    Rule, trade=st.just("overlap"), lag=LEAST_ONE, lead=WHOLE, op=st.sampled_from(["", "peak"])
+)
 RULES = st.tuples(
     *(st.sets(rules, max_size=1) for rules in (ACCUMULATE, SHARD_BATCH, OVERLAP)),
     *(st.sets(rules, max_size=5) for rules in (RECOMPUTE, SHARD_STATES)),

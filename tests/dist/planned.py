@@ -29,6 +29,7 @@ from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
 from steelyard.core.rules import Rule
+from steelyard.search.gathers import ahead
 from steelyard.trades.shard_pipeline import rules_for
 from tests import zoo
 from tests.dist.scenarios import Patience, Recorder, Sends, planned_calls
@@ -42,7 +43,8 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """``share_of_plain``: the budget, as a share of what a rank takes without recomputing."""
+    """``share_of_plain``: the budget, as a share of what a rank takes without recomputing.
+    ``together``: weights are gathered several at once, and ahead of what reads them."""
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
     layout: Layout
@@ -50,6 +52,7 @@ class Case:
     micro_batches: int = 1
     with_states: bool = False
     gathers: int = 1
+    together: bool = False
 
 
 def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
@@ -127,6 +130,10 @@ SHARED = {
         share_of_plain=0.95,
     ),
     "normalised, in less memory": Case(_normalised, _BATCH, share_of_plain=0.9),
+    "random and tied, gathered together and ahead, in micro-batches and less memory": Case(
+        _random_and_tied, _BATCH, micro_batches=2, with_states=True, gathers=2, together=True,
+        share_of_plain=0.95,
+    ),
 }
 UNEQUAL = {
     "random and summed, in less memory": Case(
@@ -297,9 +304,11 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         way
         for way in look.layouts.ways(case.layout)
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
+        and any(r.trade == "shard_states" and r.bucket_bytes for r in way.rules) == case.together
     ]
-    way = min(ways, key=lambda way: way.nbytes)
-    search, budget = look.layouts.search_by(way.rules), Budget()
+    laid = min(ways, key=lambda way: way.nbytes).rules
+    laid = ahead(laid, is_alike=True) if case.together else laid
+    search, budget = look.layouts.search_by(laid), Budget()
     if case.share_of_plain is not None:
         plain = search.explored().plain.peak_bytes
         budget = Budget(memory_bytes=round(case.share_of_plain * plain))

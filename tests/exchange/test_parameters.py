@@ -8,8 +8,10 @@ import pytest
 
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Node, OutputKind, Ref, Role
+from steelyard.core.graph import Graph, Node, OutputKind, Ref, Role
 from steelyard.core.program import Program
+from steelyard.core.waiting import waiting
+from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
 from steelyard.trades.recompute import Recompute, recomputable, with_copies
 from tests.exchange.made_up import chain
@@ -119,6 +121,55 @@ def test_what_reads_a_gathered_parameter_can_still_be_recomputed() -> None:
     assert "act" in recomputable(graph)
     assert "act" in recomputable(gathered(graph, [NAME], num_ranks=2, transport=GLOO))
     assert Recompute.is_exact
+
+
+def test_those_that_follow_one_another_are_exchanged_together() -> None:
+    names = [f"parameter:p{k}" for k in range(4)]
+    wide = chain(gradients=4)
+    graph = gathered(
+        wide, names, num_ranks=2, transport=GLOO, again=names, together=dict.fromkeys(names, 3072)
+    )
+    apart = gathered(wide, names, num_ranks=2, transport=GLOO, again=names)
+    assert graph.problems() == []
+    kinds = [graph.by_name[name].collective for name in graph.collectives]
+    # Three of a kilobyte at once, and what is left; only the first is read by both passes.
+    sent = [(c.kind, c.sent_bytes) for c in kinds if c]
+    assert sorted(sent) == sorted([
+        *[(Exchange.ALL_GATHER, nbytes // 2) for nbytes in (3072, 1024, 1024)],
+        *[(Exchange.REDUCE_SCATTER, nbytes) for nbytes in (3072, 1024)],
+    ])  # fmt: skip
+    assert Program.plain(graph).sent_bytes == Program.plain(apart).sent_bytes
+    # Each is taken out in front of what reads it, and gone behind it.
+    (whole,) = (n for n in graph.by_name["work1"].inputs if n.endswith("_whole"))
+    assert graph.by_name[whole].outputs[0].shape == (256,)
+    assert graph.users[whole] == ("work1",)
+    order = [node.name for node in graph.nodes]
+    assert order.index(whole) == order.index("work1") - 1
+    # Views of one's own rows are what leaves, and are not summed over the ranks again.
+    outputs = {o.target: graph.by_name[o.node] for o in graph.outputs if o.target in names}
+    assert [outputs[name].outputs[0].offset for name in names[:3]] == [0, 128, 256]
+    assert len({outputs[name].outputs[0].storage for name in names[:3]}) == 1
+    summed = bucketed_all_reduce(graph, bucket_bytes=1 << 20, num_ranks=2, transport=GLOO)
+    assert summed.collectives == graph.collectives
+
+
+def test_what_is_put_together_is_neither_made_again_nor_sent_off() -> None:
+    names = ["parameter:p0", "parameter:p1"]
+    graph = _read_twice(chain(), names)
+    graph = gathered(
+        graph, names, num_ranks=2, transport=GLOO, together=dict.fromkeys(names, 1 << 20)
+    )
+    packed = {n.name for n in graph.nodes if n.is_packing and n.name in graph.reaching_backward}
+    assert packed
+    assert not packed & recomputable(graph)
+    assert not packed & waiting(Program.plain(graph), least_bytes=1)
+
+
+def _read_twice(graph: Graph, names: list[str]) -> Graph:
+    """By the loss, and by the backward pass."""
+    loss = graph.by_name["loss"]
+    reads = replace(loss, args=tuple(map(Ref, names)), inputs=tuple(names))
+    return replace(graph, nodes=tuple(reads if n is loss else n for n in graph.nodes))
 
 
 @pytest.mark.parametrize("num_ranks", [3, 512])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.collective import GLOO
@@ -17,6 +17,8 @@ from tests.exchange.made_up import chain, costs
 from tests.search.graphs import random_step
 
 _COSTS = costs(exchange_seconds=1.0)
+# What is sent so far ahead there, one by one and together, would be a new peak.
+TOO_SOON = ((18, 20, 0), (25, 20, 0))
 _WINDOWS = st.none() | st.integers(0, 8)
 
 
@@ -27,15 +29,24 @@ def exchanging(seed: int, *, again: bool) -> Program:
         n.name for n in graph.inputs()
         if graph.storages[n.outputs[0].storage].role is Role.PARAMETER
     ]  # fmt: skip
-    for name in weights[::2]:
-        graph = gathered(graph, [name], num_ranks=2, transport=GLOO)
+    together = dict.fromkeys(weights[::2], 2048) if seed % 2 else {}
+    graph = gathered(graph, weights[::2], num_ranks=2, transport=GLOO, together=together)
     program = Program.plain(
         bucketed_all_reduce(graph, bucket_bytes=4096, num_ranks=2, transport=GLOO)
     )
-    if again:
+    if again and not seed % 2:
         copies = {f"{name}_gathered{end}" for name in weights[::2] for end in ("", "_waited")}
         program = with_copies(program, copies)
     return program
+
+
+def in_shares(seed: int) -> Program:
+    """A random step whose parameters are gathered for each pass, on odd seeds several at once."""
+    graph = random_step(seed, num_values=40)
+    weights = [n.name for n in graph.inputs() if n.name.startswith("parameter:")]
+    together = dict.fromkeys(weights, 4096) if seed % 2 else {}
+    graph = gathered(graph, weights, num_ranks=2, transport=GLOO, again=weights, together=together)
+    return Program.plain(graph)
 
 
 def lines(program: Program) -> list[str]:
@@ -71,6 +82,26 @@ def test_waiting_later_never_holds_less(seed: int, again: bool, window: int) -> 
         liveness(waits_within(program, w), _COSTS).peak_bytes for w in (window, window + 1)
     )
     assert sooner <= later
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000), st.integers(1, 20), st.integers(0, 8192))
+@example(*TOO_SOON[0])
+@example(*TOO_SOON[1])
+def test_what_is_sent_ahead_fits_into_the_room_there_is(seed: int, count: int, spare: int) -> None:
+    program = in_shares(seed)
+    before = liveness(program, None)
+    alive = zip(program.instructions, before.bytes_at, strict=True)
+    most = before.peak_bytes + spare
+    room = [most - nbytes for line, nbytes in alive if line.sink is None]
+    within, freely = issued_ahead(program, count, room), issued_ahead(program, count)
+    assert within.problems() == []
+    assert sorted(lines(within)) == sorted(lines(program))
+    assert liveness(within, None).peak_bytes <= most
+    if (seed, count, spare) in TOO_SOON:
+        assert liveness(freely, None).peak_bytes > most
+    # With room everywhere, it goes as far as it may.
+    assert lines(issued_ahead(program, count, [1 << 40] * len(room))) == lines(freely)
 
 
 def test_a_window_counts_exchanges_issued_behind() -> None:

@@ -116,6 +116,8 @@ FAR_CALLS = "steelyard.far_"
 FAR_PRODUCTS = "steelyard.product_far"
 # A product whose result goes to far memory, a slice of it after another.
 SENT_PRODUCTS = "steelyard.product_sent"
+# Puts tensors side by side that are exchanged together, and takes one of them out of what came.
+JOINED_ROWS, WHOLE_ROWS = "steelyard.joined_rows", "steelyard.whole_rows"
 _COPIES = ("aten.clone.default", "aten._unsafe_view.default")
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
@@ -161,6 +163,11 @@ class Node:
     def is_far(self) -> bool:
         """One of the calls that move a value to far memory or back; the link sets its price."""
         return self.op.startswith(FAR_CALLS)
+
+    @property
+    def is_packing(self) -> bool:
+        """Part of an exchange of several tensors together."""
+        return self.op in (JOINED_ROWS, WHOLE_ROWS)
 
     @property
     def is_far_product(self) -> bool:

@@ -56,6 +56,7 @@ def _written(parse: Callable[..., float], what: str) -> BeforeValidator:
 
 
 _Bytes = Annotated[int, _written(parse_bytes, "memory"), Field(ge=1, le=_LARGEST)]
+_BytesOrNone = Annotated[int, _written(parse_bytes, "memory"), Field(ge=0, le=_LARGEST)]
 
 
 _Share = Annotated[int, Field(ge=1, le=_LARGEST)]
@@ -109,6 +110,8 @@ class _ShardStates(BaseModel):
     # Where it is not said, all of them: the weight itself, its gradient, its optimizer state.
     op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what")] = ""
     times: Annotated[int, Field(ge=1, le=2, alias="gathers")] = 1
+    # Each by itself, where it is not said.
+    bucket_bytes: Annotated[_BytesOrNone, Field(alias="bucket")] = 0
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
 
 
@@ -142,6 +145,7 @@ class _Overlap(BaseModel):
 
     lag: Annotated[int, Field(ge=1, le=_LARGEST, alias="window")]
     lead: Annotated[_Whole, Field(alias="ahead")] = 0
+    op: Annotated[Literal["", "peak"], Field(alias="within")] = ""
 
 
 class _Stream(BaseModel):
@@ -435,7 +439,9 @@ _UNSAID = {
     ("shard_tensor", "groups"): 1,
     ("shard_states", "op"): "",
     ("shard_states", "times"): 1,
+    ("shard_states", "bucket_bytes"): 0,
     ("overlap", "lead"): 0,
+    ("overlap", "op"): "",
     ("shard_batch", "shares"): (),
 }
 

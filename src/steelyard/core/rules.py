@@ -11,6 +11,8 @@ from steelyard.core.graph import BlockRun, Graph, Node, path_matches
 
 # Trades that need far memory.
 FAR_TRADES = frozenset({"offload", "offload_state"})
+# Sent ahead only where what is there then is no more than at the peak without.
+WITHIN_PEAK = "peak"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -21,7 +23,8 @@ class Rule:
     own number where it has one (how many micro-batches, how many slices). ``lag`` and ``lead`` say
     how many operators run while a transfer is under way: after a value is sent, before it is
     wanted back.
-    Where a trade is on parameters and not on calls, ``op`` says what of them.
+    Where a trade is on parameters and not on calls, ``op`` says what of them; where it is on
+    exchanges, what bounds ``lead``.
     ``times`` is how often at most a value is made again, or how often a weight is gathered.
     ``bucket_bytes`` is how much goes in one exchange, of what is sent together. ``dim`` and
     ``groups`` say along what a tensor is cut, ``shares`` how unequally the batch is.

@@ -37,6 +37,7 @@ def waiting(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozenset[st
             and makers[tensor.storage] <= own
             and maker.collective is None
             and not maker.waits_for
+            and not maker.is_packing
             and not maker.mutates
             and _fills(tensor, graph.storages[tensor.storage].nbytes)
             and tensor.nbytes >= least_bytes

@@ -11,7 +11,7 @@ from steelyard.core.collective import Collective, Exchange, Transport
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
 from steelyard.core.layout import DATA
-from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, wait
+from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, view, wait
 
 # The input that says what a rank's loss weighs in the loss of all.
 SHARE = "share"
@@ -79,9 +79,9 @@ def bucketed_all_reduce(
             laid_out = gradient.outputs[0]
             if len(bucket) > 1 or not laid_out.is_contiguous:
                 part = replace(laid_out, storage=whole.outputs[0].storage, offset=start)
-                view = _view(whole, part, name=f"{gradient.name}_reduced")
-                outputs[place] = replace(outputs[place], node=view.name)
-                change.put_behind(behind, view)
+                looked = view(whole, part, name=f"{gradient.name}_reduced")
+                outputs[place] = replace(outputs[place], node=looked.name)
+                change.put_behind(behind, looked)
             else:
                 outputs[place] = replace(outputs[place], node=whole.name)
             start += laid_out.numel
@@ -120,8 +120,11 @@ def _buckets(graph: Graph, bucket_bytes: int, axis: str) -> list[list[int]]:
 
 
 def _arrived_over(graph: Graph, name: str) -> str:
-    """The axis of the exchange whose result this is."""
-    sent = graph.by_name.get(graph.by_name[name].waits_for)
+    """The axis of the exchange whose result this is, or a view of it."""
+    node = graph.by_name[name]
+    while node.is_view:
+        node = graph.by_name[node.inputs[0]]
+    sent = graph.by_name.get(node.waits_for)
     return sent.collective.axis if sent is not None and sent.collective is not None else ""
 
 
@@ -137,7 +140,7 @@ def _reduced(
     given = gradients[-1]
     if len(gradients) > 1 or not given.outputs[0].is_contiguous:
         flat = [
-            change.put_behind(behind, _view(g, _flattened(g.outputs[0]), name=f"{g.name}_flat"))
+            change.put_behind(behind, view(g, _flattened(g.outputs[0]), name=f"{g.name}_flat"))
             for g in gradients
         ]
         given = flat[0]
@@ -163,14 +166,6 @@ def _joined(change: Rewriting, flat: Sequence[Node], number: int) -> Node:
         "aten.cat.default", flat[-1], name=f"bucket_{number}",
         args=(tuple(Ref(node.name) for node in flat),), inputs=flat, output=output,
         moved_bytes=2 * output.nbytes,
-    )  # fmt: skip
-
-
-def _view(source: Node, tensor: Tensor, *, name: str) -> Node:
-    return call(
-        "aten.as_strided.default", source, name=name,
-        args=(Ref(source.name), tensor.shape, tensor.stride, tensor.offset), inputs=(source,),
-        output=tensor,
     )  # fmt: skip
 
 

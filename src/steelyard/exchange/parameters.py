@@ -4,8 +4,9 @@ As ZeRO's third stage does (Rajbhandari et al., SC 2020), but as nodes of the gr
 results are waited for: see windows.py.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from steelyard.core.collective import Collective, Exchange, Transport
 from steelyard.core.errors import BadInput
@@ -15,8 +16,11 @@ from steelyard.exchange.rewriting import (
     Rewriting,
     issue,
     issue_in_place,
+    joined_rows,
+    view,
     wait,
     wait_for_own_rows,
+    whole_rows,
 )
 
 
@@ -29,11 +33,13 @@ def gathered(
     axis: str = DATA,
     stride: int = 1,
     again: Collection[str] = (),
+    together: Mapping[str, int] = MappingProxyType({}),
 ) -> Graph:
     """The step on one share of each of the parameters, cut along its first dimension.
 
     Each is gathered in front of its first reader and kept from there on; those that are gathered
     ``again`` are so in front of the first reader of the backward pass, and not kept until then.
+    Those that follow one another are exchanged ``together``, up to so many bytes of each.
     """
     change = Rewriting(graph)
 
@@ -43,6 +49,7 @@ def gathered(
         )
 
     shares: dict[str, Tensor] = {}
+    late: dict[str, list[str]] = {}
     for parameter in parameters:
         held = change[parameter]
         whole = held.outputs[0]
@@ -53,47 +60,17 @@ def gathered(
         storage = graph.storages[whole.storage]
         change.storages[whole.storage] = replace(storage, nbytes=share.nbytes)
         change.change(replace(held, outputs=(share,)))
-        exchange = collective(Exchange.ALL_GATHER, whole.nbytes)
-        first = graph.users[parameter][0]
-        late = _read_late(graph, parameter) if parameter in again else []
-        early = graph.by_name[first].phase is Phase.FORWARD
-        arrived = _arriving(change, change[parameter], first, exchange, transport, "gathered")
-        change.reroute(change[parameter], arrived)
-        if late and early:
-            second = _arriving(change, change[parameter], late[0], exchange, transport, "again")
-            _reroute_late(change, graph, parameter, arrived, second, late)
-    outputs = [
-        _scattered(change, output, shares[output.target], transport, collective)
-        if output.kind is OutputKind.GRADIENT and output.target in shares
-        else output
-        for output in graph.outputs
-    ]
-    return change.result(outputs)
-
-
-def _arriving(
-    change: Rewriting,
-    parameter: Node,
-    first: str,
-    exchange: Collective,
-    transport: Transport,
-    how: str,
-) -> Node:
-    """The whole parameter, gathered in front of ``first``."""
-    whole = change.tensor(_whole_shape(parameter, exchange), parameter.outputs[0].dtype)
-    sent = issue(
-        exchange, _standing_at(parameter, change[first]), name=f"{parameter.name}_{how}",
-        output=whole, moved_bytes=0,
-    )  # fmt: skip
-    arrived = wait(sent, transport)
-    change.put_before(first, sent)
-    change.put_before(first, arrived)
-    return arrived
-
-
-def _whole_shape(parameter: Node, exchange: Collective) -> tuple[int, ...]:
-    rows, *rest = parameter.outputs[0].shape
-    return (rows * exchange.num_ranks, *rest)
+        is_early = graph.by_name[graph.users[parameter][0]].phase is Phase.FORWARD
+        if parameter in again and is_early and (readers := _read_late(graph, parameter)):
+            late[parameter] = readers
+    exchanges = _Exchanges(change, transport, collective, num_ranks, together)
+    arrived = exchanges.gathered({p: graph.users[p][0] for p in parameters}, "gathered")
+    second = exchanges.gathered({p: readers[0] for p, readers in late.items()}, "again")
+    for parameter, read in arrived.items():
+        change.reroute(change[parameter], read)
+        if parameter in late:
+            _reroute_late(change, graph, parameter, read, second[parameter], late[parameter])
+    return change.result(exchanges.scattered(graph, shares))
 
 
 def _looks(graph: Graph, parameter: str) -> list[str]:
@@ -155,34 +132,167 @@ def why_not_shared(graph: Graph, parameter: str, num_ranks: int) -> str | None:
     return None
 
 
-def _scattered(
-    change: Rewriting,
-    output: Output,
-    share: Tensor,
-    transport: Transport,
-    collective: Callable[[Exchange, int], Collective],
-) -> Output:
-    """The gradient summed over the ranks, of which each keeps its share."""
-    gradient = change[output.node]
-    exchange = collective(Exchange.REDUCE_SCATTER, gradient.outputs[0].nbytes)
-    name, own = f"{gradient.name}_scattered", change.tensor(share.shape, share.dtype)
-    sums_whole = Exchange.REDUCE_SCATTER in transport.reduces_all
-    if sums_whole and gradient.outputs[0].is_contiguous and change.is_alone(gradient.name):
-        # Gloo would do the same on a copy of its own, and let go of it where no meter sees it.
-        sent = issue_in_place(exchange, gradient, name=name)
-        arrived = wait_for_own_rows(sent, output=own)
-    else:
-        moved_bytes = 2 * exchange.held_bytes
-        sent = issue(exchange, gradient, name=name, output=own, moved_bytes=moved_bytes)
-        arrived = wait(sent, transport)
-    change.put_behind(gradient.name, sent)
-    change.put_behind(gradient.name, arrived)
-    return replace(output, node=arrived.name)
+class _Exchanges:
+    """Puts exchanges of parameters, and of their gradients, into the graph."""
+
+    def __init__(
+        self,
+        change: Rewriting,
+        transport: Transport,
+        collective: Callable[[Exchange, int], Collective],
+        num_ranks: int,
+        together: Mapping[str, int],
+    ) -> None:
+        self._change, self._transport, self._collective = change, transport, collective
+        self._ranks, self._together = num_ranks, together
+
+    def gathered(self, first: Mapping[str, str], how: str) -> dict[str, Node]:
+        """Each whole parameter, gathered in front of its ``first`` reader or of that of one that
+        is read sooner."""
+        graph = self._change.before
+        in_order = sorted(first, key=lambda parameter: graph.position[first[parameter]])
+        tensors = {p: graph.by_name[p].outputs[0] for p in in_order}
+        arrived: dict[str, Node] = {}
+        for bucket in _buckets(tensors, self._together):
+            if len(bucket) == 1:
+                arrived[bucket[0]] = self._gather(bucket[0], first[bucket[0]], how)
+            else:
+                arrived |= self._gather_together([(p, first[p]) for p in bucket], how)
+        return arrived
+
+    def _gather(self, parameter: str, first: str, how: str) -> Node:
+        whole = self._change.before.by_name[parameter].outputs[0]
+        sent = issue(
+            self._collective(Exchange.ALL_GATHER, whole.nbytes), self._standing(parameter, first),
+            name=f"{parameter}_{how}", output=self._change.tensor(whole.shape, whole.dtype),
+            moved_bytes=0,
+        )  # fmt: skip
+        return self._put_before(first, sent, wait(sent, self._transport))
+
+    def _gather_together(self, bucket: Sequence[tuple[str, str]], how: str) -> dict[str, Node]:
+        """A row of each rank's shares; each parameter is taken out where it is read."""
+        change = self._change
+        (name, first), graph = bucket[0], change.before
+        wholes = {p: graph.by_name[p].outputs[0] for p, _ in bucket}
+        row, dtype = sum(t.numel for t in wholes.values()) // self._ranks, wholes[name].dtype
+        joined = joined_rows(
+            [change[p] for p, _ in bucket], like=self._standing(name, first),
+            name=f"{name}_{how}_joined", output=change.tensor((1, row), dtype),
+        )  # fmt: skip
+        nbytes = sum(t.nbytes for t in wholes.values())
+        sent = issue(
+            self._collective(Exchange.ALL_GATHER, nbytes), joined, name=f"{name}_{how}",
+            output=change.tensor((self._ranks, row), dtype), moved_bytes=0,
+        )  # fmt: skip
+        rows = self._put_before(first, joined, sent, wait(sent, self._transport))
+        arrived, start = {}, 0
+        for parameter, reader in bucket:
+            whole = wholes[parameter]
+            arrived[parameter] = self._put_before(
+                reader,
+                whole_rows(
+                    rows, start, like=self._standing(parameter, reader),
+                    name=f"{parameter}_{how}_whole",
+                    output=change.tensor(whole.shape, whole.dtype),
+                ),
+            )  # fmt: skip
+            start += whole.numel // self._ranks
+        return arrived
+
+    def _standing(self, parameter: str, reader: str) -> Node:
+        """The share as something of the module that reads it."""
+        like = self._change[reader]
+        share = self._change[parameter]
+        return replace(share, phase=like.phase, path=like.path, line=like.line)
+
+    def _put_before(self, anchor: str, *nodes: Node) -> Node:
+        for node in nodes:
+            self._change.put_before(anchor, node)
+        return nodes[-1]
+
+    def scattered(self, graph: Graph, shares: Mapping[str, Tensor]) -> list[Output]:
+        """The gradients summed over the ranks, of which each keeps its share."""
+        gradients = {
+            output.target: graph.by_name[output.node]
+            for output in graph.outputs
+            if output.kind is OutputKind.GRADIENT and output.target in shares
+        }
+        in_order = sorted(gradients, key=lambda target: graph.position[gradients[target].name])
+        tensors = {target: gradients[target].outputs[0] for target in in_order}
+        # Rows of others do not lie side by side.
+        able = {
+            p: n for p, n in self._together.items() if p in tensors and tensors[p].is_contiguous
+        }
+        own: dict[str, str] = {}
+        for bucket in _buckets(tensors, able):
+            if len(bucket) == 1:
+                (target,) = bucket
+                own[target] = self._scatter(gradients[target], shares[target])
+            else:
+                own |= self._scatter_together({t: gradients[t] for t in bucket}, shares)
+        return [
+            replace(output, node=own[output.target]) if output.target in gradients else output
+            for output in graph.outputs
+        ]
+
+    def _scatter(self, gradient: Node, share: Tensor) -> str:
+        name, own = f"{gradient.name}_scattered", self._change.tensor(share.shape, share.dtype)
+        is_free_to_write = gradient.outputs[0].is_contiguous and self._change.is_alone(
+            gradient.name
+        )
+        return self._sum(gradient, gradient.name, name=name, own=own, in_place=is_free_to_write)
+
+    def _scatter_together(
+        self, gradients: Mapping[str, Node], shares: Mapping[str, Tensor]
+    ) -> dict[str, str]:
+        """A row of each rank's shares, summed where it lies; gradients are views of one's own."""
+        change, nodes = self._change, [*gradients.values()]
+        behind, dtype = nodes[-1].name, nodes[-1].outputs[0].dtype
+        row = sum(shares[target].numel for target in gradients)
+        name = f"{behind}_scattered"
+        joined = joined_rows(
+            nodes, like=nodes[-1], name=f"{name}_joined",
+            output=change.tensor((self._ranks, row), dtype),
+        )  # fmt: skip
+        change.put_behind(behind, joined)
+        arrived = self._sum(joined, behind, name=name, own=change.tensor((1, row), dtype))
+        rows, own, start = change[arrived], {}, 0
+        for target in gradients:
+            laid_out = replace(shares[target], storage=rows.outputs[0].storage, offset=start)
+            looked = view(rows, laid_out, name=f"{target}_scattered")
+            own[target] = change.put_behind(behind, looked).name
+            start += laid_out.numel
+        return own
+
+    def _sum(
+        self, whole: Node, behind: str, *, name: str, own: Tensor, in_place: bool = True
+    ) -> str:
+        """Of the sum over the ranks, what is this one's own."""
+        exchange = self._collective(Exchange.REDUCE_SCATTER, whole.outputs[0].nbytes)
+        if in_place and Exchange.REDUCE_SCATTER in self._transport.reduces_all:
+            # Gloo would do the same on a copy of its own, and let go of it where no meter sees it.
+            sent = issue_in_place(exchange, whole, name=name)
+            arrived = wait_for_own_rows(sent, output=own)
+        else:
+            moved_bytes = 2 * exchange.held_bytes
+            sent = issue(exchange, whole, name=name, output=own, moved_bytes=moved_bytes)
+            arrived = wait(sent, self._transport)
+        self._change.put_behind(behind, sent)
+        return self._change.put_behind(behind, arrived).name
 
 
-def _standing_at(value: Node, reader: Node) -> Node:
-    """The parameter as something of the module that reads it."""
-    return replace(value, phase=reader.phase, path=reader.path, line=reader.line)
+def _buckets(tensors: Mapping[str, Tensor], together: Mapping[str, int]) -> Iterable[list[str]]:
+    """Those that follow one another, as long as they are of one kind and within its bytes."""
+    bucket: list[str] = []
+    filled, kind = 0, (0, "")
+    for name, tensor in tensors.items():
+        most = together.get(name, 0)
+        if bucket and (kind != (most, tensor.dtype) or filled + tensor.nbytes > most):
+            yield bucket
+            bucket, filled = [], 0
+        bucket, filled, kind = [*bucket, name], filled + tensor.nbytes, (most, tensor.dtype)
+    if bucket:
+        yield bucket
 
 
 def _refusal(parameter: str, whole: Tensor, num_ranks: int, reason: str) -> BadInput:

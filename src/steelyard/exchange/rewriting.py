@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from steelyard.core.collective import Collective, Exchange, Transport
 from steelyard.core.graph import (
+    JOINED_ROWS,
+    WHOLE_ROWS,
     Argument,
     Axis,
     Graph,
@@ -25,7 +27,7 @@ class Rewriting:
 
     def __init__(self, graph: Graph) -> None:
         self.storages = list(graph.storages)
-        self._graph = graph
+        self.before = graph
         self._nodes = dict(graph.by_name)
         self._before: dict[str, list[str]] = {}
         self._behind: dict[str, list[str]] = {}
@@ -35,11 +37,13 @@ class Rewriting:
 
     def result(self, outputs: Sequence[Output]) -> Graph:
         ordered: list[Node] = []
-        for node in self._graph.nodes:
+        for node in self.before.nodes:
             names = (*self._before.get(node.name, ()), node.name, *self._behind.get(node.name, ()))
             ordered += [self._nodes[name] for name in names]
+        # They are there from the start, and may be sent before what they stand behind.
+        ordered.sort(key=lambda node: not node.is_input)
         graph = replace(
-            self._graph,
+            self.before,
             nodes=tuple(ordered),
             storages=tuple(self.storages),
             outputs=tuple(outputs),
@@ -49,7 +53,7 @@ class Rewriting:
 
     def is_alone(self, name: str) -> bool:
         """Whether this output of the step lies on memory of its own, that nothing else reads."""
-        graph = self._graph
+        graph = self.before
         (storage,) = graph.storages_of(name)
         lying = {n.name for n in graph.nodes if storage in graph.storages_of(n.name)}
         read = {user for one in lying for user in graph.users[one]}
@@ -70,7 +74,7 @@ class Rewriting:
     def reroute(self, old: Node, new: Node) -> None:
         """What read ``old`` reads ``new``, and views of the one become views of the other."""
         before, after = old.outputs[0].storage, new.outputs[0].storage
-        for name in self._graph.by_name:
+        for name in self.before.by_name:
             node = self._nodes[name]
             if name == old.name:
                 continue
@@ -123,6 +127,31 @@ def call(
         moved_bytes=moved_bytes,
         is_view=any(t.storage == output.storage for node in inputs for t in node.outputs),
     )
+
+
+def view(source: Node, tensor: Tensor, *, name: str) -> Node:
+    """``tensor``, which lies on the storage of ``source``."""
+    return call(
+        "aten.as_strided.default", source, name=name,
+        args=(Ref(source.name), tensor.shape, tensor.stride, tensor.offset), inputs=(source,),
+        output=tensor,
+    )  # fmt: skip
+
+
+def joined_rows(tensors: Sequence[Node], *, like: Node, name: str, output: Tensor) -> Node:
+    """As many rows as ``output`` has of each, those of the same number side by side."""
+    return call(
+        JOINED_ROWS, like, name=name, args=(tuple(Ref(t.name) for t in tensors), output.shape[0]),
+        inputs=tensors, output=output, moved_bytes=2 * output.nbytes,
+    )  # fmt: skip
+
+
+def whole_rows(joined: Node, start: int, *, like: Node, name: str, output: Tensor) -> Node:
+    """The tensor whose part of each row begins at ``start``."""
+    return call(
+        WHOLE_ROWS, like, name=name, args=(Ref(joined.name), start, output.shape),
+        inputs=(joined,), output=output, moved_bytes=2 * output.nbytes,
+    )  # fmt: skip
 
 
 def issue(

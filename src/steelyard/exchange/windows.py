@@ -3,8 +3,10 @@
 Moves lines of a program, without torch. Not for choosing the window: that has a price.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from steelyard.core.graph import JOINED_ROWS, Graph, Node
 from steelyard.core.program import Instruction, Program
 
 
@@ -31,35 +33,60 @@ def waits_within(program: Program, window: int | None) -> Program:
     return _reordered(program, lines, places)
 
 
-def issued_ahead(program: Program, count: int) -> Program:
-    """Issue each exchange up to ``count`` computing lines sooner, within its pass.
+def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Program:
+    """Issue each exchange up to ``count`` computing lines sooner, within its pass, and with
+    ``room`` only past lines at which so many bytes as it then holds are free.
 
-    It cannot be sooner than its arguments exist; a parameter's share always does.
+    It cannot be sooner than its arguments exist; a parameter's share always does, and what puts
+    several side by side moves along.
     """
     lines = [i for i in program.instructions if i.sink is None]
     bare = _without_sinks(program, lines)
     nodes = program.graph.by_name
     born = {line.value: index for index, line in enumerate(lines)}
-    places: list[_Place] = [(index, 0, index) for index in range(len(lines))]
+    places = {index: (index, 0, index) for index in range(len(lines))}
+    free = [*room]
     for exchange in bare.exchanges:
-        issue = lines[exchange.issue]
-        earliest = max((born[i] + 1 for i in issue.inputs if i in born), default=0)
-        place, left = exchange.issue, count
-        while place > earliest and left and lines[place - 1].phase is issue.phase:
+        moved = _with_its_joining(lines, exchange.issue, nodes, born)
+        first = lines[moved[0]]
+        earliest = max((born[i] + 1 for i in first.inputs if i in born), default=0)
+        holds = _held_bytes(program.graph, [nodes[lines[index].node] for index in moved])
+        place, left = moved[0], count
+        while place > earliest and left and lines[place - 1].phase is first.phase:
+            if free and free[place - 1] < holds:
+                break
             place -= 1
             left -= not nodes[lines[place].node].is_free
-        places[exchange.issue] = (place, -1, exchange.issue)
-    return _reordered(program, lines, places)
+            if free:
+                free[place] -= holds
+        places |= {index: (place, -1, index) for index in moved}
+    return _reordered(program, lines, places.values())
 
 
 _Place = tuple[int, int, int]
+
+
+def _with_its_joining(
+    lines: list[Instruction], issue: int, nodes: Mapping[str, Node], born: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The line that issues, and before it the one that put side by side what it sends."""
+    makers = [born[value] for value in lines[issue].inputs if value in born]
+    joining = [index for index in makers if nodes[lines[index].node].op == JOINED_ROWS]
+    return (*joining, issue)
 
 
 def _without_sinks(program: Program, lines: list[Instruction]) -> Program:
     return replace(program, instructions=tuple(lines))
 
 
-def _reordered(program: Program, lines: list[Instruction], places: list[_Place]) -> Program:
+def _held_bytes(graph: Graph, moved: Sequence[Node]) -> int:
+    """What is there from these lines on: what they make, and what a backend keeps."""
+    made = {storage for node in moved for storage in graph.storages_of(node.name)}
+    kept = (node.collective.held_bytes for node in moved if node.collective is not None)
+    return sum(graph.storages[storage].nbytes for storage in made) + sum(kept)
+
+
+def _reordered(program: Program, lines: list[Instruction], places: Iterable[_Place]) -> Program:
     ordered = [lines[index] for _, _, index in sorted(places)]
     moved = program.with_lines(ordered, on=program.graph)
     assert not moved.problems(), moved.problems()

@@ -10,7 +10,17 @@ from typing import Any, Protocol
 import torch
 
 from steelyard.core.coding import BLOCK, coded_bytes, is_dense
-from steelyard.core.graph import PRODUCTS, Argument, Body, Node, Ref, Sliced, Symbol
+from steelyard.core.graph import (
+    JOINED_ROWS,
+    PRODUCTS,
+    WHOLE_ROWS,
+    Argument,
+    Body,
+    Node,
+    Ref,
+    Sliced,
+    Symbol,
+)
 from steelyard.operators import norms
 
 Operator = Callable[..., Any]
@@ -82,6 +92,19 @@ def all_gather(share: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
         share, num_ranks, group, out=whole
     )
     return issued
+
+
+def joined_rows(tensors: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """Each cut into as many equal rows, and rows of the same number side by side."""
+    return torch.cat([x.reshape(num_rows, -1) for x in tensors], dim=1)
+
+
+def whole_rows(joined: torch.Tensor, start: int, shape: list[int]) -> torch.Tensor:
+    """One of those tensors, whose part of each row begins at ``start``, on memory of its own."""
+    whole = joined.new_empty(shape)
+    rows = whole.view(joined.shape[0], -1)
+    rows.copy_(joined[:, start : start + rows.shape[1]])
+    return whole
 
 
 # Known to torch by name, so that a compiler takes it as one opaque, functional call.
@@ -426,6 +449,8 @@ _OWN: dict[str, Operator] = {
     "steelyard.nll_loss_sum": nll_loss_sum,
     "steelyard.nll_loss_weight": nll_loss_weight,
     "steelyard.all_gather": all_gather,
+    JOINED_ROWS: joined_rows,
+    WHOLE_ROWS: whole_rows,
     "steelyard.copy_laid_out": copy_laid_out,
     "steelyard.coding_error": coding_error,
     "steelyard.batch_statistics": norms.batch_statistics,

@@ -27,8 +27,11 @@ class Liveness:
         return self.bytes_at[self.peak_index] if self.bytes_at else 0
 
 
-def liveness(program: Program, costs: Costs, *, accumulating: bool = False) -> Liveness:
-    """``accumulating``: gradients exist already and are added into, so that none is kept."""
+def liveness(program: Program, costs: Costs | None, *, accumulating: bool = False) -> Liveness:
+    """``accumulating``: gradients exist already and are added into, so that none is kept.
+
+    Without costs, what kernels hold for themselves is left out: only a measurement knows it.
+    """
     births, deaths = _lifetimes(program, accumulating=accumulating)
     for exchange, nbytes in held_underway(program):
         births[exchange.issue] += nbytes
@@ -39,7 +42,9 @@ def liveness(program: Program, costs: Costs, *, accumulating: bool = False) -> L
     bytes_at: list[int] = []
     for index, instruction in enumerate(program.instructions):
         alive += births[index]
-        workspace = 0 if instruction.sink else costs.workspace_bytes(nodes[instruction.node])
+        workspace = 0
+        if costs is not None and instruction.sink is None:
+            workspace = costs.workspace_bytes(nodes[instruction.node])
         bytes_at.append(alive + workspace)
         alive -= deaths[index]
     peak = max(range(len(bytes_at)), key=bytes_at.__getitem__, default=0)

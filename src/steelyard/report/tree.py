@@ -279,11 +279,16 @@ def rule_in_words(rule: Rule) -> str:
         return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
     if rule.trade == "shard_states":
         twice = ", gathered twice" if rule.times > 1 else ""
-        return f"{rule.trade}: {rule.module} ({rule.count}) among {rule.degree} ranks{twice}"
+        size = rule.bucket_bytes
+        together = f", {format_bytes(size)} at a time" if size else ""
+        among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
+        return f"{rule.trade}: {among}{twice}{together}"
     if rule.trade == "shard_pipeline":
         return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"
     if rule.trade == "overlap":
-        return f"{rule.trade}: window {rule.lag}"
+        within = f", within the {rule.op}" if rule.op else ""
+        ahead = f", ahead {rule.lead}{within}" if rule.lead else ""
+        return f"{rule.trade}: window {rule.lag}{ahead}"
     if rule.trade == "offload_state":
         return f"{rule.trade}: {rule.op} of {rule.module} ({rule.count})"
     if rule.degree:

@@ -26,6 +26,7 @@ from steelyard.core.trade import Left, Offer, Refusal, Trade, strike_on_ranks
 from steelyard.exchange.statistics import is_synchronised
 from steelyard.predict import peak_bytes, predict, rank_seconds, step_seconds
 from steelyard.search.found import Found
+from steelyard.search.gathers import ahead, together
 from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search
 from steelyard.search.shares import Shares, unequal_shares, units_for
@@ -34,8 +35,6 @@ from steelyard.search.wording import called, layers, slower, stages_refused, ten
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _PIPELINE = "shard_pipeline"
-# How many operators ahead weights are gathered; each holds more than the one before.
-_AHEAD = (0, 4, 16)
 # How much is sent at once: what hides best depends on the model's layers and on the link.
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 # A way that holds this much less is worth a search of its own where memory is short.
@@ -238,24 +237,32 @@ class Layouts:
         with weights in shares too, where several have the same."""
         if layout not in self._ways:
             ways = [self._counted(rules) for rules in self._rules(layout)]
-            ways += [self._counted(rules) for rules in self._with_states(ways)]
+            ways += self._with_states(ways)
             self._ways[layout] = ways
         return self._ways[layout]
 
-    def _with_states(self, ways: Sequence["_Way"]) -> Iterator[tuple[Rule, ...]]:
+    def _with_states(self, ways: Sequence["_Way"]) -> Iterator["_Way"]:
         """Added to the fastest and to the leanest."""
         if ways[0].layout.batch == 1:
             return
         fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
         for way in dict.fromkeys((fastest, leanest)):
-            offers, _ = self._trade(_STATES).offers(self._strike(way.rules), self._source)
-            states = tuple(rule for offer in offers for rule in offer.rules)
-            for lead in _AHEAD if states else ():
-                rules = [replace(r, lead=lead) if r.trade == _OVERLAP else r for r in way.rules]
-                yield *rules, *states
-                # Gathered for each pass, weights need not stay from one to the other.
-                yield *rules, *(replace(rule, times=2) for rule in states)
+            program = self._strike(way.rules)
+            offers, _ = self._trade(_STATES).offers(program, self._source)
+            states = [rule for offer in offers for rule in offer.rules]
+            # Gathered for each pass, weights need not stay from one to the other.
+            for times in (1, 2) if states else ():
+                again = [replace(rule, times=times) for rule in states]
+                found = [
+                    self._counted((*way.rules, *rules)) for rules in together(program.graph, again)
+                ]
+                yield from found
+                quickest = min(found, key=lambda way: (way.seconds, way.nbytes))
+                least = min(found, key=lambda way: (way.nbytes, way.seconds))
+                for one in dict.fromkeys((quickest, least)):
+                    is_alike = not way.layout.shares
+                    yield self._counted(ahead(one.rules, is_alike=is_alike))
 
     def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
@@ -355,6 +362,8 @@ class Layouts:
             before = (*before, *of_tensors)
         if of_states:
             twice = ", gathered twice" if of_states[0].times > 1 else ""
+            if size := of_states[0].bucket_bytes:
+                twice += f", {format_bytes(size)} at a time"
             label = f"{tensors(of_states)} in shares on {way.layout.batch} ranks{twice}"
             yield self._gained(_STATES, label, before, (*before, *of_states))
 

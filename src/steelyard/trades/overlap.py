@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
-from steelyard.core.rules import Rule
+from steelyard.core.rules import WITHIN_PEAK, Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
 from steelyard.exchange.windows import issued_ahead, waits_within
+from steelyard.predict.liveness import liveness
 
 
 class Overlap:
@@ -55,8 +56,16 @@ class Overlap:
         late = waits_within(program, max(rule.lag for rule in rules))
         ahead = max(rule.lead for rule in rules)
         if ahead:
-            late = issued_ahead(late, ahead)
+            room = _room(late) if any(rule.op == WITHIN_PEAK for rule in rules) else ()
+            late = issued_ahead(late, ahead, room)
         return program.with_graph(_in_order_of(late))
+
+
+def _room(program: Program) -> tuple[int, ...]:
+    """How much less than at its peak is there at each line."""
+    found = liveness(program, None)
+    alive = zip(program.instructions, found.bytes_at, strict=True)
+    return tuple(found.peak_bytes - nbytes for line, nbytes in alive if line.sink is None)
 
 
 def _in_order_of(program: Program) -> Graph:

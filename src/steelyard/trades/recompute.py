@@ -273,6 +273,8 @@ def _why_never(graph: Graph, node: Node) -> str | None:
         return f"{'is' if is_torchs else 'may be'} random: a second call would draw other numbers"
     if node.collective is not None or node.op.startswith("_c10d_functional"):
         return "communicates: every rank would have to call it again"
+    if node.is_packing:
+        return "belongs to what is exchanged, which is not exchanged again"
     if node.body is not None:
         return "is carried out in slices, gradients and all"
     if node.mutates:

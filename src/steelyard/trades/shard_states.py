@@ -98,6 +98,7 @@ class ShardStates:
         graph = gathered(
             program.graph, names, num_ranks=layout.batch, transport=GLOO, axis=DATA,
             stride=layout.tensor, again=[name for name, rule in named if rule.times > 1],
+            together={name: rule.bucket_bytes for name, rule in named},
         )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)
         own = Parting(axis=DATA, num_ranks=layout.batch, inputs=inputs)
