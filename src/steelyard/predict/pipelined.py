@@ -3,12 +3,13 @@
 Not for the order itself (core/schedule.py), nor for what one stage takes (stages.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
-from steelyard.core.graph import Phase, Role
+from steelyard.core.graph import Graph, Phase, Role
 from steelyard.core.layout import PIPELINE
 from steelyard.core.peak import Holding, Peak, Timeline
 from steelyard.core.plan import Prediction
@@ -21,7 +22,7 @@ from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCo
 from steelyard.predict.stage_rank import RankBytes, told
 from steelyard.predict.stage_sums import Sums
 from steelyard.predict.stages import parts_of, stage_cost, timed
-from steelyard.predict.timeline import durations
+from steelyard.predict.timeline import Playing, durations, play
 
 # Of a state of torch's generator on the CPU (torch 2.13): a Mersenne twister's.
 GENERATOR_BYTES = 5056
@@ -44,6 +45,7 @@ class Pipelined:
         self._stage_costs = [stage_cost(s, self._graph, costs) for s in self._stages]
         # Ranks of one pipeline are as far apart as can be.
         self._stride = program.layout.num_ranks // program.layout.pipeline
+        self._programs: dict[Graph, Program] = {}
         self._sums = self._summed_up()
         self._replay, self._ends = self._played(_value, _value)
 
@@ -169,7 +171,7 @@ class Pipelined:
         stages: list[StageCost] = [
             timed(
                 cost, stage, self._graph,
-                seconds=lambda n: whole * device(self._costs.seconds(n)),
+                seconds=lambda part: self._working(part, whole, device, link),
                 handing=lambda sizes: self._handing(sizes, link),
             )
             for cost, stage in zip(self._stage_costs, self._stages, strict=True)
@@ -183,6 +185,16 @@ class Pipelined:
         ends = [max(end, told) for end in ends]
         updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
         return played, [end + u for end, u in zip(ends, updates)] if updates else ends
+
+    def _working(self, part: Graph, whole: float, device: _Pick, link: _Pick | None) -> float:
+        """Where its ranks share tensors it waits for what they exchange, line by line."""
+        if not part.collectives:
+            nodes = (n for n in part.nodes if not n.is_input)
+            return whole * sum(device(self._costs.seconds(n)) for n in nodes)
+        if part not in self._programs:
+            self._programs[part] = Program.plain(part)
+        playing = Playing(self._costs, whole, device, link or _nothing)
+        return play(self._programs[part], self._costs, playing=playing).seconds
 
     def _handing(self, sizes: Sequence[int], link: _Pick | None) -> float:
         """A message for each; one that goes on alone takes what one of two that gather does."""
@@ -224,6 +236,8 @@ class Pipelined:
         sent = [0] * len(self._order.ranks)
         for (rank, _), cost in self._crossing():
             sent[rank] += self._program.repeats * cost
+        for rank, exchanged in enumerate(self._exchanged):
+            sent[rank] += sum(times * c.sent_bytes for c, times in exchanged.items())
         sent = [n + sum(c.sent_bytes for c in self._sums.of(rank)) for rank, n in enumerate(sent)]
         sent[self._rank_of_loss] += sum(c.sent_bytes for c in self._sums.of_loss())
         return sent
@@ -249,10 +263,25 @@ class Pipelined:
         seconds = [0.0] * len(self._order.ranks)
         for (rank, each), _ in self._crossing():
             seconds[rank] += self._program.repeats * each
+        for rank, exchanged in enumerate(self._exchanged):
+            for collective, times in exchanged.items():
+                seconds[rank] += times * self._costs.exchange_seconds(collective).value
         return [
             taken + sum(self._costs.exchange_seconds(c).value for c in self._sums.of(rank))
             for rank, taken in enumerate(seconds)
         ]
+
+    @cached_property
+    def _exchanged(self) -> list[Counter[Collective]]:
+        """What each rank exchanges within its stages, and how often."""
+        found: list[Counter[Collective]] = [Counter() for _ in self._order.ranks]
+        if self._graph.collectives:
+            works = [parts_of(stage) for stage in self._stages]
+            for exchanged, actions in zip(found, self._order.ranks):
+                for action in actions:
+                    part = works[action.stage][action.work]
+                    exchanged.update(n.collective for n in part.nodes if n.collective)
+        return found
 
     @cached_property
     def _flops(self) -> list[int]:
@@ -347,6 +376,10 @@ def _under_way(done: Sequence[Action]) -> int:
 
 def _value(estimate: Estimate) -> float:
     return estimate.value
+
+
+def _nothing(estimate: Estimate) -> float:  # noqa: ARG001 - of what is exchanged
+    return 0.0
 
 
 def _low(estimate: Estimate) -> float:

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from steelyard.core.graph import Graph, OutputKind
+from steelyard.core.layout import PIPELINE
 from steelyard.core.program import Pipeline
-from steelyard.exchange.channel import Waiting
+from steelyard.exchange.channel import Channel
 from steelyard.exchange.schedules import made_schedule
 from steelyard.operators import copy_laid_out
 from steelyard.run.draws import Draws
@@ -26,7 +27,8 @@ class StagesAtWork:
 
     Micro-batches weigh, and draw random numbers, as they do on one device. What ranks hold together
     they sum up, also with the ``replicas`` that hold the same stages and work on other samples.
-    ``waiting`` is told how long this rank had nothing to do.
+    Those of a stage that share its tensors exchange within it, over ``channels``; that of the
+    pipeline is told how long this rank had nothing to do.
     """
 
     def __init__(
@@ -35,16 +37,17 @@ class StagesAtWork:
         live: Mapping[str, Any],
         *,
         group: dist.ProcessGroup,
-        waiting: Waiting,
+        channels: Mapping[str, Channel],
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._waiting, self._replicas = group, waiting, replicas
+        self._group, self._waiting = group, channels[PIPELINE].waiting
+        self._replicas = replicas
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
         self._draws = Draws(pipeline.stages)
         self._rank_of = pipeline.order.rank_of
         rank, last = dist.get_rank(group), len(stages) - 1
         self._own = [
-            _Driven(LiveStage(stage, live=live), self._graph, len(stages), group)
+            _Driven(LiveStage(stage, live=live, channels=channels), self._graph, len(stages), group)
             for stage in stages
             if self._rank_of[stage.index] == rank
         ]
