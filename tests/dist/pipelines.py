@@ -194,12 +194,12 @@ def _in_stages(
         Program.plain(graph, rank=dist.get_rank()).repeated(MICRO_BATCHES), layout=layout
     )
     if tensor > 1:
-        plain = ShardTensor().rewrite(plain, _cut_most(plain, source), source)
+        plain = ShardTensor().rewrite(plain, cut_most(plain, source), source)
     pipeline = source.in_stages(plain, ends=tuple(ends), schedule=schedule, num_ranks=ranks)
     return replace(plain.with_graph(pipeline.stages.graph), pipeline=pipeline)
 
 
-def _cut_most(plain: Program, source: StepSource) -> list[Rule]:
+def cut_most(plain: Program, source: StepSource) -> list[Rule]:
     """What goes together, region by region, no tensor twice."""
     rules: list[Rule] = []
     for offer in ShardTensor().offers(plain, source)[0]:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.look import Request
+from steelyard.api.look import Look, Request
 from steelyard.core.budget import Budget
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import Layout
@@ -31,6 +31,7 @@ from steelyard.core.planfile import write_decisions
 from steelyard.core.rules import Rule
 from steelyard.trades.shard_pipeline import rules_for
 from tests import zoo
+from tests.dist.pipelines import cut_most
 from tests.dist.scenarios import Patience, Recorder, Sends, planned_calls
 from tests.harness import in_a_hurry
 from tests.zoo.case import Loss, next_token_loss, tokens
@@ -50,6 +51,7 @@ class Case:
     micro_batches: int = 1
     with_states: bool = False
     gathers: int = 1
+    schedule: str = "1F1B"
 
 
 def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
@@ -132,6 +134,15 @@ IN_STAGES = {
         _random_and_tied, _STAGES, share_of_plain=0.8, micro_batches=4
     ),
 }
+STAGES_BY_TENSORS = {
+    "random and tied": Case(
+        _random_and_tied, Layout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4
+    ),
+    "padded, backward in two parts": Case(
+        _padded, Layout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4,
+        schedule="ZBVZeroBubble",
+    ),
+}  # fmt: skip
 ON_FOUR = {
     "random and tied, in stages, of two groups": Case(
         _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
@@ -161,6 +172,10 @@ def in_parts(rank: int) -> dict[str, Any]:
 
 def in_stages(rank: int) -> dict[str, Any]:
     return _all_trained(IN_STAGES, rank)
+
+
+def stages_by_tensors(rank: int) -> dict[str, Any]:
+    return _all_trained(STAGES_BY_TENSORS, rank)
 
 
 def on_four(rank: int) -> dict[str, Any]:
@@ -273,7 +288,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
     if case.layout.pipeline > 1:
-        return Decisions(made_for=look.made_for(), budget=Budget(), rules=_staged(case))
+        return Decisions(made_for=look.made_for(), budget=Budget(), rules=_staged(case, look))
     ways = [
         way
         for way in look.layouts.ways(case.layout)
@@ -295,15 +310,19 @@ def _gathers(rules: Sequence[Rule]) -> int:
     return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
 
 
-def _staged(case: Case) -> tuple[Rule, ...]:
-    """With something computed again in each stage."""
-    groups = case.layout.batch
+def _staged(case: Case, look: Look) -> tuple[Rule, ...]:
+    """With something computed again in each stage, and as much cut as can be."""
+    groups, ranks = case.layout.batch, case.layout.tensor
     return (
+        *cut_most(replace(look.base, layout=Layout(tensor=ranks)), look.source),
         *([Rule(trade="shard_batch", degree=groups, bucket_bytes=2**20)] if groups > 1 else []),
         Rule(trade="accumulate", degree=case.micro_batches),
         Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
-        *rules_for(["blocks.0"], schedule="1F1B", ranks=2),
+        *rules_for(_ENDS[case.schedule], schedule=case.schedule, ranks=2),
     )
+
+
+_ENDS = {"1F1B": ["blocks.0"], "ZBVZeroBubble": ["dropout", "blocks.0", "blocks.1"]}
 
 
 def _alone(
