@@ -25,11 +25,13 @@ import steelyard as sy
 from steelyard.api.look import Look, Request
 from steelyard.core.budget import Budget
 from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.layout import Layout
+from steelyard.core.layout import PIPELINE, Layout
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
+from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.trades.shard_pipeline import rules_for
+from steelyard.trades.shard_states import ShardStates
 from tests import zoo
 from tests.dist.pipelines import cut_most
 from tests.dist.scenarios import Patience, Recorder, Sends, planned_calls
@@ -147,6 +149,10 @@ ON_FOUR = {
     "random and tied, in stages, of two groups": Case(
         _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
     ),
+    "random and tied, in stages, of two groups with states in shares": Case(
+        _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2,
+        with_states=True,
+    ),
     "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
     "padded batch, tensors and states, in micro-batches": Case(
         _padded, Layout(batch=2, tensor=2), micro_batches=2, with_states=True
@@ -244,11 +250,20 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "refused": refused,
         "again": again,
+        "in_shares": _rows(step.live.program, model, rank),
         "held": sum(p.numel() for p in model.parameters()),
         "whole": sum(p.numel() for p in alone.parameters()),
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
+
+
+def _rows(program: Program, model: nn.Module, rank: int) -> int:
+    """The numbers that this rank holds of parameters of which ranks have some rows each."""
+    if program.pipeline is None:
+        return 0
+    held = program.pipeline.held(program.layout.place(rank, PIPELINE)) & program.in_shares
+    return sum(p.numel() for n, p in model.named_parameters() if f"parameter:{n}" in held)
 
 
 def _added_up(step: Any, batch: Any) -> float:
@@ -313,8 +328,10 @@ def _gathers(rules: Sequence[Rule]) -> int:
 def _staged(case: Case, look: Look) -> tuple[Rule, ...]:
     """With something computed again in each stage, and as much cut as can be."""
     groups, ranks = case.layout.batch, case.layout.tensor
+    shared, _ = ShardStates().offers(replace(look.base, layout=Layout(batch=groups)), look.source)
     return (
         *cut_most(replace(look.base, layout=Layout(tensor=ranks)), look.source),
+        *(rule for offer in shared if case.with_states for rule in offer.rules),
         *([Rule(trade="shard_batch", degree=groups, bucket_bytes=2**20)] if groups > 1 else []),
         Rule(trade="accumulate", degree=case.micro_batches),
         Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),

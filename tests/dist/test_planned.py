@@ -92,25 +92,29 @@ def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
 
 def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
     """What is said is of the rank that has most; the tied weight is held, and summed up, by both."""
-    tensor = case.layout.tensor
+    groups, tensor = case.layout.batch, case.layout.tensor
     for place, first in enumerate(ranks[:tensor]):
         # Those that share tensors exchange alike; the stages together what all of the lines do.
         stages = ranks[place::tensor]
         assert [rank["executed"] for rank in stages] == [r["executed"] for r in ranks[::tensor]]
         done = Counter(call for rank in stages for call in rank["executed"])
-        assert done == Counter(first["planned"]), name
+        assert done == Counter(first["planned"] * groups), name
     predicted = {(rank["predicted_bytes"], rank["predicted_peak_bytes"]) for rank in ranks}
     ((sent, peak),) = predicted
-    groups = case.layout.batch
-    last = len(ranks) - groups
-    # With the ranks of the other group: each gradient, in double precision, and the loss.
-    replicas = [8 * (rank["held"] + (n >= last)) if groups > 1 else 0 for n, rank in enumerate(ranks)]
+    last = len(ranks) - groups * tensor
+    # With the ranks of the other group: each gradient, in double precision, and the loss; and this
+    # rank's rows of weights in shares. Of what lies so, gradients are whole.
+    replicas = [
+        8 * (rank["held"] + 2 * rank["in_shares"] + (n >= last)) if groups > 1 else 0
+        for n, rank in enumerate(ranks)
+    ]
+    assert (sum(rank["in_shares"] for rank in ranks) > 0) == case.with_states, name
     handed = (rank["handed_bytes"] for rank in ranks)
     # The first stage and the last, which hold the tied weight, lie on one rank where stages fold.
     tied_bytes = 0 if case.schedule == "ZBVZeroBubble" else _TIED_BYTES // tensor
     assert max(map(sum, zip(handed, replicas))) + tied_bytes == sent, name
     assert max(rank["peak_bytes"] for rank in ranks) == pytest.approx(peak, rel=0.01), name
-    held = sum(rank["held"] for rank in ranks) - groups * tied_bytes // 8 * tensor
+    held = sum(rank["held"] + rank["in_shares"] for rank in ranks) - groups * tied_bytes // 8 * tensor
     if tensor == 1:
         assert held == groups * ranks[0]["whole"], name
     assert held < 1.1 * groups * ranks[0]["whole"], name

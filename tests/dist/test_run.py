@@ -70,6 +70,12 @@ ranks = 2
 schedule = "1F1B"
 behind = "1"
 """
+_SHARES = """
+[[shard_states]]
+ranks = 2
+parameter = "0.weight"
+count = 1
+"""
 _ON_TWO = '\n[[overlap]]\nwindow = 1\n\n[[shard_batch]]\nranks = 2\nbucket = "64 KiB"\n'
 
 
@@ -135,7 +141,7 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
 
 def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     """On ranks that share the batch, equally and not, on ranks that hold parts, of which one is
-    killed, on ranks that hold layers, on one."""
+    killed, on ranks that hold layers, on such that share tensors too, or states, on one."""
 
     def run(plan: str, steps: int, *arguments: str, **environ: str) -> str:
         every = ("--checkpoint-every", "1", "--rank-timeout", "60s", "--plan", plan)
@@ -152,15 +158,20 @@ def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     (folder / "unequal.plan.toml").write_text(alone + unequal)
     (folder / "parts.plan.toml").write_text(alone + _PARTS)
     (folder / "stages.plan.toml").write_text(alone + _STAGES)
-    run("alone.plan.toml", 8, "alone")
+    on_four = alone.replace("\nranks = 2\n", "\nranks = 4\n", 1)
+    (folder / "grid.plan.toml").write_text(on_four + _PARTS + _STAGES)
+    (folder / "shares.plan.toml").write_text(on_four + _ON_TWO + _SHARES + _STAGES)
+    run("alone.plan.toml", 10, "alone")
     run("batch.plan.toml", 2, "chain")
     run("unequal.plan.toml", 4, "chain", "--resume", "chain")
     said = run("parts.plan.toml", 6, "chain", "--resume", "chain", KILLED="1")
     assert "rank 1 was killed" in said
     assert said.count("started again") == 1
     run("stages.plan.toml", 7, "chain", "--resume", "chain")
-    run("alone.plan.toml", 8, "chain", "--resume", "chain")
-    ours, theirs = (tensors(folder / name / "step-000008") for name in ("chain", "alone"))
+    run("grid.plan.toml", 8, "chain", "--resume", "chain")
+    run("shares.plan.toml", 9, "chain", "--resume", "chain")
+    run("alone.plan.toml", 10, "chain", "--resume", "chain")
+    ours, theirs = (tensors(folder / name / "step-000010") for name in ("chain", "alone"))
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert ours[name].shape == expected.shape, name

@@ -21,15 +21,14 @@ from steelyard.core.ends import balanced_ends, possible_ends
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.graph import Phase, Role
 from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
-from steelyard.core.parting import Parting
-from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
 from steelyard.predict import peak_bytes, predict, step_seconds
-from steelyard.search import Found, Layouts, Search
+from steelyard.search import Found, Layouts, Pipelines, Search
 from steelyard.trades import TRADES
 from steelyard.trades.shard_pipeline import SCHEDULES, ShardPipeline, rules_for
+from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
 from tests.harness import Trial
 from tests.trades.test_shard_batch import DEVICE
@@ -94,10 +93,8 @@ def test_what_stays_whole_is_told_why() -> None:
     assert coupled is not None
     reason = "one norm over all parameters"
     whole = replace(plain(), update=replace(coupled, undivided=reason))
-    in_shares = Parting(axis=DATA, num_ranks=2, inputs=(("parameter:head.weight", Shard(0)),))
     for program, said in (
         (whole, reason),
-        (replace(plain(), partings=(in_shares,)), "gathered anew for every micro-batch"),
         (replace(plain(), layout=Layout(batch=2, shares=(3, 1))), "equally or not at all"),
     ):
         among = replace(program, layout=replace(program.layout, pipeline=2))
@@ -153,6 +150,63 @@ def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
     (tied,) = (sizes[name] for name in held[0] & held[1] if name.startswith("parameter:"))
     handed = (alone - tied) // 2 + tied
     assert sent == max(handed + gradients[0], handed + gradients[1] + 4)
+
+
+def of_two_groups() -> tuple[Rule, ...]:
+    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
+    return shared, *rules_for(["blocks.1"], schedule="1F1B", ranks=2)
+
+
+def states() -> tuple[Rule, ...]:
+    among = replace(plain(), layout=Layout(batch=2))
+    return tuple(r for offer in ShardStates().offers(among, trial().source)[0] for r in offer.rules)
+
+
+def test_groups_may_hold_states_in_shares() -> None:
+    """Weights are gathered once a step, whole for the passes alone, and gradients of them too."""
+    without = struck(*of_two_groups(), micro_batches=2)
+    shared = struck(*of_two_groups(), *states(), micro_batches=2)
+    assert not any(node.collective for node in shared.graph.nodes)
+    assert shared.pipeline is not None
+    sizes = {n.name: n.outputs[0].nbytes for n in shared.graph.inputs() if n.outputs}
+    whole = [
+        sum(sizes[name] for name in shared.pipeline.held(rank) & shared.in_shares)
+        for rank in range(2)
+    ]
+    before, after = predict(without, costs(1e6)), predict(shared, costs(1e6))
+    sent = after.quad.communication_bytes.value - before.quad.communication_bytes.value
+    assert min(whole) // 2 <= sent <= max(whole) // 2
+    assert after.quad.step_seconds.value > before.quad.step_seconds.value
+    # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
+    assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
+    assert any(h.what == "weights gathered for the passes" for h in after.peak.alive)
+
+
+def test_stages_do_not_gather_twice() -> None:
+    with pytest.raises(BadInput, match="gather weights twice a step") as refused:
+        struck(*of_two_groups(), *(replace(r, times=2) for r in states()), micro_batches=2)
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_states_are_shared_where_memory_is_short() -> None:
+    def searching(layout: tuple[Rule, ...]) -> Search:
+        return Search(plain(), trades=TRADES, source=trial().source, costs=price, layout=layout)
+
+    price = costs(1e6)
+
+    staged = Pipelines(
+        plain(), layout=Layout(batch=2, pipeline=2), trades=TRADES, source=trial().source,
+        costs=price, searching=searching,
+    )  # fmt: skip
+    with pytest.raises(Infeasible) as least:
+        staged.find(Budget(memory_bytes=1))
+    found = staged.find(Budget(memory_bytes=least.value.least_bytes))
+    assert found is not None
+    assert "shard_states" in trades_of(found)
+    (taken,) = (taken for taken in found.taken if taken.trade == "shard_states")
+    assert taken.buys_bytes > 0
+    assert taken.pays_seconds > 0
+    assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
 
 
 def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:

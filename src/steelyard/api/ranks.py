@@ -97,6 +97,7 @@ class Ranks:
             group=self.groups[PIPELINE],
             channels=self.channels,
             replicas=self.groups.get(DATA),
+            in_shares=program.in_shares,
         )
 
 

@@ -109,12 +109,18 @@ class Pipelined:
 
     def _rank(self, number: int) -> RankBytes:
         update = self._pipeline.updates[number] if self._pipeline.updates else None
-        held = self._pipeline.held(number)
+        held, groups = self._pipeline.held(number), self._program.layout.batch
         own = {self._storage_of[name] for name in held} | self._everyones
         parameters, buffers = (
             sum(self._graph.storages[s].nbytes for s in own if self._graph.storages[s].role is role)
             for role in (Role.PARAMETER, Role.BUFFER)
         )
+        # What no stage holds lies in shares too, and is never gathered.
+        others = sum(self._graph.storages[s].nbytes for s in self._everyones & self._in_shares)
+        gathered = self._gathered(number)
+        parameters -= (sum(gathered) + others) * (groups - 1) // groups
+        trained = self._pipeline.trained(number)
+        in_shares = sum(self._gradients[n] for n in trained if n in self._program.in_shares)
         state = update.graph.resident_bytes(Role.STATE) if update is not None else 0
         return RankBytes(
             number=number,
@@ -125,8 +131,11 @@ class Pipelined:
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
             + self._generator_bytes(number),
             state=state,
-            gradients=sum(self._gradients[name] for name in self._trained(number)),
-            above=self._replay.peak_bytes[number],
+            gradients=sum(self._gradients[name] for name in trained)
+            - in_shares * (groups - 1) // groups,
+            gathered=sum(gathered),
+            # A gather's copy is its backend's own.
+            above=sum(gathered) + max(self._replay.peak_bytes[number], *gathered, 0),
             update=None if update is None else liveness(update, self._costs),
         )
 
@@ -147,6 +156,15 @@ class Pipelined:
             for tensor in node.outputs
             if self._graph.storages[tensor.storage].role in (Role.PARAMETER, Role.BUFFER)
         }
+
+    @cached_property
+    def _in_shares(self) -> frozenset[int]:
+        return frozenset(self._storage_of[name] for name in self._program.in_shares)
+
+    def _gathered(self, number: int) -> tuple[int, ...]:
+        """Of each of this rank's weights that lie in shares, what it is as a whole."""
+        own = sorted(self._pipeline.held(number) & self._program.in_shares)
+        return tuple(self._graph.storages[self._storage_of[name]].nbytes for name in own)
 
     @cached_property
     def _everyones(self) -> frozenset[int]:
@@ -179,7 +197,8 @@ class Pipelined:
         played = replay(self._order, stages)
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
         taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
-        ends = self._sums.ends(ends, taken)
+        begin = self._sums.begin(taken)
+        ends = self._sums.ends([begin + end for end in ends], taken)
         told = ends[self._rank_of_loss] + self._sums.loss_seconds(taken)
         told += self._handing([8], link)
         ends = [max(end, told) for end in ends]
@@ -223,13 +242,12 @@ class Pipelined:
         return Sums(
             layout=self._program.layout,
             shared=tuple(shared),
-            trained=tuple(tuple(self._gradients[n] for n in self._trained(r)) for r in numbers),
+            trained=tuple(
+                tuple(self._gradients[n] for n in self._pipeline.trained(r)) for r in numbers
+            ),
             loss_bytes=loss.nbytes,
+            gathered=tuple(map(self._gathered, numbers)),
         )
-
-    def _trained(self, rank: int) -> tuple[str, ...]:
-        own = (s for s in self._stages if self._rank_of[s.index] == rank)
-        return tuple(dict.fromkeys(name for stage in own for name in stage.trained))
 
     @cached_property
     def _sent_bytes(self) -> list[int]:
@@ -305,12 +323,13 @@ class Pipelined:
         gradients = sum(self._stage_costs[stage].gradient_bytes for stage in trained)
         working = liveness(program, self._costs, accumulating=action.stage in trained)
         # What lies there already when the stage begins on this micro-batch.
-        kept = max(0, rank.above - working.peak_bytes - gradients)
+        kept = max(0, rank.above - rank.gathered - working.peak_bytes - gradients)
         under_way = _under_way([d.action for d in done[: number + 1]])
         what = f"kept for the backward pass of {under_way} micro-batches"
         extra = [
             Holding.of(kept, what, Role.ACTIVATION),
             Holding.of(gradients, "gradients so far", Role.GRADIENT),
+            Holding.of(rank.gathered, "weights gathered for the passes", Role.PARAMETER),
         ]
         phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
         return told(program, working, rank, extra=extra, phase=phase)
@@ -343,7 +362,7 @@ class Pipelined:
         done = self._replay.ranks[rank.number]
         phases = [Phase.FORWARD if d.action.work is Work.FORWARD else Phase.BACKWARD for d in done]
         begins = [d.begin_seconds for d in done]
-        held = [rank.resident + d.held_bytes for d in done]
+        held = [rank.resident + rank.gathered + d.held_bytes for d in done]
         if rank.update is not None:
             begins.append(done[-1].end_seconds)
             held.append(rank.nbytes_in_update)

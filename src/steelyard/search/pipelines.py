@@ -27,7 +27,7 @@ from steelyard.search.search import Search
 from steelyard.search.wording import on_ranks, tensors
 
 _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
-_BATCH, _TENSOR = "shard_batch", "shard_tensor"
+_BATCH, _TENSOR, _STATES = "shard_batch", "shard_tensor", "shard_states"
 # Micro-batches for each rank: more leave less of the belt empty, and are slower one by one.
 _EACH = (2, 4)
 # How many plans of recomputation are tried of each number of micro-batches.
@@ -74,7 +74,8 @@ class Pipelines:
         self._trades, self._source, self._costs = tuple(trades), source, costs
         self._searching, self._made_cuts = searching, cuts
         self.refusals: tuple[Refusal, ...] = ()
-        self.offers, refusals = self._trade.offers(replace(program, layout=layout), source)
+        among = replace(program, layout=layout)
+        self.offers, refusals = self._trade(_PIPELINE).offers(among, source)
         self._tell(refusals)
         self._tried: dict[tuple[Rule, ...], _Way] = {}
 
@@ -102,7 +103,8 @@ class Pipelines:
             best = self._best(limit)
             fastest = within_seconds if best is None else min(within_seconds, best.seconds)
             if ways[0].seconds < _WORTH * fastest:
-                self._compute_again(ways)
+                is_short = limit is not None and ways[0].nbytes > limit
+                self._compute_again([*ways, *self._in_shares(ways)] if is_short else ways)
         best = self._best(limit)
         if within_seconds < _EVER and (best is None or best.seconds >= within_seconds):
             return None
@@ -138,7 +140,7 @@ class Pipelines:
 
     def explore_all(self) -> None:
         for ways in self._by_parts():
-            self._compute_again(ways)
+            self._compute_again([*ways, *self._in_shares(ways)])
 
     def _by_parts(self) -> list[list[_Way]]:
         """The ways of each number of micro-batches, of the fastest first."""
@@ -211,6 +213,17 @@ class Pipelines:
         made = 0 if node.is_free else sum(t.nbytes for t in node.outputs)
         return 4 * weights + self._layout.pipeline * made
 
+    def _in_shares(self, ways: Sequence[_Way]) -> Iterator[_Way]:
+        """Of these, the fastest and the one that holds least, with what groups could share of
+        weights, and of what goes with them, in shares."""
+        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
+        for way in dict.fromkeys((ways[0], leanest)) if self._layout.batch > 1 else ():
+            offers, _ = self._trade(_STATES).offers(self._strike(way.rules), self._source)
+            shared = tuple(rule for offer in offers for rule in offer.rules)
+            found = self._way((*way.rules, *shared), way.schedule, way.parts) if shared else None
+            if found is not None:
+                yield found
+
     def _compute_again(self, ways: Sequence[_Way]) -> None:
         """Of these, the fastest and the one that holds least, with ever more recomputed."""
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
@@ -249,7 +262,8 @@ class Pipelines:
     def _taken(self, way: _Way) -> Iterator[Taken]:
         """Tensors in parts beside one device, stages beside that, and what is made again."""
         again = tuple(rule for rule in way.rules if rule.trade == _RECOMPUTE)
-        rest = tuple(rule for rule in way.rules if rule.trade != _RECOMPUTE)
+        shared = tuple(rule for rule in way.rules if rule.trade == _STATES)
+        rest = tuple(rule for rule in way.rules if rule not in (*again, *shared))
         alone, before, after = (
             predict(self._strike(rules), self._costs) for rules in ((), way.cut, rest)
         )
@@ -273,6 +287,17 @@ class Pipelines:
             buys_seconds=max(0.0, _computing(before) - _computing(after)),
             pays_seconds=max(0.0, _waiting(after) - _waiting(before)),
         )
+        if shared:
+            staged, after = after, predict(self._strike((*rest, *shared)), self._costs)
+            slower = after.quad.step_seconds.value - staged.quad.step_seconds.value
+            yield Taken(
+                trade=_STATES,
+                label=f"{tensors(shared)} in shares on {self._layout.batch} ranks",
+                rules=shared,
+                buys_bytes=staged.peak.nbytes - after.peak.nbytes,
+                buys_seconds=max(0.0, -slower),
+                pays_seconds=max(0.0, slower),
+            )
         if again:
             whole = predict(self._strike(way.rules), self._costs)
             count = sum(rule.count for rule in again)
@@ -297,9 +322,8 @@ class Pipelines:
                     reason=f"takes ~{said} a step, the plan's schedule ~{beside}",
                 )
 
-    @property
-    def _trade(self) -> Trade:
-        return next(trade for trade in self._trades if trade.name == _PIPELINE)
+    def _trade(self, name: str) -> Trade:
+        return next(trade for trade in self._trades if trade.name == name)
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
         return strike(self._program, rules, trades=self._trades, source=self._source)

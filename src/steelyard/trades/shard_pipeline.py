@@ -15,7 +15,6 @@ from typing import ClassVar
 from steelyard.core.ends import balanced_ends
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Node
-from steelyard.core.layout import DATA
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
@@ -99,8 +98,6 @@ def rules_for(ends: Sequence[str], *, schedule: str, ranks: int) -> tuple[Rule, 
 
 
 def _why_not(program: Program) -> str:
-    if any(parting.axis == DATA for parting in program.partings):
-        return "weights in shares would be gathered anew for every micro-batch of a stage"
     if program.layout.shares:
         return "groups of ranks that share layers share the batch equally or not at all"
     if program.is_moving or program.coded:
