@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,37 +142,53 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
 
 def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     """On ranks that share the batch, equally and not, on ranks that hold parts, of which one is
-    killed, on ranks that hold layers, on such that share tensors too, or states, on one."""
-
-    def run(plan: str, steps: int, *arguments: str, **environ: str) -> str:
-        every = ("--checkpoint-every", "1", "--rank-timeout", "60s", "--plan", plan)
-        taken = ("--steps", str(steps), *every, "--checkpoint", *arguments)
-        ran = steelyard(folder, "run", "train.py", *taken, DROPOUT="0", **environ)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stderr
-
-    given = ("plan", "train.py", "--ranks", "2", "--quiet", "-o", "alone.plan.toml")
-    assert steelyard(folder, *given, DROPOUT="0").returncode == 0
-    alone = (folder / "alone.plan.toml").read_text()
+    killed, on ranks that hold layers, on one."""
+    run, alone = partial(_ran, folder), _alone(folder)
     (folder / "batch.plan.toml").write_text(alone + _ON_TWO)
     unequal = _ON_TWO.replace("ranks = 2\n", "ranks = 2\nshares = [3, 1]\n")
     (folder / "unequal.plan.toml").write_text(alone + unequal)
     (folder / "parts.plan.toml").write_text(alone + _PARTS)
     (folder / "stages.plan.toml").write_text(alone + _STAGES)
-    on_four = alone.replace("\nranks = 2\n", "\nranks = 4\n", 1)
-    (folder / "grid.plan.toml").write_text(on_four + _PARTS + _STAGES)
-    (folder / "shares.plan.toml").write_text(on_four + _ON_TWO + _SHARES + _STAGES)
-    run("alone.plan.toml", 10, "alone")
+    run("alone.plan.toml", 8, "alone")
     run("batch.plan.toml", 2, "chain")
     run("unequal.plan.toml", 4, "chain", "--resume", "chain")
     said = run("parts.plan.toml", 6, "chain", "--resume", "chain", KILLED="1")
     assert "rank 1 was killed" in said
     assert said.count("started again") == 1
     run("stages.plan.toml", 7, "chain", "--resume", "chain")
-    run("grid.plan.toml", 8, "chain", "--resume", "chain")
-    run("shares.plan.toml", 9, "chain", "--resume", "chain")
-    run("alone.plan.toml", 10, "chain", "--resume", "chain")
-    ours, theirs = (tensors(folder / name / "step-000010") for name in ("chain", "alone"))
+    run("alone.plan.toml", 8, "chain", "--resume", "chain")
+    _agree(folder / "chain" / "step-000008", folder / "alone" / "step-000008")
+
+
+def test_checkpoints_of_layers_in_parts_and_of_states_in_shares_are_whole(folder: Path) -> None:
+    """On two stages by two ranks that share tensors, and by two that share the batch and states."""
+    run, alone = partial(_ran, folder), _alone(folder)
+    on_four = alone.replace("\nranks = 2\n", "\nranks = 4\n", 1)
+    (folder / "grid.plan.toml").write_text(on_four + _PARTS + _STAGES)
+    (folder / "shares.plan.toml").write_text(on_four + _ON_TWO + _SHARES + _STAGES)
+    run("alone.plan.toml", 3, "of one")
+    run("grid.plan.toml", 1, "of four")
+    run("shares.plan.toml", 2, "of four", "--resume", "of four")
+    run("grid.plan.toml", 3, "of four", "--resume", "of four")
+    _agree(folder / "of four" / "step-000003", folder / "of one" / "step-000003")
+
+
+def _alone(folder: Path) -> str:
+    given = ("plan", "train.py", "--ranks", "2", "--quiet", "-o", "alone.plan.toml")
+    assert steelyard(folder, *given, DROPOUT="0").returncode == 0
+    return (folder / "alone.plan.toml").read_text()
+
+
+def _ran(folder: Path, plan: str, steps: int, *arguments: str, **environ: str) -> str:
+    every = ("--checkpoint-every", "1", "--rank-timeout", "60s", "--plan", plan)
+    taken = ("--steps", str(steps), *every, "--checkpoint", *arguments)
+    ran = steelyard(folder, "run", "train.py", *taken, DROPOUT="0", **environ)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stderr
+
+
+def _agree(one: Path, other: Path) -> None:
+    ours, theirs = tensors(one), tensors(other)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert ours[name].shape == expected.shape, name
