@@ -18,12 +18,17 @@ from torch import nn
 from steelyard import _torch
 from steelyard.api.ranks import Ranks
 from steelyard.capture.source import StepSource
-from steelyard.core.layout import Layout
+from steelyard.core.layout import PIPELINE, Layout
+from steelyard.core.placement import Shard
 from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.exchange.parts import Way
 from steelyard.measure.meter import meter_once
 from steelyard.predict.schedule import replay
 from steelyard.predict.stages import stage_cost
+from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
+from steelyard.trades.shard_tensor import ShardTensor
 from tests import zoo
 from tests.capture.stepping import COSTS
 from tests.zoo import reference
@@ -70,6 +75,8 @@ CASES = {
 _OF_TWO = {"GPipe": 2, "1F1B": 2, "LoopedBFS": 4, "Interleaved1F1B": 4} | dict.fromkeys(
     ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 4
 )
+# One pass back, and one in two parts.
+_OF_TWO_BY_TWO = {"1F1B": 2, "ZBVZeroBubble": 4}
 _OF_FOUR = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble": 4}
 
 
@@ -97,10 +104,18 @@ def four_of_resnet(rank: int) -> Any:
     return _run("resnet", _OF_FOUR)
 
 
-def _run(name: str, schedules: dict[str, int]) -> dict[str, Any]:
+def parts_of_gpt(rank: int) -> Any:
+    return _run("gpt", _OF_TWO_BY_TWO, tensor=2)
+
+
+def parts_of_resnet(rank: int) -> Any:
+    return _run("resnet", _OF_TWO_BY_TWO, tensor=2)
+
+
+def _run(name: str, schedules: dict[str, int], *, tensor: int = 1) -> dict[str, Any]:
     case = CASES[name]
     one = _OneDevice(case)
-    return {s: one.differences(s, case.ends[count]) for s, count in schedules.items()}
+    return {s: one.differences(s, case.ends[count], tensor) for s, count in schedules.items()}
 
 
 class _OneDevice:
@@ -129,46 +144,105 @@ class _OneDevice:
         constants = self.captured.constants
         return {"constants": constants, "batch": self.batch, "reduction": self.reduction}
 
-    def differences(self, schedule: str, ends: Sequence[str]) -> dict[str, Any]:
-        """The largest, relative to the largest element of each tensor."""
+    def differences(self, schedule: str, ends: Sequence[str], tensor: int) -> dict[str, Any]:
+        """The largest, relative to the largest element of each tensor, or of this rank's part."""
         model = copy.deepcopy(self.model)
-        program = _in_stages(self.source, schedule, ends)
+        program = _in_stages(self.source, schedule, ends, tensor)
         step = _live(model, program, optimizer=_optimizer(model), **self.settings)
         held = _held(program)
         own = {n: p for n, p in model.named_parameters() if f"parameter:{n}" in held}
+        part = _parting(program)
         worst = {"loss": 0.0, "gradients": 0.0}
         for index, (value, gradients, state) in enumerate(self.steps):
             torch.manual_seed(SEED + index)
             worst["loss"] = max(worst["loss"], _gap(value, step(self.batch)))
             assert torch.equal(state, torch.get_rng_state()), "another number of draws"
-            gaps = [_gap(gradients[name], p.grad) for name, p in own.items()]
+            gaps = [_gap(part(f"parameter:{name}", gradients[name]), p.grad) for name, p in own.items()]
             worst["gradients"] = max(worst["gradients"], *gaps)
-        worst["parameters"] = max(_gap(self.after.get_parameter(n), p) for n, p in own.items())
+        worst["parameters"] = max(
+            _gap(part(f"parameter:{n}", self.after.get_parameter(n).detach()), p)
+            for n, p in own.items()
+        )
+        with step.whole():
+            pairs = zip(self.after.parameters(), model.parameters(), strict=True)
+            worst["parameters"] = max(worst["parameters"], *(_gap(*pair) for pair in pairs))
         buffers = [n for n, _ in model.named_buffers() if f"buffer:{n}" in held]
-        pairs = [(self.after.get_buffer(n), model.get_buffer(n)) for n in buffers]
-        worst["buffers"] = max((_gap(*pair) for pair in pairs), default=0.0)
+        worst["buffers"] = max(
+            (
+                _gap(part(f"buffer:{n}", self.after.get_buffer(n)), model.get_buffer(n))
+                for n in buffers
+            ),
+            default=0.0,
+        )
         named = [name for name, _ in model.named_parameters()]
-        return {**worst, "held": sorted(own), "all": named, "num_buffers": len(buffers)}
+        whole = sum(p.numel() for p in self.after.parameters())
+        return {
+            **worst,
+            "held": sorted(own),
+            "all": named,
+            "num_buffers": len(buffers),
+            "share": sum(p.numel() for p in model.parameters()) / whole,
+        }
 
 
-def _in_stages(source: StepSource, schedule: str, ends: Sequence[str]) -> Program:
-    graph, ranks = source.graph(micro_batches=MICRO_BATCHES), dist.get_world_size()
-    plain = Program.plain(graph).repeated(MICRO_BATCHES)
-    pipeline = source.in_stages(plain, ends=tuple(ends), schedule=schedule, num_ranks=ranks)
-    return replace(
-        plain.with_graph(pipeline.stages.graph), pipeline=pipeline, layout=Layout(pipeline=ranks)
+def _in_stages(
+    source: StepSource, schedule: str, ends: Sequence[str], tensor: int = 1
+) -> Program:
+    graph, ranks = source.graph(micro_batches=MICRO_BATCHES), dist.get_world_size() // tensor
+    layout = Layout(pipeline=ranks, tensor=tensor)
+    plain = replace(
+        Program.plain(graph, rank=dist.get_rank()).repeated(MICRO_BATCHES), layout=layout
     )
+    if tensor > 1:
+        plain = ShardTensor().rewrite(plain, cut_most(plain, source), source)
+    pipeline = source.in_stages(plain, ends=tuple(ends), schedule=schedule, num_ranks=ranks)
+    return replace(plain.with_graph(pipeline.stages.graph), pipeline=pipeline)
+
+
+def cut_most(plain: Program, source: StepSource) -> list[Rule]:
+    """What goes together, region by region, no tensor twice."""
+    rules: list[Rule] = []
+    for offer in ShardTensor().offers(plain, source)[0]:
+        if {rule.module for rule in offer.rules}.isdisjoint(rule.module for rule in rules):
+            rules += offer.rules
+    return rules
+
+
+def _parting(program: Program) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """What this rank has of a tensor of the model, or of its gradient."""
+    group = dist.group.WORLD
+    assert group is not None
+    ways = {
+        name: Way(shard=lies, num_ranks=each.num_ranks, group=group,
+                  rank=program.layout.place(dist.get_rank(), each.axis))
+        for each in program.partings
+        for name, lies in each.inputs
+        if isinstance(lies, Shard)
+    }  # fmt: skip
+
+    def part(name: str, whole: torch.Tensor) -> torch.Tensor:
+        way = ways.get(name)
+        return whole if way is None else way.part_of(whole)
+
+    return part
 
 
 def _held(program: Program) -> frozenset[str]:
     assert program.pipeline is not None
-    return program.pipeline.held(dist.get_rank())
+    return program.pipeline.held(program.layout.place(dist.get_rank(), PIPELINE))
 
 
 def _live(model: nn.Module, program: Program, **settings: Any) -> LiveStep:
     ranks = Ranks.of(program.layout)
     parts = ranks.parts_of(model, program)
-    return LiveStep(model, program, parts=parts, in_stages=ranks.in_stages, **settings)
+    return LiveStep(
+        model,
+        program,
+        parts=parts,
+        in_stages=ranks.in_stages,
+        runner=partial(emit, channels=ranks.channels),
+        **settings,
+    )
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.look import Request
+from steelyard.api.look import Look, Request
 from steelyard.core.budget import Budget
 from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.layout import Layout
+from steelyard.core.layout import PIPELINE, Layout
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
+from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.search.gathers import ahead
 from steelyard.trades.shard_pipeline import rules_for
+from steelyard.trades.shard_states import ShardStates
 from tests import zoo
+from tests.dist.pipelines import cut_most
 from tests.dist.scenarios import Patience, Recorder, Sends, planned_calls
 from tests.harness import in_a_hurry
 from tests.zoo.case import Loss, class_loss, images, next_token_loss, tokens
@@ -53,6 +56,7 @@ class Case:
     with_states: bool = False
     gathers: int = 1
     together: bool = False
+    schedule: str = "1F1B"
 
 
 def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
@@ -157,11 +161,24 @@ IN_STAGES = {
         _random_and_tied, _STAGES, share_of_plain=0.8, micro_batches=4
     ),
 }
+STAGES_BY_TENSORS = {
+    "random and tied": Case(
+        _random_and_tied, Layout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4
+    ),
+    "padded, backward in two parts": Case(
+        _padded, Layout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4,
+        schedule="ZBVZeroBubble",
+    ),
+}  # fmt: skip
 ON_FOUR = {
     "random and tied, in stages, of two groups": Case(
         _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
     ),
     "normalised batch, channels in parts": Case(_normalised, Layout(batch=2, tensor=2)),
+    "random and tied, in stages, of two groups with states in shares": Case(
+        _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2,
+        with_states=True,
+    ),
     "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
     "padded batch, tensors and states, in micro-batches": Case(
         _padded, Layout(batch=2, tensor=2), micro_batches=2, with_states=True
@@ -187,6 +204,10 @@ def in_parts(rank: int) -> dict[str, Any]:
 
 def in_stages(rank: int) -> dict[str, Any]:
     return _all_trained(IN_STAGES, rank)
+
+
+def stages_by_tensors(rank: int) -> dict[str, Any]:
+    return _all_trained(STAGES_BY_TENSORS, rank)
 
 
 def on_four(rank: int) -> dict[str, Any]:
@@ -255,11 +276,20 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "refused": refused,
         "again": again,
+        "in_shares": _rows(step.live.program, model, rank),
         "held": sum(p.numel() for p in model.parameters()),
         "whole": sum(p.numel() for p in alone.parameters()),
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
+
+
+def _rows(program: Program, model: nn.Module, rank: int) -> int:
+    """The numbers that this rank holds of parameters of which ranks have some rows each."""
+    if program.pipeline is None:
+        return 0
+    held = program.pipeline.held(program.layout.place(rank, PIPELINE)) & program.in_shares
+    return sum(p.numel() for n, p in model.named_parameters() if f"parameter:{n}" in held)
 
 
 def _added_up(step: Any, batch: Any) -> float:
@@ -299,7 +329,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
     if case.layout.pipeline > 1:
-        return Decisions(made_for=look.made_for(), budget=Budget(), rules=_staged(case))
+        return Decisions(made_for=look.made_for(), budget=Budget(), rules=_staged(case, look))
     ways = [
         way
         for way in look.layouts.ways(case.layout)
@@ -323,15 +353,21 @@ def _gathers(rules: Sequence[Rule]) -> int:
     return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
 
 
-def _staged(case: Case) -> tuple[Rule, ...]:
-    """With something computed again in each stage."""
-    groups = case.layout.batch
+def _staged(case: Case, look: Look) -> tuple[Rule, ...]:
+    """With something computed again in each stage, and as much cut as can be."""
+    groups, ranks = case.layout.batch, case.layout.tensor
+    shared, _ = ShardStates().offers(replace(look.base, layout=Layout(batch=groups)), look.source)
     return (
+        *cut_most(replace(look.base, layout=Layout(tensor=ranks)), look.source),
+        *(rule for offer in shared if case.with_states for rule in offer.rules),
         *([Rule(trade="shard_batch", degree=groups, bucket_bytes=2**20)] if groups > 1 else []),
         Rule(trade="accumulate", degree=case.micro_batches),
         Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
-        *rules_for(["blocks.0"], schedule="1F1B", ranks=2),
+        *rules_for(_ENDS[case.schedule], schedule=case.schedule, ranks=2),
     )
+
+
+_ENDS = {"1F1B": ["blocks.0"], "ZBVZeroBubble": ["dropout", "blocks.0", "blocks.1"]}
 
 
 def _alone(

@@ -29,6 +29,20 @@ def test_four_ranks_are_one_device(model: str) -> None:
         _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
 
+@pytest.mark.parametrize("model", ["gpt", "resnet"])
+def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None:
+    """A backward pass that is one, and one in two parts."""
+    ranks = on_ranks(f"tests.dist.pipelines:parts_of_{model}", count=4)
+    assert set(ranks[0]) == {"1F1B", "ZBVZeroBubble"}
+    for schedule in ranks[0]:
+        own = [rank[schedule] for rank in ranks]
+        _as_one_device(model, schedule, own)
+        # Those of a stage hold the same tensors, and of most of these a half.
+        assert own[0]["held"] == own[1]["held"] != own[2]["held"] == own[3]["held"]
+        assert own[0]["share"] == own[1]["share"], schedule
+        assert own[0]["share"] + own[2]["share"] < 0.7, schedule
+
+
 def _as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for what in ("loss", "gradients", "parameters", "buffers"):

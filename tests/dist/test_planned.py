@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.dist.planned import (
     IN_STAGES,
     ON_FOUR,
     SHARED,
+    STAGES_BY_TENSORS,
     UNEQUAL,
     UNEQUAL_ON_THREE,
     Case,
@@ -29,6 +31,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
         ("unequal_on_three", UNEQUAL_ON_THREE, 3),
         ("in_parts", IN_PARTS, 2),
         ("in_stages", IN_STAGES, 2),
+        ("stages_by_tensors", STAGES_BY_TENSORS, 4),
         ("on_four", ON_FOUR, 4),
     ],
 )
@@ -59,8 +62,8 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
     """What it did with what was said."""
     assert rank["error"] < 1e-9, name
     assert rank["again"] < 1e-9, name
-    assert rank["executed"] == rank["planned"], name
     if case.layout.pipeline == 1:
+        assert rank["executed"] == rank["planned"], name
         # Of what is handed over a ring sends that many times as much, in parts that are rounded up.
         among = max(case.layout.batch, 2)
         sent = rank["handed_bytes"] * 2 * (among - 1) / among
@@ -89,17 +92,32 @@ def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
 
 def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
     """What is said is of the rank that has most; the tied weight is held, and summed up, by both."""
+    groups, tensor = case.layout.batch, case.layout.tensor
+    for place, first in enumerate(ranks[:tensor]):
+        # Those that share tensors exchange alike; the stages together what all of the lines do.
+        stages = ranks[place::tensor]
+        assert [rank["executed"] for rank in stages] == [r["executed"] for r in ranks[::tensor]]
+        done = Counter(call for rank in stages for call in rank["executed"])
+        assert done == Counter(first["planned"] * groups), name
     predicted = {(rank["predicted_bytes"], rank["predicted_peak_bytes"]) for rank in ranks}
     ((sent, peak),) = predicted
-    groups = case.layout.batch
-    last = len(ranks) - groups
-    # With the ranks of the other group: each gradient, in double precision, and the loss.
-    replicas = [8 * (rank["held"] + (n >= last)) if groups > 1 else 0 for n, rank in enumerate(ranks)]
+    last = len(ranks) - groups * tensor
+    # With the ranks of the other group: each gradient, in double precision, and the loss; and this
+    # rank's rows of weights in shares. Of what lies so, gradients are whole.
+    replicas = [
+        8 * (rank["held"] + 2 * rank["in_shares"] + (n >= last)) if groups > 1 else 0
+        for n, rank in enumerate(ranks)
+    ]
+    assert (sum(rank["in_shares"] for rank in ranks) > 0) == case.with_states, name
     handed = (rank["handed_bytes"] for rank in ranks)
-    assert max(map(sum, zip(handed, replicas))) + _TIED_BYTES == sent, name
-    assert max(rank["peak_bytes"] for rank in ranks) == pytest.approx(peak, rel=0.02), name
-    tied = _TIED_BYTES // 8
-    assert sum(rank["held"] for rank in ranks) == groups * (ranks[0]["whole"] + tied), name
+    # The first stage and the last, which hold the tied weight, lie on one rank where stages fold.
+    tied_bytes = 0 if case.schedule == "ZBVZeroBubble" else _TIED_BYTES // tensor
+    assert max(map(sum, zip(handed, replicas))) + tied_bytes == sent, name
+    assert max(rank["peak_bytes"] for rank in ranks) == pytest.approx(peak, rel=0.01), name
+    held = sum(rank["held"] + rank["in_shares"] for rank in ranks) - groups * tied_bytes // 8 * tensor
+    if tensor == 1:
+        assert held == groups * ranks[0]["whole"], name
+    assert held < 1.1 * groups * ranks[0]["whole"], name
     assert all(rank["held"] < ranks[0]["whole"] for rank in ranks), name
 
 

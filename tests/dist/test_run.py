@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,6 +76,12 @@ micro_batches = 4
 ranks = 2
 schedule = "1F1B"
 behind = "1"
+"""
+_SHARES = """
+[[shard_states]]
+ranks = 2
+parameter = "0.weight"
+count = 1
 """
 _ON_TWO = '\n[[overlap]]\nwindow = 1\n\n[[shard_batch]]\nranks = 2\nbucket = "64 KiB"\n'
 
@@ -151,26 +158,13 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
 def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     """On ranks that share the batch, equally and not, on ranks that hold parts, of which one is
     stopped, on ranks that hold layers, on one."""
-
-    def asked(plan: str, steps: int, *arguments: str) -> tuple[str, ...]:
-        every = ("--checkpoint-every", "1", "--plan", plan)
-        return ("run", "train.py", "--steps", str(steps), *every, "--checkpoint", *arguments)
-
-    def run(plan: str, steps: int, *arguments: str, timeout: str = "60s", **environ: str) -> str:
-        given = (*asked(plan, steps, *arguments), "--rank-timeout", timeout)
-        ran = steelyard(folder, *given, DROPOUT="0", **environ)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stderr
-
-    given = ("plan", "train.py", "--ranks", "2", "--quiet", "-o", "alone.plan.toml")
-    here(folder, *given, DROPOUT="0")
-    alone = (folder / "alone.plan.toml").read_text()
+    run, alone = partial(_ran, folder), _alone(folder)
     (folder / "batch.plan.toml").write_text(alone + _ON_TWO)
     unequal = _ON_TWO.replace("ranks = 2\n", "ranks = 2\nshares = [3, 1]\n")
     (folder / "unequal.plan.toml").write_text(alone + unequal)
     (folder / "parts.plan.toml").write_text(alone + _PARTS)
     (folder / "stages.plan.toml").write_text(alone + _STAGES)
-    here(folder, *asked("alone.plan.toml", 8, "alone"), DROPOUT="0")
+    here(folder, *_asked("alone.plan.toml", 8, "alone"), DROPOUT="0")
     run("batch.plan.toml", 2, "chain")
     run("unequal.plan.toml", 4, "chain", "--resume", "chain")
     # Whoever waits for a stopped rank is told by gloo in other words than of one that is gone.
@@ -179,8 +173,45 @@ def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     assert "rank 1 is stopped (SIGSTOP)" in said
     assert said.count("started again") == 1
     run("stages.plan.toml", 7, "chain", "--resume", "chain")
-    here(folder, *asked("alone.plan.toml", 8, "chain", "--resume", "chain"), DROPOUT="0")
-    ours, theirs = (tensors(folder / name / "step-000008") for name in ("chain", "alone"))
+    here(folder, *_asked("alone.plan.toml", 8, "chain", "--resume", "chain"), DROPOUT="0")
+    _agree(folder / "chain" / "step-000008", folder / "alone" / "step-000008")
+
+
+def test_checkpoints_of_layers_in_parts_and_of_states_in_shares_are_whole(folder: Path) -> None:
+    """On two stages by two ranks that share tensors, and by two that share the batch and states."""
+    run, alone = partial(_ran, folder), _alone(folder)
+    on_four = alone.replace("\nranks = 2\n", "\nranks = 4\n", 1)
+    (folder / "grid.plan.toml").write_text(on_four + _PARTS + _STAGES)
+    (folder / "shares.plan.toml").write_text(on_four + _ON_TWO + _SHARES + _STAGES)
+    here(folder, *_asked("alone.plan.toml", 3, "of one"), DROPOUT="0")
+    run("grid.plan.toml", 1, "of four")
+    run("shares.plan.toml", 2, "of four", "--resume", "of four")
+    run("grid.plan.toml", 3, "of four", "--resume", "of four")
+    _agree(folder / "of four" / "step-000003", folder / "of one" / "step-000003")
+
+
+def _alone(folder: Path) -> str:
+    given = ("plan", "train.py", "--ranks", "2", "--quiet", "-o", "alone.plan.toml")
+    here(folder, *given, DROPOUT="0")
+    return (folder / "alone.plan.toml").read_text()
+
+
+def _asked(plan: str, steps: int, *arguments: str) -> tuple[str, ...]:
+    every = ("--checkpoint-every", "1", "--plan", plan)
+    return ("run", "train.py", "--steps", str(steps), *every, "--checkpoint", *arguments)
+
+
+def _ran(
+    folder: Path, plan: str, steps: int, *arguments: str, timeout: str = "60s", **environ: str
+) -> str:
+    given = (*_asked(plan, steps, *arguments), "--rank-timeout", timeout)
+    ran = steelyard(folder, *given, DROPOUT="0", **environ)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stderr
+
+
+def _agree(one: Path, other: Path) -> None:
+    ours, theirs = tensors(one), tensors(other)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert ours[name].shape == expected.shape, name

@@ -19,15 +19,17 @@ from steelyard.core.cluster import Link
 from steelyard.core.costs import Costs
 from steelyard.core.ends import balanced_ends, possible_ends
 from steelyard.core.errors import BadInput, Infeasible
-from steelyard.core.graph import Phase
+from steelyard.core.graph import Phase, Role
 from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
 from steelyard.predict import peak_bytes, predict, step_seconds
-from steelyard.search import Found, Layouts, Search
+from steelyard.search import Found, Layouts, Pipelines, Search
 from steelyard.trades import TRADES
 from steelyard.trades.shard_pipeline import SCHEDULES, ShardPipeline, rules_for
+from steelyard.trades.shard_states import ShardStates
+from steelyard.trades.shard_tensor import ShardTensor
 from tests.harness import Trial
 from tests.trades.test_shard_batch import DEVICE
 from tests.zoo.case import next_token_loss, tokens
@@ -93,7 +95,6 @@ def test_what_stays_whole_is_told_why() -> None:
     whole = replace(plain(), update=replace(coupled, undivided=reason))
     for program, said in (
         (whole, reason),
-        (replace(plain(), layout=Layout(pipeline=2, tensor=2)), "neither tensors nor states"),
         (replace(plain(), layout=Layout(batch=2, shares=(3, 1))), "equally or not at all"),
     ):
         among = replace(program, layout=replace(program.layout, pipeline=2))
@@ -149,6 +150,108 @@ def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
     (tied,) = (sizes[name] for name in held[0] & held[1] if name.startswith("parameter:"))
     handed = (alone - tied) // 2 + tied
     assert sent == max(handed + gradients[0], handed + gradients[1] + 4)
+
+
+def of_two_groups() -> tuple[Rule, ...]:
+    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
+    return shared, *rules_for(["blocks.1"], schedule="1F1B", ranks=2)
+
+
+def states() -> tuple[Rule, ...]:
+    among = replace(plain(), layout=Layout(batch=2))
+    return tuple(r for offer in ShardStates().offers(among, trial().source)[0] for r in offer.rules)
+
+
+def test_groups_may_hold_states_in_shares() -> None:
+    """Weights are gathered once a step, whole for the passes alone, and gradients of them too."""
+    without = struck(*of_two_groups(), micro_batches=2)
+    shared = struck(*of_two_groups(), *states(), micro_batches=2)
+    assert not any(node.collective for node in shared.graph.nodes)
+    assert shared.pipeline is not None
+    sizes = {n.name: n.outputs[0].nbytes for n in shared.graph.inputs() if n.outputs}
+    whole = [
+        sum(sizes[name] for name in shared.pipeline.held(rank) & shared.in_shares)
+        for rank in range(2)
+    ]
+    before, after = predict(without, costs(1e6)), predict(shared, costs(1e6))
+    sent = after.quad.communication_bytes.value - before.quad.communication_bytes.value
+    assert min(whole) // 2 <= sent <= max(whole) // 2
+    assert after.quad.step_seconds.value > before.quad.step_seconds.value
+    # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
+    assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
+    assert any(h.what == "weights gathered for the passes" for h in after.peak.alive)
+
+
+def test_stages_do_not_gather_twice() -> None:
+    with pytest.raises(BadInput, match="gather weights twice a step") as refused:
+        struck(*of_two_groups(), *(replace(r, times=2) for r in states()), micro_batches=2)
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_states_are_shared_where_memory_is_short() -> None:
+    def searching(layout: tuple[Rule, ...]) -> Search:
+        return Search(plain(), trades=TRADES, source=trial().source, costs=price, layout=layout)
+
+    price = costs(1e6)
+
+    staged = Pipelines(
+        plain(), layout=Layout(batch=2, pipeline=2), trades=TRADES, source=trial().source,
+        costs=price, searching=searching,
+    )  # fmt: skip
+    with pytest.raises(Infeasible) as least:
+        staged.find(Budget(memory_bytes=1))
+    found = staged.find(Budget(memory_bytes=least.value.least_bytes))
+    assert found is not None
+    assert "shard_states" in trades_of(found)
+    (taken,) = (taken for taken in found.taken if taken.trade == "shard_states")
+    assert taken.buys_bytes > 0
+    assert taken.pays_seconds > 0
+    assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
+
+
+def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:
+    """An exchange and its arrival lie in one stage, and each is sent, and waited for, once."""
+    among = replace(plain(), layout=Layout(tensor=2))
+    cut = ShardTensor().offers(among, trial().source)[0][0].rules
+    rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
+    alone, parted = (struck(*more, *cut) for more in ((), rules))
+    assert parted.layout == Layout(pipeline=2, tensor=2)
+    assert parted.pipeline is not None
+    stages = parted.pipeline.stages.stages
+    found = Counter()
+    for part in (part for s in stages for part in (s.forward, s.backward)):
+        issued = [n for n in part.nodes if n.collective]
+        assert {n.waits_for for n in part.nodes if n.waits_for} == {n.name for n in issued}
+        found.update(n.name for n in issued)
+    assert found == Counter(n.name for n in alone.graph.nodes if n.collective)
+    for split in (s for s in stages if any(n.collective for n in s.backward.nodes)):
+        both = [n for part in (split.back_to_inputs, split.back_to_weights) for n in part.nodes]
+        assert sum(bool(n.collective) for n in both) == sum(
+            bool(n.collective) for n in split.backward.nodes
+        )
+    # Each rank's part of a weight is a part of its gradient, and of what the optimizer keeps.
+    whole = predict(stages_alone := struck(*rules), costs())
+    part = predict(parted, costs())
+    assert part.peak.resident_bytes < 0.9 * whole.peak.resident_bytes
+    assert stages_alone.pipeline is not None
+    for mine, other in zip(parted.pipeline.updates, stages_alone.pipeline.updates, strict=True):
+        assert mine.graph.resident_bytes(Role.STATE) < other.graph.resident_bytes(Role.STATE)
+
+
+def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
+    among = replace(plain(), layout=Layout(tensor=2))
+    cut = ShardTensor().offers(among, trial().source)[0][0].rules
+    rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
+    program = struck(*cut, *rules)
+    sent = sum(n.collective.sent_bytes for n in program.graph.nodes if n.collective)
+    fast, slow = costs(1e12), costs(1e12)
+    link = replace(slow.links[TENSOR], bytes_per_second=1e4)
+    slow = replace(slow, links={**slow.links, TENSOR: link})
+    before, after = (predict(program, c).quad for c in (fast, slow))
+    assert before.computation_seconds.value == pytest.approx(after.computation_seconds.value)
+    assert before.communication_bytes == after.communication_bytes
+    # Of one stage at least the half, of four micro-batches.
+    assert after.step_seconds.value - before.step_seconds.value > 4 * sent / 2 / 1e4
 
 
 def test_too_few_micro_batches_are_refused() -> None:
@@ -235,20 +338,20 @@ def test_stages_are_as_equal_as_modules_allow() -> None:
 
 
 @functools.cache
-def little() -> Trial:
+def little(size: int = 8) -> Trial:
     model = GPT(layers=2, width=32, heads=2, vocabulary=64, length=16)
-    return Trial(model, next_token_loss, tokens(8, 16, 64))
+    return Trial(model, next_token_loss, tokens(size, 16, 64))
 
 
 @functools.cache
-def layouts(rate: float) -> Layouts:
-    price, source, program = costs(rate), little().source, little().plain
+def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> Layouts:
+    price, source, program = costs(rate), little(size).source, little(size).plain
 
     def searching(layout: tuple[Rule, ...]) -> Search:
         return Search(program, trades=TRADES, source=source, costs=price, layout=layout)
 
     return Layouts(
-        program, trades=TRADES, source=source, costs=price, num_ranks=2, searching=searching
+        program, trades=TRADES, source=source, costs=price, num_ranks=ranks, searching=searching
     )
 
 
@@ -267,6 +370,21 @@ def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
     labels = {refusal.label for refusal in found.refused}
     assert {"among 2 ranks", "parts on 2 ranks"} <= labels
     assert any(label.endswith("on 2 ranks") and "F1B" in label for label in labels)
+    # Two ranks are too few for stages of several.
+    assert not any("share tensors" in label for label in labels)
+
+
+def test_stages_of_ranks_that_share_tensors_are_found() -> None:
+    """Of three samples there are no equal shares for four ranks."""
+    found = layouts(1e8, ranks=4, size=3).find(Budget())
+    assert Layout.of(found.rules) == Layout(pipeline=2, tensor=2)
+    assert [taken.trade for taken in found.taken] == ["shard_tensor", "shard_pipeline"]
+    assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
+    assert all(taken.buys_bytes > 0 and taken.buys_seconds > 0 for taken in found.taken)
+    again = little(3).struck(found.rules)
+    assert step_seconds(again, costs(1e8)).value == found.prediction.quad.step_seconds.value
+    labels = {refusal.label for refusal in found.refused}
+    assert {"parts on 4 ranks", "layers on 4 ranks"} & labels
 
 
 def test_more_memory_is_never_slower_in_stages() -> None:

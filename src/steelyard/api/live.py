@@ -32,7 +32,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.source import Laid
 from steelyard.core.trade import strike
 from steelyard.exchange.far import FarMemory
-from steelyard.exchange.layers import Layers
+from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
 from steelyard.measure.meter import meter_once
@@ -75,7 +75,7 @@ class Step:
         self.ranks = Ranks.of(Layout.of(plan.decisions.rules))
         if self.ranks.groups:
             begin_alike([*source.model.parameters(), *source.model.buffers()])
-        self._parts: Parts | Layers | None = None
+        self._parts: Parts | Layers | PartsOfLayers | None = None
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far

@@ -6,7 +6,7 @@ Not for starting ranks: see run/ranks/launch.py.
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,11 @@ from steelyard.api.workload import Workload
 from steelyard.core.errors import Mismatch
 from steelyard.core.layout import ALONE, DATA, PIPELINE, Layout
 from steelyard.core.machine import cores_of
+from steelyard.core.parting import Parting
 from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
-from steelyard.exchange.layers import Layers
+from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts, Way
 from steelyard.run.bind import live_tensors
 from steelyard.run.pipeline import StagesAtWork
@@ -68,15 +69,18 @@ class Ranks:
     def channels(self) -> Mapping[str, Channel]:
         return {axis: Channel.of(group) for axis, group in self.groups.items()}
 
-    def parts_of(self, model: nn.Module, program: Program) -> Parts | Layers | None:
+    def parts_of(self, model: nn.Module, program: Program) -> Parts | Layers | PartsOfLayers | None:
         """The model cut to what this rank holds of it; None where that is all of it."""
-        if program.pipeline is not None:
-            held = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
-            return Layers(live_tensors(model, {}), held, group=self.groups[PIPELINE])
-        if not program.partings:
-            return None
+        parts = self._in_parts(model, program.partings) if program.partings else None
+        if program.pipeline is None:
+            return parts
+        held = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
+        layers = Layers(live_tensors(model, {}), held, group=self.groups[PIPELINE])
+        return layers if parts is None else PartsOfLayers(parts, layers)
+
+    def _in_parts(self, model: nn.Module, partings: Sequence[Parting]) -> Parts:
         ways: dict[str, list[Way]] = {}
-        for choice in program.partings:
+        for choice in partings:
             place, group = self.layout.place(self.rank, choice.axis), self.groups[choice.axis]
             for name, lies in choice.inputs:
                 if isinstance(lies, Shard):
@@ -91,8 +95,9 @@ class Ranks:
             program.pipeline,
             live,
             group=self.groups[PIPELINE],
-            waiting=self.channels[PIPELINE].waiting,
+            channels=self.channels,
             replicas=self.groups.get(DATA),
+            in_shares=program.in_shares,
         )
 
 

@@ -74,7 +74,9 @@ class StepSource:
     _splitting: Splitting | None = field(default=None, init=False)
     _sharing: Splitting | None = field(default=None, init=False)
     _twin: EagerTwin | None = field(default=None, init=False)
-    _updates: dict[frozenset[str], Program] = field(default_factory=dict, init=False)
+    _updates: dict[tuple[frozenset[str], tuple[Parting, ...]], Program] = field(
+        default_factory=dict, init=False
+    )
     _updates_in_parts: dict[Sharing, Program] = field(default_factory=dict, init=False)
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
@@ -143,11 +145,7 @@ class StepSource:
     def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
         """As ``update``, which is the whole one, is known otherwise."""
         assert self.optimizer is not None, "there is an update, so somebody makes it"
-        shares: dict[str, list[tuple[Shard, int]]] = {}
-        for parting in partings:
-            for name, lies in parting.inputs:
-                if isinstance(lies, Shard):
-                    shares.setdefault(name.partition(":")[2], []).append((lies, parting.num_ranks))
+        shares = _shares(partings)
         sharing = tuple((name, tuple(own)) for name, own in sorted(shares.items()))
         if sharing not in self._updates_in_parts:
             self._updates_in_parts[sharing] = self._update(self.optimizer, shares)
@@ -183,20 +181,28 @@ class StepSource:
         found = Pipeline(schedule=schedule, stages=stages, order=order)
         if program.update is None:
             return found
-        updates = (self._update_of(program.update, found.held(rank)) for rank in range(num_ranks))
+        updates = (
+            self._update_of(program.update, found.held(rank), program.partings)
+            for rank in range(num_ranks)
+        )
         return replace(found, updates=tuple(updates))
 
-    def _update_of(self, update: Program, held: frozenset[str]) -> Program:
+    def _update_of(
+        self, update: Program, held: frozenset[str], partings: tuple[Parting, ...]
+    ) -> Program:
         """As it is where only these parameters have gradients."""
-        if held not in self._updates:
+        if (held, partings) not in self._updates:
             assert self.optimizer is not None, "there is an update, so somebody makes it"
             named = (name for name, _ in self.model.named_parameters())
             without = {name for name in named if f"parameter:{name}" not in held}
             without |= set(self.graph(micro_batches=1).unused)
-            self._updates[held] = capture_update(
-                self.model, self.optimizer, without_gradient=frozenset(without)
+            self._updates[held, partings] = capture_update(
+                self.model,
+                self.optimizer,
+                without_gradient=frozenset(without),
+                shares=_shares(partings),
             )
-        own = self._updates[held]
+        own = self._updates[held, partings]
         return replace(update, graph=own.graph, instructions=own.instructions)
 
     def entries(self) -> tuple[BatchEntry, ...]:
@@ -276,6 +282,16 @@ class StepSource:
                 expected="a gradient for every parameter that eager PyTorch trains",
                 remedy="report this model; training it here would leave parameters behind",
             )
+
+
+def _shares(partings: tuple[Parting, ...]) -> Shares:
+    """By the names of parameters."""
+    found: dict[str, list[tuple[Shard, int]]] = {}
+    for parting in partings:
+        for name, lies in parting.inputs:
+            if isinstance(lies, Shard):
+                found.setdefault(name.partition(":")[2], []).append((lies, parting.num_ranks))
+    return found
 
 
 def _refuse_opaque(batch: Any) -> None:

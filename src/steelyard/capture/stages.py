@@ -52,8 +52,9 @@ def _stage_of(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
     for name in order_of(graph):
         node = graph.by_name[name]
         if node.phase is Phase.FORWARD:
-            # The results of one operator stay together.
-            producer = found.get(node.inputs[0]) if node.is_getitem else None
+            # The results of one operator stay together; and what is on its way arrives here.
+            made_by = node.inputs[0] if node.is_getitem else node.waits_for
+            producer = found.get(made_by)
             found[name] = bisect_left(last, graph.position[name]) if producer is None else producer
     return found
 
@@ -185,8 +186,9 @@ class _Places:
             for name in (*sorted(self.roots(node.inputs)), *targets.get(node.name, ())):
                 floor = self._nearest_holder(name, floor)
             found[node.name] = floor
-            # The results of one operator stay together.
-            found.update({u: floor for u in graph.users[node.name] if graph.by_name[u].is_getitem})
+            # The results of one operator stay together; and what is on its way arrives here.
+            users = (graph.by_name[u] for u in graph.users[node.name])
+            found.update({u.name: floor for u in users if u.is_getitem or u.waits_for == node.name})
         return found
 
     def _found_targets(self) -> dict[int, int]:
@@ -229,6 +231,8 @@ def _anywhere(graph: Graph) -> frozenset[str]:
             continue
         if node.is_random or node.mutates or node.flops or not found.issuperset(node.inputs):
             continue
+        if node.collective is not None or node.waits_for:
+            continue  # once is enough
         if node.name in own or any(t.storage in graph.written for t in node.outputs):
             continue
         if looks.isdisjoint(node.inputs):

@@ -11,7 +11,7 @@ from typing import Self
 from steelyard.core.cluster import far_room
 from steelyard.core.coding import ENCODE
 from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase, Role
-from steelyard.core.layout import ALONE, Layout
+from steelyard.core.layout import ALONE, DATA, Layout
 from steelyard.core.parting import Parting
 from steelyard.core.schedule import Order
 from steelyard.core.stages import Stages
@@ -62,6 +62,13 @@ class Pipeline:
         rank_of = self.order.rank_of
         own = (s for s in self.stages.stages if rank_of[s.index] == rank)
         return frozenset(name for stage in own for name in stage.held)
+
+    def trained(self, rank: int) -> tuple[str, ...]:
+        """The parameters that this rank has gradients of; of what several ranks hold, all have."""
+        rank_of = self.order.rank_of
+        own = [stage for stage in self.stages.stages if rank_of[stage.index] == rank]
+        shared = (name for name, where in self.stages.shared if any(s.index in where for s in own))
+        return tuple(dict.fromkeys((*(n for stage in own for n in stage.trained), *shared)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,6 +200,11 @@ class Program:
     def batch_bytes(self) -> int:
         """Of the whole global batch, which every rank is given."""
         return self.graph.resident_bytes(Role.BATCH) * self.units // self.share
+
+    @cached_property
+    def in_shares(self) -> frozenset[str]:
+        """The parameters of which ranks that share the batch hold some rows each."""
+        return frozenset(n for p in self.partings if p.axis == DATA for n, _ in p.inputs)
 
     @cached_property
     def spoken(self) -> tuple[str, ...]:

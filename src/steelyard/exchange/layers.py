@@ -1,7 +1,7 @@
 """A live model of whose layers this rank holds some: let go of, and put together again from all.
 
-Between steps what it does not hold is an empty tensor, which nothing can be computed with. Not for
-parts of one tensor: see parts.py.
+Between steps what it does not hold is an empty tensor, which nothing can be computed with. Where
+ranks share a layer's tensors too, what they hold of it are parts. Not for these: see parts.py.
 """
 
 import contextlib
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from steelyard.exchange.parts import Parts
 
 
 class Layers:
@@ -103,6 +105,25 @@ class Layers:
         self._tell(said, owner)
         found: dict[str, Any] = json.loads(bytes(said.tolist()))
         return found
+
+
+class PartsOfLayers:
+    """A model in ``parts``, cut first, of which each rank then holds some ``layers``. To make it
+    whole, ranks first tell each other their layers, and then put the parts together."""
+
+    def __init__(self, parts: Parts, layers: Layers) -> None:
+        self._parts, self._layers = parts, layers
+
+    @contextlib.contextmanager
+    def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """As that of both."""
+        with self._layers.whole(optimizer), self._parts.whole(optimizer):
+            yield
+
+    @contextlib.contextmanager
+    def imagined(self) -> Iterator[None]:
+        with self._layers.imagined(), self._parts.imagined():
+            yield
 
 
 def _forms_of(state: Mapping[str, Any]) -> dict[str, Any]:

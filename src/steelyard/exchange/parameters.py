@@ -53,8 +53,7 @@ def gathered(
     for parameter in parameters:
         held = change[parameter]
         whole = held.outputs[0]
-        if reason := why_not_shared(graph, parameter, num_ranks):
-            raise _refusal(parameter, whole, num_ranks, reason)
+        check_shared(graph, parameter, num_ranks)
         share = replace(whole, shape=(whole.shape[0] // num_ranks, *whole.shape[1:]))
         shares[parameter] = share
         storage = graph.storages[whole.storage]
@@ -130,6 +129,11 @@ def why_not_shared(graph: Graph, parameter: str, num_ranks: int) -> str | None:
     if not whole.is_contiguous or graph.storages[whole.storage].nbytes != whole.nbytes:
         return "it does not lie row by row on memory of its own"
     return None
+
+
+def check_shared(graph: Graph, parameter: str, num_ranks: int) -> None:
+    if reason := why_not_shared(graph, parameter, num_ranks):
+        raise _refusal(parameter, graph.by_name[parameter].outputs[0], num_ranks, reason)
 
 
 class _Exchanges:

@@ -3,12 +3,13 @@
 Not for the order itself (core/schedule.py), nor for what one stage takes (stages.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
-from steelyard.core.graph import Phase, Role
+from steelyard.core.graph import Graph, Phase, Role
 from steelyard.core.layout import PIPELINE
 from steelyard.core.peak import Holding, Peak, Timeline
 from steelyard.core.plan import Prediction
@@ -21,7 +22,7 @@ from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCo
 from steelyard.predict.stage_rank import RankBytes, told
 from steelyard.predict.stage_sums import Sums
 from steelyard.predict.stages import parts_of, stage_cost, timed
-from steelyard.predict.timeline import durations
+from steelyard.predict.timeline import Playing, durations, play
 
 # Of a state of torch's generator on the CPU (torch 2.13): a Mersenne twister's.
 GENERATOR_BYTES = 5056
@@ -44,6 +45,7 @@ class Pipelined:
         self._stage_costs = [stage_cost(s, self._graph, costs) for s in self._stages]
         # Ranks of one pipeline are as far apart as can be.
         self._stride = program.layout.num_ranks // program.layout.pipeline
+        self._programs: dict[Graph, Program] = {}
         self._sums = self._summed_up()
         self._replay, self._ends = self._played(_value, _value)
 
@@ -107,12 +109,18 @@ class Pipelined:
 
     def _rank(self, number: int) -> RankBytes:
         update = self._pipeline.updates[number] if self._pipeline.updates else None
-        held = self._pipeline.held(number)
+        held, groups = self._pipeline.held(number), self._program.layout.batch
         own = {self._storage_of[name] for name in held} | self._everyones
         parameters, buffers = (
             sum(self._graph.storages[s].nbytes for s in own if self._graph.storages[s].role is role)
             for role in (Role.PARAMETER, Role.BUFFER)
         )
+        # What no stage holds lies in shares too, and is never gathered.
+        others = sum(self._graph.storages[s].nbytes for s in self._everyones & self._in_shares)
+        gathered = self._gathered(number)
+        parameters -= (sum(gathered) + others) * (groups - 1) // groups
+        trained = self._pipeline.trained(number)
+        in_shares = sum(self._gradients[n] for n in trained if n in self._program.in_shares)
         state = update.graph.resident_bytes(Role.STATE) if update is not None else 0
         return RankBytes(
             number=number,
@@ -123,8 +131,11 @@ class Pipelined:
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
             + self._generator_bytes(number),
             state=state,
-            gradients=sum(self._gradients[name] for name in self._trained(number)),
-            above=self._replay.peak_bytes[number],
+            gradients=sum(self._gradients[name] for name in trained)
+            - in_shares * (groups - 1) // groups,
+            gathered=sum(gathered),
+            # A gather's copy is its backend's own.
+            above=sum(gathered) + max(self._replay.peak_bytes[number], *gathered, 0),
             update=None if update is None else liveness(update, self._costs),
         )
 
@@ -145,6 +156,15 @@ class Pipelined:
             for tensor in node.outputs
             if self._graph.storages[tensor.storage].role in (Role.PARAMETER, Role.BUFFER)
         }
+
+    @cached_property
+    def _in_shares(self) -> frozenset[int]:
+        return frozenset(self._storage_of[name] for name in self._program.in_shares)
+
+    def _gathered(self, number: int) -> tuple[int, ...]:
+        """Of each of this rank's weights that lie in shares, what it is as a whole."""
+        own = sorted(self._pipeline.held(number) & self._program.in_shares)
+        return tuple(self._graph.storages[self._storage_of[name]].nbytes for name in own)
 
     @cached_property
     def _everyones(self) -> frozenset[int]:
@@ -169,7 +189,7 @@ class Pipelined:
         stages: list[StageCost] = [
             timed(
                 cost, stage, self._graph,
-                seconds=lambda n: whole * device(self._costs.seconds(n)),
+                seconds=lambda part: self._working(part, whole, device, link),
                 handing=lambda sizes: self._handing(sizes, link),
             )
             for cost, stage in zip(self._stage_costs, self._stages, strict=True)
@@ -177,12 +197,23 @@ class Pipelined:
         played = replay(self._order, stages)
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
         taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
-        ends = self._sums.ends(ends, taken)
+        begin = self._sums.begin(taken)
+        ends = self._sums.ends([begin + end for end in ends], taken)
         told = ends[self._rank_of_loss] + self._sums.loss_seconds(taken)
         told += self._handing([8], link)
         ends = [max(end, told) for end in ends]
         updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
         return played, [end + u for end, u in zip(ends, updates)] if updates else ends
+
+    def _working(self, part: Graph, whole: float, device: _Pick, link: _Pick | None) -> float:
+        """Where its ranks share tensors it waits for what they exchange, line by line."""
+        if not part.collectives:
+            nodes = (n for n in part.nodes if not n.is_input)
+            return whole * sum(device(self._costs.seconds(n)) for n in nodes)
+        if part not in self._programs:
+            self._programs[part] = Program.plain(part)
+        playing = Playing(self._costs, whole, device, link or _nothing)
+        return play(self._programs[part], self._costs, playing=playing).seconds
 
     def _handing(self, sizes: Sequence[int], link: _Pick | None) -> float:
         """A message for each; one that goes on alone takes what one of two that gather does."""
@@ -211,19 +242,20 @@ class Pipelined:
         return Sums(
             layout=self._program.layout,
             shared=tuple(shared),
-            trained=tuple(tuple(self._gradients[n] for n in self._trained(r)) for r in numbers),
+            trained=tuple(
+                tuple(self._gradients[n] for n in self._pipeline.trained(r)) for r in numbers
+            ),
             loss_bytes=loss.nbytes,
+            gathered=tuple(map(self._gathered, numbers)),
         )
-
-    def _trained(self, rank: int) -> tuple[str, ...]:
-        own = (s for s in self._stages if self._rank_of[s.index] == rank)
-        return tuple(dict.fromkeys(name for stage in own for name in stage.trained))
 
     @cached_property
     def _sent_bytes(self) -> list[int]:
         sent = [0] * len(self._order.ranks)
         for (rank, _), cost in self._crossing():
             sent[rank] += self._program.repeats * cost
+        for rank, exchanged in enumerate(self._exchanged):
+            sent[rank] += sum(times * c.sent_bytes for c, times in exchanged.items())
         sent = [n + sum(c.sent_bytes for c in self._sums.of(rank)) for rank, n in enumerate(sent)]
         sent[self._rank_of_loss] += sum(c.sent_bytes for c in self._sums.of_loss())
         return sent
@@ -249,10 +281,25 @@ class Pipelined:
         seconds = [0.0] * len(self._order.ranks)
         for (rank, each), _ in self._crossing():
             seconds[rank] += self._program.repeats * each
+        for rank, exchanged in enumerate(self._exchanged):
+            for collective, times in exchanged.items():
+                seconds[rank] += times * self._costs.exchange_seconds(collective).value
         return [
             taken + sum(self._costs.exchange_seconds(c).value for c in self._sums.of(rank))
             for rank, taken in enumerate(seconds)
         ]
+
+    @cached_property
+    def _exchanged(self) -> list[Counter[Collective]]:
+        """What each rank exchanges within its stages, and how often."""
+        found: list[Counter[Collective]] = [Counter() for _ in self._order.ranks]
+        if self._graph.collectives:
+            works = [parts_of(stage) for stage in self._stages]
+            for exchanged, actions in zip(found, self._order.ranks):
+                for action in actions:
+                    part = works[action.stage][action.work]
+                    exchanged.update(n.collective for n in part.nodes if n.collective)
+        return found
 
     @cached_property
     def _flops(self) -> list[int]:
@@ -276,12 +323,13 @@ class Pipelined:
         gradients = sum(self._stage_costs[stage].gradient_bytes for stage in trained)
         working = liveness(program, self._costs, accumulating=action.stage in trained)
         # What lies there already when the stage begins on this micro-batch.
-        kept = max(0, rank.above - working.peak_bytes - gradients)
+        kept = max(0, rank.above - rank.gathered - working.peak_bytes - gradients)
         under_way = _under_way([d.action for d in done[: number + 1]])
         what = f"kept for the backward pass of {under_way} micro-batches"
         extra = [
             Holding.of(kept, what, Role.ACTIVATION),
             Holding.of(gradients, "gradients so far", Role.GRADIENT),
+            Holding.of(rank.gathered, "weights gathered for the passes", Role.PARAMETER),
         ]
         phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
         return told(program, working, rank, extra=extra, phase=phase)
@@ -314,7 +362,7 @@ class Pipelined:
         done = self._replay.ranks[rank.number]
         phases = [Phase.FORWARD if d.action.work is Work.FORWARD else Phase.BACKWARD for d in done]
         begins = [d.begin_seconds for d in done]
-        held = [rank.resident + d.held_bytes for d in done]
+        held = [rank.resident + rank.gathered + d.held_bytes for d in done]
         if rank.update is not None:
             begins.append(done[-1].end_seconds)
             held.append(rank.nbytes_in_update)
@@ -347,6 +395,10 @@ def _under_way(done: Sequence[Action]) -> int:
 
 def _value(estimate: Estimate) -> float:
     return estimate.value
+
+
+def _nothing(estimate: Estimate) -> float:  # noqa: ARG001 - of what is exchanged
+    return 0.0
 
 
 def _low(estimate: Estimate) -> float:

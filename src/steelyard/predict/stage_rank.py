@@ -13,7 +13,8 @@ from steelyard.predict.liveness import Liveness, alive_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """The bytes of one rank; ``above`` are those of the passes, with gradients."""
+    """The bytes of one rank; ``above`` are those of the passes, with gradients and the weights that
+    are ``gathered`` for them."""
 
     number: int
     parameters: int
@@ -22,6 +23,7 @@ class RankBytes:
     others: int
     state: int
     gradients: int
+    gathered: int
     above: int
     update: Liveness | None
 

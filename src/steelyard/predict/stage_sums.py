@@ -1,7 +1,8 @@
 """What ranks of pipelines sum up behind all micro-batches: gradients of what several of them hold,
-and, where groups of ranks share the batch, of all that is trained, and the loss.
+and, where groups of ranks share the batch, of all that is trained, and the loss. And what they
+gather in front of these, of weights that such groups hold in shares.
 
-Not for the passes before it: see pipelined.py.
+Not for the passes between: see pipelined.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,19 @@ Seconds = Callable[[Collective], float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
     """``shared``: ranks of one pipeline and the bytes of what they sum up among them; ``trained``:
-    of each of its ranks, the bytes of each gradient, which it sums up with its like in the others.
+    of each of its ranks, the bytes of each gradient, which it sums up with its like in the others;
+    ``gathered``: of each weight that these share, and that is put together in front of the passes.
     """
 
     layout: Layout
     shared: tuple[tuple[frozenset[int], int], ...]
     trained: tuple[tuple[int, ...], ...]
     loss_bytes: int
+    gathered: tuple[tuple[int, ...], ...]
+
+    def begin(self, seconds: Seconds) -> float:
+        """When the last has its weights."""
+        return max(sum(map(seconds, self._gathers(rank))) for rank in range(len(self.gathered)))
 
     def ends(self, ends: Sequence[float], seconds: Seconds) -> list[float]:
         """When each rank is done, which was done with its passes by then."""
@@ -42,6 +49,7 @@ class Sums:
     def of(self, rank: int) -> Iterator[Collective]:
         yield from (self._among(ranks, n) for ranks, n in self.shared if rank in ranks)
         yield from self._with_replicas(rank)
+        yield from self._gathers(rank)
 
     def of_loss(self) -> Iterator[Collective]:
         return self._of_replicas(self.loss_bytes)
@@ -50,10 +58,16 @@ class Sums:
         for nbytes in self.trained[rank]:
             yield from self._of_replicas(nbytes)
 
-    def _of_replicas(self, nbytes: int) -> Iterator[Collective]:
+    def _gathers(self, rank: int) -> Iterator[Collective]:
+        for nbytes in self.gathered[rank]:
+            yield from self._of_replicas(nbytes, Exchange.ALL_GATHER)
+
+    def _of_replicas(
+        self, nbytes: int, kind: Exchange = Exchange.ALL_REDUCE
+    ) -> Iterator[Collective]:
         if self.layout.batch > 1:
             yield GLOO.collective(
-                Exchange.ALL_REDUCE, axis=DATA, num_ranks=self.layout.batch, nbytes=nbytes,
+                kind, axis=DATA, num_ranks=self.layout.batch, nbytes=nbytes,
                 stride=self.layout.tensor,
             )  # fmt: skip
 

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from steelyard.core.costs import Costs
-from steelyard.core.graph import Graph, Node, OutputKind
+from steelyard.core.graph import Graph, OutputKind
 from steelyard.core.program import Program
 from steelyard.core.schedule import Work
 from steelyard.core.stages import Stage
 from steelyard.predict.liveness import liveness
 from steelyard.predict.schedule import GIVE_GRADIENTS, StageCost
 
-Seconds = Callable[[Node], float]
+# Of what a stage does in one action.
+Seconds = Callable[[Graph], float]
 # Of values of these sizes that go from one rank to the next.
 Handing = Callable[[Sequence[int]], float]
 
@@ -34,10 +35,7 @@ def timed(
     """The same stage on another device, or between others."""
     return replace(
         cost,
-        seconds={
-            work: sum(seconds(n) for n in part.nodes if not n.is_input)
-            for work, part in parts_of(stage).items()
-        },
+        seconds={work: seconds(part) for work, part in parts_of(stage).items()},
         send_seconds=handing(_sizes(graph, stage.sends)),
         send_back_seconds=handing(_sizes(graph, stage.sends_back)),
     )
@@ -75,8 +73,9 @@ def stage_cost(stage: Stage, graph: Graph, costs: Costs) -> StageCost:
         gradient_bytes=sum(graph.storages[s].nbytes for n in trained for s in graph.storages_of(n)),
     )
     return timed(
-        cost, stage, graph, seconds=lambda n: costs.seconds(n).value, handing=lambda _: 0.0
-    )
+        cost, stage, graph, handing=lambda _: 0.0,
+        seconds=lambda part: sum(costs.seconds(n).value for n in part.nodes if not n.is_input),
+    )  # fmt: skip
 
 
 def _on(graph: Graph, names: Iterable[str]) -> set[int]:

@@ -3,6 +3,7 @@
 Not for what a stage computes (stage.py), nor for choosing stages and schedule: that is a plan's.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +14,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from steelyard.core.graph import Graph, OutputKind
+from steelyard.core.layout import PIPELINE
 from steelyard.core.program import Pipeline
-from steelyard.exchange.channel import Waiting
+from steelyard.exchange.channel import Channel
 from steelyard.exchange.schedules import made_schedule
 from steelyard.operators import copy_laid_out
 from steelyard.run.draws import Draws
+from steelyard.run.shares import Shares
 from steelyard.run.stage import LiveStage, Values, keep_only
 
 
@@ -25,8 +28,10 @@ class StagesAtWork:
     """What carries out the stages that this rank holds; every rank is given the whole batch.
 
     Micro-batches weigh, and draw random numbers, as they do on one device. What ranks hold together
-    they sum up, also with the ``replicas`` that hold the same stages and work on other samples.
-    ``waiting`` is told how long this rank had nothing to do.
+    they sum up, also with the ``replicas`` that hold the same stages and work on other samples, and
+    which may hold some weights in shares.
+    Those of a stage that share its tensors exchange within it, over ``channels``; that of the
+    pipeline is told how long this rank had nothing to do.
     """
 
     def __init__(
@@ -35,22 +40,29 @@ class StagesAtWork:
         live: Mapping[str, Any],
         *,
         group: dist.ProcessGroup,
-        waiting: Waiting,
+        channels: Mapping[str, Channel],
         replicas: dist.ProcessGroup | None = None,
+        in_shares: frozenset[str] = frozenset(),
     ) -> None:
-        self._group, self._waiting, self._replicas = group, waiting, replicas
+        self._group, self._waiting = group, channels[PIPELINE].waiting
+        self._replicas = replicas
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
         self._draws = Draws(pipeline.stages)
         self._rank_of = pipeline.order.rank_of
         rank, last = dist.get_rank(group), len(stages) - 1
         self._own = [
-            _Driven(LiveStage(stage, live=live), self._graph, len(stages), group)
+            _Driven(LiveStage(stage, live=live, channels=channels), self._graph, len(stages), group)
             for stage in stages
             if self._rank_of[stage.index] == rank
         ]
         self._rank_of_loss = self._rank_of[last]
         self._sums = self._made_sums(pipeline.stages.shared, live)
-        self._trained = [live[name] for own in self._own for name in own.live.stage.trained]
+        trained = pipeline.trained(rank)
+        self._trained = [live[name] for name in trained]
+        held = (name for own in self._own for name in own.live.stage.held)
+        shared = [live[name] for name in dict.fromkeys(held) if name in in_shares]
+        self._alike = [live[name] for name in trained if name not in in_shares]
+        self._shares = Shares(shared, group=replicas) if replicas is not None else None
         self._schedule = made_schedule(
             pipeline.schedule, self._own, micro_batches=pipeline.order.num_micro_batches
         )
@@ -84,7 +96,14 @@ class StagesAtWork:
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
         whom = torch.arange(count) if is_last else None
-        self._schedule.step(target=whom, losses=losses if is_last else None, return_outputs=False)
+        with self._shares.gathered() if self._shares else contextlib.nullcontext():
+            self._schedule.step(
+                target=whom, losses=losses if is_last else None, return_outputs=False
+            )
+            for parameter, group in self._sums:
+                dist.all_reduce(_gradient(parameter), group=group)
+            for parameter in self._trained if self._shares else ():
+                _gradient(parameter)
         if after is not None:
             torch.set_rng_state(after)
         self._sum_up()
@@ -98,20 +117,19 @@ class StagesAtWork:
     def _put_by(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What earlier calls found, and summed up then."""
         summed = {id(p): p for p, _ in self._sums}
-        summed |= {id(p): p for p in self._trained if self._replicas is not None}
+        if self._replicas is not None:
+            summed |= {id(p): p for p in self._trained}
         before = [(p, p.grad) for p in summed.values() if p.grad is not None]
         for parameter, _ in before:
             parameter.grad = None
         return before
 
     def _sum_up(self) -> None:
-        for parameter, group in self._sums:
-            dist.all_reduce(_gradient(parameter), group=group)
+        """With those that hold the same stages, of what lies in no shares."""
         if self._replicas is not None:
-            distinct = {id(p): p for p in self._trained}
             sent = [
                 dist.all_reduce(_gradient(p), group=self._replicas, async_op=True)
-                for p in distinct.values()
+                for p in self._alike
             ]
             for work in sent:
                 work.wait()

@@ -5,6 +5,7 @@ Not for who works when, nor for what goes between ranks: see pipeline.py.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,28 +14,36 @@ from steelyard import _torch
 from steelyard.core.graph import Graph, Output, OutputKind
 from steelyard.core.program import Program
 from steelyard.core.stages import Stage
+from steelyard.exchange.channel import Channel
 from steelyard.run.emit import emit
 
 Values = dict[str, Any]
 
 
 class LiveStage:
-    """``live`` are the tensors that it holds, by name; each call is for one micro-batch.
+    """``live`` are the tensors that it holds, by name; each call is for one micro-batch. What its
+    lines exchange goes over ``channels``.
 
     ``values`` are what that micro-batch has come to: its part of the batch, what other stages have
     sent, and what this one has made for them and for its own backward pass.
     """
 
-    def __init__(self, stage: Stage, *, live: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        live: Mapping[str, Any],
+        channels: Mapping[str, Channel] = MappingProxyType({}),
+    ) -> None:
         self.stage = stage
         self.live = {name: live[name] for name in stage.held} | {
             name: value for name, value in live.items() if not name.startswith(_HELD)
         }
         self.busy_seconds = 0.0
-        self._forward = _Part(stage.forward, self.live)
-        self._backward = _Part(stage.backward, self.live)
-        self._to_inputs = _Part(stage.back_to_inputs, self.live)
-        self._to_weights = _Part(stage.back_to_weights, self.live)
+        self._forward = _Part(stage.forward, self.live, channels)
+        self._backward = _Part(stage.backward, self.live, channels)
+        self._to_inputs = _Part(stage.back_to_inputs, self.live, channels)
+        self._to_weights = _Part(stage.back_to_weights, self.live, channels)
 
     def forward(self, values: Values) -> torch.Tensor | None:
         """The loss, if it is this stage that gives it."""
@@ -61,9 +70,11 @@ _HELD = ("parameter:", "buffer:")
 
 
 class _Part:
-    def __init__(self, graph: Graph, live: Mapping[str, Any]) -> None:
+    def __init__(
+        self, graph: Graph, live: Mapping[str, Any], channels: Mapping[str, Channel]
+    ) -> None:
         program = Program.plain(graph)
-        emitted = emit(program)
+        emitted = emit(program, channels=channels)
         self._run, self._inputs, self._live = emitted.run, emitted.inputs, live
         self._outputs = [i.sink for i in program.instructions if i.sink is not None]
         self._lent = _lent(graph)

@@ -9,7 +9,7 @@ the step then plays. Not for what one rank does under a layout: see search.py.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
@@ -127,7 +127,12 @@ class Layouts:
         """On so many ranks each, in each number of groups that share the batch."""
         if not any(trade.name == _PIPELINE for trade in self._trades):
             return
-        laid = [Layout(pipeline=n, batch=k) for k in degrees for n in range(2, num_ranks + 1)]
+        laid = [
+            Layout(pipeline=stages, batch=batch, tensor=tensor)
+            for tensor in self._regions
+            for batch in degrees
+            for stages in range(2, num_ranks + 1)
+        ]
         for layout in laid:
             ranks = layout.num_ranks
             if num_ranks % ranks or not self._are_alike(ranks, _PIPELINE, layers(layout)):
@@ -138,11 +143,22 @@ class Layouts:
                 trades=self._trades,
                 source=self._source,
                 costs=self._costs,
-                one_device=lambda: self._search_by(()),
+                searching=self._search_by,
+                cuts=partial(self._most_cut, layout.tensor),
             )
             self.refusals = (*self.refusals, *found.refusals)
             if found.offers:
                 yield layout, found
+
+    def _most_cut(self, ranks: int) -> tuple[tuple[Rule, ...], ...]:
+        """Tensors as they are cut where that is fastest, nothing else being done, or leanest."""
+        if ranks == 1:
+            return ((),)
+        ways = self.ways(Layout(tensor=ranks))
+        fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
+        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
+        chosen = fastest.rules, leanest.rules
+        return tuple(tuple(rule for rule in rules if rule.trade == _TENSOR) for rules in chosen)
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""

@@ -1,6 +1,7 @@
 """How the layers lie on ranks: where stages end, which schedule, how many micro-batches, and what
 each computes again. Each way is struck and priced whole. Several groups of as many ranks may share
-the batch. Not for ranks that share tensors, or the batch alone: see layouts.py.
+the batch, and the ranks of a stage its tensors. Not for ranks that share these alone: see
+layouts.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from steelyard.core.ends import balanced_ends
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Node, Phase, Role
 from steelyard.core.layout import Layout
-from steelyard.core.plan import FrontierPoint, Taken
+from steelyard.core.plan import FrontierPoint, Prediction, Taken
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
@@ -23,10 +24,10 @@ from steelyard.predict import pipelined, predict, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.search import Search
-from steelyard.search.wording import on_ranks
+from steelyard.search.wording import on_ranks, tensors
 
 _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
-_BATCH = "shard_batch"
+_BATCH, _TENSOR, _STATES = "shard_batch", "shard_tensor", "shard_states"
 # Micro-batches for each rank: more leave less of the belt empty, and are slower one by one.
 _EACH = (2, 4)
 # How many plans of recomputation are tried of each number of micro-batches.
@@ -49,9 +50,14 @@ class _Way:
     nbytes: int
     flops: int
 
+    @property
+    def cut(self) -> tuple[Rule, ...]:
+        return tuple(rule for rule in self.rules if rule.trade == _TENSOR)
+
 
 class Pipelines:
-    """The layers on so many ranks, of each group; ``one_device`` searches the step on one."""
+    """The layers on so many ranks, of each group. By each of ``cuts`` the ranks of a stage share
+    tensors, or share none; ``searching`` searches the step as it lies by one of them alone."""
 
     def __init__(
         self,
@@ -61,20 +67,27 @@ class Pipelines:
         trades: Sequence[Trade],
         source: Source,
         costs: Costs,
-        one_device: Callable[[], Search],
+        searching: Callable[[tuple[Rule, ...]], Search],
+        cuts: Callable[[], Sequence[tuple[Rule, ...]]] = lambda: ((),),
     ) -> None:
         self._program, self._layout = program, layout
         self._trades, self._source, self._costs = tuple(trades), source, costs
-        self._one_device = one_device
+        self._searching, self._made_cuts = searching, cuts
         self.refusals: tuple[Refusal, ...] = ()
-        self.offers, refusals = self._trade.offers(replace(program, layout=layout), source)
+        among = replace(program, layout=layout)
+        self.offers, refusals = self._trade(_PIPELINE).offers(among, source)
         self._tell(refusals)
         self._tried: dict[tuple[Rule, ...], _Way] = {}
 
     @property
     def least_seconds(self) -> float:
-        """No way is faster: every rank computes as much as every other, and nobody waits."""
-        return step_seconds(self._program, self._costs).value / self._layout.num_ranks
+        """No way is faster: every stage computes as much as every other, and none waits."""
+        alone = (step_seconds(self._strike(cut), self._costs).value for cut in self._cuts)
+        return min(alone) / (self._layout.pipeline * self._layout.batch)
+
+    @cached_property
+    def _cuts(self) -> Sequence[tuple[Rule, ...]]:
+        return tuple(dict.fromkeys(self._made_cuts()))
 
     @cached_property
     def ways(self) -> list[_Way]:
@@ -90,7 +103,8 @@ class Pipelines:
             best = self._best(limit)
             fastest = within_seconds if best is None else min(within_seconds, best.seconds)
             if ways[0].seconds < _WORTH * fastest:
-                self._compute_again(ways)
+                is_short = limit is not None and ways[0].nbytes > limit
+                self._compute_again([*ways, *self._in_shares(ways)] if is_short else ways)
         best = self._best(limit)
         if within_seconds < _EVER and (best is None or best.seconds >= within_seconds):
             return None
@@ -126,7 +140,7 @@ class Pipelines:
 
     def explore_all(self) -> None:
         for ways in self._by_parts():
-            self._compute_again(ways)
+            self._compute_again([*ways, *self._in_shares(ways)])
 
     def _by_parts(self) -> list[list[_Way]]:
         """The ways of each number of micro-batches, of the fastest first."""
@@ -174,10 +188,11 @@ class Pipelines:
             count, schedule = len(offer.rules) + 1, offer.rules[0].op
             for weight, handing in ((self._takes, self._handing), (self._holds, _nothing)):
                 ends = balanced_ends(graph, count, weight=weight, handing=handing)
-                own = (replace(offer.rules[0], module=end) for end in ends)
-                way = self._way((*split, *own), schedule, parts)
-                if way is not None:
-                    yield way
+                own = [replace(offer.rules[0], module=end) for end in ends]
+                for cut in self._cuts if own else ():
+                    way = self._way((*split, *cut, *own), schedule, parts)
+                    if way is not None:
+                        yield way
 
     def _takes(self, node: Node) -> float:
         return self._costs.seconds(node).value
@@ -198,18 +213,29 @@ class Pipelines:
         made = 0 if node.is_free else sum(t.nbytes for t in node.outputs)
         return 4 * weights + self._layout.pipeline * made
 
+    def _in_shares(self, ways: Sequence[_Way]) -> Iterator[_Way]:
+        """Of these, the fastest and the one that holds least, with what groups could share of
+        weights, and of what goes with them, in shares."""
+        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
+        for way in dict.fromkeys((ways[0], leanest)) if self._layout.batch > 1 else ():
+            offers, _ = self._trade(_STATES).offers(self._strike(way.rules), self._source)
+            shared = tuple(rule for offer in offers for rule in offer.rules)
+            found = self._way((*way.rules, *shared), way.schedule, way.parts) if shared else None
+            if found is not None:
+                yield found
+
     def _compute_again(self, ways: Sequence[_Way]) -> None:
         """Of these, the fastest and the one that holds least, with ever more recomputed."""
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
-        parts = ways[0].parts * self._layout.batch
-        for again in self._one_device().plans_of_recomputation(parts, count=_PLANS):
-            for way in dict.fromkeys((ways[0], leanest)):
-                self._way((*way.rules, *again), way.schedule, way.parts)
+        parts, chosen = ways[0].parts * self._layout.batch, dict.fromkeys((ways[0], leanest))
+        for cut in dict.fromkeys(way.cut for way in chosen):
+            for again in self._searching(cut).plans_of_recomputation(parts, count=_PLANS):
+                for way in chosen:
+                    if way.cut == cut:
+                        self._way((*way.rules, *again), way.schedule, way.parts)
 
     def _way(self, rules: tuple[Rule, ...], schedule: str, parts: int) -> _Way | None:
         """None where the step cannot be cut so, which is told."""
-        if not any(rule.trade == _PIPELINE for rule in rules):
-            return None
         if rules not in self._tried:
             try:
                 program = self._strike(rules)
@@ -234,26 +260,44 @@ class Pipelines:
         self.refusals = tuple(dict.fromkeys((*self.refusals, *never)))
 
     def _taken(self, way: _Way) -> Iterator[Taken]:
-        """In stages beside one device; and what is made again beside those stages."""
+        """Tensors in parts beside one device, stages beside that, and what is made again."""
         again = tuple(rule for rule in way.rules if rule.trade == _RECOMPUTE)
-        rest = tuple(rule for rule in way.rules if rule.trade != _RECOMPUTE)
-        before, after = (
-            predict(self._program, self._costs),
-            predict(self._strike(rest), self._costs),
+        shared = tuple(rule for rule in way.rules if rule.trade == _STATES)
+        rest = tuple(rule for rule in way.rules if rule not in (*again, *shared))
+        alone, before, after = (
+            predict(self._strike(rules), self._costs) for rules in ((), way.cut, rest)
         )
+        if way.cut:
+            quicker = _computing(alone) - _computing(before)
+            yield Taken(
+                trade=_TENSOR,
+                label=f"{tensors(way.cut)} in parts on {self._layout.tensor} ranks",
+                rules=way.cut,
+                buys_bytes=alone.peak.nbytes - before.peak.nbytes,
+                buys_seconds=max(0.0, quicker),
+                pays_seconds=_waiting(before) + max(0.0, -quicker),
+            )
         stages = sum(rule.trade == _PIPELINE for rule in rest) + 1
         cut = f", {way.parts} micro-batches" if way.parts > 1 else ""
         yield Taken(
             trade=_PIPELINE,
             label=f"{stages} stages {on_ranks(self._layout)}, {way.schedule}{cut}",
-            rules=rest,
+            rules=tuple(rule for rule in rest if rule.trade != _TENSOR),
             buys_bytes=before.peak.nbytes - after.peak.nbytes,
-            buys_seconds=max(
-                0.0,
-                before.quad.computation_seconds.value - after.quad.computation_seconds.value,
-            ),
-            pays_seconds=after.quad.exposed_communication_seconds.value,
+            buys_seconds=max(0.0, _computing(before) - _computing(after)),
+            pays_seconds=max(0.0, _waiting(after) - _waiting(before)),
         )
+        if shared:
+            staged, after = after, predict(self._strike((*rest, *shared)), self._costs)
+            slower = after.quad.step_seconds.value - staged.quad.step_seconds.value
+            yield Taken(
+                trade=_STATES,
+                label=f"{tensors(shared)} in shares on {self._layout.batch} ranks",
+                rules=shared,
+                buys_bytes=staged.peak.nbytes - after.peak.nbytes,
+                buys_seconds=max(0.0, -slower),
+                pays_seconds=max(0.0, slower),
+            )
         if again:
             whole = predict(self._strike(way.rules), self._costs)
             count = sum(rule.count for rule in again)
@@ -278,12 +322,19 @@ class Pipelines:
                     reason=f"takes ~{said} a step, the plan's schedule ~{beside}",
                 )
 
-    @property
-    def _trade(self) -> Trade:
-        return next(trade for trade in self._trades if trade.name == _PIPELINE)
+    def _trade(self, name: str) -> Trade:
+        return next(trade for trade in self._trades if trade.name == name)
 
     def _strike(self, rules: Sequence[Rule]) -> Program:
         return strike(self._program, rules, trades=self._trades, source=self._source)
+
+
+def _computing(prediction: Prediction) -> float:
+    return prediction.quad.computation_seconds.value
+
+
+def _waiting(prediction: Prediction) -> float:
+    return prediction.quad.exposed_communication_seconds.value
 
 
 def _nothing(nbytes: int) -> float:  # noqa: ARG001 - of what is handed on

@@ -43,7 +43,8 @@ def layers(layout: Layout) -> str:
 def on_ranks(layout: Layout) -> str:
     """Of stages: in how many groups, too."""
     groups = f", in {layout.batch} groups that share the batch" if layout.batch > 1 else ""
-    return f"on {layout.pipeline} ranks{groups}"
+    whose = f" times {layout.tensor} that share tensors" if layout.tensor > 1 else ""
+    return f"on {layout.pipeline}{whose or ' ranks'}{groups}"
 
 
 def slower(seconds: float, found: Found, *, than: float | None = None) -> str:

@@ -3,8 +3,9 @@
 What a rank does not hold it neither keeps nor updates; activations and their gradients travel
 between neighbours, and while the belt fills and empties ranks wait. Several such groups of ranks
 may share the batch: those with the same stages sum up their gradients behind the passes. Struck
-last, on the lines that all else has settled. Not for when who works: the table is one of torch's
-schedules.
+last, on the lines that all else has settled. The ranks of a stage
+may share its tensors: its lines then hold exchanges among them. Not for when who works: the table
+is one of torch's schedules.
 """
 
 from collections.abc import Sequence
@@ -97,8 +98,6 @@ def rules_for(ends: Sequence[str], *, schedule: str, ranks: int) -> tuple[Rule, 
 
 
 def _why_not(program: Program) -> str:
-    if program.layout.tensor > 1 or program.partings:
-        return "ranks that share layers share neither tensors nor states yet"
     if program.layout.shares:
         return "groups of ranks that share layers share the batch equally or not at all"
     if program.is_moving or program.coded:

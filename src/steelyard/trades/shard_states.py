@@ -5,8 +5,9 @@ Of a parameter that is cut each rank holds some rows, with their gradient and wh
 keeps for them, and updates these; in front of its first reader it is gathered from all ranks, once
 a step or once for each pass, and its gradient is summed and scattered: ZeRO's third stage
 (Rajbhandari et al., SC 2020). The first two would gather behind the update what this gathers in the
-next step, where others compute beside it (docs/decisions/0016-one-way-to-share-states.md). Not for
-which parameters: see search/.
+next step, where others compute beside it (docs/decisions/0016-one-way-to-share-states.md). Stages
+of a pipeline gather in front of all micro-batches, and sum up behind them. Not for which
+parameters: see search/.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from steelyard.core.rules import Rule, pattern_of
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
 from steelyard.core.updates import WEIGHT
-from steelyard.exchange.parameters import gathered, why_not_shared
+from steelyard.exchange.parameters import check_shared, gathered, why_not_shared
 
 # Of a parameter; less costs two exchanges more and buys nothing.
 _LEAST_BYTES = 16 << 10
@@ -93,13 +94,24 @@ class ShardStates:
                 expected="an optimizer that changes each element by its own gradient and state",
                 remedy="take the shard_states rules out of the plan, or plan again",
             )
+        if layout.pipeline > 1 and any(rule.times > 1 for rule in rules):
+            raise Mismatch(
+                "the plan has stages gather weights twice a step",
+                expected="once, in front of all micro-batches, which is what stages do",
+                remedy="take `gathers` out of the shard_states rules, or plan again",
+            )
         named = [(name, rule) for rule in rules for name in _counted(program.graph, rule)]
         names = [name for name, _ in named]
-        graph = gathered(
-            program.graph, names, num_ranks=layout.batch, transport=GLOO, axis=DATA,
-            stride=layout.tensor, again=[name for name, rule in named if rule.times > 1],
-            together={name: rule.bucket_bytes for name, rule in named},
-        )  # fmt: skip
+        if layout.pipeline > 1:
+            graph = program.graph  # stages work on whole weights, gathered once for all of them
+            for name in names:
+                check_shared(graph, name, layout.batch)
+        else:
+            graph = gathered(
+                program.graph, names, num_ranks=layout.batch, transport=GLOO, axis=DATA,
+                stride=layout.tensor, again=[name for name, rule in named if rule.times > 1],
+                together={name: rule.bucket_bytes for name, rule in named},
+            )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)
         own = Parting(axis=DATA, num_ranks=layout.batch, inputs=inputs)
         partings = (*program.partings, own)

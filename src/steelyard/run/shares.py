@@ -1,0 +1,46 @@
+"""Weights that ranks with the same stages hold in shares: whole while the stages work, once a step.
+
+Not for weights that are gathered line by line: those exchanges are nodes of a program.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Shares:
+    """Of ``parameters`` each rank of the group has its rows."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], *, group: dist.ProcessGroup) -> None:
+        self._parameters, self._group = parameters, group
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it they are whole, and so are the gradients that they get; behind it a gradient is
+        the rows of the sum over the ranks. They begin without any."""
+        rows = [parameter.data for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.data = self._whole(parameter.data)
+        try:
+            yield
+            gradients = [parameter.grad for parameter in self._parameters]
+        finally:
+            for parameter, own in zip(self._parameters, rows, strict=True):
+                parameter.grad = None
+                parameter.data = own
+        for parameter in self._parameters:
+            parameter.grad = self._own_rows(gradients.pop(0))
+
+    def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+        whole = rows.new_empty((rows.shape[0] * self._group.size(), *rows.shape[1:]))
+        dist.all_gather_into_tensor(whole, rows, group=self._group)
+        return whole
+
+    def _own_rows(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        # Gloo would reduce and scatter a copy, which its thread frees where no meter sees it.
+        if gradient is None:
+            return None
+        dist.all_reduce(gradient, group=self._group)
+        return gradient.chunk(self._group.size())[self._group.rank()].clone()
