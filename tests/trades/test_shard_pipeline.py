@@ -182,9 +182,11 @@ def test_groups_may_hold_states_in_shares() -> None:
     assert any(h.what == "weights gathered for the passes" for h in after.peak.alive)
 
 
-def test_stages_do_not_gather_twice() -> None:
-    with pytest.raises(BadInput, match="gather weights twice a step") as refused:
-        struck(*of_two_groups(), *(replace(r, times=2) for r in states()), micro_batches=2)
+@pytest.mark.parametrize("otherwise", [{"times": 2}, {"bucket_bytes": 1 << 20}])
+def test_stages_gather_once_and_one_by_one(otherwise: dict[str, int]) -> None:
+    rules = (replace(r, **otherwise) for r in states())
+    with pytest.raises(BadInput, match="gather weights twice a step, or several") as refused:
+        struck(*of_two_groups(), *rules, micro_batches=2)
     assert len(str(refused.value).splitlines()) == 3
 
 

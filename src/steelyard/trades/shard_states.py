@@ -94,11 +94,11 @@ class ShardStates:
                 expected="an optimizer that changes each element by its own gradient and state",
                 remedy="take the shard_states rules out of the plan, or plan again",
             )
-        if layout.pipeline > 1 and any(rule.times > 1 for rule in rules):
+        if layout.pipeline > 1 and any(rule.times > 1 or rule.bucket_bytes for rule in rules):
             raise Mismatch(
-                "the plan has stages gather weights twice a step",
-                expected="once, in front of all micro-batches, which is what stages do",
-                remedy="take `gathers` out of the shard_states rules, or plan again",
+                "the plan has stages gather weights twice a step, or several at once",
+                expected="once, each by itself, in front of all micro-batches, as stages do",
+                remedy="take `gathers` and `bucket` out of the shard_states rules, or plan again",
             )
         named = [(name, rule) for rule in rules for name in _counted(program.graph, rule)]
         names = [name for name, _ in named]
