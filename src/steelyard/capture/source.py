@@ -35,6 +35,7 @@ from steelyard.core.parting import Parting, Region
 from steelyard.core.placement import Shard
 from steelyard.core.plan import BatchEntry
 from steelyard.core.program import Pipeline, Program
+from steelyard.core.updates import WEIGHT, update_of
 from steelyard.exchange.schedules import order_under
 from steelyard.exchange.statistics import normalising
 
@@ -191,6 +192,9 @@ class StepSource:
         self, update: Program, held: frozenset[str], partings: tuple[Parting, ...]
     ) -> Program:
         """As it is where only these parameters have gradients."""
+        own_lines = update_of(update, {name.removeprefix(WEIGHT) for name in held})
+        if own_lines is not None:
+            return own_lines
         if (held, partings) not in self._updates:
             assert self.optimizer is not None, "there is an update, so somebody makes it"
             named = (name for name, _ in self.model.named_parameters())

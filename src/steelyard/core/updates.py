@@ -86,6 +86,39 @@ def portions(
             yield portion, lines
 
 
+def update_of(update: Program, parameters: Collection[str]) -> Program | None:
+    """As it is where only these have gradients; None where lines do not tell whose they are."""
+    owner = owners(update.graph)
+    if owner is None:
+        return None
+    others = {whose for whose in owner.values() if whose} - set(parameters)
+    lines: list[Instruction] = []
+    # What a parameter's lines hold until a certain line of the next one's, or to the end.
+    late: dict[int, list[str]] = {}
+    number, whose = 0, ""
+    for line in update.instructions:
+        number = number + 1 if owner[line.node] == whose else 0
+        whose = owner[line.node]
+        own = [name for name in line.inputs if owner[name] not in others]
+        if whose in others:
+            late.setdefault(number, []).extend(own)
+        else:
+            lines.append(_reading(line, [*own, *late.pop(number, ())]))
+    if lines:
+        left = (name for names in late.values() for name in names)
+        lines[-1] = _reading(lines[-1], [*lines[-1].inputs, *left])
+    made = {line.node for line in lines}
+    nodes = [
+        node
+        for node in update.graph.nodes
+        if node.name in made
+        or (node.is_input and (node.name.startswith(WEIGHT) or owner[node.name] not in others))
+    ]
+    return replace(
+        update, graph=replace(update.graph, nodes=tuple(nodes)), instructions=tuple(lines)
+    )
+
+
 def _lines_of(
     update: Program, owner: Mapping[str, str], portion: str, alone: Collection[str]
 ) -> list[Instruction]:
