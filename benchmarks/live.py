@@ -32,8 +32,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._linked import know_link, run_on
 from benchmarks._live_models import MODELS
-from benchmarks.hosts import Hosts, hosts
+from benchmarks.hosts import hosts
 from benchmarks.runner import interval
 
 RANKS = 2
@@ -84,33 +85,13 @@ def measured(name: str) -> Iterator[dict[str, Any]]:
             pair.shape(bits_per_second)
             here = Path(folder) / link.partition(" ")[0]
             here.mkdir()
-            _know_link(pair, here)
+            know_link(pair, here, ranks=RANKS)
             contest = _prepared(name, here)
-            _run_on(pair, here, [__file__, "--rank", name])
+            given = [__file__, "--rank", name, str(here), str(RANKS)]
+            run_on(pair, here, [[*given, str(rank)] for rank in range(RANKS)])
             for figure in _judged(contest, here, f"{name}, {link}"):
                 print(json.dumps(figure), file=sys.stderr, flush=True)
                 yield figure
-
-
-def _run_on(pair: Hosts, folder: Path, command: Sequence[str]) -> None:
-    """``command`` of Python on every host, with the folder, the number of ranks and the rank."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    given = [sys.executable, *command, str(folder), str(RANKS)]
-    ranks = [pair.start(rank, [*given, str(rank)], environ) for rank in range(RANKS)]
-    codes = [rank.wait() for rank in ranks]
-    if any(codes):
-        raise SystemExit(f"{folder.name}: ranks ended with {codes}")
-
-
-def _know_link(pair: Hosts, folder: Path) -> None:
-    """Put into the list of prices where that of a loopback would be."""
-    from steelyard.measure.cache import CostCache
-    from steelyard.measure.exchanges import context_of, fitted
-
-    _run_on(pair, folder, ["-m", "steelyard.measure.exchanges"])
-    said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    CostCache().write_rates(context_of(RANKS), fitted(said))
-    (folder / "rendezvous").unlink(missing_ok=True)
 
 
 # --- the space ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A step on two gloo ranks, each on a core of its own, beside DistributedDataParallel and FSDP2.
 
-    python benchmarks/ranks.py [model ...]
+    python benchmarks/ranks.py [link ...] [model ...]
 
 All sides train the same model on the same batches in the same processes, one step in turn, and a
 step takes as long as its slowest rank; the figure is the median of the paired ratios with its 95 %
@@ -10,7 +10,8 @@ for two ranks, also where one rank would be faster; beside FSDP2 the fastest wit
 that is predicted to hold no more than FSDP2 was metered to. Each model in fresh processes; peaks
 are what the allocator adds in a step, gradients among it, and what outlives one without them. Ours
 runs in Python: Inductor, which would reorder exchanges, does not take it, so only a peer is
-compiled. Needs two cores that do nothing else.
+compiled. Over a loopback, and between hosts (see hosts.py) joined by 1 Gbit/s, whose link is
+measured before planning. Needs two cores that do nothing else, and root for hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,9 +35,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._linked import know_link, run_on
 from benchmarks._turns import in_turn
+from benchmarks.hosts import hosts
 from benchmarks.runner import interval
 
+LINKS = {"loopback": None, "1 Gbit/s": 10**9}
 RANKS, PAIRS, WARM_UP, SAME_STEPS = 2, 30, 3, 3
 METERED = 5
 TIME_TARGET, PEAK_TARGET, SAME = 1.0, 1.0, 1e-3
@@ -47,7 +51,9 @@ Step = Callable[[], Tensor]
 
 def main() -> None:
     names = sys.argv[1:] or sorted(MODELS)
-    figures = [figure for name in names for figure in measured(name)]
+    links = [link for link in LINKS if link in names] or list(LINKS)
+    models = [name for name in names if name not in LINKS] or sorted(MODELS)
+    figures = [figure for link in links for name in models for figure in measured(name, link)]
     for figure in figures:
         print(json.dumps(figure), flush=True)
     worst = max(figures, key=lambda f: f["value"])
@@ -65,20 +71,28 @@ def main() -> None:
     )
 
 
-def measured(name: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--rank", str(rank), name, folder],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(RANKS)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit(f"{name}: ranks ended with {codes}")
-        found: list[dict[str, Any]] = json.loads((Path(folder) / "found.json").read_text())
-        return found
+def measured(name: str, link: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        commands = [[__file__, "--rank", str(rank), name, temporary] for rank in range(RANKS)]
+        if LINKS[link] is None:
+            _run_here(name, commands)
+        else:
+            os.environ["STEELYARD_CACHE"] = f"{temporary}/costs.sqlite"
+            (folder / "link").mkdir()
+            with hosts(RANKS, bits_per_second=LINKS[link]) as pair:
+                know_link(pair, folder / "link", ranks=RANKS)
+                run_on(pair, folder, commands)
+        found: list[dict[str, Any]] = json.loads((folder / "found.json").read_text())
+        return [{**figure, "name": f"{link}, {figure['name']}"} for figure in found]
+
+
+def _run_here(name: str, commands: Sequence[Sequence[str]]) -> None:
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, *own], env=environ) for own in commands]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"{name}: ranks ended with {codes}")
 
 
 # --- one rank -------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""Ranks on hosts of their own, and what their link takes told to whoever plans for it.
+
+Not for making hosts: see hosts.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.hosts import Hosts
+
+
+def run_on(pair: Hosts, folder: Path, commands: Sequence[Sequence[str]]) -> None:
+    """The ``command`` of Python of each rank on its host."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [pair.start(n, [sys.executable, *own], environ) for n, own in enumerate(commands)]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"{folder.name}: ranks ended with {codes}")
+
+
+def know_link(pair: Hosts, folder: Path, *, ranks: int) -> None:
+    """Put into the list of prices where that of a loopback would be: what is measured of this link
+    is nobody else's, so whoever calls has set STEELYARD_CACHE to a file of its own."""
+    from steelyard.measure.cache import CostCache
+    from steelyard.measure.exchanges import context_of, fitted
+
+    module = ["-m", "steelyard.measure.exchanges", str(folder), str(ranks)]
+    run_on(pair, folder, [[*module, str(rank)] for rank in range(ranks)])
+    said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    CostCache().write_rates(context_of(ranks), fitted(said))
+    (folder / "rendezvous").unlink(missing_ok=True)
