@@ -129,11 +129,13 @@ SHARED = {
     "padded, with states in shares, in micro-batches": Case(
         _padded, _BATCH, micro_batches=2, with_states=True
     ),
+    "normalised, in less memory": Case(_normalised, _BATCH, share_of_plain=0.9),
+}
+GATHERED_AGAIN = {
     "random and tied, gathered again, in micro-batches and less memory": Case(
         _random_and_tied, _BATCH, micro_batches=2, with_states=True, gathers=2,
         share_of_plain=0.95,
     ),
-    "normalised, in less memory": Case(_normalised, _BATCH, share_of_plain=0.9),
     "random and tied, gathered together and ahead, in micro-batches and less memory": Case(
         _random_and_tied, _BATCH, micro_batches=2, with_states=True, gathers=2, together=True,
         share_of_plain=0.95,
@@ -170,15 +172,17 @@ STAGES_BY_TENSORS = {
         schedule="ZBVZeroBubble",
     ),
 }  # fmt: skip
-ON_FOUR = {
+STAGES_OF_GROUPS = {
     "random and tied, in stages, of two groups": Case(
         _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
     ),
-    "normalised batch, channels in parts": Case(_normalised, Layout(batch=2, tensor=2)),
     "random and tied, in stages, of two groups with states in shares": Case(
         _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2,
         with_states=True,
     ),
+}
+ON_FOUR = {
+    "normalised batch, channels in parts": Case(_normalised, Layout(batch=2, tensor=2)),
     "batch and tensors": Case(_random_and_summed, Layout(batch=2, tensor=2)),
     "padded batch, tensors and states, in micro-batches": Case(
         _padded, Layout(batch=2, tensor=2), micro_batches=2, with_states=True
@@ -188,6 +192,10 @@ ON_FOUR = {
 
 def shared(rank: int) -> dict[str, Any]:
     return _all_trained(SHARED, rank)
+
+
+def gathered_again(rank: int) -> dict[str, Any]:
+    return _all_trained(GATHERED_AGAIN, rank)
 
 
 def unequal(rank: int) -> dict[str, Any]:
@@ -208,6 +216,10 @@ def in_stages(rank: int) -> dict[str, Any]:
 
 def stages_by_tensors(rank: int) -> dict[str, Any]:
     return _all_trained(STAGES_BY_TENSORS, rank)
+
+
+def stages_of_groups(rank: int) -> dict[str, Any]:
+    return _all_trained(STAGES_OF_GROUPS, rank)
 
 
 def on_four(rank: int) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.dist.planned import (
+    GATHERED_AGAIN,
+    STAGES_OF_GROUPS,
     IN_PARTS,
     IN_STAGES,
     ON_FOUR,
@@ -27,11 +29,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
     ("scenario", "cases", "count"),
     [
         ("shared", SHARED, 2),
+        ("gathered_again", GATHERED_AGAIN, 2),
         ("unequal", UNEQUAL, 2),
         ("unequal_on_three", UNEQUAL_ON_THREE, 3),
         ("in_parts", IN_PARTS, 2),
         ("in_stages", IN_STAGES, 2),
         ("stages_by_tensors", STAGES_BY_TENSORS, 4),
+        ("stages_of_groups", STAGES_OF_GROUPS, 4),
         ("on_four", ON_FOUR, 4),
     ],
 )

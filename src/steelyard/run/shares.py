@@ -35,7 +35,7 @@ class Shares:
 
     def _whole(self, rows: torch.Tensor) -> torch.Tensor:
         whole = rows.new_empty((rows.shape[0] * self._group.size(), *rows.shape[1:]))
-        dist.all_gather_into_tensor(whole, rows, group=self._group)
+        dist.all_gather_single(whole, rows, group=self._group)
         return whole
 
     def _own_rows(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
