@@ -195,7 +195,7 @@ class Remembering(nn.Module):
         self.register_buffer("seen", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.lerp_(x.mean(0), 0.1)
+        self.seen.lerp_(x.detach().mean(0), 0.1)
         out: Tensor = self.inner(x)
         return out
 
@@ -252,6 +252,8 @@ def test_statistics_of_each_sample_may_be_cut() -> None:
 
 def test_a_buffer_of_what_a_rank_saw_is_no_statistic() -> None:
     assert "buffer seen is written" in shared((Remembering(), class_loss, data())).reason
+    behind = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), Remembering())
+    assert "buffer 3.seen is written" in shared((behind, class_loss, data())).reason
 
 
 # --- targets that cannot be counted ahead of the step ---------------------------------------------

@@ -141,11 +141,13 @@ def why_together(
 def _is_alike(graph: Graph, update: str) -> bool:
     """Whether all ranks find the same new value: that of statistics of all samples, or of nothing
     that the batch says."""
-    known = {node.name for node in normalising(graph)}
+    taking = {node.name for node in normalising(graph)}
     pending, seen = [update], set[str]()
     while pending:
         node = graph.by_name[pending.pop()]
-        if node.name in seen or node.name in known:
+        # The first result is what was normalised: of a rank's own samples, as all that follows.
+        is_statistic = node.is_getitem and node.inputs[0] in taking and node.args[1] != 0
+        if node.name in seen or is_statistic:
             continue
         seen.add(node.name)
         if node.is_random or node.name.startswith("batch:"):

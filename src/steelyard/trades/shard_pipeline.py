@@ -3,9 +3,8 @@
 What a rank does not hold it neither keeps nor updates; activations and their gradients travel
 between neighbours, and while the belt fills and empties ranks wait. Several such groups of ranks
 may share the batch: those with the same stages sum up their gradients behind the passes. Struck
-last, on the lines that all else has settled. The ranks of a stage
-may share its tensors: its lines then hold exchanges among them. Not for when who works: the table
-is one of torch's schedules.
+last, on the lines that all else has settled. The ranks of a stage may share its tensors: its lines
+then hold exchanges among them. Not for when who works: the table is one of torch's schedules.
 """
 
 from collections.abc import Sequence
