@@ -149,9 +149,10 @@ def test_results_laid_out_otherwise_than_the_graph_says_are_told() -> None:
 
 
 def test_exchanges_are_left_to_the_links() -> None:
-    graph = graph_of(("_c10d_functional.all_reduce.default", [X, "sum", "0"], [X.clone()]))
-    _, survey = measure_operators([graph], DEVICE)
-    assert survey.count(Missing.EXCHANGES) == 1
+    sent = ("_c10d_functional.all_reduce.default", [X, "sum", "0"], [X.clone()])
+    kept = ("steelyard.own_rows", [X], [X.clone()])
+    _, survey = measure_operators([graph_of(sent, kept)], DEVICE)
+    assert survey.count(Missing.EXCHANGES) == 2
     # Its link is measured, so that nobody need be told.
     assert not any("operators not measured" in note for note in survey.notes)
 

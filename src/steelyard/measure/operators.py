@@ -20,6 +20,7 @@ from steelyard.core.costs import Costs, Missing, OperatorCost, Survey, Unmeasure
 from steelyard.core.graph import Graph, Node
 from steelyard.core.machine import available_bytes
 from steelyard.core.quad import Estimate
+from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.measure.cache import CostCache
 from steelyard.measure.clock import Clock, spread
 from steelyard.measure.inputs import Arguments, Source, nbytes_of, shortened
@@ -46,7 +47,7 @@ _MOST_TOGETHER_BYTES = 4 << 30
 _PAGE_BYTES = 4096
 # A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
 _PART_SHARE = 0.25
-_EXCHANGES = ("_c10d_functional.", "steelyard.all_gather")
+_EXCHANGES = ("_c10d_functional.", "steelyard.all_gather", OWN_ROWS)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
