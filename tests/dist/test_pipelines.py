@@ -25,6 +25,7 @@ def test_two_ranks_are_one_device(model: str) -> None:
 @pytest.mark.parametrize("model", ["llama"])
 def test_four_ranks_are_one_device(model: str) -> None:
     ranks = on_ranks(f"tests.dist.pipelines:four_of_{model}", count=4)
+    assert ranks[0], "no schedule was run"
     for schedule in ranks[0]:
         _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
