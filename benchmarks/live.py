@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -40,12 +41,14 @@ from benchmarks.runner import interval
 RANKS = 2
 LINKS = {"unshaped": None, "1 Gbit/s": 10**9, "100 Mbit/s": 10**8}
 REGRET_TARGET, PEAK_TARGET, FEWEST_PLANS, RUNS_SHARE = 0.10, 0.05, 60, 1 / 20
-MICRO_BATCHES, SHARES_OF_MEMORY = (2, 4), (0.9, 0.8, 0.7)
+MICRO_BATCHES, SHARES_OF_MEMORY = (2, 4, 8), (0.9, 0.8, 0.7)
+FINER_SHARES = tuple(percent / 100 for percent in range(98, 40, -2))
 # The budgets under which a plan is chosen: none, and this share of what the leanest layout takes.
 TIGHT_SHARE = 0.85
 # Turns of all that are left, and the share of them that stays.
-ROUNDS = ((2, 0.5), (3, 0.5), (5, 0.4), (12, 0.0))
-STEPS_IN_A_ROW, METERED = 2, 3
+ROUNDS = ((1, 0.6), (2, 0.4), (4, 0.4), (12, 0.0))
+STEPS_IN_A_ROW, METERED = 2, 2
+TAKE_APART = frozenset({"shard_tensor", "shard_states", "shard_pipeline"})
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -61,16 +64,15 @@ class Contest:
 def main() -> None:
     torch.set_num_threads(1)
     figures = [figure for name in sys.argv[1:] or sorted(MODELS) for figure in measured(name)]
-    worst = max(figures, key=lambda f: f["value"])
+    worst = max(figures, key=lambda f: f["value"] / f["target"])
     print(
         json.dumps(
             {
-                "name": "live: a step of the chosen plan / the best of the space, less one",
+                "name": f"live: the worst of regrets and peaks, {worst['name']}",
                 "value": worst["value"],
                 "interval": worst["interval"],
-                "target": REGRET_TARGET,
+                "target": worst["target"],
                 "ok": all(f["ok"] for f in figures),
-                "peak_error": max(f["peak_error"] for f in figures),
                 "figures": figures,
             }
         )
@@ -117,6 +119,7 @@ def _prepared(name: str, folder: Path) -> Contest:
     from steelyard.core.budget import Budget
     from steelyard.core.plan import Decisions
     from steelyard.core.planfile import write_decisions
+    from steelyard.predict import rank_peak_bytes, step_seconds
 
     look = _look(name)
     layouts = look.layouts
@@ -127,48 +130,68 @@ def _prepared(name: str, folder: Path) -> Contest:
         budget: planned(look, Budget(memory_bytes=limit)).plan.decisions.rules
         for budget, limit in limits.items()
     }
-    plans = {_key(look, rules): rules for rules in (*chosen.values(), *_space(look))}
+    plans = {_key(look, rules): rules for rules in chosen.values()}
+    for group in _space(look):
+        if len(plans) < FEWEST_PLANS:
+            plans = {_key(look, rules): rules for rules in group} | plans
     places = {key: number for number, key in enumerate(plans)}
-    priced = [look.priced(look.struck(rules)) for rules in plans.values()]
+    programs = [look.struck(rules) for rules in plans.values()]
+    peaks = [rank_peak_bytes(program, look.prices.costs) for program in programs]
     for number, rules in enumerate(plans.values()):
         made = Decisions(made_for=look.made_for(), budget=Budget(), rules=rules)
         write_decisions(folder / f"{number}.plan.toml", made)
     contest = Contest(
-        predicted=tuple(p.quad.step_seconds.value for p in priced),
+        predicted=tuple(step_seconds(each, look.prices.costs).value for each in programs),
         fitting={
-            budget: [n for n, p in enumerate(priced) if limit is None or p.peak.nbytes <= limit]
+            budget: [n for n, own in enumerate(peaks) if limit is None or max(own) <= limit]
             for budget, limit in limits.items()
         },
         chosen={budget: places[_key(look, rules)] for budget, rules in chosen.items()},
     )
-    kept = {"fitting": contest.fitting, "chosen": contest.chosen}
+    kept = {"fitting": contest.fitting, "chosen": contest.chosen, "peaks": peaks}
     (folder / "contest.json").write_text(json.dumps(kept))
     return contest
 
 
-def _space(look: Any) -> Iterator[tuple[Any, ...]]:
-    """Rules of every plan that the search could have come to by itself, some more than once."""
+def _space(look: Any) -> Iterator[list[tuple[Any, ...]]]:
+    """Rules of every plan that the search could have come to by itself, some more than once; the
+    batch in ever more parts last."""
     from steelyard.core.budget import Budget
     from steelyard.core.errors import Infeasible
     from steelyard.core.rules import Rule
 
     layouts = look.layouts
     by_layout = [layouts.ways(layout) for layout in layouts.layouts]
-    yield from (way.rules for ways in by_layout for way in ways)
-    for way in (min(ways, key=lambda way: (way.seconds, way.nbytes)) for ways in by_layout):
-        for share in SHARES_OF_MEMORY:
+    fastest = [min(ways, key=lambda way: (way.seconds, way.nbytes)) for ways in by_layout]
+
+    def leaner(shares: Sequence[float]) -> Iterator[tuple[Any, ...]]:
+        for way, share in product(fastest, shares):
             with contextlib.suppress(Infeasible):  # then there is no such plan
                 limit = Budget(memory_bytes=round(share * way.nbytes))
                 yield layouts.search_by(way.rules).find(limit).rules
-    for degree in MICRO_BATCHES:
+
+    found = [way.rules for ways in by_layout for way in ways]
+    found += leaner(SHARES_OF_MEMORY)
+    for pipelines in layouts.pipelines.values():
+        found += (way.rules for way in pipelines.ways)
+        pipelines.explore_all()
+        found += (point.rules for point in pipelines.frontier())
+    yield found
+    for degree in MICRO_BATCHES if look.source.why_not_split() is None else ():
         cut = Rule(trade="accumulate", degree=degree)
-        yield from ((*way.rules, cut) for ways in by_layout for way in ways)
+        yield [(*way.rules, cut) for ways in by_layout for way in ways]
+    yield [*leaner(FINER_SHARES)]
 
 
 def _key(look: Any, rules: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of one program, however it was written down."""
     program = look.struck(rules)
-    return program.graph.fingerprint, program.instructions, program.exchanges, program.repeats
+    staged: tuple[Any, ...] = ()
+    if program.pipeline is not None:
+        stages = program.pipeline.stages.stages
+        staged = program.pipeline.order, tuple(stage.held for stage in stages)
+    key = program.graph.fingerprint, program.instructions, program.exchanges, program.repeats
+    return *key, *staged
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -185,7 +208,9 @@ def work(name: str, folder: Path, rank: int) -> None:
     source = look.source.whole()
     steps = [_applied(look, source, folder / f"{number}.plan.toml") for number in range(count)]
     batch = look.request.batch
-    peaks = [_peaks(step, batch) for step in steps]
+    # A plan for one rank is tried out on each.
+    own = [predicted[rank % len(predicted)] for predicted in contest["peaks"]]
+    peaks = [(_peak(step, batch), predicted) for step, predicted in zip(steps, own, strict=True)]
     seconds = _contested(steps, batch, rank, contest)
     said = {"peaks": peaks, "seconds": seconds, "plans": [_words(step) for step in steps]}
     (folder / f"found-{rank}.json").write_text(json.dumps(said))
@@ -195,40 +220,39 @@ def work(name: str, folder: Path, rank: int) -> None:
 
 def _applied(look: Any, source: Any, path: Path) -> Any:
     """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
-    a plan takes it apart."""
+    a plan takes it apart; what it is predicted to take has been said already."""
     from steelyard.api.live import Step
     from steelyard.core.plan import Plan
     from steelyard.core.planfile import read_decisions
 
     decisions = read_decisions(path)
-    program = look.struck(decisions.rules)
-    source.captured(micro_batches=program.parts)
     plan = Plan(
         title=path.name,
         decisions=decisions,
         before=look.unplanned,
         unplanned=look.unplanned,
-        predicted=look.priced(program),
+        predicted=look.unplanned,
     )
+    is_apart = any(rule.trade in TAKE_APART for rule in decisions.rules)
     return Step(
         plan=plan,
-        source=copy.deepcopy(source) if program.partings else source,
+        source=copy.deepcopy(source) if is_apart else source,
         prices=look.prices,
         optimizer=OPTIMIZER,
         update=look.base.update,
     )
 
 
-def _peaks(step: Any, batch: Any) -> tuple[int, int]:
-    """Measured on this rank, and predicted. The least of a few steps: on a busy machine gloo's
-    threads may let go late of what was waited for, which is no plan's."""
+def _peak(step: Any, batch: Any) -> int:
+    """Measured on this rank. The least of a few steps: on a busy machine gloo's threads may let go
+    late of what was waited for, which is no plan's."""
     step.live(batch)
     metered = []
     for _ in range(METERED):
         dist.barrier()
         step.live.zero_grad()
-        metered.append(step.meter(lambda: step.live(batch)))
-    return min(metered), step.plan.predicted.peak.nbytes
+        metered.append(int(step.meter(lambda: step.live(batch))))
+    return min(metered)
 
 
 def _contested(
@@ -251,12 +275,18 @@ def _contested(
 
 
 def _slowest(step: Any, batch: Any, rank: int) -> float:
-    """Seconds of a step on the slowest rank; a plan for one rank leaves the other alone."""
+    """Seconds of a step on the slowest rank; a plan for one rank leaves the other alone.
+
+    In training one step follows another, so one goes before: what of a connection, a cache and
+    memory was another plan's a moment ago is this one's again.
+    """
+    is_at_work = rank == 0 or step.ranks.layout.num_ranks > 1
+    if is_at_work:
+        step.live(batch)
     dist.barrier()
     begin = time.perf_counter()
-    if rank == 0 or step.ranks.layout.num_ranks > 1:
-        for _ in range(STEPS_IN_A_ROW):
-            step(batch)
+    for _ in range(STEPS_IN_A_ROW if is_at_work else 0):
+        step.live(batch)
     took = torch.tensor((time.perf_counter() - begin) / STEPS_IN_A_ROW, dtype=torch.float64)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return float(took)
@@ -270,6 +300,7 @@ def _words(step: Any) -> str:
             "shard_batch": f"buckets of {rule.bucket_bytes >> 10} KiB",
             "overlap": f"waits {rule.lag} later, gathers {rule.lead} ahead",
             "accumulate": f"{rule.degree} parts",
+            "shard_pipeline": f"{rule.op}, before {rule.module}",
         }.get(rule.trade)
         found.setdefault(rule.trade, []).append(chosen or "")
     return "; ".join(f"{t} ({w[0] or len(w)})" for t, w in found.items()) or "as it is"
@@ -298,16 +329,22 @@ def _judged(contest: Contest, folder: Path, name: str) -> Iterator[dict[str, Any
             "value": round(value, 3),
             "interval": [round(low, 3), round(high, 3)],
             "target": REGRET_TARGET,
-            "ok": is_best and is_cheap and max(errors) <= PEAK_TARGET,
+            "ok": is_best and is_cheap,
             "runs": [1, len(plans)],
             "chosen": [plans[chosen], round(median(last[chosen]), 4)],
             "best": [plans[best], round(median(last[best]), 4)],
             "predicted": [round(contest.predicted[n], 4) for n in (chosen, best)],
             "rank_correlation": round(_correlation(contest.predicted, took), 3),
             "measured_over_predicted": round(off, 3),
-            "peak_error": round(max(errors), 4),
-            "peak_errors": [round(error, 4) for error in errors],
         }
+    yield {
+        "name": f"{name}, predicted peak of each plan on each rank",
+        "value": round(max(errors), 4),
+        "interval": None,
+        "target": PEAK_TARGET,
+        "ok": max(errors) <= PEAK_TARGET,
+        "ranks": [round(error, 4) for error in errors],
+    }
 
 
 def _all_turns() -> int:

@@ -178,6 +178,10 @@ def _ours(
 
     model = copy.deepcopy(model)
     if rank == 0:
+        # As before ranks are started: the link is known for the cores of all of them. A rank that
+        # plans on its own core would measure another, of two ranks on that one.
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
         look = Request(
             model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
             cluster=sy.Cluster.here(ranks=RANKS), runner="python", title="",
@@ -192,6 +196,7 @@ def _ours(
         ways = [way for way in ways if way.nbytes <= max(limit, leanest)]
         way = min(ways, key=lambda way: (way.seconds, way.nbytes))
         write_decisions(path, Decisions(made_for=look.made_for(), budget=Budget(), rules=way.rules))
+        os.sched_setaffinity(0, own)
     dist.barrier()
     planned = sy.load(path, model, loss, batch, optimizer=OPTIMIZER)
     dist.barrier()

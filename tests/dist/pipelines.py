@@ -256,16 +256,34 @@ def _gap(expected: Any, actual: Any) -> float:
     return float((left - right).abs().max() / left.abs().max().clamp(min=1e-30))
 
 
-def peaks(rank: int) -> dict[str, tuple[int, int]]:
-    """Of each schedule, the bytes predicted and metered above what is there between steps."""
+def peaks_of_gpt(rank: int) -> dict[str, tuple[int, int]]:
+    """What is handed on is made for that."""
     model = GPT(layers=4, width=64, heads=2, vocabulary=64, length=64, dropout=0.0)
-    batch = tokens(2 * MICRO_BATCHES, 64, 64)
-    source = StepSource(model=model, loss=next_token_loss, batch=batch)
+    ends = {2: ("blocks.1",), 4: ("blocks.0", "blocks.1", "blocks.2")}
+    return _peaks(rank, model, next_token_loss, tokens(2 * MICRO_BATCHES, 64, 64), ends)
+
+
+def peaks_of_relus(rank: int) -> dict[str, tuple[int, int]]:
+    """What is handed on is kept too, for the backward pass."""
+    layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU()))
+    batch = {"x": torch.randn(64 * MICRO_BATCHES, 64)}
+    return _peaks(rank, nn.Sequential(*layers), _squares, batch, {2: ("3",), 4: ("1", "3", "5")})
+
+
+def _squares(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    result: torch.Tensor = model(batch["x"]).square().mean()
+    return result
+
+
+def _peaks(
+    rank: int, model: nn.Module, loss: Any, batch: Any, ends_of: dict[int, tuple[str, ...]]
+) -> dict[str, tuple[int, int]]:
+    """Of each schedule, the bytes predicted and metered above what is there between steps."""
+    source = StepSource(model=model, loss=loss, batch=batch)
     captured = source.captured(micro_batches=MICRO_BATCHES)
     found = {}
     for schedule, count in _OF_TWO.items():
-        ends = ("blocks.1",) if count == 2 else ("blocks.0", "blocks.1", "blocks.2")
-        program = _in_stages(source, schedule, ends)
+        program = _in_stages(source, schedule, ends_of[count])
         step = _live(
             copy.deepcopy(model),
             program,

@@ -272,7 +272,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     elif case.micro_batches == 1 or case.layout.pipeline > 1:
         step(odd)
     receipt = step.receipt()
-    again = _added_up(step, batch) if case.layout.pipeline > 1 else 0.0
+    again = _added_up(step, batch) if case.micro_batches > 1 else 0.0
     return {
         "axes": Layout.of(planned.plan.decisions.rules).axes,
         "shares": Layout.of(planned.plan.decisions.rules).shares,
@@ -283,7 +283,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "digest": digest,
         "after": after,
         "executed": recorder.executed,
-        "planned": planned_calls(step.live.program) * step.live.program.repeats,
+        "planned": [call for one in step.live.program.passes for call in planned_calls(one)],
         "handed_bytes": recorder.handed_bytes + sends.nbytes,
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "refused": refused,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
+from steelyard.exchange.receipts import Receipts
+from steelyard.exchange.turns import LISTENER, take_turns
 from steelyard.exchange.windows import issued_ahead, waits_within
 from steelyard.measure.meter import meter_once
 from steelyard.operators import operator_named
@@ -150,7 +153,20 @@ def reductions(rank: int) -> dict[str, Any]:
         for name, nbytes in (("one each", 1), ("8 KiB", 8192), ("one bucket", 1 << 30))
         for window in (0, None)
     }
-    return {"programs": found, "listening": _listening()}
+    take_turns()
+    connections = len(Receipts()._connections)
+    return {
+        "programs": found,
+        "listening": _listening(),
+        "policies": _policies(LISTENER),
+        "connections": connections,
+    }
+
+
+def _policies(thread: str) -> list[int]:
+    """By which the kernel runs this process's threads of that name."""
+    tasks = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text().strip() == thread]
+    return [os.sched_getscheduler(int(task.name)) for task in tasks]
 
 
 def parameters(rank: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ One test for each start of the ranks, which takes most of the time.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ def test_buckets_of_all_reduces() -> None:
     ranks = on_two_ranks("tests.dist.scenarios:reductions")
     for rank in ranks:
         assert set(rank["listening"]) == {_LOOPBACK}
+        # Hints to the kernel go by names that are gloo's: under another one they would go unheard.
+        assert set(rank["policies"]) == {os.SCHED_BATCH}
+        assert rank["connections"] > 0
         assert len(rank["programs"]) == 6
         for name, program in rank["programs"].items():
             _as_on_one_device(name, program)

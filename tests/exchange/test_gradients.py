@@ -18,6 +18,8 @@ from steelyard.exchange.gradients import SHARE, bucketed_all_reduce, with_whole_
 from tests.exchange.made_up import chain
 from tests.search.graphs import random_step
 
+_GRADIENTS = (OutputKind.GRADIENT, OutputKind.SUMMED)
+
 
 def reduced(graph: Graph, *, bucket_bytes: int, num_ranks: int = 2) -> Graph:
     return bucketed_all_reduce(
@@ -156,6 +158,56 @@ def _assert_nothing_reads_what_is_overwritten(graph: Graph) -> None:
         for node in behind:
             read = {s for i in node.inputs for s in graph.storages_of(i)}
             assert node.waits_for == name or node.is_free or not read & lying
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), bucket_bytes=st.integers(1, 16_384), parts=st.integers(2, 5))
+def test_of_micro_batches_the_last_sends_what_all_have_added_up(
+    seed: int, bucket_bytes: int, parts: int
+) -> None:
+    before = random_step(seed)
+    graph = with_whole_loss(before, num_ranks=2, transport=GLOO, repeats=parts)
+    graph = bucketed_all_reduce(
+        graph, bucket_bytes=bucket_bytes, num_ranks=2, transport=GLOO, repeats=parts
+    )
+    program = Program.plain(graph).repeated(parts)
+    once = Program.plain(
+        reduced(with_whole_loss(before, num_ranks=2, transport=GLOO), bucket_bytes=bucket_bytes)
+    )
+    assert program.problems() == program.earlier.problems() == []
+    assert program.sent_bytes == once.sent_bytes
+    assert program.earlier.exchanges == ()
+    assert program.passes == (program.earlier,) * (parts - 1) + (program,)
+    # Those before it compute what one device does, and what their loss weighs.
+    computed = {i.node for i in program.earlier.instructions if i.sink is None}
+    assert computed - {i.node for i in Program.plain(before).instructions} == {program.earlier.loss}
+    given = [o.target for o in before.outputs if o.kind is OutputKind.GRADIENT]
+    for one, kinds in ((program.earlier, 1), (program, 2)):
+        targets = [o.target for o in one.graph.outputs if o.kind in _GRADIENTS]
+        assert sorted(targets) == sorted(given * kinds)
+
+
+def test_a_lone_sum_is_no_parameters_own_tensor() -> None:
+    """Whoever waits for it sees that nobody else holds it."""
+    graph = bucketed_all_reduce(
+        chain(gradients=1), bucket_bytes=1, num_ranks=2, transport=GLOO, repeats=2
+    )
+    (issued,) = graph.collectives
+    (sent,) = graph.by_name[issued].inputs
+    assert not graph.by_name[sent].is_input
+    assert graph.by_name[sent].is_view
+
+
+def test_a_sum_is_sent_behind_what_it_adds() -> None:
+    graph = bucketed_all_reduce(
+        chain(gradients=3), bucket_bytes=1 << 20, num_ranks=2, transport=GLOO, repeats=2
+    )
+    program = Program.plain(graph).repeated(2)
+    lines = program.instructions
+    late = [i for i in lines if i.sink is not None and i.sink.kind is OutputKind.GRADIENT]
+    assert program.problems() == []
+    behind = replace(program, instructions=(*(i for i in lines if i not in late), *late))
+    assert any("before all is added" in problem for problem in behind.problems())
 
 
 def test_planning_exchanges_needs_no_torch() -> None:

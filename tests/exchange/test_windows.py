@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.collective import GLOO
-from steelyard.core.graph import Role
+from steelyard.core.graph import Graph, Role
 from steelyard.core.program import Program
 from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
@@ -124,3 +126,30 @@ def test_no_wait_behind_what_reads_the_result() -> None:
     # Nothing is computed between the two; ahead of it, the gather has company.
     early = lines(issued_ahead(program, 1))
     assert early.index("parameter:p1_gathered") == early.index("work0") - 1
+
+
+def renamed(graph: Graph) -> Graph:
+    """So that it can be given buckets once more."""
+    names = {node.name: f"first_{node.name}" for node in graph.nodes if not node.is_input}
+    nodes = (replace(n.reading(names), name=names.get(n.name, n.name)) for n in graph.nodes)
+    outputs = (replace(o, node=names.get(o.node, o.node)) for o in graph.outputs)
+    return replace(graph, nodes=tuple(nodes), outputs=tuple(outputs))
+
+
+def test_a_sum_is_never_sent_before_the_last_part_of_it() -> None:
+    """Not ahead of what makes that part, nor while it is on its way itself."""
+    graph = bucketed_all_reduce(
+        chain(gradients=3), bucket_bytes=1, num_ranks=2, transport=GLOO, repeats=2
+    )
+    moved = issued_ahead(Program.plain(graph).repeated(2), 99)
+    assert moved.problems() == []
+    parts = bucketed_all_reduce(
+        chain(gradients=3), bucket_bytes=1, num_ranks=2, transport=GLOO, axis="tensor"
+    )
+    both = bucketed_all_reduce(
+        renamed(parts), bucket_bytes=1, num_ranks=2, transport=GLOO, axis="data", repeats=2
+    )
+    for window in (1, 4, None):
+        late = waits_within(Program.plain(both).repeated(2), window)
+        assert late.problems() == []
+        assert len(late.exchanges) == 6

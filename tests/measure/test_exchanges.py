@@ -22,7 +22,9 @@ def _said(link: Link, num_ranks: int) -> dict[str, float]:
     for name, nbytes in _SIZES.items():
         made = GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         timed[name] = link.seconds(made.sent_bytes, messages=made.hops)
-    return {**timed, "call": 1e-5 * 2 * (num_ranks - 1), "disturbs": 0.25, "product": 1e-3}
+    own = {"call": 1e-5 * 2 * (num_ranks - 1), "disturbs": 0.25, "product": 1e-3}
+    hop = 3 * link.latency_seconds + _SIZES["small"] / link.bytes_per_second
+    return {**timed, **own, "hop": hop, "hand": 2e-5}
 
 
 @given(st.integers(2, 8), st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
@@ -36,6 +38,8 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     assert found["rate"] == pytest.approx(rate, rel=1e-6)
     assert found["latency"] == pytest.approx(latency, rel=1e-3)
     assert found["call"] == pytest.approx(1e-5)
+    assert found["hop"] == pytest.approx(3 * latency, rel=1e-3)
+    assert found["hand"] == 2e-5
     assert found["disturbs"] == 0.25
 
 
@@ -55,7 +59,10 @@ def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     said = [{**_said(link, 2), "product": product} for product in (1e-3, 2e-3)]
     cache.write_rates(context_of(2), fitted(said))
-    assert measured_ranks(2, cache=cache).speeds == (1.0, 0.5)
+    measured = measured_ranks(2, cache=cache)
+    assert measured.speeds == (1.0, 0.5)
+    assert measured.handing.latency_seconds == pytest.approx(3 * measured.link.latency_seconds)
+    assert measured.handing.call_seconds == 2e-5
     said = [{**_said(link, 2), "product": product} for product in (1e-3, 1.1e-3)]
     cache.write_rates(context_of(2), fitted(said))
     assert measured_ranks(2, cache=cache).speeds == ()

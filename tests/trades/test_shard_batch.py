@@ -21,7 +21,7 @@ from steelyard.core.errors import Mismatch
 from steelyard.core.graph import OutputKind, Role
 from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
 from steelyard.core.program import Program
-from steelyard.core.rules import Rule
+from steelyard.core.rules import Rule, Spot, spots
 from steelyard.predict import predict, step_seconds
 from steelyard.search import Found, Layouts, Search
 from steelyard.trades import TRADES
@@ -88,9 +88,19 @@ def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> N
 def test_micro_batches_are_of_the_ranks_own_share() -> None:
     program = shared(2, Rule(trade="accumulate", degree=2))
     assert (program.repeats, program.parts, batch_rows(program)) == (2, 4, {2})
-    assert program.sent_bytes == 2 * shared(2).sent_bytes
+    # Gradients, and the loss, are exchanged once, behind the last of them.
+    assert program.sent_bytes == shared(2).sent_bytes
+    assert not program.earlier.exchanges
     whole, share = (p.graph.resident_bytes(Role.BATCH) * p.parts for p in (trial().plain, program))
     assert whole == share, "every rank is given the whole batch"
+
+
+def test_rules_that_name_the_models_calls_find_them_in_micro_batches_too() -> None:
+    """An addition of embeddings at the top of a model is none of losses."""
+    parts = Rule(trade="accumulate", degree=2)
+    alone, program = trial().struck((parts,)), shared(2, parts)
+    assert Spot("", "aten.add.Tensor", 0) in spots(alone.graph)
+    assert {spot: spots(program.graph)[spot] for spot in spots(alone.graph)} == spots(alone.graph)
 
 
 def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Link
@@ -22,11 +23,12 @@ from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.graph import Phase, Role
 from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
 from steelyard.core.program import Program
-from steelyard.core.rules import Rule
+from steelyard.core.rules import Rule, matching, to_rules
 from steelyard.core.trade import strike
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.search import Found, Layouts, Pipelines, Search
 from steelyard.trades import TRADES
+from steelyard.trades.recompute import Recompute
 from steelyard.trades.shard_pipeline import SCHEDULES, ShardPipeline, rules_for
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
@@ -322,6 +324,29 @@ def test_computing_again_lowers_the_peak_of_stages() -> None:
     assert step_seconds(after, costs()).value > step_seconds(before, costs()).value
 
 
+def test_a_norm_that_is_computed_again_reads_what_its_buffers_were() -> None:
+    """And no stage takes the copy for a buffer of the model."""
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8)]
+    source = Trial(nn.Sequential(*layers), _squares, {"x": torch.randn(8, 8)}).source
+    alone = Program.plain(source.graph(micro_batches=1))
+    offered = {rule for offer in Recompute().offers(alone, source)[0] for rule in offer.rules}
+    again = to_rules(alone.graph, matching(alone.graph, sorted(offered)), trade="recompute")
+    rules = (*rules_for(("2",), schedule="GPipe", ranks=2), *again)
+    program = strike(alone, rules, trades=TRADES, source=source)
+    pipeline = program.pipeline
+    assert pipeline is not None
+    norms = [n for n in pipeline.stages.graph.nodes if "batch_norm" in n.op]
+    assert any(n.phase is Phase.BACKWARD and "backward" not in n.op for n in norms)
+    of_model = {n.name for n in program.graph.inputs()}
+    assert all(set(stage.held) <= of_model for stage in pipeline.stages.stages)
+    assert peak_bytes(program, costs()) > 0
+
+
+def _squares(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    result: Tensor = model(batch["x"]).square().mean()
+    return result
+
+
 def test_stages_are_as_equal_as_modules_allow() -> None:
     graph = plain().graph
 
@@ -378,15 +403,27 @@ def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
 
 def test_stages_of_ranks_that_share_tensors_are_found() -> None:
     """Of three samples there are no equal shares for four ranks."""
-    found = layouts(1e8, ranks=4, size=3).find(Budget())
+    found = layouts(5e7, ranks=4, size=3).find(Budget())
     assert Layout.of(found.rules) == Layout(pipeline=2, tensor=2)
     assert [taken.trade for taken in found.taken] == ["shard_tensor", "shard_pipeline"]
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
     assert all(taken.buys_bytes > 0 and taken.buys_seconds > 0 for taken in found.taken)
     again = little(3).struck(found.rules)
-    assert step_seconds(again, costs(1e8)).value == found.prediction.quad.step_seconds.value
+    assert step_seconds(again, costs(5e7)).value == found.prediction.quad.step_seconds.value
     labels = {refusal.label for refusal in found.refused}
     assert {"parts on 4 ranks", "layers on 4 ranks"} & labels
+
+
+def test_stages_that_promise_little_are_not_taken() -> None:
+    """What they wait for is known least."""
+    ways = layouts(1e8, ranks=4, size=3)
+    found = ways.find(Budget())
+    assert Layout.of(found.rules).pipeline == 1
+    little = [r for r in found.refused if r.reason.startswith("saves less than a tenth of a step")]
+    assert {r.trade for r in little} == {"shard_pipeline"}
+    fastest = min(way.seconds for stages in ways.pipelines.values() for way in stages.ways)
+    step = found.prediction.quad.step_seconds.value
+    assert 0.9 * step <= fastest < step
 
 
 def test_more_memory_is_never_slower_in_stages() -> None:
@@ -413,3 +450,25 @@ def test_more_memory_is_never_slower_in_stages() -> None:
     curve = staged.frontier()
     assert [p.step_seconds for p in curve] == sorted((p.step_seconds for p in curve), reverse=True)
     assert curve[0].memory_bytes == low
+
+
+def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded() -> None:
+    staged = layouts(1e7).search_by(rules_for(["blocks.0"], schedule="1F1B", ranks=2))
+    assert isinstance(staged, Pipelines)
+    staged.explore_all()
+    fastest = staged.frontier()[-1]
+    found = staged.find(Budget())
+    bounded = staged.find(Budget(step_seconds=fastest.step_seconds))
+    quicker = staged.find(Budget(), within_seconds=fastest.step_seconds * (1 + 1e-9))
+    assert found is not None
+    assert bounded is not None
+    assert quicker is not None
+    assert found.prediction.peak.nbytes < fastest.memory_bytes
+    seconds = found.prediction.quad.step_seconds.value
+    assert fastest.step_seconds < seconds < 1.06 * fastest.step_seconds
+    # Nothing that fits is refused, and nothing slower taken than what was found elsewhere.
+    for one in (bounded, quicker):
+        assert one.prediction.quad.step_seconds.value == fastest.step_seconds
+    told = [r.reason for r in found.refused if "cannot be told apart" in r.reason]
+    first = next(way for way in staged.ways)
+    assert bool(told) == (first.schedule != found.taken[0].label.split(", ")[1])

@@ -20,7 +20,14 @@ from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import strike_on_ranks
-from steelyard.predict import peak_bytes, predict, rank_seconds, spans, step_seconds
+from steelyard.predict import (
+    peak_bytes,
+    predict,
+    rank_peak_bytes,
+    rank_seconds,
+    spans,
+    step_seconds,
+)
 from steelyard.predict.timeline import play
 from steelyard.predict.together import Kind, in_step, kinds
 from steelyard.search import Found, Layouts, Search
@@ -150,6 +157,7 @@ def test_memory_is_that_of_the_largest_share() -> None:
     peaks = [peak_bytes(one, price) for one in ones]
     assert peaks == sorted(peaks, reverse=True)
     assert peak_bytes(program, price) == predict(program, price).peak.nbytes == peaks[0]
+    assert rank_peak_bytes(program, price) == (peaks[1], peaks[0])
 
 
 @pytest.mark.parametrize("more", [(), (Rule(trade="accumulate", degree=2),)])

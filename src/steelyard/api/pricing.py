@@ -66,7 +66,7 @@ class Prices:
             on_progress("measuring how ranks reach one another")
             measured = measured_ranks(cluster.num_devices, cache=self._cache)
             # Of one machine's ranks any two are as near.
-            links |= dict.fromkeys((DATA, TENSOR, PIPELINE), measured.link)
+            links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
             if measured.speeds and not cluster.speeds:
                 cluster = cluster.at_speeds(measured.speeds)
         self.cluster = cluster

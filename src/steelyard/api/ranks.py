@@ -27,6 +27,7 @@ from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts, Way
+from steelyard.exchange.turns import take_turns
 from steelyard.run.bind import live_tensors
 from steelyard.run.pipeline import StagesAtWork
 from steelyard.run.ranks.agreement import words_for
@@ -59,7 +60,9 @@ class Ranks:
                 remedy="steelyard run starts them; or torchrun, with init_process_group before "
                 "apply; or plan again for this many",
             )
-        return cls(layout=layout, rank=group.rank(), groups=_groups(layout, group))
+        groups = _groups(layout, group)
+        take_turns()
+        return cls(layout=layout, rank=group.rank(), groups=groups)
 
     @property
     def together(self) -> Together:

@@ -64,7 +64,8 @@ def _with_old_buffers_kept(graph: Graph) -> Graph:
     then later micro-batches have made further."""
     updated = {o.target for o in graph.outputs if o.kind is OutputKind.UPDATE}
     read = {i for n in graph.nodes if n.phase is Phase.BACKWARD for i in n.inputs}
-    renamed = {name: f"{name} before" for name in sorted(updated & read)}
+    # By another beginning: what begins like the model's is held by stages.
+    renamed = {name: f"old {name}" for name in sorted(updated & read)}
     if not renamed:
         return graph
     storages, nodes = list(graph.storages), []

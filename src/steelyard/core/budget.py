@@ -70,6 +70,13 @@ class Budget:
         put("computation_seconds", seconds(computation, computation_seconds, "computation"))
         put("accuracy_loss", parse_share(accuracy_loss))
 
+    @property
+    def bounds_time(self) -> bool:
+        return any(
+            bound is not None
+            for bound in (self.step_seconds, self.communication_seconds, self.computation_seconds)
+        )
+
     def __str__(self) -> str:
         bounds = []
         if self.memory_bytes is not None:

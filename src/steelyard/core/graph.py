@@ -313,6 +313,8 @@ class OutputKind(StrEnum):
     GRADIENT = "gradient"
     # One that is sent to far memory and does not stay.
     FAR_GRADIENT = "gradient, far"
+    # One over all ranks and micro-batches, in place of what this rank has added up.
+    SUMMED = "gradient, summed"
     UPDATE = "update"
     # One that another part of the same step takes up, a stage of a pipeline.
     CARRIED = "carried"

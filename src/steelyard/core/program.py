@@ -16,6 +16,11 @@ from steelyard.core.parting import Parting
 from steelyard.core.schedule import Order
 from steelyard.core.stages import Stages
 
+# How inputs of the last micro-batch begin that those before it have added up: the gradient of a
+# parameter, and the loss.
+SO_FAR = "so far:"
+LOSS_SO_FAR = f"{SO_FAR}loss"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
@@ -73,7 +78,8 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches.
+    """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches, the
+    last time to the end and before that as ``earlier``.
 
     With a ``layout`` it is that of ``rank``; those of ranks that work on as many samples are
     alike, and of ranks that work on more or fewer may stand ``beside`` it, one of each number.
@@ -202,6 +208,35 @@ class Program:
         return self.graph.resident_bytes(Role.BATCH) * self.units // self.share
 
     @cached_property
+    def earlier(self) -> "Program":
+        """What micro-batches before the last one carry out: all but what exchanges their sums."""
+        graph = self.graph
+        behind = {n.name for n in graph.inputs() if n.name.startswith(SO_FAR)}
+        if not behind:
+            return self
+        own: dict[str, str] = {}
+        for node in graph.nodes:
+            if behind.intersection(node.inputs):
+                if LOSS_SO_FAR in node.inputs:
+                    own = {o.node: name for o in graph.outputs if o.kind is OutputKind.LOSS
+                           for name in node.inputs if name != LOSS_SO_FAR}  # fmt: skip
+                behind.add(node.name)
+        kept = (o for o in graph.outputs if o.kind is not OutputKind.SUMMED)
+        outputs = tuple(replace(o, node=own.get(o.node, o.node)) for o in kept)
+        nodes = tuple(node for node in graph.nodes if node.name not in behind)
+        return replace(
+            self,
+            graph=replace(graph, nodes=nodes, outputs=outputs),
+            instructions=tuple(i for i in self.instructions if i.node not in behind),
+            loss=own.get(self.loss, self.loss),
+        )
+
+    @property
+    def passes(self) -> tuple["Program", ...]:
+        """One for each micro-batch."""
+        return (self.earlier,) * (self.repeats - 1) + (self,)
+
+    @cached_property
     def in_shares(self) -> frozenset[str]:
         """The parameters of which ranks that share the batch hold some rows each."""
         return frozenset(n for p in self.partings if p.axis == DATA for n, _ in p.inputs)
@@ -234,10 +269,14 @@ class Program:
     @cached_property
     def sent_bytes(self) -> int:
         """What this rank sends to others in a step."""
+        once = self.update.sent_bytes if self.update is not None else 0
+        return once + sum(each._sent_in_a_pass for each in self.passes)
+
+    @cached_property
+    def _sent_in_a_pass(self) -> int:
         nodes = self.graph.by_name
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
-        once = self.update.sent_bytes if self.update is not None else 0
-        return once + self.repeats * sum(c.sent_bytes for c in issued if c is not None)
+        return sum(c.sent_bytes for c in issued if c is not None)
 
     @cached_property
     def far_bytes(self) -> int:
@@ -308,6 +347,20 @@ class Program:
                 f"{i.value or f'sink of {i.node}'} reads {value} while it is on its way"
                 for index, i in enumerate(self.instructions)
                 if value in i.inputs and index != exchange.wait
+            ]
+        return found + self._summed_early()
+
+    def _summed_early(self) -> list[str]:
+        """Sums that are read before this micro-batch has added its part."""
+        missing = {n.name for n in self.graph.inputs() if n.name.startswith(SO_FAR)} - {LOSS_SO_FAR}
+        found = []
+        for line in self.instructions:
+            if line.sink is not None and line.sink.kind is OutputKind.GRADIENT:
+                missing.discard(f"{SO_FAR}{line.sink.target}")
+            found += [
+                f"{line.value or f'sink of {line.node}'} reads {name} before all is added"
+                for name in line.inputs
+                if name in missing
             ]
         return found
 

@@ -17,7 +17,7 @@ from steelyard.operators import operator_named
 
 # How long a backend may take to let go of what it sent; it does in microseconds where a core is
 # free.
-_PATIENCE_SECONDS = 0.02
+_PATIENCE_SECONDS = 0.1
 _PAUSE_SECONDS = 2e-5
 
 
@@ -33,7 +33,7 @@ class Waiting:
         arrived: torch.Tensor = self._wait(sent)
         # gloo's thread says that it is done and only then lets go of the tensors and of its own
         # copies: on a busy machine the step would go on beside memory that its plan has freed.
-        until = begin + _PATIENCE_SECONDS
+        until = time.perf_counter() + _PATIENCE_SECONDS
         while arrived._use_count() > 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
             time.sleep(_PAUSE_SECONDS)
         self.seconds += time.perf_counter() - begin

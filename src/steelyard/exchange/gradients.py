@@ -11,6 +11,7 @@ from steelyard.core.collective import Collective, Exchange, Transport
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
 from steelyard.core.layout import DATA
+from steelyard.core.program import LOSS_SO_FAR, SO_FAR
 from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, view, wait
 
 # The input that says what a rank's loss weighs in the loss of all.
@@ -18,10 +19,17 @@ SHARE = "share"
 
 
 def with_whole_loss(
-    graph: Graph, *, num_ranks: int, transport: Transport, axis: str = DATA, stride: int = 1
+    graph: Graph,
+    *,
+    num_ranks: int,
+    transport: Transport,
+    axis: str = DATA,
+    stride: int = 1,
+    repeats: int = 1,
 ) -> Graph:
     """The loss of all ranks' samples, in place of this rank's own: what each weighs is an input of
-    the step, for it may depend on the batch."""
+    the step, for it may depend on the batch. Of several micro-batches the last one's is that of
+    all."""
     change = Rewriting(graph)
     (loss,) = (graph.by_name[o.node] for o in graph.outputs if o.kind is OutputKind.LOSS)
     given = replace(loss.outputs[0], storage=len(change.storages), offset=0)
@@ -32,16 +40,27 @@ def with_whole_loss(
         inputs=(loss, share), output=change.tensor(given.shape, given.dtype),
         moved_bytes=3 * given.nbytes,
     )  # fmt: skip
+    own = [weighed]
+    if repeats > 1:
+        so_far = change.put_before(graph.nodes[0].name, _so_far(change, LOSS_SO_FAR, loss))
+        own.append(
+            call(
+                "aten.add.Tensor", loss, name=f"{loss.name}_so_far",
+                args=(Ref(weighed.name), Ref(so_far.name)), inputs=(weighed, so_far),
+                output=change.tensor(given.shape, given.dtype), moved_bytes=3 * given.nbytes,
+            )
+        )  # fmt: skip
     collective = transport.collective(
         Exchange.ALL_REDUCE, axis=axis, num_ranks=num_ranks, nbytes=given.nbytes, stride=stride
     )
     sent = issue(
-        collective, weighed, name=f"{loss.name}_reduced",
+        collective, own[-1], name=f"{loss.name}_reduced",
         output=change.tensor(given.shape, given.dtype), moved_bytes=2 * given.nbytes,
     )  # fmt: skip
     arrived = wait(sent, transport)
-    for node in (weighed, sent, arrived):
-        change.put_behind(loss.name, node)
+    for node in (*own, sent, arrived):
+        # No call of the user's: rules that name his by their number are for his.
+        change.put_behind(loss.name, replace(node, nth=-1))
     outputs = (
         replace(o, node=arrived.name) if o.kind is OutputKind.LOSS else o for o in graph.outputs
     )
@@ -56,11 +75,13 @@ def bucketed_all_reduce(
     transport: Transport,
     axis: str = DATA,
     stride: int = 1,
+    repeats: int = 1,
 ) -> Graph:
     """Every gradient summed over the ranks, in the order in which the backward pass makes them.
 
     A bucket is sent right behind its last gradient and waited for at once; gradients that come
-    out of an exchange over this axis already are left alone.
+    out of an exchange over this axis already are left alone. With ``repeats`` the last of so many
+    micro-batches sends what all have added up, each gradient behind its own part.
     """
     change = Rewriting(graph)
 
@@ -71,21 +92,47 @@ def bucketed_all_reduce(
 
     outputs = list(graph.outputs)
     for number, bucket in enumerate(_buckets(graph, bucket_bytes, axis)):
-        gradients = [graph.by_name[outputs[place].node] for place in bucket]
-        whole = _reduced(change, gradients, number, transport, collective)
-        behind = gradients[-1].name
+        made = [graph.by_name[outputs[place].node] for place in bucket]
+        given, behind = made, made[-1].name
+        if repeats > 1:
+            targets = [f"{SO_FAR}{outputs[place].target}" for place in bucket]
+            given = [_so_far(change, name, of) for name, of in zip(targets, made, strict=True)]
+            for node in given:
+                change.put_before(graph.nodes[0].name, node)
+            behind = _last_reader(graph, made)
+        whole = _reduced(change, given, behind, number, transport, collective)
         start = 0
-        for place, gradient in zip(bucket, gradients, strict=True):
-            laid_out = gradient.outputs[0]
-            if len(bucket) > 1 or not laid_out.is_contiguous:
-                part = replace(laid_out, storage=whole.outputs[0].storage, offset=start)
-                looked = view(whole, part, name=f"{gradient.name}_reduced")
-                outputs[place] = replace(outputs[place], node=looked.name)
-                change.put_behind(behind, looked)
-            else:
-                outputs[place] = replace(outputs[place], node=whole.name)
+        for place, gradient in zip(bucket, given, strict=True):
+            laid_out, arrived = gradient.outputs[0], whole
+            (summed,) = whole.outputs
+            if len(bucket) > 1 or laid_out.shape != summed.shape or not laid_out.is_contiguous:
+                begins = summed.offset + start
+                part = replace(laid_out, storage=summed.storage, offset=begins)
+                arrived = view(whole, part, name=f"{gradient.name}_reduced")
+                change.put_behind(behind, arrived)
             start += laid_out.numel
+            output = outputs[place]
+            if repeats > 1:
+                outputs.append(replace(output, kind=OutputKind.SUMMED, node=arrived.name))
+            else:
+                outputs[place] = replace(output, node=arrived.name)
     return change.result(outputs)
+
+
+def _so_far(change: Rewriting, name: str, like: Node) -> Node:
+    """What micro-batches before this one have added up to."""
+    (tensor,) = like.outputs
+    lying = replace(tensor, storage=len(change.storages))
+    change.storages.append(Storage(nbytes=tensor.nbytes, role=Role.GRADIENT))
+    return Node(
+        name=name, op="input", outputs=(lying,), phase=like.phase, path=like.path, line=like.line
+    )
+
+
+def _last_reader(graph: Graph, gradients: Sequence[Node]) -> str:
+    """The last of these and of what reads them: they leave, to be added, behind that."""
+    names = {name for g in gradients for name in (g.name, *graph.users[g.name])}
+    return max(names, key=graph.position.__getitem__)
 
 
 def why_not_reduced(graph: Graph) -> str | None:
@@ -131,14 +178,16 @@ def _arrived_over(graph: Graph, name: str) -> str:
 def _reduced(
     change: Rewriting,
     gradients: Sequence[Node],
+    behind: str,
     number: int,
     transport: Transport,
     collective: Callable[[int], Collective],
 ) -> Node:
-    """Issue and wait for one bucket behind its last gradient; the value that is waited for."""
-    behind = gradients[-1].name
+    """Issue one bucket ``behind`` this node, and wait; the value that is waited for."""
     given = gradients[-1]
-    if len(gradients) > 1 or not given.outputs[0].is_contiguous:
+    # What was added up is the parameter's own tensor, which others hold; this is a look at it, and
+    # a line that nothing moves in front of the last addition.
+    if len(gradients) > 1 or given.is_input or not given.outputs[0].is_contiguous:
         flat = [
             change.put_behind(behind, view(g, _flattened(g.outputs[0]), name=f"{g.name}_flat"))
             for g in gradients
@@ -147,7 +196,7 @@ def _reduced(
         if len(flat) > 1:
             given = change.put_behind(behind, _joined(change, flat, number))
     tensor, name = given.outputs[0], f"bucket_{number}_reduced"
-    if len(gradients) > 1 or change.is_alone(gradients[0].name):
+    if len(gradients) > 1 or gradients[0].is_input or change.is_alone(gradients[0].name):
         # Nothing else reads it: another copy would cost time and room.
         issued = issue_in_place(collective(tensor.nbytes), given, name=name)
     else:

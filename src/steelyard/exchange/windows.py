@@ -6,8 +6,8 @@ Moves lines of a program, without torch. Not for choosing the window: that has a
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from steelyard.core.graph import JOINED_ROWS, Graph, Node
-from steelyard.core.program import Instruction, Program
+from steelyard.core.graph import JOINED_ROWS, Graph, Node, OutputKind
+from steelyard.core.program import SO_FAR, Instruction, Program
 
 
 def waits_within(program: Program, window: int | None) -> Program:
@@ -94,11 +94,18 @@ def _reordered(program: Program, lines: list[Instruction], places: Iterable[_Pla
 
 
 def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[list[int], int]:
-    """The wait with the views of its result, and the first line that does more than look at it."""
-    nodes = program.graph.by_name
+    """The wait with the views of its result, and the first line that does more than look at it, or
+    reads what it is added to."""
+    graph, nodes = program.graph, program.graph.by_name
+    added = [
+        (o.node, f"{SO_FAR}{o.target}") for o in graph.outputs if o.kind is OutputKind.GRADIENT
+    ]
     values = {lines[wait].value}
     follow = [wait]
     for index in range(wait + 1, len(lines)):
+        sums = {so_far for value, so_far in added if value in values}
+        if not sums.isdisjoint(lines[index].inputs):
+            return follow, index
         if not values.intersection(lines[index].inputs):
             continue
         if not nodes[lines[index].node].is_free:

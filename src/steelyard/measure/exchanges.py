@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import RunFailed
 from steelyard.core.machine import are_cores_alike, cores_of, quota_cores
+from steelyard.exchange.turns import take_turns
 from steelyard.measure.cache import CostCache
 
 _SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 4096, 1 << 20, 16 << 20
@@ -33,6 +34,7 @@ _ROUNDS, _SECONDS = 9, 120
 _LONG_SECONDS = 0.2
 _MATRIX = 256
 _DOUBT = 0.15
+_FIGURES = ("latency", "rate", "call", "disturbs", "hop", "hand")
 # What is remembered is above zero.
 _NEXT_TO_NONE = 1e-12
 _COMPUTING_SECONDS, _PRODUCTS = 1.0, 64
@@ -42,10 +44,12 @@ _ALIKE_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of the ranks of this machine: what joins them, and how fast each computes beside the fastest;
-    no speeds where they do not differ by more than the doubt."""
+    """Of the ranks of this machine: what joins them where all exchange something, and where one
+    hands something to another; and how fast each computes beside the fastest, no speeds where they
+    do not differ by more than the doubt."""
 
     link: Link
+    handing: Link
     speeds: tuple[float, ...]
 
 
@@ -53,8 +57,7 @@ def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measure
     """So many ranks of gloo on this machine; measured once and remembered."""
     context = context_of(num_ranks)
     found = cache.read_rates(context) if cache else {}
-    figures = ("latency", "rate", "call", "disturbs", *map(_speed_of, range(num_ranks)))
-    if not found.keys() >= set(figures):
+    if not found.keys() >= {*_FIGURES, *map(_speed_of, range(num_ranks))}:
         found = fitted(_said(num_ranks))
         if cache:
             # Another process may have been first.
@@ -68,8 +71,9 @@ def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measure
         call_seconds=found["call"],
         disturbs=found["disturbs"],
     )
+    handing = replace(link, latency_seconds=found["hop"], call_seconds=found["hand"])
     speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
-    return Measured(link=link, speeds=speeds if min(speeds) < 1 else ())
+    return Measured(link=link, handing=handing, speeds=speeds if min(speeds) < 1 else ())
 
 
 def _speed_of(rank: int) -> str:
@@ -78,12 +82,13 @@ def _speed_of(rank: int) -> str:
 
 def context_of(num_ranks: int) -> str:
     """Under which the figures of so many ranks are remembered."""
-    return f"{num_ranks} ranks of gloo on {len(cores_of(0, 1))} cores, torch {torch.__version__}"
+    cores = len(cores_of(0, 1))
+    return f"{num_ranks} ranks of gloo in turn on {cores} cores, torch {torch.__version__}"
 
 
 def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A line through the times of a small and two large exchanges, as a ring sends them; of what
-    each rank said, the slowest counts."""
+    """A line through the times of a small and two large exchanges, as a ring sends them, and what a
+    small message takes from one rank to the next; of what each rank said, the slowest counts."""
     num_ranks = len(said)
     timed = {name: max(one[name] for one in said) for name in said[0]}
     small, middle, large = (
@@ -98,6 +103,8 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "rate": rate,
         "call": max(timed["call"] / small.hops, _NEXT_TO_NONE),
         "disturbs": min(1.0, max(timed["disturbs"], _NEXT_TO_NONE)),
+        "hop": max(timed["hop"] - _SMALL_BYTES / rate, _NEXT_TO_NONE),
+        "hand": max(timed["hand"], _NEXT_TO_NONE),
         **{_speed_of(rank): speed for rank, speed in enumerate(_speeds(said))},
     }
 
@@ -154,6 +161,7 @@ def main(folder: str, num_ranks: int, rank: int) -> None:
         world_size=num_ranks,
         timeout=timedelta(seconds=_SECONDS),
     )
+    take_turns()  # as in a step
     with torch.no_grad():
         figures = {**_figures(), "product": _product_seconds()}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
@@ -169,6 +177,7 @@ def _figures() -> dict[str, float]:
     seconds = {"small": _seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
     seconds |= {"middle": _seconds(middle, calls), "large": _seconds(large, _ROUNDS)}
+    seconds |= _handed(small, calls)
     long = "middle" if seconds["large"] > _LONG_SECONDS else "large"
     return {
         **seconds,
@@ -201,6 +210,27 @@ def _product_seconds() -> float:
 def _seconds(x: torch.Tensor, rounds: int) -> float:
     dist.all_reduce(x)
     return median(_took(lambda: dist.all_reduce(x)) for _ in range(rounds))
+
+
+def _handed(x: torch.Tensor, rounds: int) -> dict[str, float]:
+    """What a message takes from the first rank to the second, as stages hand theirs on, and what of
+    that is the time of their cores; half of there and back."""
+    rank, found = dist.get_rank(), []
+    if rank > 1:
+        return {"hop": 0.0, "hand": 0.0}
+    ways = [dist.isend, dist.irecv]
+    there_and_back = ways if rank == 0 else ways[::-1]
+    begin = 0.0
+    for turn in range(rounds + 1):
+        before = time.perf_counter()
+        for way in there_and_back:
+            for work in dist.batch_isend_irecv([dist.P2POp(way, x, 1 - rank)]):
+                work.wait()
+        if turn:  # the first finds the connection
+            found.append(time.perf_counter() - before)
+        else:
+            begin = time.thread_time()
+    return {"hop": median(found) / 2, "hand": (time.thread_time() - begin) / rounds / 2}
 
 
 def _disturbs(x: torch.Tensor, alone: float) -> float:

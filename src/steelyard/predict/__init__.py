@@ -10,6 +10,7 @@ from steelyard.predict.predict import (
     least_possible_bytes,
     peak_bytes,
     predict,
+    rank_peak_bytes,
     step_seconds,
 )
 from steelyard.predict.slowdown import slowdown
@@ -23,6 +24,7 @@ __all__ = [
     "peak_bytes",
     "pipelined",
     "predict",
+    "rank_peak_bytes",
     "rank_seconds",
     "slowdown",
     "spans",

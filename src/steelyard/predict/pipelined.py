@@ -4,7 +4,8 @@ Not for the order itself (core/schedule.py), nor for what one stage takes (stage
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from steelyard.core.collective import Collective, Exchange
@@ -17,18 +18,17 @@ from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate, Quad
 from steelyard.core.schedule import Action, Work
 from steelyard.core.span import DEVICE, WAITING, Span
+from steelyard.core.stages import Stage
+from steelyard.predict.drawn import STATE_BYTES, passing_seconds, states_bytes
 from steelyard.predict.liveness import liveness
 from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 from steelyard.predict.stage_rank import RankBytes, told
 from steelyard.predict.stage_sums import Sums
 from steelyard.predict.stages import parts_of, stage_cost, timed
-from steelyard.predict.timeline import Playing, durations, play
+from steelyard.predict.timeline import Pick, Playing, durations, high, low, play, value
 
-# Of a state of torch's generator on the CPU (torch 2.13): a Mersenne twister's.
-GENERATOR_BYTES = 5056
-# What a predicted peak of a pipeline may miss by; tests/dist holds it there.
-_PEAK_SHARE = 0.02
-_Pick = Callable[[Estimate], float]
+# What a predicted peak of a pipeline may miss by: benchmarks/live.py found up to 4 %.
+_PEAK_SHARE = 0.05
 
 
 def pipelined(program: Program, pipeline: Pipeline, costs: Costs) -> "Pipelined":
@@ -47,11 +47,16 @@ class Pipelined:
         self._stride = program.layout.num_ranks // program.layout.pipeline
         self._programs: dict[Graph, Program] = {}
         self._sums = self._summed_up()
-        self._replay, self._ends = self._played(_value, _value)
+        self._replay, self._ends = self._played(value, value)
 
     @property
     def peak_bytes(self) -> int:
-        return max(rank.nbytes for rank in self._ranks)
+        return max(self.rank_peak_bytes)
+
+    @property
+    def rank_peak_bytes(self) -> tuple[int, ...]:
+        """Of the ranks of one pipeline, in their order."""
+        return tuple(rank.nbytes for rank in self._ranks)
 
     @property
     def seconds(self) -> float:
@@ -62,13 +67,13 @@ class Pipelined:
         """All ranks are as quick, and links as slow, as they may be; or the other way round."""
         return Estimate(
             value=max(self._ends),
-            low=max(self._played(_low, _low)[1]),
-            high=max(self._played(_high, _high)[1]),
+            low=max(self._played(low, low)[1]),
+            high=max(self._played(high, high)[1]),
         )
 
     def prediction(self) -> Prediction:
         worst = max(self._ranks, key=lambda rank: rank.nbytes)
-        alone = [max(self._played(pick, None)[1]) for pick in (_value, _low, _high)]
+        alone = [max(self._played(pick, None)[1]) for pick in (value, low, high)]
         computation = Estimate(value=alone[0], low=alone[1], high=alone[2])
         waiting = max(0.0, self.step.value - computation.value)
         return Prediction(
@@ -122,6 +127,7 @@ class Pipelined:
         trained = self._pipeline.trained(number)
         in_shares = sum(self._gradients[n] for n in trained if n in self._program.in_shares)
         state = update.graph.resident_bytes(Role.STATE) if update is not None else 0
+        draws = any(node.is_random for node in self._graph.nodes)
         return RankBytes(
             number=number,
             parameters=parameters,
@@ -129,7 +135,9 @@ class Pipelined:
             # The global batch stays whole while its parts are worked on.
             batch=self._program.batch_bytes,
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
-            + self._generator_bytes(number),
+            + states_bytes(self._stages, self._order, number)
+            # Replicas draw apart, and the generator outside of that waits meanwhile.
+            + (STATE_BYTES if draws and self._program.layout.batch > 1 else 0),
             state=state,
             gradients=sum(self._gradients[name] for name in trained)
             - in_shares * (groups - 1) // groups,
@@ -138,14 +146,6 @@ class Pipelined:
             above=sum(gathered) + max(self._replay.peak_bytes[number], *gathered, 0),
             update=None if update is None else liveness(update, self._costs),
         )
-
-    def _generator_bytes(self, number: int) -> int:
-        """The generator's states from which its stages draw, for each micro-batch, and the last."""
-        if not any(node.is_random for node in self._graph.nodes):
-            return 0
-        own = sum(rank == number for rank in self._rank_of.values())
-        apart = self._program.layout.batch > 1  # and the one outside waits meanwhile
-        return GENERATOR_BYTES * (1 + apart + own * self._program.repeats)
 
     @cached_property
     def _storage_of(self) -> dict[str, int]:
@@ -182,19 +182,22 @@ class Pipelined:
             if o.target.startswith("parameter:")
         }
 
-    def _played(self, device: _Pick, link: _Pick | None) -> tuple[Replay, list[float]]:
+    def _played(self, device: Pick, link: Pick | None) -> tuple[Replay, list[float]]:
         """The replay, and when each rank is done with its update too. Without ``link`` nothing that
         is exchanged takes any time."""
         whole = device(self._costs.whole_step_in(self._program.parts))
         stages: list[StageCost] = [
-            timed(
+            self._with_calls(stage, link, timed(
                 cost, stage, self._graph,
                 seconds=lambda part: self._working(part, whole, device, link),
                 handing=lambda sizes: self._handing(sizes, link),
-            )
+            ))
             for cost, stage in zip(self._stage_costs, self._stages, strict=True)
         ]  # fmt: skip
-        played = replay(self._order, stages)
+        passing = passing_seconds(
+            self._stages, self._order, lambda n: whole * device(self._costs.seconds(n))
+        )
+        played = replay(self._order, [_later(s, p) for s, p in zip(stages, passing)])
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
         taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
         begin = self._sums.begin(taken)
@@ -205,7 +208,7 @@ class Pipelined:
         updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
         return played, [end + u for end, u in zip(ends, updates)] if updates else ends
 
-    def _working(self, part: Graph, whole: float, device: _Pick, link: _Pick | None) -> float:
+    def _working(self, part: Graph, whole: float, device: Pick, link: Pick | None) -> float:
         """Where its ranks share tensors it waits for what they exchange, line by line."""
         if not part.collectives:
             nodes = (n for n in part.nodes if not n.is_input)
@@ -215,7 +218,35 @@ class Pipelined:
         playing = Playing(self._costs, whole, device, link or _nothing)
         return play(self._programs[part], self._costs, playing=playing).seconds
 
-    def _handing(self, sizes: Sequence[int], link: _Pick | None) -> float:
+    def _with_calls(self, stage: Stage, link: Pick | None, cost: StageCost) -> StageCost:
+        """And what its messages from and to other ranks take of the device itself."""
+        joins = self._costs.links.get(PIPELINE)
+        if link is None or joins is None:
+            return cost
+        index, here, last = stage.index, self._rank_of[stage.index], len(self._stages) - 1
+        before, behind = self._rank_of[max(index - 1, 0)], self._rank_of[min(index + 1, last)]
+        crossing: dict[Work, Sequence[str]] = {
+            Work.FORWARD: (
+                *(stage.receives if before != here else ()),
+                *(stage.sends if behind != here else ()),
+            ),
+            Work.BACKWARD: (
+                *(stage.receives_back if behind != here else ()),
+                *(stage.sends_back if before != here else ()),
+            ),
+        }
+        crossing[Work.BACK_TO_INPUTS] = crossing[Work.BACKWARD]
+        sizes = {
+            work: [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
+            for work, names in crossing.items()
+        }
+        calls = {
+            work: joins.device_seconds(sum(each), messages=len(each))
+            for work, each in sizes.items()
+        }
+        return replace(cost, seconds={w: s + calls.get(w, 0.0) for w, s in cost.seconds.items()})
+
+    def _handing(self, sizes: Sequence[int], link: Pick | None) -> float:
         """A message for each; one that goes on alone takes what one of two that gather does."""
         if link is None:
             return 0.0
@@ -272,7 +303,7 @@ class Pipelined:
             ):
                 if names and self._rank_of[other] != rank:
                     sizes = [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
-                    found.append(((rank, self._handing(sizes, _value)), nbytes))
+                    found.append(((rank, self._handing(sizes, value)), nbytes))
         return found
 
     @cached_property
@@ -370,6 +401,13 @@ class Pipelined:
         return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))
 
 
+def _later(cost: StageCost, seconds: float) -> StageCost:
+    """The same, whose forward pass begins so much later."""
+    return replace(
+        cost, seconds={**cost.seconds, Work.FORWARD: cost.seconds[Work.FORWARD] + seconds}
+    )
+
+
 _WORDS = {
     Work.FORWARD: "forward",
     Work.BACKWARD: "backward",
@@ -393,17 +431,5 @@ def _under_way(done: Sequence[Action]) -> int:
     return len(begun - ended)
 
 
-def _value(estimate: Estimate) -> float:
-    return estimate.value
-
-
 def _nothing(estimate: Estimate) -> float:  # noqa: ARG001 - of what is exchanged
     return 0.0
-
-
-def _low(estimate: Estimate) -> float:
-    return estimate.low
-
-
-def _high(estimate: Estimate) -> float:
-    return estimate.high

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase, Role
+from steelyard.core.layout import PIPELINE
 from steelyard.core.peak import PIECES, Holding, Peak, Timeline
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
@@ -53,12 +54,27 @@ def peak_bytes(program: Program, costs: Costs) -> int:
     """Only the second of the four amounts; what a search asks for thousands of times."""
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).peak_bytes
-    return max(p.nbytes for one in (program, *program.beside) for p in _passes(one, costs))
+    return max(_nbytes(one, costs) for one in (program, *program.beside))
+
+
+def rank_peak_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
+    """What each rank of the layout holds at its peak."""
+    layout = program.layout
+    if program.pipeline is not None:
+        priced = pipelined(program, program.pipeline, costs).rank_peak_bytes
+        return tuple(priced[layout.place(r, PIPELINE)] for r in range(layout.num_ranks))
+    of_share = {one.share: _nbytes(one, costs) for one in (program, *program.beside)}
+    return tuple(of_share[layout.share_of(rank)] for rank in range(layout.num_ranks))
 
 
 def kept_gradients_bytes(program: Program, costs: Costs) -> int:
     """How much higher the peak is where gradients are kept from before, and added into."""
     planned = _passes(program, costs)
+    if program.earlier is not program:
+        # What is summed up is put by, and added behind the passes.
+        kept = program.graph.resident_bytes(Role.GRADIENT)
+        in_passes = max(p.nbytes for p in planned if p.program is not program.update)
+        return max(0, in_passes + kept - max(p.nbytes for p in planned))
     later = liveness(program, costs, accumulating=True).peak_bytes
     held = planned[0].base_bytes + planned[0].liveness.left_bytes
     return max(0, held + later - max(p.nbytes for p in planned))
@@ -89,7 +105,7 @@ def least_possible_bytes(program: Program, costs: Costs) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """One stretch of the step: the first micro-batch, a later one, the optimizer's update."""
+    """One stretch of the step: the first micro-batch, the last one, the optimizer's update."""
 
     program: Program
     liveness: Liveness
@@ -102,10 +118,15 @@ class _Pass:
         return self.base_bytes + self.liveness.peak_bytes
 
 
+def _nbytes(program: Program, costs: Costs) -> int:
+    return max(p.nbytes for p in _passes(program, costs))
+
+
 def _passes(program: Program, costs: Costs) -> list[_Pass]:
     resident = _resident_bytes(program)
-    first = liveness(program, costs)
-    passes = [_Pass(program=program, liveness=first, base_bytes=resident, base=())]
+    beginning = program.passes[0]
+    first = liveness(beginning, costs)
+    passes = [_Pass(program=beginning, liveness=first, base_bytes=resident, base=())]
     gradients = first.left_bytes
     if program.repeats > 1:
         passes.append(
@@ -195,7 +216,7 @@ def _residents(program: Program) -> list[Holding]:
 
 
 def _timeline(costs: Costs, passes: list[_Pass]) -> Timeline:
-    """The first micro-batch, one later one (all those look alike) and the update, drawn out."""
+    """The first micro-batch, the last one and the update, drawn out."""
     clock = 0.0
     begins: list[float] = []
     held: list[int] = []

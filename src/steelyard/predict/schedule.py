@@ -16,11 +16,12 @@ class StageCost:
     """One micro-batch in one stage. A backward pass in two parts need not take what the whole does.
 
     ``send_seconds`` and ``send_bytes`` are of its activations to the next stage, ``send_back_...``
-    of gradients to the one before. ``kept_bytes`` stay from the forward pass to the backward,
-    ``kept_between_bytes`` between the latter's two parts, of which ``kept_on_bytes`` are among
-    those kept before; ``working_bytes`` are there besides while it works, and ``gradient_bytes``
-    from the first gradients on: these stay where they were made, which is among ``first_bytes``,
-    in place of ``working_bytes`` that once.
+    of gradients to the one before; of these bytes, ``send_kept_bytes`` and ``send_back_kept_bytes``
+    are among those that stay for a later pass. ``kept_bytes`` stay from the forward pass to the
+    backward, ``kept_between_bytes`` between the latter's two parts, of which ``kept_on_bytes`` are
+    among those kept before; ``working_bytes`` are there besides while it works, and
+    ``gradient_bytes`` from the first gradients on: these stay where they were made, which is among
+    ``first_bytes``, in place of ``working_bytes`` that once.
     """
 
     seconds: dict[Work, float]
@@ -28,6 +29,8 @@ class StageCost:
     send_back_seconds: float = 0.0
     send_bytes: int = 0
     send_back_bytes: int = 0
+    send_kept_bytes: int = 0
+    send_back_kept_bytes: int = 0
     kept_bytes: int = 0
     kept_between_bytes: int = 0
     kept_on_bytes: int = 0
@@ -179,6 +182,7 @@ class _Held:
             Work.BACK_TO_INPUTS: cost.kept_bytes - cost.kept_on_bytes,
             Work.BACK_TO_WEIGHTS: cost.kept_between_bytes,
         }.get(work, 0)
+        self._nbytes += self._still_on_its_way(action)
         if sent := self._sent_bytes(action):
             self._nbytes += sent
             key = action.stage, work is Work.FORWARD
@@ -196,11 +200,29 @@ class _Held:
         return self._stages[stage + 1].send_back_bytes if has_come else 0
 
     def _sent_bytes(self, action: Action) -> int:
-        cost, stage = self._stages[action.stage], action.stage
-        step = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.BACK_TO_INPUTS: -1}.get(action.work, 0)
-        if (
-            not step
-            or self._rank_of.get(stage + step, self._rank_of[stage]) == self._rank_of[stage]
-        ):
-            return 0
-        return cost.send_bytes if step > 0 else cost.send_back_bytes
+        """What it sends to another rank and does not keep for itself anyway."""
+        cost = self._stages[action.stage]
+        match action.work:
+            case Work.FORWARD if self._crosses(action.stage, 1):
+                return cost.send_bytes - cost.send_kept_bytes
+            case Work.BACKWARD | Work.BACK_TO_INPUTS if self._crosses(action.stage, -1):
+                # A whole backward pass keeps nothing.
+                kept = cost.send_back_kept_bytes if action.work is Work.BACK_TO_INPUTS else 0
+                return cost.send_back_bytes - kept
+        return 0
+
+    def _still_on_its_way(self, action: Action) -> int:
+        """What this rank no longer needs, and its sends still hold: until the step ends, or (1F1B)
+        till others go the same way, as by then they have, but for the first."""
+        cost = self._stages[action.stage]
+        match action.work:
+            case Work.BACKWARD | Work.BACK_TO_INPUTS if self._crosses(action.stage, 1):
+                is_held = self._holds_sends or action.micro_batch == 0
+                return cost.send_kept_bytes if is_held else 0
+            case Work.BACK_TO_WEIGHTS if self._crosses(action.stage, -1):
+                return cost.send_back_kept_bytes if self._holds_sends else 0
+        return 0
+
+    def _crosses(self, stage: int, step: int) -> bool:
+        here = self._rank_of[stage]
+        return self._rank_of.get(stage + step, here) != here

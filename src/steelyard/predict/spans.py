@@ -14,7 +14,7 @@ from steelyard.core.program import Program
 from steelyard.core.span import DEVICE, WAITING, Span
 from steelyard.predict.pipelined import pipelined
 from steelyard.predict.timeline import Playing, play
-from steelyard.predict.together import Kind, in_step, kinds
+from steelyard.predict.together import Kind, in_step, kinds, met
 
 # Ranks that do the same are drawn so often, and no more.
 _MOST_RANKS = 64
@@ -45,17 +45,17 @@ def _of_unlike_ranks(
             play(update, kind.costs, playing=recording).seconds if update is not None else 0.0
         )
         own += recording.spans
-    for _ in range(program.repeats):
+    for number in range(program.repeats):
         watched: list[_Recording] = []
 
         def watching(kind: Kind, watched: list["_Recording"] = watched) -> Playing:
             watched.append(_Recording(kind.program, kind.costs))
             return watched[-1]
 
-        played = in_step(alike, begins=clocks, watching=watching)
+        played = in_step(alike, begins=clocks, number=number, watching=watching)
         for own, recording in zip(drawn.values(), watched, strict=True):
             own += recording.spans
-        clocks = [max(one.seconds for one in played)] * len(alike)
+        clocks = met(alike, played, number=number)
     for rank in ranks:
         of = drawn[program.layout.share_of(rank), costs.of_rank(rank).device]
         yield from (replace(span, rank=rank) for span in of)
@@ -64,8 +64,7 @@ def _of_unlike_ranks(
 def _of_one_rank(program: Program, costs: Costs) -> Iterator[Span]:
     """Every micro-batch, each behind the one before, and the update."""
     clock = 0.0
-    passes = [program] * program.repeats + ([program.update] if program.update else [])
-    for part in passes:
+    for part in (*program.passes, *((program.update,) if program.update else ())):
         recording = _Recording(part, costs)
         played = play(part, costs, playing=recording)
         yield from (replace(s, begin_seconds=s.begin_seconds + clock) for s in recording.spans)

@@ -59,6 +59,10 @@ def stage_cost(stage: Stage, graph: Graph, costs: Costs) -> StageCost:
         seconds={},
         send_bytes=sent,
         send_back_bytes=sent_back,
+        send_kept_bytes=_nbytes(graph, _on(graph, _sent_as_is(graph, stage.sends)) & kept),
+        send_back_kept_bytes=_nbytes(
+            graph, _on(graph, _sent_as_is(graph, stage.sends_back)) & between
+        ),
         kept_bytes=_nbytes(graph, kept),
         kept_between_bytes=_nbytes(graph, between),
         kept_on_bytes=_nbytes(graph, kept & between),
@@ -82,6 +86,11 @@ def _on(graph: Graph, names: Iterable[str]) -> set[int]:
     """The storages of these values, without those of the model and the batch."""
     resident = {t.storage for node in graph.inputs() for t in node.outputs}
     return {s for name in names for s in graph.storages_of(name)} - resident
+
+
+def _sent_as_is(graph: Graph, names: Iterable[str]) -> list[str]:
+    """Of the others a copy is sent, which is contiguous."""
+    return [n for n in names if all(t.is_contiguous for t in graph.by_name[n].outputs)]
 
 
 def _nbytes(graph: Graph, storages: Iterable[int]) -> int:

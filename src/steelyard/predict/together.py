@@ -36,8 +36,11 @@ class Kind:
     @property
     def alone(self) -> Durations:
         """As if all ranks were of this kind."""
-        takes = durations(self.program, self.costs).scaled(self.program.repeats)
-        update = self.program.update
+        program, update = self.program, self.program.update
+        takes = durations(program, self.costs)
+        if program.repeats > 1:
+            before = takes if program.earlier is program else durations(program.earlier, self.costs)
+            takes = before.scaled(program.repeats - 1) + takes
         return takes if update is None else takes + durations(update, self.costs)
 
     def update_seconds(self, pick: Pick) -> float:
@@ -95,44 +98,53 @@ class _Step:
 
 
 def _step(alike: Sequence[Kind], busiest: int, *, device: Pick, link: Pick) -> _Step:
-    """The first micro-batch behind each rank's update, and the others, which all look alike."""
-    updates = [kind.update_seconds(device) for kind in alike]
-    first = in_step(alike, begins=updates, device=device, link=link)
-    passes = [first]
-    repeats = alike[0].program.repeats
-    if repeats > 1:
-        passes.append(in_step(alike, begins=[0.0] * len(alike), device=device, link=link))
-    times = (1, repeats - 1)
-    return _Step(
-        seconds=sum(n * max(one.seconds for one in ones) for n, ones in zip(times, passes)),
-        exposed=sum(n * ones[busiest].exposed_seconds for n, ones in zip(times, passes)),
-    )
+    """The micro-batches behind each rank's update; those between the first and the last are
+    alike."""
+    clocks = [kind.update_seconds(device) for kind in alike]
+    last, exposed = alike[0].program.repeats - 1, 0.0
+    passes = [(0, 1)] if last == 0 else [(0, 1), (1, last - 1), (last, 1)]
+    for number, times in passes:
+        if times:
+            played = in_step(alike, begins=clocks, number=number, device=device, link=link)
+            ends = met(alike, played, number=number)
+            clocks = [begin + times * (end - begin) for begin, end in zip(clocks, ends)]
+            exposed += times * played[busiest].exposed_seconds
+    return _Step(seconds=max(clocks), exposed=exposed)
+
+
+def met(alike: Sequence[Kind], played: Sequence[Played], *, number: int) -> list[float]:
+    """The clocks behind a pass: of ranks that exchange in it, the last one's."""
+    ends = [one.seconds for one in played]
+    program = alike[0].program.passes[number]
+    issued = (program.graph.by_name[name].collective for name in program.graph.collectives)
+    return [max(ends)] * len(ends) if any(c and not c.is_far for c in issued) else ends
 
 
 def in_step(
     alike: Sequence[Kind],
     *,
     begins: Sequence[float],
+    number: int = 0,
     device: Pick = value,
     link: Pick = value,
     watching: Callable[[Kind], Playing] | None = None,
 ) -> list[Played]:
-    """One pass of each kind, from where its clock stands; ``watching`` makes who keeps the clocks,
-    where somebody wants to watch."""
+    """Micro-batch ``number`` of each kind, from where its clock stands; ``watching`` makes who
+    keeps the clocks, where somebody wants to watch."""
     players = []
     for kind, begin in zip(alike, begins, strict=True):
         whole = device(kind.costs.whole_step_in(kind.program.parts))
         playing = watching(kind) if watching else Playing(kind.costs, whole, device, link)
         playing.clock = begin
-        players.append(playing_through(kind.program, playing))
+        players.append(playing_through(kind.program.passes[number], playing))
     played: list[Played] = []
     come: list[float | None] = [None] * len(players)
     while not played:
         # All exchange the same in the same order, so all come to the next one, or to the end.
         asked = max((clock for clock in come if clock is not None), default=None)
-        for number, player in enumerate(players):
+        for place, player in enumerate(players):
             try:
-                come[number] = player.send(asked)
+                come[place] = player.send(asked)
             except StopIteration as end:
                 played.append(end.value)
     assert len(played) == len(players), "ranks exchange different things"

@@ -15,7 +15,7 @@ from steelyard import _torch
 from steelyard.core.errors import Mismatch
 from steelyard.core.far_gradients import gradients_in_slices
 from steelyard.core.graph import OutputKind, Tensor
-from steelyard.core.program import Program
+from steelyard.core.program import LOSS_SO_FAR, SO_FAR, Program
 from steelyard.exchange.gradients import SHARE
 from steelyard.run.counting import TargetCounter
 from steelyard.run.emit import Emitted
@@ -96,7 +96,10 @@ class _Part:
 
 
 class BoundProgram:
-    """A program with its model's tensors in place; the batch and the tangent are filled in."""
+    """A program with its model's tensors in place; the batch and the tangent are filled in.
+
+    ``earlier`` is what micro-batches before the last carry out, mostly the same.
+    """
 
     def __init__(
         self,
@@ -125,11 +128,18 @@ class BoundProgram:
         self._strides: list[tuple[str, int, Tensor]] = []
         self._tangent: int | None = None
         self._share: int | None = None
+        self._loss_so_far: int | None = None
+        # What of gradients is added up over micro-batches before ranks exchange it.
+        self._so_far: dict[int, nn.Parameter] = {}
         for slot, name in enumerate(emitted.inputs):
             if name == "tangent":
                 self._tangent = slot
             elif name == SHARE:
                 self._share = slot
+            elif name == LOSS_SO_FAR:
+                self._loss_so_far = slot
+            elif name.startswith(SO_FAR):
+                self._so_far[slot] = live[name.removeprefix(SO_FAR)]
             elif name in live:
                 self._template[slot] = _fitting(name, live[name], nodes[name].outputs)
             elif nodes[name].outputs or name in names:  # else nothing reads it, see BatchLayout
@@ -157,6 +167,14 @@ class BoundProgram:
         self.draws_apart = program.layout.batch > 1 and any(
             n.is_random for n in program.graph.nodes
         )
+        # Whether what it returns is the loss of all micro-batches.
+        self.tells_all = self._loss_so_far is not None
+        self.earlier = self
+        if emitted.earlier is not None:
+            self.earlier = BoundProgram(
+                program.earlier, emitted.earlier, live=live, names=names, shapes=shapes,
+                far_sink=far_sink,
+            )  # fmt: skip
 
     def check_strides(self, leaves: Sequence[Any]) -> None:
         for name, leaf, planned in self._strides:
@@ -174,10 +192,17 @@ class BoundProgram:
         index: int,
         tangent: torch.Tensor,
         share: torch.Tensor | None = None,
+        so_far: torch.Tensor | None = None,
     ) -> list[Any]:
         """What the program takes for part ``index`` of the global batch; ``share`` is what its
-        loss weighs, where the program puts the losses of ranks together."""
-        return self._inputs_at(leaves, sum(self.sizes[:index]), tangent, share)
+        loss weighs, where the program puts the losses of ranks together, and ``so_far`` what those
+        of earlier micro-batches add up to."""
+        inputs = self._inputs_at(leaves, sum(self.sizes[:index]), tangent, share)
+        for slot, parameter in self._so_far.items():
+            inputs[slot] = parameter.grad
+        if self._loss_so_far is not None:
+            inputs[self._loss_so_far] = so_far
+        return inputs
 
     def counts(self, leaves: Sequence[Any]) -> list[list[int]]:
         """For each mean in the loss, how many targets it counts in each part, all ranks' alike."""
@@ -208,6 +233,21 @@ class BoundProgram:
         if self._share is not None:
             inputs[self._share] = share
         return inputs
+
+    def put_by(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The gradients of earlier steps that ranks have summed up: for them to be added to, when
+        those of this step are."""
+        before = [(p, p.grad) for p in self._so_far.values() if p.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        return before
+
+    def put_back(self, before: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """What was put by, and nothing that one rank alone has added up since."""
+        for parameter in self._so_far.values():
+            parameter.grad = None
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
     def given(self, leaves: Sequence[Any], index: int, tangent: torch.Tensor) -> dict[str, Any]:
         """Of part ``index``, by name, what is not the model's."""
@@ -247,10 +287,27 @@ class _Gradient:
             before.add_(value)
 
 
+class _Sum:
+    """What all ranks' gradients add up to, where this rank's own was. Whoever holds that tensor
+    holds the sum, and what it lay on is free."""
+
+    __slots__ = ("_parameter",)
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+
+    def __call__(self, value: torch.Tensor) -> None:
+        held = self._parameter.grad
+        assert held is not None
+        held.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+
 def _sink(kind: OutputKind, target: torch.Tensor | None) -> Sink | None:
     """None for a batch that the model writes into: it is another tensor each time."""
     if target is None:
         return None
+    if kind is OutputKind.SUMMED:
+        return _Sum(target)
     return _Gradient(target) if kind is OutputKind.GRADIENT else target.copy_
 
 

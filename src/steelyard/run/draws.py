@@ -1,11 +1,15 @@
 """The random numbers of a step in stages: each draws what one device would have drawn there.
 
-A rank draws again, and drops, what the others draw before it. Not for ranks that share a batch:
-those draw apart, see randomness.py.
+A rank lets pass by what the others draw, when it comes to its own. Not for ranks that share a
+batch: those draw apart, see randomness.py.
 """
 
-from collections.abc import Callable, Collection
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 
@@ -14,31 +18,67 @@ from steelyard.core.program import Program
 from steelyard.core.stages import Stages
 from steelyard.run.emit import emit
 
+Draw = Callable[[], object]
+_Place = tuple[int, int]
+
 
 class Draws:
-    """``states(n, own)`` are the generator's before each of one's own stages of each of n
-    micro-batches, in the order of one device; it is left as that device would leave it."""
+    """Within ``at(m, s)`` the generator stands where one device begins with stage s of micro-batch
+    m. The stages that draw themselves are one's ``own``; each comes once a step, one stage's
+    micro-batches in their order. ``seconds`` are those it took to let others' numbers pass."""
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = [
-            [_drawing(stages.graph, n) for n in stage.forward.nodes if n.is_random]
-            for stage in stages.stages
-        ]
-        self.any = any(self._stages)
+    def __init__(self, stages: Stages, own: Collection[int]) -> None:
+        known: dict[str, Draw] = {}
+        self._stages: list[list[Draw]] = []
+        for stage in stages.stages:
+            random = [node for node in stage.forward.nodes if node.is_random]
+            for node in random:
+                if node.signature not in known:
+                    known[node.signature] = _passing(stages.graph, node)
+            self._stages.append([known[node.signature] for node in random])
+        self._own = own
+        self._coming: Iterator[_Place] = iter(())
+        self._passed: dict[_Place, torch.Tensor] = {}
+        self.seconds = 0.0
 
-    def states(self, micro_batches: int, own: Collection[int]) -> list[dict[int, torch.Tensor]]:
-        found: list[dict[int, torch.Tensor]] = []
-        for _ in range(micro_batches if self.any else 0):
-            found.append({})
-            for index, draws in enumerate(self._stages):
-                if index in own:
-                    found[-1][index] = torch.get_rng_state()
-                for draw in draws:
-                    draw()
-        return found
+    def begin(self, micro_batches: int) -> None:
+        """The places of a step, in the order of one device."""
+        count = micro_batches if any(self._stages) else 0
+        self._coming = product(range(count), range(len(self._stages)))
+        self._passed.clear()
+
+    @contextlib.contextmanager
+    def at(self, micro_batch: int, stage: int) -> Iterator[None]:
+        place = micro_batch, stage
+        if not self._stages[stage]:
+            yield
+        elif place in self._passed:
+            further = torch.get_rng_state()
+            torch.set_rng_state(self._passed.pop(place))
+            yield
+            torch.set_rng_state(further)
+        else:
+            self._pass_by(until=place)
+            yield
+
+    def end(self) -> None:
+        """To where one device would leave it."""
+        self._pass_by(until=None)
+
+    def _pass_by(self, *, until: _Place | None) -> None:
+        begin = time.perf_counter()
+        for place in self._coming:
+            if place == until:
+                break
+            draws = self._stages[place[1]]
+            if draws and place[1] in self._own:
+                self._passed[place] = torch.get_rng_state()
+            for draw in draws:
+                draw()
+        self.seconds += time.perf_counter() - begin
 
 
-def _drawing(graph: Graph, node: Node) -> Callable[[], object]:
+def _drawing(graph: Graph, node: Node) -> Draw:
     given = [replace(graph.by_name[i], op="input", args=(), inputs=()) for i in node.inputs]
     alone = replace(
         graph,
@@ -58,3 +98,44 @@ def _drawing(graph: Graph, node: Node) -> Callable[[], object]:
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype).zero_()
+
+
+def _passing(graph: Graph, node: Node) -> Draw:
+    """What leaves the generator where the node's own draw does. Where whole numbers take as much of
+    it, they are drawn: in half the time, or, where a processor's library asks for one seed a call,
+    in no time."""
+    own = _drawing(graph, node)
+    numel = max(tensor.numel for tensor in node.outputs)
+    left = _left_by(own)
+    for dtype, count in product((torch.int64, torch.int32), (1, numel)):
+        others = partial(_whole_numbers, count, dtype)
+        if _left_by(others) == left:
+            return others
+    return own
+
+
+def _whole_numbers(count: int, dtype: torch.dtype) -> None:
+    """A few at a time: nobody has counted on room for them."""
+    room = torch.empty(min(count, _AT_ONCE), dtype=dtype)
+    for start in range(0, count, _AT_ONCE):
+        room[: count - start].random_()
+
+
+def _left_by(draw: Draw) -> list[bytes]:
+    """The states in which it leaves the generator: from a fresh one, and from one that has a normal
+    number left over, of which it makes two."""
+    found, generator = [], torch.default_generator
+    before = generator.get_state()
+    for drawn in (0, 1):
+        generator.manual_seed(_SEED)
+        torch.empty(drawn).normal_()
+        draw()
+        found.append(generator.get_state().numpy().tobytes())
+    generator.set_state(before)
+    return found
+
+
+_AT_ONCE, _SEED = 1 << 16, 1
+
+
+__all__ = ["Draws"]

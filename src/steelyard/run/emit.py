@@ -4,7 +4,7 @@ Takes no decisions; the order and the copies are the program's. Not for calling 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,11 +27,13 @@ _ALONE: Mapping[str, Channel] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """``run(inputs, sinks)`` takes the inputs in the order of ``inputs``, and a callable a sink."""
+    """``run(inputs, sinks)`` takes the inputs in the order of ``inputs``, and a callable a sink.
+    ``earlier`` is what micro-batches before the last carry out, where that is less."""
 
     source: str
     inputs: tuple[str, ...]
     run: Callable[[Sequence[torch.Tensor], Sequence[Callable[[torch.Tensor], None]]], torch.Tensor]
+    earlier: "Emitted | None" = None
 
 
 def emit(
@@ -44,7 +46,20 @@ def emit(
     """``channels`` are the live process groups of the mesh axes that the program speaks over,
     ``tensors`` the weights and gradients that lie in far memory."""
     check_channels(program, channels)
-    writer = _Writer(program, channels, _slots(program, far), tensors)
+    slots = _slots(program, far)
+    whole = _emitted(program, channels, slots, tensors)
+    if program.earlier is program:
+        return whole
+    return replace(whole, earlier=_emitted(program.earlier, channels, slots, tensors))
+
+
+def _emitted(
+    program: Program,
+    channels: Mapping[str, Channel],
+    slots: Slots | None,
+    tensors: FarTensors | None,
+) -> Emitted:
+    writer = _Writer(program, channels, slots, tensors)
     source = writer.source()
     scope: dict[str, Any] = dict(writer.scope)
     exec(compile(source, "<steelyard program>", "exec"), scope)

@@ -17,7 +17,9 @@ from steelyard.core.graph import Graph, OutputKind
 from steelyard.core.layout import PIPELINE
 from steelyard.core.program import Pipeline
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.schedules import made_schedule
+from steelyard.exchange.turns import take_turns
 from steelyard.operators import copy_laid_out
 from steelyard.run.draws import Draws
 from steelyard.run.shares import Shares
@@ -47,13 +49,13 @@ class StagesAtWork:
         self._group, self._waiting = group, channels[PIPELINE].waiting
         self._replicas = replicas
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
-        self._draws = Draws(pipeline.stages)
         self._rank_of = pipeline.order.rank_of
         rank, last = dist.get_rank(group), len(stages) - 1
+        own = [stage for stage in stages if self._rank_of[stage.index] == rank]
+        self._draws = Draws(pipeline.stages, own={stage.index for stage in own})
         self._own = [
             _Driven(LiveStage(stage, live=live, channels=channels), self._graph, len(stages), group)
-            for stage in stages
-            if self._rank_of[stage.index] == rank
+            for stage in own
         ]
         self._rank_of_loss = self._rank_of[last]
         self._sums = self._made_sums(pipeline.stages.shared, live)
@@ -82,17 +84,18 @@ class StagesAtWork:
                 # Another pipeline's ranks make groups of their own.
                 groups[ranks] = dist.new_group(world, use_local_synchronization=True)
             sums.append((live[name], groups[ranks]))
+        take_turns()
         return sums
 
     def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
         """Forward and backward of all micro-batches; the loss, from the rank that has it."""
-        begin, busy = time.perf_counter(), sum(own.live.busy_seconds for own in self._own)
+        begin, busy = time.perf_counter(), self._busy_seconds
         before = self._put_by()
         count = len(given)
-        states = self._draws.states(count, {own.stage_index for own in self._own})
-        after = torch.get_rng_state() if self._draws.any else None
+        self._draws.begin(count)
+        receipts = Receipts()  # connections come about when they are first used
         for own in self._own:
-            own.begin([dict(values) for values in given], [s[own.stage_index] for s in states])
+            own.begin([dict(values) for values in given], self._draws, receipts)
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
         whom = torch.arange(count) if is_last else None
@@ -104,15 +107,18 @@ class StagesAtWork:
                 dist.all_reduce(_gradient(parameter), group=group)
             for parameter in self._trained if self._shares else ():
                 _gradient(parameter)
-        if after is not None:
-            torch.set_rng_state(after)
+        self._draws.end()
         self._sum_up()
         for parameter, gradient in before:
             parameter.grad = gradient.add_(_gradient(parameter))
         told = self._told(losses, shares)
-        busy = sum(own.live.busy_seconds for own in self._own) - busy
+        busy = self._busy_seconds - busy
         self._waiting.seconds += max(0.0, time.perf_counter() - begin - busy)
         return told
+
+    @property
+    def _busy_seconds(self) -> float:
+        return self._draws.seconds + sum(own.live.busy_seconds for own in self._own)
 
     def _put_by(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What earlier calls found, and summed up then."""
@@ -175,12 +181,13 @@ class _Driven(PipelineStage):
         self.live = live
         self._graph = graph
         self._values: list[Values] = []
-        self._states: Sequence[torch.Tensor] = ()
+        self._draws: Draws | None = None
         self._given: tuple[str, ...] = ()
         self._coming: dict[tuple[str, int], Values] = {}
+        self._receipts: Receipts | None = None
 
-    def begin(self, values: list[Values], states: Sequence[torch.Tensor]) -> None:
-        self._values, self._states = values, states
+    def begin(self, values: list[Values], draws: Draws, receipts: Receipts) -> None:
+        self._values, self._draws, self._receipts = values, draws, receipts
         self._given = tuple(values[0])
 
     def clear_runtime_states(self) -> None:
@@ -216,10 +223,10 @@ class _Driven(PipelineStage):
     ) -> Any:
         values = self._values[fwd_chunk_id]
         self._take_in("forward", fwd_chunk_id)
-        if self._states:
-            torch.set_rng_state(self._states[fwd_chunk_id])
-        loss = self.live.forward(values)
         stage = self.live.stage
+        assert self._draws is not None
+        with self._draws.at(fwd_chunk_id, stage.index):
+            loss = self.live.forward(values)
         keep_only(values, dict.fromkeys((*self._given, *stage.kept, *stage.sends)))
         if self.is_last:
             return loss
@@ -274,6 +281,8 @@ class _Driven(PipelineStage):
         ]
 
     def _receiving(self, way: str, index: int, names: Sequence[str], step: int) -> list[dist.P2POp]:
+        assert self._receipts is not None
+        self._receipts.at_once()
         coming: Values = {}
         for name in names:
             (planned,) = self._graph.by_name[name].outputs
@@ -285,6 +294,8 @@ class _Driven(PipelineStage):
 
     def _take_in(self, way: str, index: int) -> None:
         """What has come lies as it was captured, before anything reads it."""
+        assert self._receipts is not None
+        self._receipts.at_once()  # of what comes while this rank works
         for name, value in self._coming.pop((way, index), {}).items():
             (planned,) = self._graph.by_name[name].outputs
             is_laid_out = value.stride() == planned.stride

@@ -286,23 +286,25 @@ class LiveStep:
             return self._accumulate_in_stages(bound, leaves, shares, scale)
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
-        with torch.no_grad(), self._own_numbers(bound):
-            for index in self._own_parts(bound):
+        own = self._own_parts(bound)
+        with torch.no_grad(), self._own_numbers(bound), _added_to_later(bound):
+            for index in own:
+                part = bound if index == own[-1] else bound.earlier
                 share = shares[index]
                 if share == 0.0:  # nothing counted: no loss, no gradient, and 0 / 0 in its mean
                     continue
                 tangent, weight = self._tangent(bound, share, scale), self._weight(bound, share)
-                inputs = bound.inputs(leaves, index, tangent, weight)
+                inputs = part.inputs(leaves, index, tangent, weight, total)
                 late: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if hooked else None
-                sinks = bound.sinks_for(inputs, late)
+                sinks = part.sinks_for(inputs, late)
                 with _torch.below_autograd():
-                    loss = bound.run(inputs, sinks)
+                    loss = part.run(inputs, sinks)
                 if late:
                     _through_hooks(late)
                 loss = loss.detach()
                 if weight is None:
                     loss = _times(loss, share)
-                total = loss if total is None else total + loss
+                total = loss if total is None or part.tells_all else total + loss
                 del loss  # or it stands beside the total while the next part runs
         assert total is not None
         return total
@@ -372,6 +374,21 @@ class LiveStep:
             tangent = torch.full(planned.shape, scale, dtype=dtype, device=device)
             tangent = self._tangents[key] = _times(tangent, share)
         return tangent
+
+
+@contextlib.contextmanager
+def _added_to_later(bound: BoundProgram) -> Iterator[None]:
+    """Gradients that were summed before stay out of what is summed within; where that fails, they
+    are all there is."""
+    before = bound.put_by()
+    try:
+        yield
+    except BaseException:
+        bound.put_back(before)
+        raise
+    for parameter, gradient in before:
+        assert parameter.grad is not None
+        parameter.grad = gradient.add_(parameter.grad)
 
 
 def _times(value: torch.Tensor, share: float) -> torch.Tensor:

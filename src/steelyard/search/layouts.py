@@ -6,6 +6,7 @@ What is recomputed, cut and moved is chosen for each way by itself, and what ran
 the step then plays. Not for what one rank does under a layout: see search.py.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,8 +40,10 @@ _PIPELINE = "shard_pipeline"
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 # A way that holds this much less is worth a search of its own where memory is short.
 _LEANER = 0.98
-# Stages that could save no more than this of a step are not looked for.
-_WORTH = 0.95
+# Stages are worth it where they take no more than this of a step without: each of their actions
+# waits for another rank, and what that takes is known least (docs/log.md, 2026-11-24: 1.05 to 1.3
+# times what was said, where other steps took 0.98 to 1.17 times that).
+_WORTH = 0.9
 
 
 class Layouts:
@@ -70,7 +73,7 @@ class Layouts:
                 ranks, _TENSOR, f"parts on {ranks} ranks"
             ):
                 self._look_for_regions(ranks)
-        self._pipelines = dict(self._look_for_stages(num_ranks, degrees))
+        self.pipelines = dict(self._look_for_stages(num_ranks, degrees))
         self.layouts = [
             Layout(batch=batch, tensor=tensor)
             for tensor in self._regions
@@ -196,18 +199,19 @@ class Layouts:
         found: Found | None = None
         refused: list[Refusal] = []
         tight: list[Infeasible] = []
-        for layout, pipelines in self._pipelines.items():
+        for layout, pipelines in self.pipelines.items():
             fastest = found or best
-            if fastest is not None and pipelines.least_seconds >= _WORTH * _seconds(fastest):
+            enough = math.inf
+            if fastest is not None:
+                enough = _seconds(fastest) * (1 if fastest is found else _WORTH)
+            if fastest is not None and pipelines.least_seconds >= enough:
                 refused.append(too_late(layout, pipelines.least_seconds, fastest))
                 continue
             if not pipelines.ways:
                 refused += pipelines.refusals
                 continue
             try:
-                staged = pipelines.find(
-                    budget, **{} if fastest is None else {"within_seconds": _seconds(fastest)}
-                )
+                staged = pipelines.find(budget, within_seconds=enough)
             except Infeasible as infeasible:
                 tight.append(infeasible)
                 refused.append(stages_refused(layout, infeasible.happened))
@@ -220,8 +224,8 @@ class Layouts:
 
     def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:
         """The search of the step as these rules lay it."""
-        if (laid := Layout.of(rules)) in self._pipelines:
-            return self._pipelines[laid]
+        if (laid := Layout.of(rules)) in self.pipelines:
+            return self.pipelines[laid]
         return self._search_by(rules)
 
     def _search_by(self, rules: Sequence[Rule]) -> Search:

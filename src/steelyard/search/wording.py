@@ -27,9 +27,13 @@ def called(layout: Layout) -> str:
 
 
 def too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
-    plan = format_seconds(found.prediction.quad.step_seconds.value)
-    takes = format_seconds(seconds)
-    return stages_refused(layout, f"takes ~{takes} a step at least, the plan ~{plan} in all")
+    step = found.prediction.quad.step_seconds.value
+    plan, takes = format_seconds(step), format_seconds(seconds)
+    # What is fastest may not fit the budget, and what fits may save too little.
+    little = "saves less than a tenth of a step within the budget: " if seconds < step else ""
+    return stages_refused(
+        layout, f"{little}takes ~{takes} a step at least, the plan ~{plan} in all"
+    )
 
 
 def stages_refused(layout: Layout, reason: str) -> Refusal:

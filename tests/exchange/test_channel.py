@@ -1,0 +1,75 @@
+"""What a rank waits with: for what arrives, and then for whoever still holds it; and hints for the
+kernel about gloo's threads and connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from steelyard.exchange import channel, turns
+from steelyard.exchange.channel import Waiting
+from steelyard.exchange.receipts import Receipts
+
+
+def test_what_took_long_to_arrive_is_let_go_of_before_the_step_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo's thread says that it is done, and holds on for a moment: as long after a slow link as
+    after a quick one."""
+    monkeypatch.setattr(channel, "_PATIENCE_SECONDS", 1.0)
+    waiting, sent = Waiting(), torch.ones(4)
+    gloos: list[torch.Tensor] = []
+
+    def arriving(x: torch.Tensor) -> torch.Tensor:
+        # As gloo does, what keeps it for a backward pass holds it beyond Python's reach.
+        gloos.append(x * torch.ones(4, requires_grad=True))
+        time.sleep(1.1)
+        threading.Timer(0.01, gloos.clear).start()
+        return x
+
+    monkeypatch.setattr(waiting, "_wait", arriving)
+    arrived = waiting(sent)
+    assert arrived is sent
+    assert arrived._use_count() == 1  # type: ignore[attr-defined]
+
+
+def test_threads_that_listen_for_gloo_take_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[tuple[int, int]] = []
+    for number, name in ((11, "python"), (12, turns.LISTENER), (13, turns.LISTENER)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "comm").write_text(f"{name}\n")
+    monkeypatch.setattr(turns, "_TASKS", tmp_path)
+
+    def tell(task: int, policy: int, _: object) -> None:
+        told.append((task, policy))
+        if task == 12:
+            raise ProcessLookupError  # it ended
+
+    monkeypatch.setattr(turns.os, "sched_setscheduler", tell)
+    turns.take_turns()
+    assert sorted(told) == [(12, turns.os.SCHED_BATCH), (13, turns.os.SCHED_BATCH)]
+
+
+def test_receipts_are_asked_for_of_connections_alone_and_nothing_is_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as unused:
+        ours = socket.create_connection(listening.getsockname())
+        theirs, _ = listening.accept()
+        local, other = socket.socketpair()
+        told = Receipts()
+        asked = set(told._connections)
+        assert {ours.fileno(), theirs.fileno()} <= asked
+        rest = {s.fileno() for s in (listening, unused, local, other)}
+        assert asked.isdisjoint(rest)
+        theirs.close()
+        told.at_once()  # one of them is gone
+        del told
+        assert ours.getpeername()
+        for one in (ours, local, other):
+            one.close()
