@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,6 +56,26 @@ def _gpt() -> tuple[nn.Module, Loss, Any]:
     return model, next_token_loss, batch
 
 
+class Towers(nn.Module):
+    """A network that forks, each branch on the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 12))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.left(x) * self.right(x))
+        return result
+
+
+def _towers() -> tuple[nn.Module, Loss, Any]:
+    return Towers(), _squares, {"x": torch.randn(2 * MICRO_BATCHES, 12)}
+
+
 def _of_zoo(name: str) -> tuple[nn.Module, Loss, Any]:
     """With two samples a micro-batch: BatchNorm takes its statistics over them."""
     case = zoo.case(name)
@@ -71,6 +93,7 @@ CASES = {
     "resnet": Case(
         make=partial(_of_zoo, "resnet_bn"), ends={2: ("4.0",), 4: ("3.0", "4.0.conv1", "5.0")}
     ),
+    "towers": Case(make=_towers, ends={2: ("left",), 4: ("left.0", "left", "right.0")}),
 }
 _OF_TWO = {"GPipe": 2, "1F1B": 2, "LoopedBFS": 4, "Interleaved1F1B": 4} | dict.fromkeys(
     ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 4
@@ -92,6 +115,10 @@ def two_of_resnet(rank: int) -> Any:
     return _run("resnet", _OF_TWO)
 
 
+def two_of_towers(rank: int) -> Any:
+    return _run("towers", _OF_TWO)
+
+
 def four_of_gpt(rank: int) -> Any:
     return _run("gpt", _OF_FOUR)
 
@@ -110,6 +137,29 @@ def parts_of_gpt(rank: int) -> Any:
 
 def parts_of_resnet(rank: int) -> Any:
     return _run("resnet", _OF_TWO_BY_TWO, tensor=2)
+
+
+def failed_of_gpt(rank: int) -> bool:
+    """Whether a call that fails leaves what an earlier one found of the tied embedding."""
+    model, loss, batch = _gpt()
+    source = StepSource(model=model, loss=loss, batch=batch)
+    step = _live(
+        model,
+        _in_stages(source, "1F1B", CASES["gpt"].ends[2]),
+        constants=source.captured(micro_batches=MICRO_BATCHES).constants,
+        batch=batch,
+        reduction=source.reduction().value,
+    )
+    step.backward(batch)
+    tied = model.token.weight
+    assert tied.grad is not None
+    found = tied.grad.clone()
+    with (
+        mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("no line")),
+        pytest.raises(RuntimeError, match="no line"),
+    ):
+        step.backward(batch)
+    return torch.equal(found, tied.grad)
 
 
 def _run(name: str, schedules: dict[str, int], *, tensor: int = 1) -> dict[str, Any]:

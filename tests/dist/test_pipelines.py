@@ -22,6 +22,14 @@ def test_two_ranks_are_one_device(model: str) -> None:
         _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
 
+def test_branches_of_a_network_that_forks_lie_on_different_devices() -> None:
+    ranks = on_two_ranks("tests.dist.pipelines:two_of_towers")
+    for schedule in ranks[0]:
+        _as_one_device("towers", schedule, [rank[schedule] for rank in ranks])
+    held = [{name.partition(".")[0] for name in rank["1F1B"]["held"]} for rank in ranks]
+    assert held == [{"left"}, {"right", "head"}]
+
+
 @pytest.mark.parametrize("model", ["llama"])
 def test_four_ranks_are_one_device(model: str) -> None:
     ranks = on_ranks(f"tests.dist.pipelines:four_of_{model}", count=4)
@@ -42,6 +50,10 @@ def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None
         assert own[0]["held"] == own[1]["held"] != own[2]["held"] == own[3]["held"]
         assert own[0]["share"] == own[1]["share"], schedule
         assert own[0]["share"] + own[2]["share"] < 0.7, schedule
+
+
+def test_a_call_that_fails_costs_nothing_of_earlier_ones() -> None:
+    assert on_two_ranks("tests.dist.pipelines:failed_of_gpt") == [True, True]
 
 
 def _as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ Not for what a stage computes (stage.py), nor for choosing stages and schedule: 
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,15 @@ class StagesAtWork:
     def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
         """Forward and backward of all micro-batches; the loss, from the rank that has it."""
         begin, busy = time.perf_counter(), self._busy_seconds
-        before = self._put_by()
+        with self._added_to_earlier():
+            losses = self._carried_out(given)
+        told = self._told(losses, shares)
+        busy = self._busy_seconds - busy
+        self._waiting.seconds += max(0.0, time.perf_counter() - begin - busy)
+        return told
+
+    def _carried_out(self, given: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """The loss of each micro-batch, on the rank that has it."""
         count = len(given)
         self._draws.begin(count)
         receipts = Receipts()  # connections come about when they are first used
@@ -109,26 +117,30 @@ class StagesAtWork:
                 _gradient(parameter)
         self._draws.end()
         self._sum_up()
-        for parameter, gradient in before:
-            parameter.grad = gradient.add_(_gradient(parameter))
-        told = self._told(losses, shares)
-        busy = self._busy_seconds - busy
-        self._waiting.seconds += max(0.0, time.perf_counter() - begin - busy)
-        return told
+        return losses
 
     @property
     def _busy_seconds(self) -> float:
         return self._draws.seconds + sum(own.live.busy_seconds for own in self._own)
 
-    def _put_by(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What earlier calls found, and summed up then."""
+    @contextlib.contextmanager
+    def _added_to_earlier(self) -> Iterator[None]:
+        """What earlier calls found, and summed up then, is put by, and what this one finds is added
+        to it; a call that fails leaves it as it was."""
         summed = {id(p): p for p, _ in self._sums}
         if self._replicas is not None:
             summed |= {id(p): p for p in self._trained}
         before = [(p, p.grad) for p in summed.values() if p.grad is not None]
-        for parameter, _ in before:
-            parameter.grad = None
-        return before
+        _forget(summed.values())
+        try:
+            yield
+        except BaseException:
+            _forget(summed.values())  # what one rank alone has found since
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            raise
+        for parameter, gradient in before:
+            parameter.grad = gradient.add_(_gradient(parameter))
 
     def _sum_up(self) -> None:
         """With those that hold the same stages, of what lies in no shares."""
@@ -151,6 +163,11 @@ class StagesAtWork:
         source = dist.get_global_rank(self._group, self._rank_of_loss)
         dist.broadcast(total, source, group=self._group)
         return total
+
+
+def _forget(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
