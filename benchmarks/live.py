@@ -312,7 +312,9 @@ def _words(step: Any) -> str:
 def _judged(contest: Contest, folder: Path, name: str) -> Iterator[dict[str, Any]]:
     ranks = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
     seconds, plans = ranks[0]["seconds"], ranks[0]["plans"]
-    errors = [max(abs(m / p - 1) for m, p in rank["peaks"]) for rank in ranks]
+    off_by = [[abs(m / p - 1) for m, p in rank["peaks"]] for rank in ranks]
+    errors = [max(each) for each in off_by]
+    worst = [each.index(error) for each, error in zip(off_by, errors, strict=True)]
     took = [median(each) for each in seconds]
     off = median(t / p for t, p in zip(took, contest.predicted, strict=True))
     turns = ROUNDS[-1][0]
@@ -344,6 +346,10 @@ def _judged(contest: Contest, folder: Path, name: str) -> Iterator[dict[str, Any
         "target": PEAK_TARGET,
         "ok": max(errors) <= PEAK_TARGET,
         "ranks": [round(error, 4) for error in errors],
+        "worst": [plans[number] for number in worst],
+        "measured_and_predicted": [
+            rank["peaks"][number] for rank, number in zip(ranks, worst, strict=True)
+        ],
     }
 
 

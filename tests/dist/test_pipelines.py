@@ -67,9 +67,10 @@ def _as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> No
     assert {name for rank in ranks for name in rank["held"]} == set(ranks[0]["all"])
 
 
-@pytest.mark.parametrize(("model", "within"), [("gpt", 0.05), ("relus", 0.09)])
+@pytest.mark.parametrize(("model", "within"), [("gpt", 0.005), ("relus", 0.09)])
 def test_the_peak_of_each_rank_is_the_predicted_one(model: str, within: float) -> None:
-    """The replay knows when a stage works, not when a message is let go of."""
+    """What small stages hand on is much beside what they hold; where a backward pass is in two
+    parts, the replay may count one such value that has gone."""
     for rank in on_two_ranks(f"tests.dist.pipelines:peaks_of_{model}"):
         assert len(rank) == 7
         for schedule, (predicted, metered) in rank.items():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.errors import BadInput, PlanFileError
-from steelyard.core.schedule import Order, Work, actions_of
+from steelyard.core.schedule import Order, Work, actions_of, awaited_in
 from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
 from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, StageCost, replay
 
@@ -110,14 +110,13 @@ def test_interleaving_and_splitting_backward_leave_less_of_it(
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
 def test_1f1b_holds_no_more_than_gpipe(num_ranks: int, micro_batches: int) -> None:
     """GPipe's ranks all keep every micro-batch, and what they sent of it; 1F1B's those that are
-    under way from them on, one that they sent early, what they sent last each way, and the
-    gradients that came last."""
+    under way from them on, one that they sent early, and what they sent last each way."""
     gpipe = _equal(_order("GPipe", num_ranks, micro_batches)).peak_bytes
     other = _equal(_order("1F1B", num_ranks, micro_batches)).peak_bytes
     sends_on = [rank < num_ranks - 1 for rank in range(num_ranks)]
     assert gpipe == tuple((100 + 3 * sends) * micro_batches + 10 + 7 for sends in sends_on)
     under_way = [min(num_ranks - rank, micro_batches) for rank in range(num_ranks)]
-    ways = [3 * sends + (rank > 0) for rank, sends in enumerate(sends_on)]
+    ways = [2 * sends + (rank > 0) for rank, sends in enumerate(sends_on)]
     assert other == tuple(100 * n + 10 + 7 + 3 * m for n, m in zip(under_way, ways))
 
 
@@ -159,6 +158,15 @@ def test_torch_still_says_that_1f1b_begins_with_micro_batch_1() -> None:
 
 def test_two_that_overlap_are_taken_one_after_the_other() -> None:
     assert list(map(str, actions_of(["(0F2;1B1)OVERLAP_F_B", "", "1W3"]))) == ["0F2", "1B1", "1W3"]
+
+
+def test_messages_have_room_from_when_torch_asks_for_them() -> None:
+    cells = "0UNSHARD 0F0 0SEND_F0 2RECV_F0 0F1 2RECV_F1 2F0 2RECV_B0 2RECV_B1 2F1 2I0 2W0 2B1"
+    awaited = [list(map(str, each)) for each in awaited_in(cells.split())]
+    assert awaited == [[], ["2F0"], ["2F1"], ["2I0", "2B1"], ["2B1"], ["2B1"], []]
+    order = order_under("Interleaved1F1B", num_ranks=2, num_stages=4, micro_batches=8)
+    assert [*map(len, order.awaited)] == [*map(len, order.ranks)]
+    assert any(order.awaited[0])
 
 
 def test_a_cell_that_is_no_action_is_refused() -> None:

@@ -34,10 +34,12 @@ class Action:
 class Order:
     """The actions of each rank, one after another. ``holds_sends``: what was sent stays until the
     step ends, as in all of torch's schedules but 1F1B (2.13); there, until the next goes the same
-    way."""
+    way. ``awaited``: while each action works, those after it for whose messages there is room
+    already, where there are any."""
 
     ranks: tuple[tuple[Action, ...], ...]
     holds_sends: bool = False
+    awaited: tuple[tuple[tuple[Action, ...], ...], ...] = ()
 
     @property
     def rank_of(self) -> dict[int, int]:
@@ -72,5 +74,28 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
     return tuple(found)
 
 
+def awaited_in(cells: Iterable[str]) -> tuple[tuple[Action, ...], ...]:
+    """Of a row that says too when room is made for messages, ``2RECV_F0``: for each action, those
+    after it that wait for one."""
+    room: list[str] = []
+    found: dict[Action, tuple[str, ...]] = {}
+    for cell in cells:
+        if _ROOM_MADE.fullmatch(cell):
+            room.append(cell)
+        elif _CELL.fullmatch(cell):
+            for action in actions_of([cell]):
+                if (message := _read_by(action)) in room:
+                    room.remove(message)
+                found[action] = tuple(room)
+    readers = {_read_by(action): action for action in found}
+    return tuple(tuple(readers[message] for message in each) for each in found.values())
+
+
+def _read_by(action: Action) -> str:
+    way = {Work.FORWARD: "F", Work.BACK_TO_WEIGHTS: ""}.get(action.work, "B")
+    return f"{action.stage}RECV_{way}{action.micro_batch}"
+
+
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _CELL = re.compile(r"|\d+[FIWB]\d+|\(\d+[FIWB]\d+(;\d+[FIWB]\d+)*\)OVERLAP_F_B")
+_ROOM_MADE = re.compile(r"\d+RECV_[FB]\d+")

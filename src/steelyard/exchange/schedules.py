@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from steelyard.core.errors import BadInput
-from steelyard.core.schedule import Order, actions_of
+from steelyard.core.schedule import Order, actions_of, awaited_in
 
 SCHEDULES: Mapping[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -90,8 +90,13 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
         # Besides what a rank computes there are gaps, and the summing of gradients over replicas.
         table = made.pipeline_order
         rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
-    # 1F1B's variables hold but what was sent last; the others gather works, and so tensors.
-    return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=schedule != "1F1B")
+    messages = [] if schedule in ONE_EACH else [*made.pipeline_order_with_comms.items()]
+    return Order(
+        ranks=tuple(actions_of(row) for row in rows),
+        # 1F1B's variables hold but what was sent last; the others gather works, and so tensors.
+        holds_sends=schedule != "1F1B",
+        awaited=tuple(awaited_in(map(str, cells)) for _, cells in sorted(messages)),
+    )
 
 
 def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[str]:

@@ -86,6 +86,7 @@ def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
             action = pending[rank].pop(0)
             free = done[rank][-1].end_seconds if done[rank] else 0.0
             begin = max(free, ends.arrived(action))
+            awaited = order.awaited[rank][len(done[rank])] if order.awaited else ()
             end = begin + stages[action.stage].seconds[action.work]
             ends.put(action, end)
             done[rank].append(
@@ -94,7 +95,7 @@ def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
                     rank=rank,
                     begin_seconds=begin,
                     end_seconds=end,
-                    held_bytes=held[rank].during(action),
+                    held_bytes=held[rank].during(action, awaited),
                 )
             )
     return Replay(ranks=tuple(map(tuple, done)))
@@ -162,7 +163,7 @@ class _Held:
         self._with_gradients: set[int] = set()
         self._on_its_way: dict[tuple[int, bool], int] = {}
 
-    def during(self, action: Action) -> int:
+    def during(self, action: Action, awaited: Sequence[Action] = ()) -> int:
         """While this action works; what it reads is let go of when it is done."""
         cost, work = self._stages[action.stage], action.work
         is_first = work in GIVE_GRADIENTS and action.stage not in self._with_gradients
@@ -171,12 +172,10 @@ class _Held:
             Work.BACK_TO_INPUTS: cost.kept_between_bytes - cost.kept_on_bytes,
         }.get(work, 0)
         working = cost.first_bytes if is_first else cost.working_bytes
-        meanwhile = self._nbytes + working.get(work, 0)
+        meanwhile = self._nbytes + working.get(work, 0) + sum(map(self._room_of, awaited))
         if is_first:
             self._with_gradients.add(action.stage)
             self._nbytes += cost.gradient_bytes
-        if work is Work.FORWARD and not self._holds_sends:
-            meanwhile += self._received_back(action.stage)
         self._nbytes -= {
             Work.BACKWARD: cost.kept_bytes,
             Work.BACK_TO_INPUTS: cost.kept_bytes - cost.kept_on_bytes,
@@ -194,10 +193,11 @@ class _Held:
             self._on_its_way[key] = 0 if is_before_all else sent
         return meanwhile
 
-    def _received_back(self, stage: int) -> int:
-        """The gradients that came last: 1F1B's variables hold them until others come."""
-        has_come = stage in self._with_gradients and stage + 1 in self._rank_of
-        return self._stages[stage + 1].send_back_bytes if has_come else 0
+    def _room_of(self, awaited: Action) -> int:
+        """For the message that this action waits for."""
+        if awaited.work is Work.FORWARD:
+            return self._stages[awaited.stage - 1].send_bytes
+        return self._stages[awaited.stage + 1].send_back_bytes
 
     def _sent_bytes(self, action: Action) -> int:
         """What it sends to another rank and does not keep for itself anyway."""

@@ -313,11 +313,12 @@ class _Driven(PipelineStage):
         """What has come lies as it was captured, before anything reads it."""
         assert self._receipts is not None
         self._receipts.at_once()  # of what comes while this rank works
-        for name, value in self._coming.pop((way, index), {}).items():
+        for name, come in self._coming.pop((way, index), {}).items():
             (planned,) = self._graph.by_name[name].outputs
-            is_laid_out = value.stride() == planned.stride
+            value = come.detach()
+            come.set_()  # torch's variables hold on to it, some until the step ends
             self._values[index][name] = (
                 value
-                if is_laid_out
+                if value.stride() == planned.stride
                 else copy_laid_out(value, list(planned.shape), list(planned.stride))
             )
