@@ -85,11 +85,12 @@ class Fake(ModuleType):
         return Scaling(title=asked["title"], cluster="declared", points=points, notes=("so",))
 
     def load_planned(
-        self, path: Path, workload: object, *, title: str, on_progress: object
-    ) -> Planned:
+        self, path: Path, workload: object, *, cluster: object = None, title: str,
+        on_progress: object,
+    ) -> Planned:  # fmt: skip
         from steelyard.core.explanation import read_plan
 
-        self._asked("load_planned", path=path, title=title)
+        self._asked("load_planned", path=path, cluster=cluster, title=title)
         # Decisions that are predicted anew come without the reasons of the search.
         bare = replace(PLAN, taken=(), refused=(), num_offers=0, frontier=(), next_cent=None)
         return Planned(replace(bare, decisions=read_plan(path).decisions))

@@ -18,6 +18,7 @@ import pytest
 import steelyard
 from steelyard.cli import main
 from steelyard.core.budget import Budget, Maximize
+from steelyard.core.cluster import Cluster
 from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
 from steelyard.core.explanation import read_plan, write_explanation, write_plan
 from tests import fake_api
@@ -234,7 +235,8 @@ def test_run_prints_the_receipt_and_keeps_it_beside_the_plan(
     assert main(arguments.split()) == 0
     captured = capsys.readouterr()
     assert "1.45 s  +16.9 %  <- largest miss" in captured.out
-    assert asked("load_planned") == {"path": Path("train.plan.toml"), "title": "train"}
+    assert asked("load_planned")["path"] == Path("train.plan.toml")
+    assert asked("load_planned")["cluster"] is None
     found = asked("run_workload")
     assert (found["checkpoint"], found["checkpoint_every"]) == (Path("c"), 50)
     assert (found["steps"], found["seed"], found["resume"]) == (200, 0, False)
@@ -334,6 +336,33 @@ def test_simulate_writes_a_trace_and_says_what_each_rank_does(
     assert main(["simulate", "train.py", "--trace", "trace.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"][0]["waiting_seconds"] == 2e-3
     assert main(["simulate", "train.py", "--trace", "no/trace.json"]) == 2
+
+
+def test_simulate_takes_a_plan_by_itself_with_what_it_was_asked_for(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "other.py", "--cluster", "dgx-h100", "-o", "x.plan.toml"]) == 0
+    for command in (
+        ["simulate", "x.plan.toml", "--trace", "trace.json"],
+        ["plan", "other.py", "--check", "x.plan.toml"],
+        ["simulate", "x.plan.toml", "--trace", "trace.json"],
+    ):
+        fake_api.ASKED.clear()
+        assert main(command) == 0
+        assert asked("load_workload") == {"train": "other.py"}
+        found = asked("load_planned")
+        assert found["path"] == Path("x.plan.toml")
+        assert found["cluster"].fingerprint == Cluster.named("dgx-h100").fingerprint
+    assert main(["simulate", "x.plan.toml", "--trace", "t.json", "--cluster", "dgx-a100"]) == 0
+    found = [a for n, a in fake_api.ASKED if n == "load_planned"][-1]
+    assert found["cluster"].fingerprint == Cluster.named("dgx-a100").fingerprint
+    said = fails(
+        capsys, "simulate", "x.plan.toml", "--plan", "y.plan.toml", "--trace", "t.json", code=2
+    )
+    assert "x.plan.toml is a plan file, and so is what --plan names" in said
+    Path("x.plan.json").unlink()
+    said = fails(capsys, "simulate", "x.plan.toml", "--trace", "t.json", code=2)
+    assert "beside x.plan.toml stands no name of its script" in said
 
 
 def test_scale_asks_for_devices_and_a_length(

@@ -20,8 +20,9 @@ from steelyard.api.look import Request
 from steelyard.api.scaling import scaled
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.cluster_file import decode_tree
-from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.planfile import read_decisions
+from steelyard.predict import deep
 from steelyard.report.lines import plain
 from steelyard.report.scale import rendered, to_json
 from tests.zoo.case import next_token_loss, tokens
@@ -117,7 +118,8 @@ def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedElsewher
     said = str(planned)
     assert "8 ranks" in said
     assert "of the fastest possible of" in said
-    assert "is not weighed for several devices that are not here" in planned.why_not("offload")
+    assert "is not weighed for several devices that are not here" in planned.why_not("stream")
+    assert "the cluster says of no memory of hosts" in planned.why_not("offload")
     assert {t.trade for t in planned.plan.taken} & {"shard_batch", "shard_tensor", "shard_pipeline"}
     for trade in ("shard_batch", "shard_tensor", "shard_pipeline", "shard_states"):
         assert planned.why_not(trade)
@@ -178,6 +180,37 @@ def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedElsewh
     assert "as the cluster file says" in scaled(half, fewest=8, most=8).notes[0]
 
 
+_HOST = """
+host_memory = "1 GiB"
+host_link = "pcie4-x16"
+"""
+
+
+def test_what_hosts_hold_makes_room_on_fewer_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both kinds of what may lie there; plans say so, and read back."""
+    # All that this model's optimizer keeps is less than three pieces.
+    monkeypatch.setattr(deep, "FAR_PIECE_BYTES", 1 << 10)
+    behind = Elsewhere(request=_request(cluster=_cluster(memory="5 MiB", more=_HOST)))
+    alone = Elsewhere(request=_request(cluster=_cluster(memory="5 MiB")))
+    limit = sy.Budget(memory="1 MiB")
+    few, more = (each.planned(limit, "devices") for each in (behind, alone))  # type: ignore[arg-type]
+    assert int(few.plan.fewest.split()[0]) < int(more.plan.fewest.split()[0])
+    assert few.predicted.memory_bytes.value <= 2**20
+    trades = {taken.trade for taken in few.plan.taken}
+    assert "offload_state" in trades
+    assert more.plan.decisions.far is None
+    few.save(tmp_path / "gpt.plan.toml")
+    found = read_decisions(tmp_path / "gpt.plan.toml")
+    assert found.far == few.plan.decisions.far
+    assert found.far is not None
+    assert found.far.size_bytes == 2**30
+    assert any(rule.trade == "offload_state" for rule in found.rules)
+    for trade in ("offload", "offload_state", "recompute"):
+        assert few.why_not(trade)
+
+
 def test_its_file_reads_back(planned: PlannedElsewhere, tmp_path: Path) -> None:
     planned.save(tmp_path / "gpt.plan.toml")
     found = read_decisions(tmp_path / "gpt.plan.toml")
@@ -188,9 +221,34 @@ def test_its_file_reads_back(planned: PlannedElsewhere, tmp_path: Path) -> None:
 
 
 def test_it_cannot_be_run_here(planned: PlannedElsewhere) -> None:
-    for call in (planned.apply, planned.simulated):
-        with pytest.raises(BadInput, match="is for 8 devices of cluster, and cannot be"):
-            call()
+    with pytest.raises(BadInput, match="is for 8 devices of cluster, and cannot be"):
+        planned.apply()
+
+
+def test_its_file_is_checked_drawn_and_held_to_its_cluster(
+    planned: PlannedElsewhere, tmp_path: Path
+) -> None:
+    path, request = tmp_path / "gpt.plan.toml", _request()
+    planned.save(path)
+
+    def loaded(**changed: Any) -> Any:
+        asked = {"optimizer": _ADAMW, "cluster": _cluster(), "title": "gpt", **changed}
+        return sy.load(path, request.model, request.loss, request.batch, **asked)
+
+    found = loaded()
+    assert isinstance(found, PlannedElsewhere)
+    assert found.predicted == planned.predicted
+    assert found.simulated() == planned.simulated()
+    ends = max(span.end_seconds for span in found.simulated())
+    assert ends <= planned.predicted.step_seconds.value * (1 + 1e-9)
+    with pytest.raises(Mismatch, match="was made for another cluster than cluster"):
+        loaded(cluster=_cluster(memory="2 MiB"))
+    with pytest.raises(BadInput, match="cluster is 'dgx-h100'"):
+        loaded(cluster="dgx-h100")
+    text = path.read_text()
+    assert "memory = " not in text
+    path.write_text(text.replace("[budget]", '[budget]\nmemory = "300 KiB"'))
+    assert any(note.startswith("does not fit") for note in loaded().plan.notes)
 
 
 def test_no_fewer_devices_would_do(where: Elsewhere) -> None:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
-from itertools import combinations_with_replacement, product
+from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
 import torch
 
 from steelyard.capture.sampled import SampledStep
+from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster
 from steelyard.core.cluster_file import decode_tree
 from steelyard.core.costs import Costs
+from steelyard.core.deep_layout import DeepLayout
+from steelyard.core.errors import Mismatch
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
 from steelyard.core.sampled import Sampled
 from steelyard.core.scope import Scope
+from steelyard.core.trade import strike
+from steelyard.exchange.schedules import order_of
+from steelyard.predict import peak_bytes
 from steelyard.predict.deep import Stage, deep_step_of
-from steelyard.search.deep import DeepSearch
+from steelyard.predict.deep_spans import deep_spans
+from steelyard.search.deep import DeepSearch, Laid
+from steelyard.search.deep_read import Step as Told
+from steelyard.search.deep_read import laid_of
 from steelyard.search.deep_rules import rules_of
-from steelyard.search.deep_stages import Again
+from steelyard.search.deep_stages import Again, Fate
 from steelyard.search.kinds import sets_again
+from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
 from tests.search.test_mixing import _divisions as divisions
 from tests.zoo.case import next_token_loss, tokens
@@ -33,8 +46,14 @@ _LITTLE = "400 KiB"
 _ROOM = (0.02, 0.1, 0.25, 0.5, 1.5)
 
 
-def _cluster(count: int, rate: str = "25 GB/s", share: str = "100 %", slow: str = "") -> Cluster:
-    """``slow``: every second rank has so much memory and half the speed."""
+def _cluster(
+    count: int, rate: str = "25 GB/s", share: str = "100 %", slow: str = "", host: str = ""
+) -> Cluster:
+    """``slow``: every second rank has so much memory and half the speed. ``host`` is the rate at
+    which a device reaches so much memory of its host, as both are written."""
+    way, room = host.split(" and ") if host else ("", "")
+    behind = f'host_memory = "{room}"\nhost_link = "h"' if host else ""
+    link = f'[link.h]\nrate = "{way}"\nlatency = "10 us"' if host else ""
     return (
         Cluster(tree=_mixed(slow, rate))
         if slow
@@ -45,6 +64,8 @@ memory = "16 GiB"
 memory_bandwidth = "900 GB/s"
 peak = {{ float32 = "15 TFLOP/s" }}
 reached = {{ share = "{share}" }}
+{behind}
+{link}
 [link.l]
 rate = "{rate}"
 latency = "5 us"
@@ -90,7 +111,11 @@ def _step(shape: tuple[int, int, int, int]) -> SampledStep:
 
 @cache
 def _search(
-    shape: tuple[int, int, int, int], rate: str = "25 GB/s", share: str = "100 %", slow: str = ""
+    shape: tuple[int, int, int, int],
+    rate: str = "25 GB/s",
+    share: str = "100 %",
+    slow: str = "",
+    host: str = "",
 ) -> DeepSearch:
     step = _step(shape)
 
@@ -100,20 +125,29 @@ def _search(
         # Few, so that every mix can be looked at.
         return (found[0], *found[1:][:: max(1, len(found) // (_MOST_KINDS - 1))])[:_MOST_KINDS]
 
-    return DeepSearch(step, _cluster(8, rate, share, slow), again_of=again_of)
+    return DeepSearch(step, _cluster(8, rate, share, slow, host), again_of=again_of)
+
+
+def _every_layout(search: DeepSearch, ranks: int) -> Iterator[tuple[DeepLayout, int]]:
+    for way in search.ways(ranks):
+        yield way.layout, way.micro_batch
+        if search.leads_to_hosts(way.layout):
+            yield replace(way.layout, far_states=True), way.micro_batch
 
 
 def _every_step(search: DeepSearch, ranks: int) -> Iterator[tuple[float, int]]:
     """Seconds and bytes of every layout, division of blocks and mix of kinds, that lets no rank
-    hold more than its device has."""
-    for way in search.ways(ranks):
-        layout, stages = way.layout, way.layout.pipeline
-        laid, places = search._on_places(layout, way.micro_batch), search._places.of(layout)
+    hold more than its device has, or its host."""
+    for layout, micro_batch in _every_layout(search, ranks):
+        stages = layout.pipeline
+        laid, places = search._on_places(layout, micro_batch), search._places.of(layout)
+        fates = [
+            Fate(again=again, moved=moved)
+            for again in search._sets_of(layout.tensor)
+            for moved in ((False, True) if search.leads_to_hosts(layout) else (False,))
+        ]
         kinds = [
-            [
-                search._parts(layout.tensor, way.micro_batch, again, place.device).block
-                for again in search._sets_of(layout.tensor)
-            ]
+            [search._block(layout.tensor, micro_batch, fate, place.device) for fate in fates]
             for place in places
         ]
         for counts in divisions(_BLOCKS, stages):
@@ -126,7 +160,11 @@ def _every_step(search: DeepSearch, ranks: int) -> Iterator[tuple[float, int]]:
             for held in product(*mixes):
                 step = deep_step_of(laid, held)
                 fits = zip(step.stages, places, strict=True)
-                if all(stage.nbytes <= place.memory_bytes for stage, place in fits):
+                far = (on.far_bytes(n, s) for n, (on, s) in enumerate(zip(laid, held, strict=True)))
+                rooms = (place.device.host_memory_bytes or 0 for place in places)
+                if all(stage.nbytes <= place.memory_bytes for stage, place in fits) and all(
+                    nbytes <= room for nbytes, room in zip(far, rooms, strict=True)
+                ):
                     yield step.step_seconds, step.peak_bytes
 
 
@@ -135,19 +173,29 @@ def _stage(chosen: tuple[object, ...]) -> Stage:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "share", "slow"),
+    ("shape", "ranks", "share", "slow", "host"),
     [
-        *((s, r, "100 %", "") for s in _SHAPES for r in _RANKS if s == _SHAPES[0] or r in (2, 3)),
-        (_SHAPES[0], 2, "40 %", ""),
+        *(
+            (s, r, "100 %", "", "")
+            for s in _SHAPES
+            for r in _RANKS
+            if s == _SHAPES[0] or r in (2, 3)
+        ),
+        (_SHAPES[0], 2, "40 %", "", ""),
         # Ranks of two classes, also where the slower one has little memory.
-        *((_SHAPES[0], r, "100 %", "16 GiB") for r in (2, 3, 4)),
-        *((_SHAPES[0], r, "100 %", _LITTLE) for r in (2, 3)),
+        *((_SHAPES[0], r, "100 %", "16 GiB", "") for r in (2, 3, 4)),
+        *((_SHAPES[0], r, "100 %", _LITTLE, "") for r in (2, 3)),
+        # Hosts near and far, and one with room for little.
+        (_SHAPES[0], 1, "100 %", "", "12 GB/s and 1 GiB"),
+        (_SHAPES[0], 2, "100 %", "", "12 GB/s and 1 GiB"),
+        (_SHAPES[0], 2, "100 %", "", "1 GB/s and 1 GiB"),
+        (_SHAPES[1], 1, "100 %", "", "12 GB/s and 400 KiB"),
     ],
 )
 def test_the_plan_is_within_its_gap_of_the_best_there_is(
-    shape: tuple[int, int, int, int], ranks: int, share: str, slow: str
+    shape: tuple[int, int, int, int], ranks: int, share: str, slow: str, host: str
 ) -> None:
-    search = _search(shape, share=share, slow=slow)
+    search = _search(shape, share=share, slow=slow, host=host)
     every = list(_every_step(search, ranks))
     least_bytes = min(nbytes for _, nbytes in every)
     most_bytes = max(nbytes for _, nbytes in every)
@@ -221,6 +269,157 @@ def test_rules_say_all_of_a_layout(ranks: int) -> None:
         cut = sum(r.count for r in of("shard_tensor"))  # type: ignore[attr-defined]
         # Of three blocks as many as of the middle one, six times.
         assert (cut > 6) == (layout.tensor > 1)
+
+
+def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> None:
+    """Beside the program of all blocks, struck by the same rules and predicted call by call: that
+    one makes each value when it is wanted, where a deep model's block is made again at once."""
+    shape = _SHAPES[2]
+    width, heads, length, samples = shape
+    step = _step(shape)
+
+    def again_of(sampled: Sampled, costs: Costs) -> tuple[Again, ...]:
+        graph = sampled.graph
+        return sets_again(graph, costs, step.blocks, values=recomputable(graph))
+
+    search = DeepSearch(step, _cluster(1), again_of=again_of)
+    whole = StepSource(
+        model=GPT(layers=_BLOCKS, width=width, heads=heads, vocabulary=64, length=length),
+        loss=next_token_loss, batch=tokens(samples, length, 64), optimizer=step.optimizer,
+    )  # fmt: skip
+    plain = Program.plain(whole.captured().graph)
+    costs = search.costs_of(1, search._places.classes[0])
+    sets, held = search._sets_of(1), []
+    for again in sets:
+        laid = search.priced_as(DeepLayout(), (((Fate(again=again), _BLOCKS),),))
+        struck = strike(plain, _rules(step, laid), trades=TRADES, source=whole)
+        kept = laid.step.stages[0].activation_bytes + laid.step.stages[0].workspace_bytes
+        exact = peak_bytes(struck, costs)
+        # The struck program has no update.
+        assert (
+            0.99 * exact <= laid.step.peak_bytes - laid.step.stages[0].state_bytes <= 1.25 * exact
+        )
+        held.append((kept, exact))
+    assert len(sets) > 3
+    # The most that is computed again buys most of what there is, in both.
+    (most, most_exact), (least, least_exact) = held[0], held[-1]
+    assert least < most / 2
+    assert least_exact < most_exact / 2
+
+
+def _told(step: SampledStep) -> Told:
+    return Told(
+        graph=step.whole.graph,
+        blocks=step.blocks,
+        num_samples=step.num_samples,
+        regions=step.regions,
+    )
+
+
+def _rules(step: SampledStep, laid: Laid) -> tuple[Rule, ...]:
+    tensor = laid.layout.tensor
+    regions = step.regions(tensor) if tensor > 1 else ()
+    return rules_of(laid, step.whole.graph, regions, step.blocks)
+
+
+@pytest.mark.parametrize("host", ["", "12 GB/s and 1 GiB"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
+    """With room for everything, and with little: then blocks differ in what becomes of them."""
+    search, step = _search(_SHAPES[0], host=host), _step(_SHAPES[0])
+    kinds = set()
+    for way in search.ways(ranks):
+        roomy = search.laid(way, 1 << 40)
+        assert roomy is not None
+        least, most = search._least_bytes(way), roomy.step.peak_bytes
+        for room in (1.0, 0.5, 0.2):
+            laid = search.laid(way, int(least + room * (most - least)))
+            if laid is None:
+                continue
+            found = laid_of(_rules(step, laid), search, _told(step))
+            assert found.layout == laid.layout
+            assert [dict(stage) for stage in found.stages] == [dict(s) for s in laid.stages]
+            assert found.step.step_seconds == pytest.approx(laid.step.step_seconds, rel=1e-12)
+            assert found.step.peak_bytes == laid.step.peak_bytes
+            kinds |= {(bool(f.again), f.moved) for stage in laid.stages for f, _ in stage}
+    assert {(False, False), (True, False)} <= kinds
+    assert bool(host) == any(moved for _, moved in kinds)
+
+
+def _one_more(rules: tuple[Rule, ...], trade: str) -> tuple[Rule, ...]:
+    return (*rules, replace(next(r for r in rules if r.trade == trade), module="head.nowhere"))
+
+
+def _other(rules: tuple[Rule, ...], trade: str, **changed: object) -> tuple[Rule, ...]:
+    first = next(r for r in rules if r.trade == trade)
+    return tuple(replace(r, **changed) if r is first else r for r in rules)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda r: _one_more(r, "recompute"), "outside of the blocks of blocks"),
+        (lambda r: _other(r, "recompute", module="blocks.9.up"), "none of the 6 blocks"),
+        (lambda r: _other(r, "shard_pipeline", module="blocks.5"), "that others follow"),
+        (lambda r: _other(r, "shard_pipeline", op="GPipe"), "would not say so"),
+        (lambda r: _other(r, "accumulate", degree=3), "which has no such parts"),
+        (lambda r: (*r, Rule(trade="stream", degree=4)), "would not say so"),
+        (
+            lambda r: (*r, Rule(trade="offload_state", module="head.weight", op="optimizer")),
+            "no memory of hosts",
+        ),
+        (lambda r: (*r, Rule(trade="shard_tensor", module="a", degree=16)), "on 32 ranks"),
+    ],
+)
+def test_rules_that_mean_nothing_here_are_refused(
+    edit: Callable[[tuple[Rule, ...]], tuple[Rule, ...]], said: str
+) -> None:
+    search, step = _search(_SHAPES[0]), _step(_SHAPES[0])
+    ways = search.ways(2)
+    way = next(w for w in ways if w.layout.pipeline == 2 and w.layout.micro_batches == 4)
+    roomy = search.laid(way, 1 << 40)
+    assert roomy is not None
+    laid = search.laid(way, (search._least_bytes(way) + roomy.step.peak_bytes) // 2)
+    assert laid is not None
+    with pytest.raises(Mismatch, match=said):
+        laid_of(edit(_rules(step, laid)), search, _told(step))
+
+
+def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
+    search, step = _search(_SHAPES[0], host="12 GB/s and 1 GiB"), _step(_SHAPES[0])
+    (way,) = (w for w in search.ways(1) if w.layout.micro_batches == 1)
+    roomy = search.laid(way, 1 << 40)
+    assert roomy is not None
+    stages = ((*((Fate(moved=True), 6),),),)
+    rules = _rules(step, search.priced_as(DeepLayout(), stages))
+    assert laid_of(rules, search, _told(step)).stages == stages
+    first = next(r for r in rules if r.trade == "offload")
+    with pytest.raises(Mismatch, match="of it are kept"):
+        laid_of([r for r in rules if r != first], search, _told(step))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
+    """Where one stage takes all; else no later, and not much sooner."""
+    search = _search(_SHAPES[0])
+    for way in search.ways(ranks):
+        laid = search.laid(way, 1 << 40)
+        assert laid is not None
+        on, held, layout = search.on_places(laid), search.held(laid), laid.layout
+        drawn = deep_spans(order_of(layout), on, held)
+        assert len({span.rank for span in drawn}) == layout.pipeline
+        for rank in {span.rank for span in drawn}:
+            own = [span for span in drawn if span.rank == rank]
+            assert own[0].begin_seconds >= 0
+            for one, other in pairwise(own):
+                assert one.end_seconds == pytest.approx(other.begin_seconds, abs=1e-12)
+        ends = max(span.end_seconds for span in drawn)
+        taken = [each.stage_seconds(n, s) for n, (each, s) in enumerate(zip(on, held, strict=True))]
+        if layout.virtual == 1 and max(taken) < min(taken) * (1 + 1e-9):
+            assert ends == pytest.approx(laid.step.step_seconds)
+        # Runs of blocks are unequal where an end of the model is in one of them.
+        most = 1.1 if layout.virtual > 1 else 1 + 1e-9
+        assert 0.8 * laid.step.step_seconds < ends <= most * laid.step.step_seconds
 
 
 def test_the_ends_of_stages_are_where_their_blocks_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import pytest
@@ -65,6 +66,40 @@ def test_a_mix_fits_and_is_between_the_bound_and_every_mix_of_two(seed: int) -> 
     if len(kinds) <= 2:
         assert found.seconds == pytest.approx(least)
     assert found.seconds <= 1.1 * least
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_what_is_kept_elsewhere_has_room_there(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds, count = _kinds(draw), draw.randint(1, 7)
+    moved = [
+        replace(k, seconds=k.seconds + draw.uniform(0, 1), kept_bytes=0, far_bytes=k.kept_bytes)
+        for k in kinds
+    ]
+    kinds += moved
+    room, far_room = draw.uniform(0, 45 * count), draw.uniform(-5, 45 * count)
+
+    def far(chosen: tuple[Kind, ...]) -> float:
+        return sum(k.far_bytes for k in chosen)
+
+    mixes = [
+        sum(kind.seconds for kind in chosen)
+        for chosen in combinations_with_replacement(kinds, count)
+        if _fits(chosen, room) and far(chosen) <= far_room
+    ]
+    least = min(mixes, default=float("inf"))
+    found = mixed(kinds, count, room, far_room)
+    assert least_seconds(kinds, count, room) <= least * (1 + 1e-12)
+    if far_room < 0:
+        assert found is None
+    if found is None:
+        return
+    chosen = tuple(k for k, n in zip(kinds, found.counts, strict=True) for _ in range(n))
+    assert len(chosen) == count
+    assert _fits(chosen, room)
+    assert far(chosen) <= far_room
+    assert found.seconds == pytest.approx(sum(k.seconds for k in chosen))
+    assert least * (1 - 1e-12) <= found.seconds <= 1.25 * least
 
 
 def _divisions(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:

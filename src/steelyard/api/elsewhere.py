@@ -3,7 +3,7 @@
 Only wires: capture -> search -> plan. Not for plans that can be run here: see planning.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,19 @@ from steelyard.api.planning import Planned, budget_of, check_trade
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.amounts import format_bytes, format_seconds, format_share
 from steelyard.core.budget import Budget, Minimize
+from steelyard.core.cluster import Far
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, NextCent, Plan
+from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.sampled import Sampled
 from steelyard.core.span import Span
+from steelyard.exchange.schedules import order_of
+from steelyard.predict.deep_spans import deep_spans
 from steelyard.search import Again, DeepSearch, Laid, rules_of, sets_again, told
+from steelyard.search.deep_read import Step as Told
+from steelyard.search.deep_read import laid_of
 from steelyard.trades.recompute import recomputable
 
 # Of what a rank may hold, what is tried for the next cent.
@@ -113,7 +119,36 @@ class Elsewhere:
     def planned(self, budget: Budget, minimize: Minimize | None) -> "PlannedElsewhere":
         most = self.request.cluster.num_devices
         laid = self.fewest(budget) if minimize else self.best(budget, most)
-        return PlannedElsewhere(self, self._plan(laid, budget, minimize), minimize)
+        return PlannedElsewhere(self, self._plan(laid, budget, minimize), laid, minimize)
+
+    def read(self, decisions: Decisions) -> "PlannedElsewhere":
+        """Decisions from a file on this step: nothing is searched, all is predicted."""
+        step, limit = self.step, self.search.limit_bytes(decisions.budget)
+        laid = laid_of(
+            decisions.rules,
+            self.search,
+            Told(
+                graph=step.whole.graph,
+                blocks=step.blocks,
+                num_samples=step.num_samples,
+                regions=step.regions,
+            ),
+        )
+        notes = [self._rates_said(), *self._batch_held(laid)]
+        if laid.step.peak_bytes > limit:
+            notes.append(
+                f"does not fit: predicted {format_bytes(laid.step.peak_bytes)}, a rank may hold "
+                f"{format_bytes(limit)}"
+            )
+        plan = Plan(
+            title=self._title(laid),
+            decisions=decisions,
+            before=self.search.on_one(),
+            unplanned=self.search.on_one(),
+            predicted=self.search.prediction(laid),
+            notes=tuple(notes),
+        )
+        return PlannedElsewhere(self, plan, laid, None)
 
     def _plan(self, laid: Laid, budget: Budget, minimize: Minimize | None) -> Plan:
         step, search = self.step, self.search
@@ -123,7 +158,9 @@ class Elsewhere:
         reasons = told(search, laid, limit, rules)
         return Plan(
             title=self._title(laid),
-            decisions=Decisions(made_for=self.made_for(), budget=budget, rules=rules),
+            decisions=Decisions(
+                made_for=self.made_for(), budget=budget, rules=rules, far=self._far(rules)
+            ),
             before=search.on_one(),
             unplanned=search.on_one(),
             predicted=search.prediction(laid),
@@ -135,9 +172,20 @@ class Elsewhere:
             notes=tuple(self._notes(laid, limit)),
         )
 
+    def _far(self, rules: Sequence[Rule]) -> Far | None:
+        """The memory of the hosts, as the slowest of their links and the smallest share are."""
+        if not any(rule.trade in FAR_TRADES for rule in rules):
+            return None
+        classes = [device for device, _ in self.request.cluster.tree.classes]
+        links = [device.host_link for device in classes if device.host_link is not None]
+        rooms = [device.host_memory_bytes for device in classes if device.host_memory_bytes]
+        rate = min(link.bytes_per_second for link in links)
+        return Far("the memory of each host", rate=rate, size=min(rooms))
+
     def _title(self, laid: Laid) -> str:
         shapes = ", ".join("x".join(map(str, e.shape)) for e in self.step.entries[:1])
-        return f"{self.request.title}, batch {shapes}, {laid.layout.num_ranks} ranks"
+        ranks = laid.layout.num_ranks
+        return f"{self.request.title}, batch {shapes}, {ranks} rank{'s' if ranks > 1 else ''}"
 
     def _fewest_said(self, laid: Laid) -> str:
         most = self.request.cluster.num_devices
@@ -150,20 +198,27 @@ class Elsewhere:
         saved = laid.step.step_seconds - other.step.step_seconds
         return NextCent(more_bytes=more, saved_seconds=saved) if saved > 0 else None
 
+    def _rates_said(self) -> str:
+        rates = self.request.cluster.rates_said
+        return f"nothing was measured: links at their declared rates, {rates}"
+
+    def _batch_held(self, laid: Laid) -> Iterator[str]:
+        shared = Layout(batch=laid.layout.data, tensor=laid.layout.num_ranks // laid.layout.data)
+        return batch_held(shared, self.step.num_samples)
+
     def _notes(self, laid: Laid, limit: int) -> list[str]:
-        ranks, cluster = laid.layout.num_ranks, self.request.cluster
+        ranks = laid.layout.num_ranks
         least = self.search.least_seconds(ranks, limit, laid)
         gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
         count = len(self.search.ways(ranks))
-        reached = f"within {gap} of the fastest possible of {count} layouts on {ranks} devices"
-        rates = f"nothing was measured: links at their declared rates, {cluster.rates_said}"
+        on = f"{ranks} devices" if ranks > 1 else "one device"
+        reached = f"within {gap} of the fastest possible of {count} layouts on {on}"
         notes = [
             f"{reached}, each with any of its blocks computed again, at declared rates",
-            rates,
+            self._rates_said(),
             f"a rank may hold {self._allowed(limit)}; nothing is reckoned for drivers beside it",
         ]
-        shared = Layout(batch=laid.layout.data, tensor=ranks // laid.layout.data)
-        notes += batch_held(shared, self.step.num_samples)
+        notes += self._batch_held(laid)
         if laid.layout.data > 1 or laid.layout.micro_batches > 1:
             notes.append("that samples may be told apart was judged by operators, and not tried")
         return notes
@@ -181,8 +236,8 @@ class Elsewhere:
 class PlannedElsewhere(Planned):
     """A plan for devices that are not here: it prints, and is written; it cannot be applied."""
 
-    def __init__(self, where: Elsewhere, plan: Plan, minimize: Minimize | None) -> None:
-        self._where, self._minimize = where, minimize
+    def __init__(self, where: Elsewhere, plan: Plan, laid: Laid, minimize: Minimize | None) -> None:
+        self._where, self._laid, self._minimize = where, laid, minimize
         self.plan = plan
 
     @property
@@ -193,7 +248,9 @@ class PlannedElsewhere(Planned):
         return self
 
     def simulated(self) -> tuple[Span, ...]:
-        raise self._not_here("drawn out")
+        """Of each stage one rank: all others of it do the same at the same time."""
+        search, laid = self._where.search, self._laid
+        return deep_spans(order_of(laid.layout), search.on_places(laid), search.held(laid))
 
     def why_not(self, trade: str) -> str:
         check_trade(trade)

@@ -176,11 +176,15 @@ def load(
     batch: Any,
     *,
     optimizer: OptimizerFactory | None = None,
+    cluster: Cluster | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
-    """The plan in this file, checked against this step and predicted anew."""
+    """The plan in this file, checked against this step and predicted anew; ``cluster`` is what it
+    was made for, where that is not this machine."""
     _check_step(model, loss, title, on_progress)
+    known = cluster is None or isinstance(cluster, Cluster)
+    _check("cluster", cluster, fine=known, expected="the cluster of the plan, or none")
     decisions = read_decisions(_path(path))
     made_for = decisions.made_for
     if made_for.runner not in DECOMPOSITIONS:
@@ -207,7 +211,8 @@ def load(
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=Cluster.here(
+        cluster=cluster
+        or Cluster.here(
             ranks=made_for.ranks,
             # As the plan found them; a busy moment must not make it another plan.
             speeds=made_for.speeds or (1.0,) * made_for.ranks,
@@ -219,8 +224,17 @@ def load(
         title=title or type(model).__name__,
         on_progress=on_progress,
     )
+    if cluster is not None:
+        _check_cluster(decisions, cluster)
+        if cluster.num_devices > 1 and not cluster.is_here:
+            from steelyard.api.elsewhere import Elsewhere
+
+            where = Elsewhere(request=request)
+            if cut(model) is not None or where.made_for().graph == made_for.graph:
+                check_made_for(decisions, where.made_for())
+                return where.read(decisions)
     look = request.looked_at()
-    _check_made_for(decisions, look)
+    check_made_for(decisions, look.made_for())
     return _replanned(look, decisions)
 
 
@@ -228,6 +242,7 @@ def load_planned(
     path: str | Path,
     workload: Workload,
     *,
+    cluster: Cluster | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
@@ -237,6 +252,7 @@ def load_planned(
         workload.loss,
         workload.first_batch(),
         optimizer=workload.optimizer,
+        cluster=cluster,
         title=title or Path(path).name.split(".")[0],
         on_progress=on_progress,
     )
@@ -473,8 +489,19 @@ def _other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:
         yield "planned for another machine or number of threads; predicted anew for this one"
 
 
-def _check_made_for(decisions: Decisions, look: Look) -> None:
-    ours, theirs = look.made_for(), decisions.made_for
+def _check_cluster(decisions: Decisions, cluster: Cluster) -> None:
+    theirs = decisions.made_for.cluster
+    if cluster.fingerprint != theirs:
+        raise Mismatch(
+            f"the plan was made for another cluster than {cluster.tree.name} (fingerprint "
+            f"{theirs[:16]}, this one is {cluster.fingerprint})",
+            expected="the cluster that was planned for",
+            remedy="name that one, or plan again for this one",
+        )
+
+
+def check_made_for(decisions: Decisions, ours: MadeFor) -> None:
+    theirs = decisions.made_for
     if ours.model != theirs.model:
         raise Mismatch(
             "the plan was made for another model, loss or set of trained parameters "

@@ -84,6 +84,33 @@ def cluster_of(
     return Cluster.load(cluster) if cluster.endswith(".toml") else Cluster.named(cluster)
 
 
+def planned_for(
+    named: str, plan: Path | None, cluster: str | None
+) -> tuple[str, Path, Cluster | None]:
+    """The script, the plan file and the declared cluster of a plan; ``named`` is either of the
+    first two. What is not said here is what the plan was asked for with."""
+    from steelyard.core.explanation import read_plan
+
+    is_plan = named.endswith(".toml")
+    if is_plan and plan is not None:
+        raise BadInput(
+            f"{printable(named)} is a plan file, and so is what --plan names",
+            expected="one of them",
+            remedy="leave out --plan, or name the script first",
+        )
+    path = Path(named) if is_plan else plan or plan_path(named)
+    asked = read_plan(path).asked
+    script = asked.script if is_plan else named
+    if not script:
+        raise BadInput(
+            f"beside {printable(str(path))} stands no name of its script",
+            expected=f"the {path.with_suffix('.json').name} that steelyard plan writes",
+            remedy=f"name the script: steelyard simulate train.py --plan {path.name} --trace ...",
+        )
+    declared = cluster or asked.cluster
+    return script, path, cluster_of(declared, 1, None) if declared else None
+
+
 def between(devices: str) -> tuple[int, int]:
     """``16..1472``, or one number."""
     fewest, dots, most = devices.partition("..")

@@ -18,6 +18,7 @@ from steelyard.cli.arguments import (
     cluster_of,
     far_memory,
     plan_path,
+    planned_for,
     refuse_unwritable,
     resume_from,
     title,
@@ -140,6 +141,7 @@ def plan(
 ) -> int:
     """Make the step fit; say what that costs and why; write a plan file."""
     from steelyard.core.explanation import (
+        Asked,
         refuse_to_lose,
         with_reasons,
         write_explanation,
@@ -156,13 +158,10 @@ def plan(
     question, beside_it = wish(what_if), far.said()
     if check is None:
         refuse_to_lose(path)
-    elif any(
-        (budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds, cluster)
-    ):
+    elif any((budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds)):
         raise BadInput(
             "--check takes its budget from the plan file",
-            expected="no budget, --maximize, --minimize, --ranks, --speeds, --cluster, --far or -o "
-            "beside it",
+            expected="no budget, --maximize, --minimize, --ranks, --speeds, --far or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
     with planning(shown) as tell:
@@ -176,7 +175,10 @@ def plan(
                 on_progress=tell,
             )  # fmt: skip
         else:
-            planned = api.load_planned(check, workload, title=title(train), on_progress=tell)
+            _, _, made_for = planned_for(train, check, cluster)
+            planned = api.load_planned(
+                check, workload, cluster=made_for, title=title(train), on_progress=tell
+            )
             planned.plan = with_reasons(planned.plan, path)
         other = tree_of(planned.what_if(**question).plan) if question else None
         reason = planned.why_not(why_not) if why_not else ""
@@ -184,7 +186,7 @@ def plan(
     tree = tree_of(plan)
     show(tree, zoom=zoom, in_json=shown.json, what_if=other, why_not=reason)
     if check is None:
-        write_plan(path, plan, script=train)
+        write_plan(path, plan, asked=Asked(script=train, cluster=cluster or ""))
     else:
         write_explanation(path, plan)
     write_page(tree, html)
@@ -275,10 +277,15 @@ def frontier(
 
 @app.command
 def simulate(
-    train: _Train,
+    train: Annotated[
+        str, Parameter(help="The plan file, or the script, whose train.plan.toml is taken then.")
+    ],
     /,
     *,
     plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
+    cluster: Annotated[
+        str | None, Parameter(help="The declared cluster of the plan, where it lies elsewhere now.")
+    ] = None,
     trace: Annotated[Path, Parameter(help="Where the schedule goes, as JSON for Perfetto.")],
     shown: Shown = _PLAINLY,
 ) -> int:
@@ -287,13 +294,15 @@ def simulate(
     from steelyard.report.show import show_json, show_text
     from steelyard.report.trace import by_rank, to_trace
 
-    path = plan or plan_path(train)
     refuse_unwritable(trace, "give another place with --trace")
+    script, path, made_for = planned_for(train, plan, cluster)
     with planning(shown) as tell:
-        workload = loaded(train, tell)
+        workload = loaded(script, tell)
         from steelyard import api
 
-        planned = api.load_planned(path, workload, title=title(train), on_progress=tell)
+        planned = api.load_planned(
+            path, workload, cluster=made_for, title=title(script), on_progress=tell
+        )
         spans = planned.simulated()
     write_whole(trace, to_trace(spans, title=planned.plan.title).encode())
     if shown.json:

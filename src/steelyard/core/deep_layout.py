@@ -30,7 +30,8 @@ class DeepLayout:
     that do not, whose results are kept. ``overlaps``: gradients are exchanged while the last
     backward pass runs. ``draws_parts``: each tensor rank draws its own part of what is random,
     where Steelyard's own ranks draw it whole. ``gathers_again``: what was gathered from tensor
-    ranks is not kept whole, and gathered anew for the backward pass.
+    ranks is not kept whole, and gathered anew for the backward pass. ``far_states``: what the
+    optimizer keeps lies in the memory of the host, and comes from there for the update.
     """
 
     tensor: int = 1
@@ -45,6 +46,7 @@ class DeepLayout:
     overlaps: bool = False
     draws_parts: bool = False
     gathers_again: bool = False
+    far_states: bool = False
 
     def __post_init__(self) -> None:
         degrees = (self.tensor, self.pipeline, self.data, self.micro_batches, self.virtual)
@@ -58,6 +60,11 @@ class DeepLayout:
     @property
     def num_ranks(self) -> int:
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def schedule(self) -> str:
+        """By torch's name."""
+        return "Interleaved1F1B" if self.virtual > 1 else "1F1B"
 
     def blocks_of_stage(self, num_blocks: int, stage: int = 0) -> int:
         if self.stage_blocks:

@@ -27,6 +27,14 @@ _MOST_INSTANTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The script and the declared cluster that a plan was asked for, as they were typed."""
+
+    script: str = ""
+    cluster: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOnFile:
     """``plan`` is None where the predictions are missing or ``is_edited`` since they were made.
 
@@ -38,6 +46,7 @@ class PlanOnFile:
     measured: Measured | None = None
     is_edited: bool = False
     written_sha256: str = ""
+    asked: Asked = Asked()
 
 
 def explanation_path(path: Path) -> Path:
@@ -69,21 +78,24 @@ def refuse_to_lose(path: Path) -> None:
         )
 
 
-def write_plan(path: Path, plan: Plan, *, script: str = "") -> None:
-    """The decisions to ``path``, everything else beside it; ``script`` as a user would name it."""
+def write_plan(path: Path, plan: Plan, *, asked: Asked | None = None) -> None:
+    """The decisions to ``path``, everything else beside it."""
+    asked = asked or Asked()
     explanation_path(path)
-    written = write_decisions(path, plan.decisions, script=script)
-    write_whole(explanation_path(path), encode_explanation(plan, written_sha256=written))
+    written = write_decisions(path, plan.decisions, script=asked.script)
+    raw = encode_explanation(plan, written_sha256=written, asked=asked)
+    write_whole(explanation_path(path), raw)
 
 
 def write_explanation(path: Path, plan: Plan, measured: Measured | None = None) -> None:
     """Only the JSON beside ``path``; the plan file keeps its edits and comments."""
     try:
         # An edit that was checked, or run, is still an edit.
-        written = read_plan(path).written_sha256
+        before = read_plan(path)
+        written, asked = before.written_sha256, before.asked
     except PlanFileError:
-        written = ""
-    raw = encode_explanation(plan, measured, written_sha256=written)
+        written, asked = "", Asked()
+    raw = encode_explanation(plan, measured, written_sha256=written, asked=asked)
     write_whole(explanation_path(path), raw)
 
 
@@ -141,7 +153,11 @@ def read_plan(path: Path) -> PlanOnFile:
 
 
 def encode_explanation(
-    plan: Plan, measured: Measured | None = None, *, written_sha256: str = ""
+    plan: Plan,
+    measured: Measured | None = None,
+    *,
+    written_sha256: str = "",
+    asked: Asked | None = None,
 ) -> bytes:
     thin = replace(
         plan,
@@ -157,6 +173,7 @@ def encode_explanation(
         "written_sha256": written_sha256,
         "plan": body,
         "measured": None if measured is None else asdict(measured),
+        "asked": asdict(asked or Asked()),
     }
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # File names that are no text reach us as lone surrogates, which are no JSON.
@@ -174,7 +191,10 @@ def decode_explanation(
     document = json_model(raw, _Document, source=source, most_bytes=MOST_BYTES, remedy=remedy)
     if document.decisions_sha256 != digest_of(decisions):
         return PlanOnFile(
-            decisions=decisions, is_edited=True, written_sha256=document.written_sha256
+            decisions=decisions,
+            is_edited=True,
+            written_sha256=document.written_sha256,
+            asked=document.asked,
         )
     body: dict[str, Any] = dict(document.plan)
     return PlanOnFile(
@@ -182,6 +202,7 @@ def decode_explanation(
         plan=Plan(decisions=decisions, **body),
         measured=document.measured,
         written_sha256=document.written_sha256,
+        asked=document.asked,
     )
 
 
@@ -217,6 +238,8 @@ class _Document(BaseModel):
     written_sha256: str = ""
     plan: _Body
     measured: Measured | None
+    # Files of before it was kept.
+    asked: Asked = Asked()
 
 
 def _thinned(prediction: Prediction) -> Prediction:

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from steelyard.core.deep_layout import DeepLayout
 from steelyard.core.errors import BadInput
 from steelyard.core.schedule import Order, actions_of, awaited_in
 
@@ -85,18 +86,35 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
     ]
     made = made_schedule(schedule, own, micro_batches=micro_batches)
     if schedule == "1F1B":
-        rows = [_one_forward_one_backward(r, num_ranks, micro_batches) for r in range(num_ranks)]
-    else:
-        # Besides what a rank computes there are gaps, and the summing of gradients over replicas.
-        table = made.pipeline_order
-        rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
+        return one_forward_one_backward(num_ranks, micro_batches)
+    # Besides what a rank computes there are gaps, and the summing of gradients over replicas.
+    table = made.pipeline_order
+    rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
     messages = [] if schedule in ONE_EACH else [*made.pipeline_order_with_comms.items()]
     return Order(
         ranks=tuple(actions_of(row) for row in rows),
-        # 1F1B's variables hold but what was sent last; the others gather works, and so tensors.
-        holds_sends=schedule != "1F1B",
+        # These gather works, and so tensors.
+        holds_sends=True,
         awaited=tuple(awaited_in(map(str, cells)) for _, cells in sorted(messages)),
     )
+
+
+def order_of(layout: DeepLayout) -> Order:
+    """The table of a layout of a deep model, also where torch would ask for more micro-batches."""
+    if layout.virtual == 1:
+        return one_forward_one_backward(layout.pipeline, layout.micro_batches)
+    return order_under(
+        layout.schedule,
+        num_ranks=layout.pipeline,
+        num_stages=layout.pipeline * layout.virtual,
+        micro_batches=layout.micro_batches,
+    )
+
+
+def one_forward_one_backward(num_ranks: int, micro_batches: int) -> Order:
+    """Its variables hold but what was sent last."""
+    rows = [_one_forward_one_backward(r, num_ranks, micro_batches) for r in range(num_ranks)]
+    return Order(ranks=tuple(actions_of(row) for row in rows))
 
 
 def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[str]:

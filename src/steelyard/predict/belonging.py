@@ -16,16 +16,19 @@ from steelyard.predict.fused import Fusing, fusing
 # Of the blocks that were captured, the one that has a neighbour on either side: so many after the
 # first.
 MIDDLE = 1
+_CALLS = "calls of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Belonging:
     """By the names of calls: ``section_of``, blocks by their number; ``region_of``, what a call is
-    computed again with, or nothing. ``gatherings`` are regions of what is gathered anew."""
+    computed again with, or nothing. ``gatherings`` are regions of what is gathered anew, ``calls``
+    those of single calls, of which none hands on what it keeps to others, as a module does."""
 
     section_of: Mapping[str, str]
     region_of: Mapping[str, str]
     gatherings: frozenset[str]
+    calls: frozenset[str]
     middle: str
     following: str
     fusing: Fusing
@@ -45,6 +48,7 @@ def belonging(graph: Graph, layout: DeepLayout, *, blocks: str, first: int = 0) 
         section_of=section_of,
         region_of=region_of,
         gatherings=frozenset(work.gathered.values()),
+        calls=frozenset(name for name in region_of.values() if name.startswith(_CALLS)),
         middle=str(first + MIDDLE),
         following=str(first + MIDDLE + 1),
         fusing=fusing(graph, place),
@@ -94,10 +98,10 @@ class _Told:
         number = self.section_of.get(node.name, "")
         if not number.isdigit():
             return ""
-        if self._calls_again:
+        if self._calls_again and node.phase is Phase.FORWARD:
             _, _, inside = node.path.removeprefix(f"{self._blocks}.").partition(".")
             if Spot(inside, node.op, node.nth) in self._calls_again:
-                return f"calls of {number}"
+                return f"{_CALLS}{number}"
         if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
             return ""
         for inside in self._modules_again:

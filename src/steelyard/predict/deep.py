@@ -15,6 +15,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import DeepLayout, Formats
 from steelyard.core.device import Device
 from steelyard.core.errors import BadInput
+from steelyard.core.far_memory import FAR_PIECE_BYTES
 from steelyard.core.layout import TENSOR
 from steelyard.core.stack import Stack
 from steelyard.predict.carried import carried
@@ -30,6 +31,8 @@ from steelyard.predict.routes import Route, route
 from steelyard.predict.sections import Section, Sections
 
 _Exchange = Callable[[Route, int], tuple[Carried, ...]]
+# Of state in the host's memory: what comes, what is updated, and what goes.
+_PIECES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,8 @@ class DeepLaid:
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
         self._stack = stack or Stack()
         device = device or cluster.device
+        self._host = device.host_link
+        assert self._host is not None or not layout.far_states, "nothing leads to the host"
         self._bandwidth = self._stack.bandwidth_share * device.bytes_per_second
         self._first = place * layout.data * layout.tensor
 
@@ -168,7 +173,7 @@ class DeepLaid:
     def ends_seconds(self, number: int) -> float:
         """What a stage takes besides its blocks."""
         ends = sum(self.in_turn(part) for part in self._around(number))
-        return ends + 2 * self._layout.virtual * self._hand_on_seconds
+        return ends + 2 * self._layout.virtual * self.hand_on_seconds
 
     def exposed_seconds(self, number: int, stage: Stage) -> float:
         """Gradients go once a step; with parts of the weights, they went block by block."""
@@ -187,7 +192,7 @@ class DeepLaid:
         held = [*stage.blocks, *((part, 1) for part in self._around(number))]
         inside = sum(count * part.exchange_seconds for part, count in held)
         sent = sum(count * part.exchanged_bytes for part, count in held)
-        inside += 2 * layout.virtual * self._hand_on_seconds
+        inside += 2 * layout.virtual * self.hand_on_seconds
         if layout.pipeline > 1:
             sent += 2 * layout.virtual * -(-self._parts.stream_bytes // layout.tensor)
         if layout.data > 1 and layout.state_stage == 3:
@@ -196,9 +201,11 @@ class DeepLaid:
                 inside += count * sum(way.seconds for way in ways)
                 sent += count * sum(way.sent_bytes for way in ways)
         once = self._shared(number, stage) if layout.data > 1 and layout.state_stage < 3 else ()
+        far = self._far_state_bytes(number, stage.num_blocks)
         seconds = layout.micro_batches * inside + sum(way.seconds for way in once)
-        seconds += self._shared_table_seconds
-        return seconds, layout.micro_batches * sent + sum(way.sent_bytes for way in once)
+        seconds += self._shared_table_seconds + self._fetching_seconds(number, stage.num_blocks)
+        in_all = layout.micro_batches * sent + sum(way.sent_bytes for way in once) + 2 * far
+        return seconds, in_all
 
     def _shared(self, number: int, stage: Stage) -> tuple[Carried, ...]:
         """What is done once a step with gradients, and with weights that are updated in shares."""
@@ -216,13 +223,35 @@ class DeepLaid:
             count * (part.seconds - part.exchange_seconds + self._copying_seconds(part))
             for part, count in held
         )
-        return self._layout.micro_batches * once + self.update_seconds(number, stage.num_blocks)
+        return self._layout.micro_batches * once + self._updating_seconds(number, stage.num_blocks)
 
     def flops(self, number: int, stage: Stage) -> int:
         held = [*stage.blocks, *((part, 1) for part in self._around(number))]
         return self._layout.micro_batches * sum(count * part.flops for part, count in held)
 
     def update_seconds(self, number: int, num_blocks: int) -> float:
+        """Piece by piece: one is updated while the next comes from the host and the last goes."""
+        updating = self._updating_seconds(number, num_blocks)
+        return max(updating, self._fetching_seconds(number, num_blocks))
+
+    def far_bytes(self, number: int, stage: Stage) -> int:
+        """In the memory of the host, for each device."""
+        kept = sum(count * block.far_bytes for block, count in stage.blocks)
+        return int(self.alive(number) * kept) + self._far_state_bytes(number, stage.num_blocks)
+
+    def _fetching_seconds(self, number: int, num_blocks: int) -> float:
+        """State comes and goes at once: a link to a host carries both ways."""
+        nbytes = self._far_state_bytes(number, num_blocks)
+        return self._host.seconds(nbytes, messages=1) if self._host and nbytes else 0.0
+
+    def _far_state_bytes(self, number: int, num_blocks: int) -> int:
+        return self._state_bytes(number, num_blocks) if self._layout.far_states else 0
+
+    def _state_bytes(self, number: int, num_blocks: int) -> int:
+        count = self._num_parameters(number, num_blocks)
+        return count * self._formats.state_bytes // self._share(from_stage=1)
+
+    def _updating_seconds(self, number: int, num_blocks: int) -> float:
         """Gradients and weights once, state there and back, at the pace of the memory."""
         formats = self._formats
         each = formats.gradient_bytes + formats.weight_bytes + 2 * formats.state_bytes
@@ -250,10 +279,14 @@ class DeepLaid:
         return StageMemory(
             weight_bytes=count * formats.weight_bytes // self._share(from_stage=3),
             gradient_bytes=count * formats.gradient_bytes // self._share(from_stage=2),
-            state_bytes=count * formats.state_bytes // self._share(from_stage=1),
+            state_bytes=self._state_near_bytes(number, num_blocks),
             activation_bytes=0,
             workspace_bytes=gathered * formats.weight_bytes if self._layout.state_stage == 3 else 0,
         )
+
+    def _state_near_bytes(self, number: int, num_blocks: int) -> int:
+        whole = self._state_bytes(number, num_blocks)
+        return min(whole, _PIECES * FAR_PIECE_BYTES) if self._layout.far_states else whole
 
     def around_bytes(self, number: int) -> int:
         return sum(part.kept_bytes for part in self._around(number))
@@ -263,14 +296,18 @@ class DeepLaid:
         return sum(part.peak_bytes - part.kept_bytes for part in self._around(number)[-1:])
 
     def in_turn(self, part: Section) -> float:
+        forward, backward = self.passes(part)
+        return forward + backward
+
+    def passes(self, part: Section) -> tuple[float, float]:
         """With weights in parts, they come and gradients go while the neighbours are computed."""
         if self._layout.state_stage < 3 or self._layout.data == 1:
-            return part.seconds
+            return part.forward_seconds, part.again_seconds + part.backward_seconds
         gather = sum(way.seconds for way in self._gathers(part))
         scatter = sum(way.seconds for way in self._scatters(part))
         forward = max(part.forward_seconds, gather)
         backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
-        return forward + max(backward, gather + scatter)
+        return forward, max(backward, gather + scatter)
 
     def _gathers(self, part: Section) -> list[Carried]:
         return self._exchanges(all_gather, part, self._formats.weight_bytes)
@@ -306,6 +343,13 @@ class DeepLaid:
         ahead = 2 * (layout.pipeline - number - 1) + (layout.virtual - 1) * layout.pipeline + 1
         return min(layout.micro_batches * layout.virtual, ahead) / layout.virtual
 
+    def around(self, number: int, run: int) -> list[Section]:
+        """What belongs to one of a stage's runs of blocks besides these."""
+        before, after = self._parts.before, self._parts.after
+        first, last = (0, 0), (self._layout.pipeline - 1, self._layout.virtual - 1)
+        found = [before] if (number, run) == first else []
+        return [*found, after] if (number, run) == last else found
+
     def _around(self, number: int) -> list[Section]:
         ends = [self._parts.before] if number == 0 else []
         return [*ends, self._parts.after] if number == self._layout.pipeline - 1 else ends
@@ -331,7 +375,7 @@ class DeepLaid:
         return self._route(range(first, first + layout.data * layout.tensor, layout.tensor))
 
     @cached_property
-    def _hand_on_seconds(self) -> float:
+    def hand_on_seconds(self) -> float:
         """To the next stage, by each tensor rank its part (SC 2021, section 4.1)."""
         layout = self._layout
         if layout.pipeline == 1:

@@ -4,8 +4,7 @@ A block's kept bytes are what it makes and the backward pass reads; the blocks b
 middle one say what it hands on. Not for a whole step of many blocks: see deep.py.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from steelyard.core.collective import Exchange
@@ -15,6 +14,7 @@ from steelyard.core.graph import Graph, Node, Phase, Role, Tensor
 from steelyard.core.stack import Stack
 from steelyard.predict.belonging import Belonging, belonging
 from steelyard.predict.fused import unfused
+from steelyard.predict.kept import Kept
 from steelyard.predict.kernels import kernel_seconds
 
 
@@ -22,7 +22,8 @@ from steelyard.predict.kernels import kernel_seconds
 class Section:
     """Seconds of one micro-batch with all exchanges in them, and bytes; ``parameters`` are names
     and elements. ``again_bytes`` is what is there again, and was not kept, when what is computed
-    again has been; ``peak_bytes`` the most that is there at once if both passes follow each other.
+    again has been; ``peak_bytes`` the most that is there at once if both passes follow each other;
+    ``far_bytes`` what is kept in the memory of the host.
     """
 
     forward_seconds: float
@@ -35,6 +36,7 @@ class Section:
     again_bytes: int
     peak_bytes: int
     parameters: tuple[tuple[str, int], ...]
+    far_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -91,13 +93,11 @@ class _Told:
         self._graph, self._costs, self._layout = graph, costs, layout
         self._belongs, self._of = belongs, belongs.section_of
         self._given = {t.storage for node in graph.inputs() for t in node.outputs}
-        self._maker: dict[int, Node] = {}
-        for node in graph.nodes:
-            for tensor in node.outputs:
-                self._maker.setdefault(tensor.storage, node)
-        self._kept = self._plain = self._kept_bytes(self._region)
+        kept = Kept(graph, layout, belongs)
+        self._maker = kept.maker
+        self._kept = self._plain = kept.nbytes(self._region)
         if layout.again:
-            self._plain = self._kept_bytes(lambda _: "")
+            self._plain = kept.nbytes(lambda _: "")
         self._kernel_seconds = self._priced(stack)
         self._overlaps = stack is not None and stack.overlaps_tensor
 
@@ -135,37 +135,6 @@ class _Told:
     def _region(self, node: Node) -> str:
         """What a node of a block is computed again with: its module, or the block."""
         return self._belongs.region_of[node.name]
-
-    def _kept_bytes(self, region: Callable[[Node], str]) -> dict[str, int]:
-        """Of each section."""
-        kept: dict[str, dict[int, int]] = defaultdict(dict)
-        for node in self._graph.nodes:
-            if node.is_input or node.is_free:
-                continue
-            within = region(node)
-            # In the forward pass only what is computed again reads what has to stay.
-            if node.phase is Phase.FORWARD and not within:
-                continue
-            for tensor, maker in self._made_forward(node):
-                made_within = region(maker)
-                if made_within and made_within == within:
-                    continue
-                # Gathered anew for whatever reads it then.
-                if made_within in self._belongs.gatherings and node.phase is not Phase.FORWARD:
-                    continue
-                whole = self._graph.storages[tensor.storage].nbytes
-                nbytes = min(whole, tensor.nbytes) if self._layout.draws_parts else whole
-                mine = kept[self._of[maker.name]]
-                mine[tensor.storage] = max(mine.get(tensor.storage, 0), nbytes)
-        return {name: sum(each.values()) for name, each in kept.items()}
-
-    def _made_forward(self, node: Node) -> Iterator[tuple[Tensor, Node]]:
-        """What of its inputs some call of the forward pass made, and which."""
-        for source in node.inputs:
-            for tensor in self._graph.by_name[source].outputs:
-                maker = self._maker[tensor.storage]
-                if maker.phase is Phase.FORWARD and tensor.storage not in self._given:
-                    yield tensor, maker
 
     def _peak_bytes(self, mine: Sequence[Node]) -> int:
         """Of what these calls make, each until the last of them has read it."""

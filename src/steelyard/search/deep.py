@@ -23,10 +23,11 @@ from steelyard.core.stack import stack_on
 from steelyard.predict.belonging import Belonging, belonging
 from steelyard.predict.deep import DeepLaid, DeepStep, Stage, deep_step_of, tensor_costs
 from steelyard.predict.deep_priced import priced
+from steelyard.predict.moved import moved
 from steelyard.predict.sections import Section, Sections, sections
 from steelyard.search.deep_layouts import layouts_of, tensor_degrees
 from steelyard.search.deep_places import Place, Places
-from steelyard.search.deep_stages import Again, Stages
+from steelyard.search.deep_stages import KEPT, Again, Fate, Stages
 
 _NEVER = float("inf")
 
@@ -70,12 +71,12 @@ class _WithSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laid:
-    """One layout with its stages: of each, the sets that are computed again, and in how many of its
-    blocks. ``least_seconds`` is what no plan in this layout goes below."""
+    """One layout with its stages: of each, what becomes of what blocks make, and in how many of
+    them. ``least_seconds`` is what no plan in this layout goes below."""
 
     layout: DeepLayout
     micro_batch: int
-    stages: tuple[tuple[tuple[Again, int], ...], ...]
+    stages: tuple[tuple[tuple[Fate, int], ...], ...]
     step: DeepStep
     least_seconds: float
 
@@ -108,6 +109,7 @@ class DeepSearch:
         self._places = Places(cluster)
         self._stacks = {device: stack_on(device) for device in self._places.classes}
         self._sections: dict[tuple[int, int, Again, Device], Sections] = {}
+        self._blocks: dict[tuple[int, int, Fate, Device], Section] = {}
         self._belonging: dict[tuple[int, Again], Belonging] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._costs: dict[tuple[int, Device], Costs] = {}
@@ -124,7 +126,7 @@ class DeepSearch:
         )
         other._sections, other._graphs = self._sections, self._graphs
         other._costs, other._sets = self._costs, self._sets
-        other._belonging = self._belonging
+        other._belonging, other._blocks = self._belonging, self._blocks
         return other
 
     def limit_bytes(self, budget: Budget) -> int:
@@ -192,17 +194,39 @@ class DeepSearch:
 
     def prediction(self, laid: Laid) -> Prediction:
         """All that is said of a layout with its stages."""
+        return priced(self.on_places(laid), self.held(laid))
+
+    def on_places(self, laid: Laid) -> list[DeepLaid]:
+        """Of each of its stages, what says what it takes where it lies."""
+        return self._on_places(laid.layout, laid.micro_batch)
+
+    def held(self, laid: Laid) -> list[Stage]:
+        """The stages of a layout, with what their blocks take."""
         layout, samples = laid.layout, laid.micro_batch
-        stages = [
+        return [
             Stage(
                 blocks=tuple(
-                    (self._parts(layout.tensor, samples, again, place.device).block, count)
-                    for again, count in stage
+                    (self._block(layout.tensor, samples, fate, place.device), count)
+                    for fate, count in stage
                 )
             )
             for place, stage in zip(self._places.of(layout), laid.stages, strict=True)
         ]
-        return priced(self._on_places(layout, samples), stages)
+
+    def priced_as(
+        self, layout: DeepLayout, stages: tuple[tuple[tuple[Fate, int], ...], ...]
+    ) -> Laid:
+        """A layout that is given and not looked for; nothing is known of what could be faster."""
+        samples = self.num_samples // (layout.data * layout.micro_batches)
+        unpriced = Laid(
+            layout=layout,
+            micro_batch=samples,
+            stages=stages,
+            step=DeepStep(pipeline_seconds=0, exposed_seconds=0, update_seconds=0, stages=()),
+            least_seconds=0.0,
+        )
+        step = deep_step_of(self._on_places(layout, samples), self.held(unpriced))
+        return replace(unpriced, step=step)
 
     def on_one(self) -> Prediction:
         """The whole batch on one device, whether it has the memory or not."""
@@ -211,7 +235,8 @@ class DeepSearch:
 
     def fewest_ranks(self, limit_bytes: int) -> int:
         """No fewer hold the model with its gradients and states, however it lies."""
-        held = self._alone().model_memory(0, self.num_blocks).nbytes
+        far = self.leads_to_hosts(DeepLayout())
+        held = self._alone(far_states=far).model_memory(0, self.num_blocks).nbytes
         return max(1, -(-held // limit_bytes))
 
     def with_all_kept(self, laid: Laid) -> Prediction:
@@ -219,7 +244,7 @@ class DeepSearch:
         stages = laid.layout.pipeline
         less, more = divmod(self.num_blocks, stages)
         counts = [less + (stage < more) for stage in range(stages)]
-        return self.prediction(replace(laid, stages=tuple((((), count),) for count in counts)))
+        return self.prediction(replace(laid, stages=tuple(((KEPT, count),) for count in counts)))
 
     @property
     def _most_bytes(self) -> int:
@@ -228,6 +253,10 @@ class DeepSearch:
     @property
     def num_samples(self) -> int:
         return self._source.num_samples
+
+    @property
+    def num_devices(self) -> int:
+        return self._cluster.num_devices
 
     @property
     def num_blocks(self) -> int:
@@ -277,23 +306,53 @@ class DeepSearch:
         return exposed + min(on.update_seconds(inner, share) for on in several)
 
     def _fitted(self, way: _Way, limit_bytes: int) -> Laid | None:
-        layout, samples = way.layout, way.micro_batch
-        if self._least_bytes(way) > limit_bytes:
+        """What the optimizer keeps goes to the hosts only where something has to."""
+        near = self._divided(way, way.layout, limit_bytes)
+        if near is not None and not any(fate != KEPT for stage in near.stages for fate, _ in stage):
+            return near
+        far = self.with_far_states(way, limit_bytes)
+        if near is None or far is None:
+            return near or far
+        least = min(near.least_seconds, far.least_seconds)
+        best = min(near, far, key=lambda laid: laid.step.step_seconds)
+        return replace(best, least_seconds=least)
+
+    def with_far_states(self, way: _Way | Laid, limit_bytes: int) -> Laid | None:
+        """None where that does not fit either, or where nothing leads to the hosts."""
+        if not self.leads_to_hosts(way.layout):
+            return None
+        return self._divided(way, replace(way.layout, far_states=True), limit_bytes)
+
+    def _divided(self, way: _Way | Laid, layout: DeepLayout, limit_bytes: int) -> Laid | None:
+        """The blocks of a way to lie among its stages, with what becomes of what each makes."""
+        samples = way.micro_batch
+        if self._least_bytes_of(layout, samples) > limit_bytes:
             return None
         places, laid = self._places.of(layout), self._on_places(layout, samples)
         # More than any device has is asked for as if each had that much more.
         more = max(0, limit_bytes - self._most_bytes)
         limits = [min(limit_bytes, place.memory_bytes + more) for place in places]
+        hosts = [place.device.host_memory_bytes or 0 for place in places]
         device_of = dict(zip(laid, (place.device for place in places), strict=True))
 
-        def kinds_on(on: DeepLaid, sets: Sequence[Again] = ()) -> list[tuple[Again, Section]]:
-            again = ((s, self._parts(layout.tensor, samples, s, device_of[on]).block) for s in sets)
-            return [((), on.block), *again]
+        def work(limits: Sequence[float], fates: Sequence[Fate]) -> Stages:
+            def kinds_on(on: DeepLaid) -> list[tuple[Fate, Section]]:
+                device = device_of[on]
+                return [(f, self._block(layout.tensor, samples, f, device)) for f in fates]
 
-        work = Stages(laid, [_NEVER] * layout.pipeline, self.num_blocks, kinds_on)
-        if not work.fit(limits):
-            sets = self._sets_of(layout.tensor)[1:]
-            work = Stages(laid, limits, self.num_blocks, lambda on: kinds_on(on, sets))
+            return Stages(laid, limits, self.num_blocks, kinds_on, hosts)
+
+        plain = work([_NEVER] * layout.pipeline, [KEPT])
+        if plain.fit(limits):
+            return self._laid_by(plain, laid, samples, limits)
+        fates = [KEPT, *(Fate(again=again) for again in self._sets_of(layout.tensor)[1:])]
+        if self.leads_to_hosts(layout):
+            fates += [replace(fate, moved=True) for fate in fates]
+        return self._laid_by(work(limits, fates), laid, samples, limits)
+
+    def _laid_by(
+        self, work: Stages, laid: Sequence[DeepLaid], samples: int, limits: Sequence[float]
+    ) -> Laid | None:
         stages = work.stages()
         if stages is None:
             return None
@@ -303,18 +362,23 @@ class DeepSearch:
             return None
         after = self._least_after(laid)
         return Laid(
-            layout=layout,
+            layout=laid[0].layout,
             micro_batch=samples,
-            stages=tuple(tuple((again, n) for (again, _), n in stage if n) for stage in stages),
+            stages=tuple(tuple((fate, n) for (fate, _), n in stage if n) for stage in stages),
             step=step,
             least_seconds=min(work.least_seconds() + after, step.step_seconds),
         )
 
     def _least_bytes(self, way: _Way) -> int:
+        near = self._least_bytes_of(way.layout, way.micro_batch)
+        if not self.leads_to_hosts(way.layout):
+            return near
+        return self._least_bytes_of(replace(way.layout, far_states=True), way.micro_batch)
+
+    def _least_bytes_of(self, layout: DeepLayout, samples: int) -> int:
         """Of either end, with as few blocks as it may hold and nothing kept of them; and of the
         stage that holds most of these."""
-        layout = way.layout
-        laid = self._on_places(layout, way.micro_batch)[0]
+        laid = self._on_places(layout, samples)[0]
         most = -(-self.num_blocks // layout.pipeline)
         fewest = most if layout.virtual > 1 else min(1, most) if layout.pipeline > 1 else most
         inner = laid.model_memory(_inner(layout.pipeline), most).nbytes
@@ -337,10 +401,25 @@ class DeepSearch:
             place=place.stage,
         )  # fmt: skip
 
-    def _alone(self) -> DeepLaid:
+    def _alone(self, *, far_states: bool = False) -> DeepLaid:
         """On one device, the fastest."""
         alone = Place(device=self._cluster.fastest, memory_bytes=0, stage=0)
-        return self._on(alone, DeepLayout(), self._source.num_samples)
+        return self._on(alone, DeepLayout(far_states=far_states), self._source.num_samples)
+
+    def leads_to_hosts(self, layout: DeepLayout) -> bool:
+        """Whether each device that a layout lies on has memory behind it, and a way there."""
+        devices = {place.device for place in self._places.of(layout)}
+        return all(d.host_link is not None and d.host_memory_bytes for d in devices)
+
+    def _block(self, tensor: int, samples: int, fate: Fate, device: Device) -> Section:
+        key = tensor, samples, fate, device
+        if key not in self._blocks:
+            block = self._parts(tensor, samples, fate.again, device).block
+            if fate.moved:
+                assert device.host_link is not None, "what is moved has a way"
+                block = moved(block, device.host_link)
+            self._blocks[key] = block
+        return self._blocks[key]
 
     def _parts(self, tensor: int, samples: int, again: Again, device: Device) -> Sections:
         key = tensor, samples, again, device

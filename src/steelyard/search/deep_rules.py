@@ -4,16 +4,19 @@ From a capture of three blocks: what is said of the middle one holds for all. No
 layout: see deep.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-from steelyard.core.deep_layout import Blocks
+from steelyard.core.deep_layout import Blocks, DeepLayout
 from steelyard.core.graph import Graph, OutputKind, path_matches
 from steelyard.core.parting import Region
 from steelyard.core.placement import Shard
-from steelyard.core.rules import Rule
+from steelyard.core.rules import Rule, Spot
 from steelyard.predict.belonging import MIDDLE
+from steelyard.predict.kept import kept_calls
 from steelyard.search.deep import Laid
-from steelyard.search.deep_stages import Again
+from steelyard.search.deep_stages import Again, Fate
 
 # What goes at a time, of gradients: what stock data parallelism sends.
 _BUCKET_BYTES = 25 * 2**20
@@ -38,17 +41,18 @@ def rules_of(
     if layout.micro_batches > 1:
         rules.append(Rule(trade="accumulate", degree=layout.micro_batches))
     if layout.pipeline > 1:
-        schedule = "Interleaved1F1B" if layout.virtual > 1 else "1F1B"
         rules += [
             Rule(
                 trade="shard_pipeline",
                 degree=layout.pipeline,
-                op=schedule,
+                op=layout.schedule,
                 module=f"{blocks.path}.{blocks.first + end - 1}",
             )
             for end in _ends(laid)
         ]
-    rules += _again(laid, blocks)
+    if layout.far_states:
+        rules += _far(graph, blocks)
+    rules += _fates(laid, blocks, partial(_of_block, graph, blocks))
     return tuple(sorted(rules))
 
 
@@ -70,6 +74,12 @@ def _shared(graph: Graph, blocks: Blocks, ranks: int, held: str) -> Iterator[Rul
     names = [o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
     for pattern, count, _ in _patterns(names, blocks):
         yield Rule(trade="shard_states", module=pattern, degree=ranks, count=count, op=held)
+
+
+def _far(graph: Graph, blocks: Blocks) -> Iterator[Rule]:
+    names = [o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
+    for pattern, count, _ in _patterns(names, blocks):
+        yield Rule(trade="offload_state", module=pattern, op=HELD[1], count=count)
 
 
 def _patterns(
@@ -103,27 +113,49 @@ def _ends(laid: Laid) -> list[int]:
     return ends[:-1]
 
 
-def _again(laid: Laid, blocks: Blocks) -> Iterator[Rule]:
-    sets = {again for stage in laid.stages for again, _ in stage}
-    if len(sets) == 1 and blocks.first == 0:
-        for spot in next(iter(sets)):
-            module = f"{blocks.path}.*{'.' if spot.module else ''}{spot.module}"
-            yield Rule(
-                trade="recompute", module=module, op=spot.op, nth=spot.nth, count=blocks.count
-            )
-        return
-    for number, again in _by_block(laid):
-        for spot in again:
-            inside = f"{'.' if spot.module else ''}{spot.module}"
-            module = f"{blocks.path}.{blocks.first + number}{inside}"
-            yield Rule(trade="recompute", module=module, op=spot.op, nth=spot.nth)
+def _fates(laid: Laid, blocks: Blocks, rules_of: Callable[[Fate], Sequence[Rule]]) -> list[Rule]:
+    """``rules_of`` a fate name calls by modules inside a block."""
+    fates = {fate for stage in laid.stages for fate, _ in stage}
+    said = {fate: rules_of(fate) for fate in fates}
+    if len(fates) == 1 and blocks.first == 0:
+        (own,) = said.values()
+        return [
+            replace(rule, module=_within(f"{blocks.path}.*", rule.module), count=blocks.count)
+            for rule in own
+        ]
+    return [
+        replace(rule, module=_within(f"{blocks.path}.{blocks.first + number}", rule.module))
+        for number, fate in by_block(laid)
+        for rule in said[fate]
+    ]
 
 
-def _by_block(laid: Laid) -> Iterator[tuple[int, Again]]:
+def _of_block(graph: Graph, blocks: Blocks, fate: Fate) -> list[Rule]:
+    found = [("recompute", spot) for spot in fate.again]
+    if fate.moved:
+        found += [("offload", spot) for spot in calls_moved(graph, blocks, fate.again)]
+    return [
+        Rule(trade=trade, module=spot.module, op=spot.op, nth=spot.nth) for trade, spot in found
+    ]
+
+
+def calls_moved(graph: Graph, blocks: Blocks, again: Again) -> Iterator[Spot]:
+    """All that a block keeps beside what is computed again, by modules inside it."""
+    head = f"{blocks.path}.{blocks.first + MIDDLE}"
+    layout = DeepLayout(again=again)
+    for spot in kept_calls(graph, layout, blocks=blocks.path, first=blocks.first):
+        yield replace(spot, module=spot.module.removeprefix(head).removeprefix("."))
+
+
+def _within(block: str, module: str) -> str:
+    return f"{block}.{module}" if module else block
+
+
+def by_block(laid: Laid) -> Iterator[tuple[int, Fate]]:
     """The blocks of each stage, one run of them after another."""
     layout = laid.layout
     begin = 0
-    kinds = [[again for again, count in stage for _ in range(count)] for stage in laid.stages]
+    kinds = [[fate for fate, count in stage for _ in range(count)] for stage in laid.stages]
     for run in range(layout.virtual):
         for stage in kinds:
             each = len(stage) // layout.virtual

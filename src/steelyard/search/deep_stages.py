@@ -4,12 +4,14 @@ Not for which layout: see deep.py. Not for the divisions themselves: see mixing.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from steelyard.core.rules import Spot
 from steelyard.predict.deep import DeepLaid, Stage
 from steelyard.predict.sections import Section
 from steelyard.search.mixing import (
     Kind,
+    Mix,
     bettered,
     fastest_slowest,
     least_in_all,
@@ -22,6 +24,18 @@ _NEVER = float("inf")
 Again = tuple[Spot, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of what a block makes: calls that are computed again, and whether all else that
+    the backward pass reads waits in the memory of the host."""
+
+    again: Again = ()
+    moved: bool = False
+
+
+KEPT = Fate()
+
+
 class Stages:
     """The blocks of one layout, of some kinds, put into stages that hold what is allowed."""
 
@@ -30,12 +44,15 @@ class Stages:
         laid: Sequence[DeepLaid],
         limits_bytes: Sequence[float],
         num_blocks: int,
-        kinds_on: Callable[[DeepLaid], Sequence[tuple[Again, Section]]],
+        kinds_on: Callable[[DeepLaid], Sequence[tuple[Fate, Section]]],
+        hosts_bytes: Sequence[int],
     ) -> None:
-        """Of each stage, what says what it takes where it lies, and what it may hold there."""
+        """Of each stage, what says what it takes where it lies, and what it may hold there, and in
+        the memory of the host behind it."""
         self._laid, self._limits_bytes, self._num_blocks = laid, limits_bytes, num_blocks
+        self._hosts_bytes = hosts_bytes
         self._layout = laid[0].layout
-        self._sections = {on: kinds_on(on) for on in dict.fromkeys(laid)}
+        self._sections = {on: _worth_having(on, kinds_on(on)) for on in dict.fromkeys(laid)}
         self._seconds = {
             on: [on.in_turn(section) for _, section in kinds]
             for on, kinds in self._sections.items()
@@ -58,18 +75,19 @@ class Stages:
     def fit(self, limits_bytes: Sequence[int]) -> bool:
         """Whether these stages hold no more than so much, less than they may."""
         stages = self.stages()
-        assert stages is not None, "anything may be held"
+        if stages is None:
+            return False  # the hosts are too small
         held = [Stage(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages]
         numbered = enumerate(zip(self._laid, held, limits_bytes, strict=True))
         return all(on.memory(n, stage).nbytes <= most for n, (on, stage, most) in numbered)
 
-    def stages(self) -> list[list[tuple[tuple[Again, Section], int]]] | None:
+    def stages(self) -> list[list[tuple[tuple[Fate, Section], int]]] | None:
         counts = self._best_counts()
         if counts is None:
             return None
         found = []
         for stage, count in enumerate(counts):
-            mix = mixed(self._kinds(stage), count, self._room_bytes(stage, count))
+            mix = self._mixed(stage, count)
             assert mix is not None, "what was counted fits"
             found.append(list(zip(self._sections[self._laid[stage]], mix.counts, strict=True)))
         return found
@@ -116,8 +134,7 @@ class Stages:
     def _fitted_seconds(self, stage: int, count: int) -> float:
         stage = self._like[stage]
         if (stage, count) not in self._fitted:
-            room, ends = self._room_bytes(stage, count), self._laid[stage].ends_seconds(stage)
-            mix = mixed(self._kinds(stage), count, room)
+            ends, mix = self._laid[stage].ends_seconds(stage), self._mixed(stage, count)
             self._fitted[stage, count] = _NEVER if mix is None else mix.seconds + ends
         return self._fitted[stage, count]
 
@@ -127,6 +144,15 @@ class Stages:
             room, ends = self._room_bytes(stage, count), self._laid[stage].ends_seconds(stage)
             self._least[stage, count] = least_seconds(self._kinds(stage), count, room) + ends
         return self._least[stage, count]
+
+    def _mixed(self, stage: int, count: int) -> Mix | None:
+        room, far_room = self._room_bytes(stage, count), self._far_room_bytes(stage, count)
+        return mixed(self._kinds(stage), count, room, far_room)
+
+    def _far_room_bytes(self, stage: int, count: int) -> float:
+        """Of the memory of the host, what the optimizer's state leaves."""
+        on = self._laid[stage]
+        return self._hosts_bytes[stage] - on.far_bytes(stage, Stage(blocks=((on.block, count),)))
 
     def _room_bytes(self, stage: int, count: int) -> float:
         model = self._laid[stage].model_memory(stage, count).nbytes
@@ -141,6 +167,19 @@ class Stages:
                 seconds=seconds,
                 kept_bytes=alive * section.kept_bytes,
                 again_bytes=max(section.again_bytes, ending),
+                far_bytes=alive * section.far_bytes,
             )
             for (_, section), seconds in known
         ]
+
+
+def _worth_having(
+    on: DeepLaid, kinds: Sequence[tuple[Fate, Section]]
+) -> list[tuple[Fate, Section]]:
+    """Without those that take and hold no less of anything than one before them."""
+    found: list[tuple[tuple[float, int, int], tuple[Fate, Section]]] = []
+    for fate, section in kinds:
+        own = on.in_turn(section), section.kept_bytes, section.again_bytes
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in found):
+            found.append((own, (fate, section)))
+    return [kind for _, kind in found]

@@ -4,8 +4,10 @@ why the others were not taken.
 Not for choosing it: see deep.py.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.deep_layout import DeepLayout
@@ -13,6 +15,7 @@ from steelyard.core.plan import Prediction, Taken
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
 from steelyard.search.deep import DeepSearch, Laid
+from steelyard.search.deep_stages import KEPT
 
 _BATCH, _TENSOR, _PIPELINE, _STATES = (
     "shard_batch", "shard_tensor", "shard_pipeline", "shard_states",
@@ -22,7 +25,8 @@ _IN_SHARES = {
     2: "optimizer state and gradients",
     3: "weights, gradients and optimizer state",
 }
-_NOT_WEIGHED = ("offload", "offload_state", "stream", "quantise")
+_NOT_WEIGHED = ("stream", "quantise")
+_OFFLOAD, _OFFLOAD_STATE = "offload", "offload_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +52,28 @@ def _taken(search: DeepSearch, best: Laid, rules: Sequence[Rule]) -> Iterator[Ta
         own = tuple(rule for rule in rules if rule.trade == trade)
         before = search.with_all_kept(replace(best, layout=without))
         yield _beside(trade, label, own, before, whole)
-    again = {len(calls): 0 for stage in best.stages for calls, _ in stage if calls}
-    for stage in best.stages:
-        for calls, count in stage:
-            if calls:
-                again[len(calls)] += count
-    if again:
-        sets = ", ".join(f"{calls} calls in {count} blocks" for calls, count in again.items())
+    again = Counter[int]()
+    num_moved = 0
+    for fate, count in chain.from_iterable(best.stages):
+        again[len(fate.again)] += count * bool(fate.again)
+        num_moved += count * fate.moved
+    near = search.prediction(_with_nothing_moved(best))
+    if any(again.values()):
+        sets = ", ".join(
+            f"{calls} calls in {n} block{'s' * (n > 1)}" for calls, n in again.items() if n
+        )
         own = tuple(rule for rule in rules if rule.trade == "recompute")
-        yield _beside("recompute", sets, own, whole, search.prediction(best))
+        yield _beside("recompute", sets, own, whole, near)
+    if num_moved:
+        own = tuple(rule for rule in rules if rule.trade == _OFFLOAD)
+        of = f"{num_moved} blocks keep" if num_moved > 1 else "one block keeps"
+        label = f"what {of}, to the hosts' memory"
+        yield _beside(_OFFLOAD, label, own, near, search.prediction(best))
+
+
+def _with_nothing_moved(best: Laid) -> Laid:
+    stages = (tuple((replace(f, moved=False), n) for f, n in stage) for stage in best.stages)
+    return replace(best, stages=tuple(stages))
 
 
 def _parts_of(layout: DeepLayout, samples: int) -> Iterator[tuple[str, str, DeepLayout]]:
@@ -84,6 +101,9 @@ def _parts_of(layout: DeepLayout, samples: int) -> Iterator[tuple[str, str, Deep
         }
         label = f"{what[layout.state_stage]} in shares on {layout.data} ranks"
         yield _STATES, label, replace(layout, state_stage=0)
+    if layout.far_states:
+        label = "what the optimizer keeps, in the hosts' memory"
+        yield _OFFLOAD_STATE, label, replace(layout, far_states=False)
     if layout.overlaps:
         label = "gradients exchanged beside the last backward pass"
         yield "overlap", label, replace(layout, overlaps=False)
@@ -110,9 +130,15 @@ def _beside(
 def _refused(search: DeepSearch, best: Laid, limit_bytes: int) -> Iterator[Refusal]:
     for trade, label, fits in _others(search, best.layout):
         yield _why_not(search, best, limit_bytes, trade, label, fits)
-    if all(not calls for stage in best.stages for calls, _ in stage):
-        reason = "everything that the backward pass reads fits as it is"
+    fates = {fate for stage in best.stages for fate, _ in stage}
+    all_fits = "everything that the backward pass reads fits as it is"
+    if not any(fate.again for fate in fates):
+        reason = all_fits if fates == {KEPT} else "moving what blocks keep is faster"
         yield Refusal(trade="recompute", label="blocks", reason=reason)
+    if not any(fate.moved for fate in fates):
+        yield _not_moved(search, best, "what blocks keep", all_fits if fates == {KEPT} else "")
+    if not best.layout.far_states:
+        yield _states_not_moved(search, best, limit_bytes, is_needed=fates != {KEPT})
     for trade in _NOT_WEIGHED:
         reason = "is not weighed for several devices that are not here"
         yield Refusal(trade=trade, label="the step", reason=reason, left=Left.NEVER)
@@ -120,11 +146,37 @@ def _refused(search: DeepSearch, best: Laid, limit_bytes: int) -> Iterator[Refus
         yield Refusal(trade=_BATCH, label="the batch", reason=search.why_together, left=Left.NEVER)
 
 
+def _not_moved(search: DeepSearch, best: Laid, label: str, reason: str) -> Refusal:
+    if not search.leads_to_hosts(best.layout):
+        reason = "the cluster says of no memory of hosts, or of no link there"
+        return Refusal(trade=_OFFLOAD, label=label, reason=reason, left=Left.NEVER)
+    slower = "computing again is faster than moving, or the hosts have no room"
+    return Refusal(trade=_OFFLOAD, label=label, reason=reason or slower)
+
+
+def _states_not_moved(
+    search: DeepSearch, best: Laid, limit_bytes: int, *, is_needed: bool
+) -> Refusal:
+    label = "what the optimizer keeps"
+    if not search.leads_to_hosts(best.layout):
+        return replace(_not_moved(search, best, label, ""), trade=_OFFLOAD_STATE)
+    reason = "it fits, and everything that the backward pass reads beside it"
+    if is_needed:
+        other = search.with_far_states(best, limit_bytes)
+        reason = "the hosts have no room for it"
+        if other is not None:
+            takes = format_seconds(other.step.step_seconds)
+            reason = f"takes ~{takes} a step, the plan ~{format_seconds(best.step.step_seconds)}"
+    return Refusal(trade=_OFFLOAD_STATE, label=label, reason=reason)
+
+
 def _others(
     search: DeepSearch, layout: DeepLayout
 ) -> Iterator[tuple[str, str, Callable[[DeepLayout], bool]]]:
     """One way of sharing alone; and each way that is taken left out, each that is not put in."""
     ranks = layout.num_ranks
+    if ranks == 1:
+        return
     mine = layout.data, layout.tensor, layout.pipeline
     if mine != (ranks, 1, 1) or layout.state_stage:
         yield _BATCH, f"alone, among {ranks} ranks", lambda x: x.data == ranks and not x.state_stage

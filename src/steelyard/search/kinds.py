@@ -42,8 +42,17 @@ def sets_again(
 
 
 def _inside(graph: Graph, tally: Tally, blocks: Blocks, again: frozenset[int]) -> Iterator[Spot]:
+    """But for what the block hands on: made again, it would need the block before it made again,
+    and so on to the first."""
     head = f"{blocks.path}.{blocks.first + MIDDLE}"
-    for storage in again:
+    handed_on = {
+        storage
+        for node in graph.nodes
+        if node.path != head and not node.path.startswith(f"{head}.")
+        for name in node.inputs
+        for storage in graph.storages_of(name)
+    }
+    for storage in again - handed_on:
         spot = spot_of(graph, graph.by_name[tally.value_on[storage]])
         if spot is not None and (spot.module == head or spot.module.startswith(f"{head}.")):
             yield replace(spot, module=spot.module[len(head) + 1 :])

@@ -6,7 +6,7 @@ again) in each stage, and of blocks in each stage. Not for which kinds there are
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -18,11 +18,12 @@ _NEVER = float("inf")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What one block of it takes for one micro-batch, and keeps of each that is under way;
-    ``again_bytes`` are there once, while it is computed again."""
+    ``again_bytes`` are there once, while it is computed again; ``far_bytes`` are kept elsewhere."""
 
     seconds: float
     kept_bytes: float
     again_bytes: int = 0
+    far_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +34,59 @@ class Mix:
     seconds: float
 
 
-def mixed(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> Mix | None:
-    """The fastest of one kind or of two; None where none leaves the blocks room."""
+def mixed(
+    kinds: Sequence[Kind], num_blocks: int, room_bytes: float, far_room_bytes: float = _NEVER
+) -> Mix | None:
+    """The fastest of one kind or of two; None where none leaves the blocks room. Where not all that
+    could be kept elsewhere has room there, as many blocks as have, and others of one kind or two.
+    """
     if not num_blocks:
-        return _mix(kinds, {}) if room_bytes >= 0 else None
+        return _mix(kinds, {}) if min(room_bytes, far_room_bytes) >= 0 else None
+    near = [index for index, kind in enumerate(kinds) if not kind.far_bytes]
+    found = _of_two(kinds, range(len(kinds)), num_blocks, room_bytes)
+    if num_blocks * max(kind.far_bytes for kind in kinds) > far_room_bytes:
+        if far_room_bytes < 0:
+            return None
+        found = _of_two(kinds, near, num_blocks, room_bytes)
+        for index, kind in enumerate(kinds):
+            count = int(far_room_bytes // kind.far_bytes) if kind.far_bytes else 0
+            if count > 0:
+                found += _beside(kinds, near, index, min(count, num_blocks), num_blocks, room_bytes)
+    return min(found, key=lambda mix: mix.seconds, default=None)
+
+
+def _beside(
+    kinds: Sequence[Kind],
+    near: Sequence[int],
+    far: int,
+    count: int,
+    num_blocks: int,
+    room_bytes: float,
+) -> list[Mix]:
+    """So many of one kind that is kept elsewhere, and all others of those that are not."""
+    kind = kinds[far]
+    if count == num_blocks:
+        return _of_two(kinds, [far], num_blocks, room_bytes)
+    least = [replace(k, again_bytes=max(k.again_bytes, kind.again_bytes)) for k in kinds]
+    rest = _of_two(least, near, num_blocks - count, room_bytes - count * kind.kept_bytes)
+    return [
+        Mix(
+            counts=tuple(n + count * (i == far) for i, n in enumerate(mix.counts)),
+            seconds=mix.seconds + count * kind.seconds,
+        )
+        for mix in rest
+    ]
+
+
+def _of_two(
+    kinds: Sequence[Kind], chosen: Sequence[int], num_blocks: int, room_bytes: float
+) -> list[Mix]:
     found: list[Mix] = []
-    for index, kind in enumerate(kinds):
+    for index in chosen:
+        kind = kinds[index]
         if num_blocks * kind.kept_bytes + kind.again_bytes <= room_bytes:
             found.append(_mix(kinds, {index: num_blocks}))
-    for one, other in combinations(range(len(kinds)), 2):
+    for one, other in combinations(chosen, 2):
         lean, wide = sorted((one, other), key=lambda i: kinds[i].kept_bytes)
         between = kinds[wide].kept_bytes - kinds[lean].kept_bytes
         if between <= 0:
@@ -50,14 +95,14 @@ def mixed(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> Mix | No
         wider = int((room - num_blocks * kinds[lean].kept_bytes) // between)
         if 0 < wider < num_blocks:
             found.append(_mix(kinds, {lean: num_blocks - wider, wide: wider}))
-    return min(found, key=lambda mix: mix.seconds, default=None)
+    return found
 
 
 def least_seconds(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> float:
     """No whole numbers of blocks take less, in so much room; infinite where they have too little.
 
-    As if blocks could be of two kinds each. Whatever they are of, one of their kinds needs most
-    room to be computed again, and has it.
+    As if blocks could be of two kinds each, and anything had room elsewhere. Whatever they are of,
+    one of their kinds needs most room to be computed again, and has it.
     """
     if not num_blocks:
         return 0.0 if room_bytes >= 0 else _NEVER

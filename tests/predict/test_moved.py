@@ -1,0 +1,55 @@
+"""What a block keeps, in the memory of the host: beside computing, as far as that lasts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.core.link import Link
+from steelyard.predict.moved import moved
+from steelyard.predict.sections import Section
+
+_BLOCK = Section(
+    forward_seconds=1.0,
+    backward_seconds=2.0,
+    again_seconds=0.0,
+    exchange_seconds=0.25,
+    exchanged_bytes=10,
+    flops=7,
+    kept_bytes=1000,
+    again_bytes=0,
+    peak_bytes=1500,
+    parameters=(("w", 3),),
+)
+
+
+def _link(rate: float) -> Link:
+    return Link(kind="host", latency_seconds=0.0, bytes_per_second=rate)
+
+
+@pytest.mark.parametrize(
+    ("rate", "forward", "backward"),
+    [(4000.0, 1.0, 2.0), (1000.0, 1.0, 2.0), (800.0, 1.25, 2.0), (250.0, 4.0, 4.0)],
+)
+def test_only_what_outlasts_a_pass_is_waited_for(
+    rate: float, forward: float, backward: float
+) -> None:
+    found = moved(_BLOCK, _link(rate))
+    assert (found.forward_seconds, found.backward_seconds) == (forward, backward)
+    waited = found.seconds - _BLOCK.seconds
+    assert found.exchange_seconds == pytest.approx(_BLOCK.exchange_seconds + waited)
+
+
+def test_it_is_held_there_and_two_blocks_of_it_are_here() -> None:
+    found = moved(replace(_BLOCK, again_bytes=100), _link(1000.0))
+    assert found.kept_bytes == 0
+    assert found.far_bytes == 1000
+    assert found.again_bytes == 100 + 2 * 1000
+    assert found.exchanged_bytes == 10 + 2 * 1000
+    assert (found.flops, found.parameters) == (_BLOCK.flops, _BLOCK.parameters)
+
+
+def test_the_longer_way_back_hides_behind_what_is_computed_again() -> None:
+    again = replace(_BLOCK, again_seconds=1.0)
+    assert moved(again, _link(1000 / 3)).backward_seconds == pytest.approx(2.0)
