@@ -282,7 +282,8 @@ class _Gradient:
     def __call__(self, value: torch.Tensor) -> None:
         before = self._parameter.grad
         if before is None:
-            self._parameter.grad = value
+            # A view holds what it is a view of, also when `_Sum` has laid it on other memory.
+            self._parameter.grad = value.detach()
         else:
             before.add_(value)
 

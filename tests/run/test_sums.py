@@ -1,0 +1,33 @@
+"""What ranks sum up is laid where a rank's own gradient was; what that lay on is free then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steelyard.measure.meter import meter_once
+from steelyard.run.bind import _Gradient, _Sum
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_a_gradient_lay_on_is_free_once_ranks_have_summed_up(turned: bool) -> None:
+    """Also where the backward pass gave a view of what it made."""
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    nbytes = 64 * 64 * 4
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            own = torch.ones(64, 64)
+            _Gradient(parameter)(own.t() if turned else own)
+            del own
+            held = parameter.grad
+            summed = torch.full((64 * 64,), 2.0)
+            _Sum(parameter)(summed.view(64, 64))
+        assert held is parameter.grad
+        return summed
+
+    metered = meter_once(step)
+    assert torch.equal(parameter.grad, torch.full((64, 64), 2.0))
+    assert metered.peak_bytes == 2 * nbytes
+    assert metered.left_bytes == nbytes
