@@ -215,3 +215,21 @@ def test_operators_are_priced_by_the_peak_of_what_they_give() -> None:
     with pytest.raises(BadInput, match="float16 is not known"):
         apart.flops_in("float16")
     assert DEVICES[0].flops_in("bfloat16") == 2e12, "nothing is told apart"
+
+
+def test_the_first_devices_cost_what_they_are_of() -> None:
+    quick, slow = (
+        Device(
+            kind=kind, flops_per_second=1, bytes_per_second=1, memory_bytes=1, usd_per_hour=price
+        )
+        for kind, price in (("quick", 4.0), ("slow", 1.0))
+    )
+    node = Scope(name="node", members=(member(quick, 2, LINK), member(slow, 2, LINK)))
+    hired = Scope(name="hired", members=(member(slow, 4, LINK),), own_usd_per_hour=6.0)
+    whole = Scope(name="whole", members=(member(node, 2, LINK), member(hired, 1, LINK)))
+    costs = [whole.usd_per_hour_of(n) for n in range(1, 13)]
+    assert costs == [4, 8, 9, 10, 14, 18, 19, 20, 21.5, 23, 24.5, 26]
+    assert costs[-1] == whole.usd_per_hour
+    free = Device(kind="f", flops_per_second=1, bytes_per_second=1, memory_bytes=1)
+    some = Scope(name="some", members=(member(quick, 1, LINK), member(free, 1, LINK)))
+    assert [some.usd_per_hour_of(n) for n in (1, 2)] == [4, None]

@@ -105,9 +105,8 @@ def _run(where: Elsewhere, search: DeepSearch, devices: int, samples: int | None
     seconds = laid.step.step_seconds
     each = search.num_samples
     hours = None if samples is None else samples / each * seconds / 3600
-    whole = where.request.cluster.tree
-    price = whole.usd_per_hour
-    usd = None if price is None or hours is None else hours * price * devices / whole.num_devices
+    price = where.request.cluster.tree.usd_per_hour_of(devices)
+    usd = None if price is None or hours is None else hours * price
     return Run(layout=_said(laid), samples=each, step_seconds=seconds, hours=hours, usd=usd)
 
 

@@ -71,6 +71,27 @@ class Scope:
         known = [price * count for price, count in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
+    def usd_per_hour_of(self, num_devices: int) -> float | None:
+        """Of so many devices from the first on; of a scope with a price of its own, their share."""
+        if self.own_usd_per_hour is not None:
+            return self.own_usd_per_hour * num_devices / self.num_devices
+        found, left = 0.0, num_devices
+        for member in self.members:
+            if not left:
+                break
+            taken = min(left, member.num_devices)
+            left -= taken
+            whole, rest = divmod(taken, member.num_devices // member.count)
+            prices = [(member.of.usd_per_hour, whole)]
+            if rest:
+                assert isinstance(member.of, Scope), "a device is whole"
+                prices.append((member.of.usd_per_hour_of(rest), 1))
+            for price, count in prices:
+                if count and price is None:
+                    return None
+                found += count * (price or 0.0)
+        return found
+
     @property
     def identity(self) -> str:
         """What makes plans differ: all but the names of scopes and what they cost to hire."""
