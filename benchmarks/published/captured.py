@@ -63,7 +63,7 @@ def _along_the_sequence(graph: Graph) -> dict[str, Placement]:
     for node in graph.forward():
         _, _, inside = node.path.removeprefix(f"{BLOCKS}.").partition(".")
         if node.path.startswith(f"{BLOCKS}.") and not inside and node.op == "aten.add.Tensor":
-            found[node.name] = Shard(1)
+            found[node.name] = Shard(0)
         elif inside in ("norm1", "norm2") and node.is_getitem and node.args[1] == 0:
             found[node.name] = REPLICATE
     return found

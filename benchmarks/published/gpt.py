@@ -1,7 +1,9 @@
 """A GPT from its public parameters and on the meta device, as Megatron-LM and others train it.
 
 Learned positions, attention in a module of its own (``core``, what selective recomputation computes
-again), dropout, and a head that is the table of the embedding. Not for running: it has no values.
+again), dropout, and a head that is the table of the embedding. What goes from block to block has
+the sequence in front, as Megatron-LM lays it, so that neither attention nor a part of the sequence
+needs a copy. Not for running: it has no values.
 """
 
 from dataclasses import dataclass
@@ -57,12 +59,12 @@ class Attention(nn.Module):
         self.core = Core(shape)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        batch, sequence, hidden = x.shape
+        sequence, batch, hidden = x.shape
         q, k, v = (
-            linear(x).view(batch, sequence, self.heads, -1).transpose(1, 2)
+            linear(x).view(sequence, batch, self.heads, -1).permute(1, 2, 0, 3)
             for linear in (self.query, self.key, self.value)
         )
-        mixed = self.core(q, k, v, mask).transpose(1, 2).reshape(batch, sequence, hidden)
+        mixed = self.core(q, k, v, mask).permute(2, 0, 1, 3).reshape(sequence, batch, hidden)
         out: Tensor = self.out(mixed)
         return out
 
@@ -96,7 +98,7 @@ class GPT(nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.table(tokens) + self.positions.weight)
+        x = self.dropout((self.table(tokens) + self.positions.weight).transpose(0, 1).contiguous())
         for block in self.blocks:
             x = block(x, self.mask)
         return functional.linear(self.norm(x), self.table.weight)
@@ -104,4 +106,4 @@ class GPT(nn.Module):
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     tokens, targets = batch
-    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.t().flatten())

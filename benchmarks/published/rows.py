@@ -44,6 +44,9 @@ class Row:
     step_seconds: float
     peak_bytes: float = 0.0
     outside: bool = False
+    # What a printed peak has in it besides what the allocator gave out, in words; rows that say the
+    # same share one figure for it, fitted where ``table`` has others than those that are scored.
+    beside: str = ""
 
     @property
     def rate(self) -> float:
@@ -59,6 +62,11 @@ def predicted(row: Row, stack: Stack) -> DeepStep:
         num_blocks=row.num_blocks,
         stack=stack,
     )
+
+
+def peak_bytes(row: Row) -> int:
+    """Of the fullest rank."""
+    return predicted(row, row.stack).peak_bytes
 
 
 def block_of(row: Row, stack: Stack) -> Section:

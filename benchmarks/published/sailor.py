@@ -86,6 +86,8 @@ def _row(line: dict[str, str]) -> Row:
         alike="",
         step_seconds=float(line["step_seconds"]),
         peak_bytes=float(line["peak_bytes"]),
+        # get_total_used_mem in deepspeed/pipe_engine.py of eth-easl/sailor.
+        beside="all that nvidia-smi says is used",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.published.rows import Row, naive_seconds, predicted, reaching
 
-_SHARES = tuple(s / 100 for s in range(50, 101, 5))
+_SHARES = tuple(s / 100 for s in range(25, 101, 5))
 _CALL_SECONDS = (2.5e-6, 5e-6, 10e-6, 20e-6, 30e-6, 40e-6)
 
 

@@ -77,6 +77,7 @@ def _row(line: dict[str, str]) -> Row:
         step_seconds=_seconds(line, shape, batch, ranks),
         outside=not is_titan,
         peak_bytes=float(line["peak_gib"] or 0) * 2**30,
+        beside=f"what the allocator had reserved, {line['software']}",
     )
 
 

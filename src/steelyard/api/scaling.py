@@ -111,12 +111,15 @@ def _run(where: Elsewhere, search: DeepSearch, devices: int, samples: int | None
 
 
 def _said(laid: Laid) -> str:
-    """``d64 t8 p2``: data, tensor and pipeline degrees; ``z3`` where states are in shares."""
+    """``d64 t8 p2``: data, tensor and pipeline degrees; ``z3`` where states are in shares, ``host``
+    where something lies in the memory of the hosts."""
     layout = laid.layout
     degrees = (("d", layout.data), ("t", layout.tensor), ("p", layout.pipeline))
     said = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
     if layout.state_stage:
         said.append(f"z{layout.state_stage}")
+    if layout.far_states or any(fate.moved for stage in laid.stages for fate, _ in stage):
+        said.append("host")
     return " ".join(said) or "1"
 
 

@@ -24,8 +24,12 @@ def kernel_seconds(kernel: Kernel, costs: Costs, stack: Stack | None) -> float:
     if stack is None:
         return sum(costs.seconds(node).value for node in kernel.nodes)
     device, node = costs.device, kernel.nodes[0]
+    if node.waits_for:
+        return 0.0  # one stream waits for another
     bandwidth = stack.bandwidth_share * device.bytes_per_second
     calling = device.call_seconds if stack.call_seconds is None else stack.call_seconds
+    if node.collective is not None:
+        return calling  # what it reads and writes is in what its link takes
     seconds = calling + (kernel.moved_bytes + _passing_bytes(node)) / bandwidth
     if not node.flops:
         return seconds

@@ -217,6 +217,8 @@ def _why_not(
     else:
         leanest = search.leanest_bytes(ranks, fits=fits)
         reason = "no such layout divides the batch and the blocks"
+        if label.startswith(_IN_SHARES[2]):
+            reason = f"is weighed for one micro-batch a rank alone, and {reason}"
         if leanest is not None:
             held = max(leanest, limit_bytes + 1)
             reason = f"holds ~{format_bytes(held)} at least, {format_bytes(limit_bytes)} is allowed"
