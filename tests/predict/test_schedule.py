@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.schedule import Order, Work, actions_of, awaited_in
 from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
-from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, StageCost, replay
+from steelyard.predict.schedule import GIVE_GRADIENTS, Common, Replay, StageCost, replay
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
 _PER_RANK = {"GPipe": 1, "1F1B": 1}
@@ -132,6 +133,25 @@ def test_in_the_end_only_gradients_and_what_was_sent_are_left(schedule: str) -> 
         ways = sum((s + step) in away for s in stages for step in (1, -1))
         sent = 3 * (ways * 8 if order.holds_sends else ways + 1)
         assert r.held_bytes <= kept + 10 + 7 * len(stages) + sent, r
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_two_stages_of_one_rank_keep_is_there_once(schedule: str) -> None:
+    """And until the later of both has done with it; on two ranks each has its own."""
+    order = _order(schedule, 2, 8)
+    plain = [_cost(1, 1, 1)] * order.num_stages
+    apart = _equal(order)
+    folded = schedule in ("ZBVZeroBubble", "DualPipeV")
+    for for_weights, before in itertools.product((False, True), repeat=2):
+        common = (Common(nbytes=40, for_weights=for_weights, for_weights_before=before),)
+        found = replay(order, [replace(cost, common=common) for cost in plain])
+        for rank, (one, other) in enumerate(zip(apart.ranks, found.ranks, strict=True)):
+            less = [a.held_bytes - b.held_bytes for a, b in zip(one, other, strict=True)]
+            # Once less of each micro-batch that both stages of a rank have under way.
+            assert {own % 40 for own in less} == {0}
+            assert min(less) >= 0
+            assert (max(less) > 0) == (folded and rank == 1)
+            assert less[-1] <= 40
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

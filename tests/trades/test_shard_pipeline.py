@@ -287,6 +287,17 @@ def test_every_line_of_the_step_is_carried_out_once() -> None:
     assert gelus == 8
 
 
+def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
+    """A norm gives gradients of its input and of its weights in one; the former is read at once."""
+    rules = rules_for(["blocks.0", "blocks.1", "blocks.2"], schedule="ZBVZeroBubble", ranks=2)
+    program = struck(*rules)
+    assert program.pipeline is not None
+    stages = program.pipeline.stages
+    nodes = [stages.graph.by_name[n] for s in stages.stages for n in s.kept_between]
+    assert any(node.is_getitem for node in nodes)
+    assert not [node.op for node in nodes if len(node.outputs) > 1]
+
+
 def test_layers_in_two_halves_take_about_half_each() -> None:
     whole, halves = predict(plain(), costs()), predict(stages("blocks.1"), costs())
     assert halves.quad.step_seconds.value < 0.75 * whole.quad.step_seconds.value

@@ -315,6 +315,11 @@ def _stage(graph: Graph, places: _Places, index: int) -> Stage:
     kept = reads.kept(index)
     first = _part_of(graph, places, mine, _carried([*sends, *kept], mine, _own(graph, mine)))
     hurried = _ancestors(graph, [n for n in sends_back if n in back], within=set(back))
+    for name in back:
+        # One result of several by itself: all of them would stay for it.
+        node = graph.by_name[name]
+        if node.is_getitem and hurried.issuperset(node.inputs):
+            hurried.add(name)
     later = [n for n in back if n not in hurried]
     wanted = {i for n in later for i in graph.by_name[n].inputs} | {o.node for o in gradients}
     given = {*hurried, *reads.crossing_back(index), *kept}

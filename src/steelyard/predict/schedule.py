@@ -12,16 +12,28 @@ GIVE_GRADIENTS = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What a stage keeps and the one before it keeps, too; whether each does for the second part of
+    its backward pass."""
+
+    nbytes: int
+    for_weights: bool
+    for_weights_before: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """One micro-batch in one stage. A backward pass in two parts need not take what the whole does.
 
     ``send_seconds`` and ``send_bytes`` are of its activations to the next stage, ``send_back_...``
     of gradients to the one before; of these bytes, ``send_kept_bytes`` and ``send_back_kept_bytes``
-    are among those that stay for a later pass. ``kept_bytes`` stay from the forward pass to the
+    are among those that stay for a later pass, and ``send_kept_on_bytes`` of the former until the
+    second part of the backward pass. ``kept_bytes`` stay from the forward pass to the
     backward, ``kept_between_bytes`` between the latter's two parts, of which ``kept_on_bytes`` are
     among those kept before; ``working_bytes`` are there besides while it works, and
     ``gradient_bytes`` from the first gradients on: these stay where they were made, which is among
-    ``first_bytes``, in place of ``working_bytes`` that once.
+    ``first_bytes``, in place of ``working_bytes`` that once. ``common`` is among ``kept_bytes``,
+    and there once where both stages lie on one rank.
     """
 
     seconds: dict[Work, float]
@@ -30,6 +42,7 @@ class StageCost:
     send_bytes: int = 0
     send_back_bytes: int = 0
     send_kept_bytes: int = 0
+    send_kept_on_bytes: int = 0
     send_back_kept_bytes: int = 0
     kept_bytes: int = 0
     kept_between_bytes: int = 0
@@ -37,6 +50,7 @@ class StageCost:
     working_bytes: dict[Work, int] = field(default_factory=dict)
     first_bytes: dict[Work, int] = field(default_factory=dict)
     gradient_bytes: int = 0
+    common: tuple[Common, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +176,14 @@ class _Held:
         self._nbytes = 0
         self._with_gradients: set[int] = set()
         self._on_its_way: dict[tuple[int, bool], int] = {}
+        self._let_go: set[tuple[int, int, int]] = set()
 
     def during(self, action: Action, awaited: Sequence[Action] = ()) -> int:
         """While this action works; what it reads is let go of when it is done."""
         cost, work = self._stages[action.stage], action.work
         is_first = work in GIVE_GRADIENTS and action.stage not in self._with_gradients
         self._nbytes += {
-            Work.FORWARD: cost.kept_bytes,
+            Work.FORWARD: cost.kept_bytes - self._there_already(action.stage),
             Work.BACK_TO_INPUTS: cost.kept_between_bytes - cost.kept_on_bytes,
         }.get(work, 0)
         working = cost.first_bytes if is_first else cost.working_bytes
@@ -181,7 +196,7 @@ class _Held:
             Work.BACK_TO_INPUTS: cost.kept_bytes - cost.kept_on_bytes,
             Work.BACK_TO_WEIGHTS: cost.kept_between_bytes,
         }.get(work, 0)
-        self._nbytes += self._still_on_its_way(action)
+        self._nbytes += self._still_on_its_way(action) + self._still_in_common(action)
         if sent := self._sent_bytes(action):
             self._nbytes += sent
             key = action.stage, work is Work.FORWARD
@@ -214,14 +229,36 @@ class _Held:
     def _still_on_its_way(self, action: Action) -> int:
         """What this rank no longer needs, and its sends still hold: until the step ends, or (1F1B)
         till others go the same way, as by then they have, but for the first."""
-        cost = self._stages[action.stage]
-        match action.work:
-            case Work.BACKWARD | Work.BACK_TO_INPUTS if self._crosses(action.stage, 1):
-                is_held = self._holds_sends or action.micro_batch == 0
-                return cost.send_kept_bytes if is_held else 0
-            case Work.BACK_TO_WEIGHTS if self._crosses(action.stage, -1):
-                return cost.send_back_kept_bytes if self._holds_sends else 0
-        return 0
+        cost, found = self._stages[action.stage], 0
+        if self._crosses(action.stage, 1) and (self._holds_sends or action.micro_batch == 0):
+            found += {
+                Work.BACKWARD: cost.send_kept_bytes,
+                Work.BACK_TO_INPUTS: cost.send_kept_bytes - cost.send_kept_on_bytes,
+                Work.BACK_TO_WEIGHTS: cost.send_kept_on_bytes,
+            }.get(action.work, 0)
+        if self._crosses(action.stage, -1) and self._holds_sends:
+            found += {Work.BACK_TO_WEIGHTS: cost.send_back_kept_bytes}.get(action.work, 0)
+        return found
+
+    def _there_already(self, stage: int) -> int:
+        if stage == 0 or self._crosses(stage, -1):
+            return 0
+        return sum(each.nbytes for each in self._stages[stage].common)
+
+    def _still_in_common(self, action: Action) -> int:
+        """What this stage lets go of, and its neighbour on this rank does not yet."""
+        found = 0
+        for stage, is_before in ((action.stage, False), (action.stage + 1, True)):
+            if not 0 < stage < len(self._stages) or self._crosses(stage, -1):
+                continue
+            for place, each in enumerate(self._stages[stage].common):
+                later = each.for_weights_before if is_before else each.for_weights
+                last = Work.BACK_TO_WEIGHTS if later else Work.BACK_TO_INPUTS
+                key = stage, action.micro_batch, place
+                if action.work in (Work.BACKWARD, last) and key not in self._let_go:
+                    self._let_go.add(key)
+                    found += each.nbytes
+        return found
 
     def _crosses(self, stage: int, step: int) -> bool:
         here = self._rank_of[stage]

@@ -12,7 +12,7 @@ from steelyard.core.program import Program
 from steelyard.core.schedule import Work
 from steelyard.core.stages import Stage
 from steelyard.predict.liveness import liveness
-from steelyard.predict.schedule import GIVE_GRADIENTS, StageCost
+from steelyard.predict.schedule import GIVE_GRADIENTS, Common, StageCost
 
 # Of what a stage does in one action.
 Seconds = Callable[[Graph], float]
@@ -60,6 +60,9 @@ def stage_cost(stage: Stage, graph: Graph, costs: Costs) -> StageCost:
         send_bytes=sent,
         send_back_bytes=sent_back,
         send_kept_bytes=_nbytes(graph, _on(graph, _sent_as_is(graph, stage.sends)) & kept),
+        send_kept_on_bytes=_nbytes(
+            graph, _on(graph, _sent_as_is(graph, stage.sends)) & kept & between
+        ),
         send_back_kept_bytes=_nbytes(
             graph, _on(graph, _sent_as_is(graph, stage.sends_back)) & between
         ),
@@ -80,6 +83,19 @@ def stage_cost(stage: Stage, graph: Graph, costs: Costs) -> StageCost:
         cost, stage, graph, handing=lambda _: 0.0,
         seconds=lambda part: sum(costs.seconds(n).value for n in part.nodes if not n.is_input),
     )  # fmt: skip
+
+
+def in_common(graph: Graph, before: Stage, stage: Stage) -> tuple[Common, ...]:
+    """What both keep of the forward pass."""
+    between, between_before = _on(graph, stage.kept_between), _on(graph, before.kept_between)
+    return tuple(
+        Common(
+            nbytes=graph.storages[storage].nbytes,
+            for_weights=storage in between,
+            for_weights_before=storage in between_before,
+        )
+        for storage in sorted(_on(graph, stage.kept) & _on(graph, before.kept))
+    )
 
 
 def _on(graph: Graph, names: Iterable[str]) -> set[int]:
