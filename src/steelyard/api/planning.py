@@ -231,10 +231,10 @@ def load(
 
             where = Elsewhere(request=request)
             if cut(model) is not None or where.made_for().graph == made_for.graph:
-                check_made_for(decisions, where.made_for())
+                _check_made_for(decisions, where.made_for())
                 return where.read(decisions)
     look = request.looked_at()
-    check_made_for(decisions, look.made_for())
+    _check_made_for(decisions, look.made_for())
     return _replanned(look, decisions)
 
 
@@ -500,7 +500,7 @@ def _check_cluster(decisions: Decisions, cluster: Cluster) -> None:
         )
 
 
-def check_made_for(decisions: Decisions, ours: MadeFor) -> None:
+def _check_made_for(decisions: Decisions, ours: MadeFor) -> None:
     theirs = decisions.made_for
     if ours.model != theirs.model:
         raise Mismatch(
