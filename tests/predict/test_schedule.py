@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.schedule import Order, Work, actions_of, awaited_in
 from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
-from steelyard.predict.schedule import GIVE_GRADIENTS, Common, Replay, StageCost, replay
+from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, StageCost, replay
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
 _PER_RANK = {"GPipe": 1, "1F1B": 1}
@@ -36,10 +36,10 @@ def _cost(forward: float, to_inputs: float, to_weights: float, *, sent: float = 
         },
         send_seconds=sent,
         send_back_seconds=sent,
-        send_bytes=3,
-        send_back_bytes=3,
-        kept_bytes=100,
-        kept_between_bytes=60,
+        sends={"on": 3},
+        sends_back={"back": 3},
+        kept={"kept": 100},
+        kept_between={"between": 60},
         working_bytes=dict.fromkeys(Work, 10),
         first_bytes=dict.fromkeys(GIVE_GRADIENTS, 10 + 7),
         gradient_bytes=7,
@@ -139,19 +139,53 @@ def test_in_the_end_only_gradients_and_what_was_sent_are_left(schedule: str) -> 
 def test_what_two_stages_of_one_rank_keep_is_there_once(schedule: str) -> None:
     """And until the later of both has done with it; on two ranks each has its own."""
     order = _order(schedule, 2, 8)
-    plain = [_cost(1, 1, 1)] * order.num_stages
-    apart = _equal(order)
     folded = schedule in ("ZBVZeroBubble", "DualPipeV")
-    for for_weights, before in itertools.product((False, True), repeat=2):
-        common = (Common(nbytes=40, for_weights=for_weights, for_weights_before=before),)
-        found = replay(order, [replace(cost, common=common) for cost in plain])
-        for rank, (one, other) in enumerate(zip(apart.ranks, found.ranks, strict=True)):
+    for for_weights in (False, True):
+        found = []
+        for same in (True, False):
+            # Each stage keeps 40 bytes besides, of a value that all have in common or of its own.
+            more = [{"all's" if same else f"{s}'s": 40} for s in range(order.num_stages)]
+            found.append(
+                replay(
+                    order,
+                    [
+                        replace(
+                            _cost(1, 1, 1),
+                            kept={f"{s}": 100} | each,
+                            kept_between={f"{s} between": 60} | (each if for_weights else {}),
+                        )
+                        for s, each in enumerate(more)
+                    ],
+                )
+            )
+        once, twice = found
+        for rank, (one, other) in enumerate(zip(twice.ranks, once.ranks, strict=True)):
             less = [a.held_bytes - b.held_bytes for a, b in zip(one, other, strict=True)]
             # Once less of each micro-batch that both stages of a rank have under way.
             assert {own % 40 for own in less} == {0}
             assert min(less) >= 0
             assert (max(less) > 0) == (folded and rank == 1)
             assert less[-1] <= 40
+
+
+def test_what_is_sent_on_and_kept_and_handed_back_is_there_once() -> None:
+    """Rank 1 of a pipeline that folds: stages 1 and 2 keep one value that 2 also sends to 3."""
+    order = _order("ZBVZeroBubble", 2, 8)
+    value = {"value": 50}
+    stages = [
+        replace(_cost(1, 1, 1), kept={f"{s}": 100}, sends=value if s == 2 else {}, sends_back={})
+        for s in range(4)
+    ]
+    sending = replay(order, stages).ranks[1]
+    stages[1] = replace(stages[1], kept={"1": 100} | value)
+    stages[2] = replace(stages[2], kept={"2": 100} | value, receives=value)
+    keeping = replay(order, stages).ranks[1]
+    sent = 0
+    for plain, other in zip(sending, keeping, strict=True):
+        # Of the micro-batches that stage 2 has sent the value stays anyway.
+        assert other.held_bytes - plain.held_bytes <= 50 * (8 - sent)
+        sent += str(plain.action).startswith("2F")
+    assert sending[-1].held_bytes == keeping[-1].held_bytes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
@@ -25,7 +24,7 @@ from steelyard.predict.liveness import liveness
 from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 from steelyard.predict.stage_rank import RankBytes, told
 from steelyard.predict.stage_sums import Sums
-from steelyard.predict.stages import in_common, parts_of, stage_cost, timed
+from steelyard.predict.stages import parts_of, stage_cost, timed
 from steelyard.predict.timeline import Pick, Playing, durations, high, low, play, value
 
 # What a predicted peak of a pipeline may miss by: benchmarks/live.py found up to 4 %.
@@ -44,9 +43,6 @@ class Pipelined:
         self._graph, self._stages = pipeline.stages.graph, pipeline.stages.stages
         self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
         self._stage_costs = [stage_cost(s, self._graph, costs) for s in self._stages]
-        for number, (before, stage) in enumerate(pairwise(self._stages), 1):
-            common = in_common(self._graph, before, stage)
-            self._stage_costs[number] = replace(self._stage_costs[number], common=common)
         # Ranks of one pipeline are as far apart as can be.
         self._stride = program.layout.num_ranks // program.layout.pipeline
         self._programs: dict[Graph, Program] = {}
@@ -299,15 +295,15 @@ class Pipelined:
         """Each edge from one rank to another: the sender, the seconds, the bytes of a value."""
         found = []
         last = len(self._stages) - 1
-        for cost, stage in zip(self._stage_costs, self._stages, strict=True):
+        for stage in self._stages:
             index, rank = stage.index, self._rank_of[stage.index]
-            for names, other, nbytes in (
-                (stage.sends, min(index + 1, last), cost.send_bytes),
-                (stage.sends_back, max(index - 1, 0), cost.send_back_bytes),
+            for names, other in (
+                (stage.sends, min(index + 1, last)),
+                (stage.sends_back, max(index - 1, 0)),
             ):
                 if names and self._rank_of[other] != rank:
                     sizes = [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
-                    found.append(((rank, self._handing(sizes, value)), nbytes))
+                    found.append(((rank, self._handing(sizes, value)), sum(sizes)))
         return found
 
     @cached_property

@@ -3,54 +3,44 @@
 The table is torch's own, so that no formula of a schedule is needed. Not for choosing one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from steelyard.core.schedule import Action, Order, Work
 
 GIVE_GRADIENTS = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Common:
-    """What a stage keeps and the one before it keeps, too; whether each does for the second part of
-    its backward pass."""
-
-    nbytes: int
-    for_weights: bool
-    for_weights_before: bool
+# What a stage holds of one micro-batch: the bytes of each storage, by its number, or by the name of
+# the value of which a copy is sent.
+Values = Mapping[int | str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """One micro-batch in one stage. A backward pass in two parts need not take what the whole does.
 
-    ``send_seconds`` and ``send_bytes`` are of its activations to the next stage, ``send_back_...``
-    of gradients to the one before; of these bytes, ``send_kept_bytes`` and ``send_back_kept_bytes``
-    are among those that stay for a later pass, and ``send_kept_on_bytes`` of the former until the
-    second part of the backward pass. ``kept_bytes`` stay from the forward pass to the
-    backward, ``kept_between_bytes`` between the latter's two parts, of which ``kept_on_bytes`` are
-    among those kept before; ``working_bytes`` are there besides while it works, and
-    ``gradient_bytes`` from the first gradients on: these stay where they were made, which is among
-    ``first_bytes``, in place of ``working_bytes`` that once. ``common`` is among ``kept_bytes``,
-    and there once where both stages lie on one rank.
+    ``sends`` and ``sends_back`` are what goes to another rank, in ``send_seconds`` and
+    ``send_back_seconds``; between stages of one rank what ``receives`` and ``receives_back`` say is
+    handed on. ``kept`` stays from the forward pass to the backward, ``kept_between`` between the
+    latter's two parts. ``working_bytes`` are there besides while it works, and ``gradient_bytes``
+    from the first gradients on: these stay where they were made, which is among ``first_bytes``, in
+    place of ``working_bytes`` that once.
     """
 
     seconds: dict[Work, float]
     send_seconds: float = 0.0
     send_back_seconds: float = 0.0
-    send_bytes: int = 0
-    send_back_bytes: int = 0
-    send_kept_bytes: int = 0
-    send_kept_on_bytes: int = 0
-    send_back_kept_bytes: int = 0
-    kept_bytes: int = 0
-    kept_between_bytes: int = 0
-    kept_on_bytes: int = 0
+    receives: Values = field(default_factory=dict)
+    receives_back: Values = field(default_factory=dict)
+    sends: Values = field(default_factory=dict)
+    sends_back: Values = field(default_factory=dict)
+    kept: Values = field(default_factory=dict)
+    kept_between: Values = field(default_factory=dict)
     working_bytes: dict[Work, int] = field(default_factory=dict)
     first_bytes: dict[Work, int] = field(default_factory=dict)
     gradient_bytes: int = 0
-    common: tuple[Common, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +156,15 @@ class _Ends:
         return there
 
 
+# Who uses a value: a stage, for what, of which micro-batch.
+_Use = tuple[int, str, int]
+# A value: the first of the stages that have it in common, the micro-batch, and its storage.
+_Value = tuple[int, int, int | str]
+
+
 class _Held:
-    """The bytes that one rank holds as it goes through its actions."""
+    """The bytes that one rank holds as it goes through its actions: each value is there once, and
+    as long as anyone on this rank has a use for it."""
 
     def __init__(self, order: Order, stages: Sequence[StageCost]) -> None:
         self._stages = stages
@@ -175,91 +172,81 @@ class _Held:
         self._holds_sends = order.holds_sends
         self._nbytes = 0
         self._with_gradients: set[int] = set()
-        self._on_its_way: dict[tuple[int, bool], int] = {}
-        self._let_go: set[tuple[int, int, int]] = set()
+        self._used: dict[_Use, Mapping[_Value, int]] = {}
+        self._uses_of: Counter[_Value] = Counter()
 
     def during(self, action: Action, awaited: Sequence[Action] = ()) -> int:
         """While this action works; what it reads is let go of when it is done."""
-        cost, work = self._stages[action.stage], action.work
-        is_first = work in GIVE_GRADIENTS and action.stage not in self._with_gradients
-        self._nbytes += {
-            Work.FORWARD: cost.kept_bytes - self._there_already(action.stage),
-            Work.BACK_TO_INPUTS: cost.kept_between_bytes - cost.kept_on_bytes,
-        }.get(work, 0)
+        stage, work, micro_batch = action.stage, action.work, action.micro_batch
+        cost = self._stages[stage]
+        self._use(_reads(action), action, self._read(action))
+        is_first = work in GIVE_GRADIENTS and stage not in self._with_gradients
         working = cost.first_bytes if is_first else cost.working_bytes
-        meanwhile = self._nbytes + working.get(work, 0) + sum(map(self._room_of, awaited))
+        room = sum(sum(self._read(each).values()) for each in awaited)
+        meanwhile = self._nbytes + working.get(work, 0) + room
         if is_first:
-            self._with_gradients.add(action.stage)
+            self._with_gradients.add(stage)
             self._nbytes += cost.gradient_bytes
-        self._nbytes -= {
-            Work.BACKWARD: cost.kept_bytes,
-            Work.BACK_TO_INPUTS: cost.kept_bytes - cost.kept_on_bytes,
-            Work.BACK_TO_WEIGHTS: cost.kept_between_bytes,
-        }.get(work, 0)
-        self._nbytes += self._still_on_its_way(action) + self._still_in_common(action)
-        if sent := self._sent_bytes(action):
-            self._nbytes += sent
-            key = action.stage, work is Work.FORWARD
-            if not self._holds_sends:
-                # What was sent the same way before is let go of, but for one from before the first
-                # backward pass.
-                self._nbytes -= self._on_its_way.get(key, 0)
-            is_before_all = work is Work.FORWARD and key not in self._on_its_way
-            self._on_its_way[key] = 0 if is_before_all else sent
+        kept, between = (stage, "kept", micro_batch), (stage, "between", micro_batch)
+        match work:
+            case Work.FORWARD:
+                self._use(kept, action, cost.kept)
+            case Work.BACK_TO_INPUTS:
+                self._use(between, action, cost.kept_between)
+        if work is not Work.BACK_TO_WEIGHTS:
+            self._hand_on(action)
+        self._let_go(_reads(action))
+        match work:
+            case Work.BACKWARD | Work.BACK_TO_INPUTS:
+                self._let_go(kept)
+            case Work.BACK_TO_WEIGHTS:
+                self._let_go(between)
         return meanwhile
 
-    def _room_of(self, awaited: Action) -> int:
-        """For the message that this action waits for."""
-        if awaited.work is Work.FORWARD:
-            return self._stages[awaited.stage - 1].send_bytes
-        return self._stages[awaited.stage + 1].send_back_bytes
-
-    def _sent_bytes(self, action: Action) -> int:
-        """What it sends to another rank and does not keep for itself anyway."""
+    def _read(self, action: Action) -> Values:
+        """What this action is handed by another stage."""
         cost = self._stages[action.stage]
         match action.work:
-            case Work.FORWARD if self._crosses(action.stage, 1):
-                return cost.send_bytes - cost.send_kept_bytes
-            case Work.BACKWARD | Work.BACK_TO_INPUTS if self._crosses(action.stage, -1):
-                # A whole backward pass keeps nothing.
-                kept = cost.send_back_kept_bytes if action.work is Work.BACK_TO_INPUTS else 0
-                return cost.send_back_bytes - kept
-        return 0
+            case Work.FORWARD:
+                return cost.receives
+            case Work.BACKWARD | Work.BACK_TO_INPUTS:
+                return cost.receives_back
+        return {}
 
-    def _still_on_its_way(self, action: Action) -> int:
-        """What this rank no longer needs, and its sends still hold: until the step ends, or (1F1B)
-        till others go the same way, as by then they have, but for the first."""
-        cost, found = self._stages[action.stage], 0
-        if self._crosses(action.stage, 1) and (self._holds_sends or action.micro_batch == 0):
-            found += {
-                Work.BACKWARD: cost.send_kept_bytes,
-                Work.BACK_TO_INPUTS: cost.send_kept_bytes - cost.send_kept_on_bytes,
-                Work.BACK_TO_WEIGHTS: cost.send_kept_on_bytes,
-            }.get(action.work, 0)
-        if self._crosses(action.stage, -1) and self._holds_sends:
-            found += {Work.BACK_TO_WEIGHTS: cost.send_back_kept_bytes}.get(action.work, 0)
-        return found
+    def _hand_on(self, action: Action) -> None:
+        """To a stage of this rank, which lets go of it; or to another rank, and then it stays until
+        the step ends, or (1F1B) till others go the same way, but for the first of all."""
+        cost, step = self._stages[action.stage], 1 if action.work is Work.FORWARD else -1
+        to = replace(action, stage=action.stage + step)
+        if to.stage not in self._rank_of:
+            return
+        if self._rank_of[to.stage] == self._rank_of[action.stage]:
+            self._use(_reads(to), to, self._read(to))
+            return
+        way = action.stage, f"sent {step}"
+        is_first_of_all = step == 1 and (*way, 0) not in self._used
+        place = action.micro_batch if self._holds_sends else int(not is_first_of_all)
+        self._let_go((*way, place))
+        self._use((*way, place), action, cost.sends if step == 1 else cost.sends_back)
 
-    def _there_already(self, stage: int) -> int:
-        if stage == 0 or self._crosses(stage, -1):
-            return 0
-        return sum(each.nbytes for each in self._stages[stage].common)
+    def _use(self, use: _Use, action: Action, values: Values) -> None:
+        if use in self._used:
+            return
+        # Stages of one rank that follow on each other have their values in common.
+        first = action.stage
+        while self._rank_of.get(first - 1) == self._rank_of[first]:
+            first -= 1
+        used = {(first, action.micro_batch, key): nbytes for key, nbytes in values.items()}
+        self._nbytes += sum(n for value, n in used.items() if not self._uses_of[value])
+        self._uses_of.update(used.keys())
+        self._used[use] = used
 
-    def _still_in_common(self, action: Action) -> int:
-        """What this stage lets go of, and its neighbour on this rank does not yet."""
-        found = 0
-        for stage, is_before in ((action.stage, False), (action.stage + 1, True)):
-            if not 0 < stage < len(self._stages) or self._crosses(stage, -1):
-                continue
-            for place, each in enumerate(self._stages[stage].common):
-                later = each.for_weights_before if is_before else each.for_weights
-                last = Work.BACK_TO_WEIGHTS if later else Work.BACK_TO_INPUTS
-                key = stage, action.micro_batch, place
-                if action.work in (Work.BACKWARD, last) and key not in self._let_go:
-                    self._let_go.add(key)
-                    found += each.nbytes
-        return found
+    def _let_go(self, use: _Use) -> None:
+        used = self._used.pop(use, {})
+        self._uses_of.subtract(used.keys())
+        self._nbytes -= sum(n for value, n in used.items() if not self._uses_of[value])
 
-    def _crosses(self, stage: int, step: int) -> bool:
-        here = self._rank_of[stage]
-        return self._rank_of.get(stage + step, here) != here
+
+def _reads(action: Action) -> _Use:
+    work = "reads" if action.work is Work.FORWARD else "reads back"
+    return action.stage, work, action.micro_batch
