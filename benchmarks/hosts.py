@@ -29,8 +29,8 @@ FEWEST, MOST = 2, 6
 # A kernel of 250 Hz refills a bucket every 4 ms: one of 64 kB carries 43 % of 1 Gbit/s.
 _BURST_BYTES = 256 << 10
 # A wire lets nothing through at once after it was idle, as a full bucket would: a second one of a
-# few packets, or what a fast link carries in half a millisecond, sees to that.
-_PEAK_SHARE, _PEAK_SECONDS, _PEAK_BYTES = 1.02, 5e-4, 9000
+# few packets sees to that.
+_PEAK_SHARE, _PEAK_SECONDS, _PEAK_BYTES = 1.02, 1.5e-4, 9000
 _QUEUE_MS = 200
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _TOOLS = ("ip", "tc", "setpriv", "unshare", "nsenter")

@@ -223,6 +223,25 @@ def test_op_overload_names_itself_as_namespace_operator_overload(joint: Any) -> 
     assert not isinstance(aten.add, _torch.OpOverload)
 
 
+def test_what_is_compiled_holds_for_all_sizes_whoever_looks_on() -> None:
+    class Looking(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def half(x: torch.Tensor) -> tuple[torch.Tensor]:
+        x.mul_(2)
+        return (x.sum(0) / 4,)
+
+    compiled = _torch.compiled(half, [torch.ones(3, 5)])
+    for shape in ((3, 5), (1, 7), (300, 1)):
+        x = torch.randn(shape)
+        before = x.clone()
+        with Looking(), torch.no_grad():
+            (found,) = compiled(x)
+        assert torch.equal(x, 2 * before)
+        assert torch.allclose(found, before.sum(0) / 2, atol=1e-5)
+
+
 # --- settings while tracing -----------------------------------------------------------------------
 
 

@@ -78,6 +78,7 @@ __all__ = [
     "capture_settings",
     "captured_and_guarded",
     "checkpoints",
+    "compiled",
     "cpp_compiler",
     "cpp_errors",
     "draws",
@@ -552,6 +553,30 @@ def inductor_compiled(
     with V.set_fake_mode(mode):
         graph = joint_graph_passes(graph)
     return compile_fx_inner(graph, list(fakes), is_backward=is_backward)
+
+
+def compiled(
+    function: Callable[..., Any], examples: Sequence[torch.Tensor]
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Inductor's code for a function of tensors, which gives a tuple of them: for all sizes along
+    dims of which ``examples`` have more than one.
+
+    As torch.compile, but without Dynamo: that asks at every call whether anything has changed,
+    gives up after eight answers, and skips for good what it meets while a TorchDispatchMode looks
+    on.
+    """
+    import torch._guards
+    import torch._inductor.config
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad(), below_autograd():
+        table = inductor_decompositions()
+        graph = make_fx(function, table, tracing_mode="symbolic")(*examples)
+        fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        mode = fakes[0].fake_mode
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            run = inductor_compiled(graph, fakes, mode=mode, is_backward=False)
+    return lambda *tensors: tuple(run(list(tensors)))
 
 
 def inductor_lowered(

@@ -19,6 +19,7 @@ from steelyard.core.accuracy import Drift
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
 from steelyard.core.errors import Infeasible
+from steelyard.core.layout import Layout
 from steelyard.core.machine import available_bytes
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
@@ -26,6 +27,7 @@ from steelyard.core.rules import Rule, Spot, matching, spot_of
 from steelyard.core.trade import Left, Refusal
 from steelyard.predict import peak_bytes
 from steelyard.search import Found, Search
+from steelyard.search.coded import CODE_TRADES
 
 if TYPE_CHECKING:
     from steelyard.api.look import Look
@@ -84,7 +86,7 @@ class Lossy:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
             request = self.look.request
             assert request.optimizer is not None
-            request.on_progress(f"probing {STEPS} steps in 8 bits, and without")
+            request.on_progress(f"probing {STEPS} steps in few bits, and without")
             seen = drift(
                 self.look.source,
                 program,
@@ -100,7 +102,9 @@ class Lossy:
     def _exact_twin(self, rules: Sequence[Rule]) -> Program:
         """The plan without its 8 bits, or, to the same bits in less memory, with all that can be
         computed again instead of what waits elsewhere."""
-        kept = [r for r in rules if r.trade not in (QUANTISE, "offload")]
+        kept = [r for r in rules if r.trade not in (QUANTISE, "offload", *CODE_TRADES)]
+        if len(kept) < len(rules) and Layout.of(rules).num_ranks > 1:
+            return self.look.struck(kept)
         before = [r for r in kept if r.trade != "recompute"]
         again = self.look.recomputed(before)
         costs = self.look.prices.costs

@@ -106,6 +106,7 @@ class Step:
             reads=captured.reads,
             rank=program.layout.place(self.ranks.rank, DATA),
             in_stages=self.ranks.in_stages,
+            channels=self.ranks.channels,
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
@@ -342,6 +343,7 @@ def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> in
     code reads; and gradients that are kept from before.
     """
     tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients(), *constants]
+    tensors += live.residuals.tensors
     if live.optimizer is not None:
         for state in live.optimizer.state.values():
             tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]

@@ -13,6 +13,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.api.accuracy import Lossy
+from steelyard.api.coded import with_codes
 from steelyard.api.lowering import find_lowered
 from steelyard.api.pricing import PricedSource, Prices, Progress, dims_of
 from steelyard.capture.optimizer import OptimizerFactory
@@ -229,7 +230,9 @@ class Look:
             found = self.layouts.find(
                 budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
             )
-            return found, found.prediction
+            if self.request.runner != "python" or not self.request.cluster.is_here:
+                return found, found.prediction
+            return with_codes(self, budget, found)
         if self.request.runner == "python" and budget.accuracy_loss:
             return self.lossy.find(budget)
         found = self.search.find(budget)

@@ -456,11 +456,11 @@ def _batch_held(look: Look, rules: Sequence[Rule]) -> Iterator[str]:
 def _lossy(look: Look, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:
     """The program priced; where it is lossy, probed anew if its budget allows any loss."""
     predicted, bound = look.priced(program), decisions.budget.accuracy_loss
-    if not program.coded:
+    if not program.is_lossy:
         return predicted, []
-    kept = (
-        f"{len(program.coded)} value{'s are' if len(program.coded) > 1 else ' is'} kept in 8 bits"
-    )
+    kept = "ranks send gradients in codes"
+    if count := len(program.coded):
+        kept = f"{count} value{'s are' if count > 1 else ' is'} kept in 8 bits"
     if not bound:
         return predicted, [f"does not fit: {kept}, and the accuracy budget is 0"]
     barred = look.lossy.why_not_probed()

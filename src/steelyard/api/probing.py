@@ -1,11 +1,11 @@
-"""What keeping values in 8 bits does to a step: what each value loses, how far losses drift.
+"""What few bits do to a step: what each value loses in 8, how far losses drift, of ranks too.
 
 Runs the captured step, on tensors of its own wherever it writes: the user's model, optimizer,
 gradients, buffers and random state stay as they are. Not for deciding: see accuracy.py.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,10 +20,13 @@ from steelyard.capture.source import StepSource
 from steelyard.core.accuracy import Drift
 from steelyard.core.cluster import Far
 from steelyard.core.graph import Node, Output, OutputKind, Phase, Ref, Role, Storage, Tensor
+from steelyard.core.layout import ALONE, DATA
 from steelyard.core.program import Instruction, Program
 from steelyard.core.waiting import first_late
+from steelyard.exchange.channel import Channel
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
+from steelyard.exchange.together import Together
 from steelyard.run.bind import BatchLayout, BoundProgram, live_tensors, shapes_of
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
@@ -133,7 +136,31 @@ def _share(ours: float, theirs: float) -> float:
 def _losses(
     source: StepSource, program: Program, *, optimizer: OptimizerFactory, far: Far | None
 ) -> list[float]:
-    """Of a twin of the model as it is now, trained on the one batch from one seed."""
+    """Of a twin of the model as it is now, trained on the one batch from one seed; of several
+    ranks, each its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        if program.layout == ALONE:
+            return _trained(source, program, optimizer=optimizer, far=far, channels={}, rank=0)
+        together = Together(program.layout.num_ranks)
+        channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
+        losses: list[float] = together.run(
+            lambda rank: _trained(
+                source, program, optimizer=optimizer, far=far, channels=channels[rank], rank=rank
+            )
+        )[0]
+        return losses
+
+
+def _trained(
+    source: StepSource,
+    program: Program,
+    *,
+    optimizer: OptimizerFactory,
+    far: Far | None,
+    channels: Mapping[str, Channel],
+    rank: int,
+) -> list[float]:
     captured = source.captured(micro_batches=program.units)
     twin = _twin(source.model)
     batch = _torch.tree_map(_own, source.batch)
@@ -150,12 +177,13 @@ def _losses(
         optimizer=own,
         states=states,
         reduction=source.reduction().value if program.parts > 1 else "mean",
-        runner=partial(emit, far=memory, tensors=states.tensors if states else None),
+        runner=partial(
+            emit, channels=channels, far=memory, tensors=states.tensors if states else None
+        ),
         reads=captured.reads,
+        rank=rank,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        return [float(step(batch)) for _ in range(STEPS)]
+    return [float(step(batch)) for _ in range(STEPS)]
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ class Exchange(StrEnum):
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
     # Between a rank's own near and far memory, over the axes that core/cluster.py names.
     SEND = "send far"
     FETCH = "fetch from far"
@@ -81,7 +82,7 @@ class Transport:
 # An all-gather's copy is its worker thread's, there at some time before the wait.
 GLOO = Transport(
     name="gloo",
-    keeps_input=frozenset({Exchange.ALL_GATHER}),
+    keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL}),
     copies=frozenset({Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER}),
     reduces_all=frozenset({Exchange.REDUCE_SCATTER}),
 )

@@ -17,7 +17,8 @@ DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 _MOST_SPELLED = 8
 # Trades whose rules say where the step lies, and what goes on while ranks exchange.
 LAYOUT_TRADES = frozenset({
-    "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "overlap",
+    "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "overlap", "rounded_gradients",
+    "ternary_gradients",
 })  # fmt: skip
 
 

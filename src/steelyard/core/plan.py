@@ -83,7 +83,7 @@ class Prediction:
 class Taken:
     """An offer that was struck: what it pays and buys beside the plan without it.
 
-    ``buys_seconds`` are of computation, where it buys any.
+    ``buys_seconds`` are of computation where it buys any; of codes, of waiting for others.
     """
 
     trade: str

@@ -128,6 +128,14 @@ class _ShardBatch(BaseModel):
     bucket_bytes: Annotated[_Bytes, Field(alias="bucket")]
 
 
+class _CodedGradients(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 100_000
+
+    module: Annotated[str, Field(alias="parameter")]
+    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+
+
 class _ShardPipeline(BaseModel):
     """A stage ends behind each of these modules."""
 
@@ -178,7 +186,7 @@ class _OffloadState(BaseModel):
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
 _Table = (
     _Quantise | _Accumulate | _Stream | _ShardTensor | _ShardStates | _ShardBatch | _Overlap
-    | _OffloadState | _ShardPipeline
+    | _OffloadState | _ShardPipeline | _CodedGradients
 )  # fmt: skip
 _TABLES: dict[str, type[_Table]] = {
     "accumulate": _Accumulate,
@@ -186,6 +194,8 @@ _TABLES: dict[str, type[_Table]] = {
     "shard_states": _ShardStates,
     "stream": _Stream,
     "shard_batch": _ShardBatch,
+    "rounded_gradients": _CodedGradients,
+    "ternary_gradients": _CodedGradients,
     "shard_pipeline": _ShardPipeline,
     "overlap": _Overlap,
     "recompute": _Recompute,

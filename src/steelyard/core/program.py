@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
+from steelyard.core import codec
 from steelyard.core.cluster import far_room
 from steelyard.core.coding import ENCODE
 from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase, Role
@@ -260,6 +261,15 @@ class Program:
         """The values that wait in 8 bits."""
         nodes = (self.graph.by_name[i.node] for i in self.instructions)
         return tuple(node.inputs[0] for node in nodes if node.op == ENCODE)
+
+    @cached_property
+    def sends_codes(self) -> bool:
+        """Whether gradients are exchanged in few bits."""
+        return any(node.op == codec.ENCODE for node in self.graph.nodes)
+
+    @property
+    def is_lossy(self) -> bool:
+        return bool(self.coded) or self.sends_codes
 
     @cached_property
     def flops(self) -> int:

@@ -7,12 +7,18 @@ traced: see capture/optimizer.py.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from steelyard.core.graph import Graph, Node, Role
+from steelyard.core.graph import Graph, Node, Role, path_matches
 from steelyard.core.program import Instruction, Program
 
 # How the names of weights and of their gradients begin.
 WEIGHT, GRADIENT = "parameter:", "gradient:"
 _OWNED = frozenset({Role.PARAMETER, Role.GRADIENT, Role.STATE})
+
+
+def parameters_of(graph: Graph, pattern: str) -> list[str]:
+    """The step's inputs that are parameters of this name."""
+    names = (node.name for node in graph.inputs() if node.name.startswith(WEIGHT))
+    return [name for name in names if path_matches(name.removeprefix(WEIGHT), pattern)]
 
 
 def owners(graph: Graph) -> Mapping[str, str] | None:

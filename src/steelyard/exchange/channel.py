@@ -4,7 +4,7 @@ Not for bringing ranks up.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,13 +42,15 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """``group`` is the name under which torch's collectives find the process group."""
+    """``group`` is the name under which torch's collectives find the process group; ``calls`` stand
+    in place of them where there is none."""
 
     group: str
     backend: str
     num_ranks: int
     rank: int
     waiting: Waiting = field(default_factory=Waiting)
+    calls: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Channel":

@@ -163,6 +163,8 @@ def issue(
         Exchange.ALL_REDUCE: ("sum", axis),
         Exchange.REDUCE_SCATTER: ("sum", ranks, axis),
         Exchange.ALL_GATHER: (ranks, axis),
+        # As many rows as ranks, one for each.
+        Exchange.ALL_TO_ALL: ((1,) * ranks, (1,) * ranks, axis),
     }
     node = call(
         _CALLS[collective.kind], value, name=name, args=(Ref(value.name), *rest[collective.kind]),
@@ -210,6 +212,7 @@ _CALLS = {
     Exchange.ALL_REDUCE: "_c10d_functional.all_reduce.default",
     Exchange.REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
     Exchange.ALL_GATHER: "steelyard.all_gather",
+    Exchange.ALL_TO_ALL: "_c10d_functional.all_to_all_single.default",
 }
 
 

@@ -3,9 +3,10 @@
 Moves lines of a program, without torch. Not for choosing the window: that has a price.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from steelyard.core.codec import CODED_CALLS, ENCODE
 from steelyard.core.graph import JOINED_ROWS, Graph, Node, OutputKind
 from steelyard.core.program import SO_FAR, Instruction, Program
 
@@ -14,14 +15,23 @@ def waits_within(program: Program, window: int | None) -> Program:
     """Wait for each exchange only behind the issue of the ``window``-th one after it.
 
     Sooner where something computes with the result; with None only that counts. Views of the
-    result move along.
+    result move along, and where it is in codes, what reads them and sends them on: that is waited
+    for as long again.
     """
+    depths = _depths(program)
+    for depth in range(max(depths.values(), default=-1) + 1):
+        program = _waits_at(program, window, {v for v, d in depths.items() if d == depth})
+    return program
+
+
+def _waits_at(program: Program, window: int | None, values: Collection[str]) -> Program:
+    """Of those that are issued as one of these."""
     lines = [i for i in program.instructions if i.sink is None]
     bare = _without_sinks(program, lines)
     exchanges = bare.exchanges
     places: list[_Place] = [(index, 0, index) for index in range(len(lines))]
     for number, exchange in enumerate(exchanges):
-        if exchange.wait is None:
+        if exchange.wait is None or lines[exchange.issue].value not in values:
             continue
         latest = len(lines) - 1
         if window is not None and number + window < len(exchanges):
@@ -31,6 +41,26 @@ def waits_within(program: Program, window: int | None) -> Program:
         for index in follow:
             places[index] = max(places[index], (latest, 1, index))
     return _reordered(program, lines, places)
+
+
+def _depths(program: Program) -> dict[str, int]:
+    """Of each exchange, how many are before it that it sends on."""
+    nodes, found = program.graph.by_name, dict[str, int]()
+    reached: dict[str, int] = {}
+    for line in program.instructions:
+        node = nodes[line.node]
+        if line.sink is not None:
+            continue
+        before = max((reached.get(name, 0) for name in line.inputs), default=0)
+        if node.collective is not None:
+            before = before if any(_is_coded(nodes[i]) for i in node.inputs) else 0
+            found[line.value] = before
+        elif node.waits_for:
+            before = found.get(_issued(node, line), 0) + 1
+        elif not (node.is_free or node.op in CODED_CALLS):
+            before = 0
+        reached[line.value] = before
+    return found
 
 
 def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Program:
@@ -75,6 +105,23 @@ def _with_its_joining(
     return (*joining, issue)
 
 
+def _goes_along(nodes: Mapping[str, Node], node: Node) -> bool:
+    """Whether it only reads codes, sends them on or waits for them."""
+    if node.collective is not None:
+        return any(_is_coded(nodes[name]) for name in node.inputs)
+    if node.waits_for:
+        return _goes_along(nodes, nodes[node.waits_for])
+    return node.op in CODED_CALLS - {ENCODE}
+
+
+def _is_coded(node: Node) -> bool:
+    return node.op in CODED_CALLS
+
+
+def _issued(node: Node, line: Instruction) -> str:
+    return line.inputs[node.inputs.index(node.waits_for)]
+
+
 def _without_sinks(program: Program, lines: list[Instruction]) -> Program:
     return replace(program, instructions=tuple(lines))
 
@@ -108,7 +155,7 @@ def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[l
             return follow, index
         if not values.intersection(lines[index].inputs):
             continue
-        if not nodes[lines[index].node].is_free:
+        if not (nodes[lines[index].node].is_free or _goes_along(nodes, nodes[lines[index].node])):
             return follow, index
         values.add(lines[index].value)
         follow.append(index)

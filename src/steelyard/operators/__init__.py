@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from steelyard.core.codec import DECODE, DECODE_SUM, ENCODE, ENCODE_SUM
 from steelyard.core.coding import BLOCK, coded_bytes, is_dense
 from steelyard.core.graph import (
     JOINED_ROWS,
@@ -21,7 +22,7 @@ from steelyard.core.graph import (
     Sliced,
     Symbol,
 )
-from steelyard.operators import norms
+from steelyard.operators import codes, norms
 
 Operator = Callable[..., Any]
 
@@ -453,6 +454,10 @@ _OWN: dict[str, Operator] = {
     WHOLE_ROWS: whole_rows,
     "steelyard.copy_laid_out": copy_laid_out,
     "steelyard.coding_error": coding_error,
+    ENCODE: codes.encode_gradients,
+    ENCODE_SUM: codes.encode_sum,
+    DECODE: codes.decode_gradients,
+    DECODE_SUM: codes.decode_sum,
     "steelyard.batch_statistics": norms.batch_statistics,
     "steelyard.joint_statistics": norms.joint_statistics,
     "steelyard.moved_mean": norms.moved_mean,

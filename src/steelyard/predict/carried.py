@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterable, Mapping
 from steelyard.core.collective import Exchange
 from steelyard.core.link import Link
 from steelyard.core.scope import Scope
-from steelyard.predict.collectives import Carried, all_gather, all_reduce, reduce_scatter
+from steelyard.predict.collectives import (
+    Carried,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from steelyard.predict.routes import Route, route
 
 _ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[Carried, ...]]] = {
     Exchange.ALL_REDUCE: all_reduce,
     Exchange.ALL_GATHER: all_gather,
     Exchange.REDUCE_SCATTER: reduce_scatter,
+    Exchange.ALL_TO_ALL: all_to_all,
 }
 # From a scalar to the gradients of a large model, each four times the one before.
 _SIZES = tuple(1 << power for power in range(2, 37, 2))

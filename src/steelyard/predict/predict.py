@@ -34,7 +34,7 @@ def predict(program: Program, costs: Costs) -> Prediction:
     worst = max(passes, key=lambda p: p.nbytes)
     takes = _durations(program, costs)
     quad = Quad(
-        accuracy_loss=UNKNOWN if program.coded else EXACT,
+        accuracy_loss=UNKNOWN if program.is_lossy else EXACT,
         memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
         communication_bytes=Estimate.exactly(program.sent_bytes),
         communication_seconds=takes.communication,
@@ -155,6 +155,7 @@ def _update_pass(program: Program, costs: Costs, base_bytes: int) -> _Pass | Non
 def _resident_bytes(program: Program) -> int:
     graph = program.graph
     held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
+    held += graph.resident_bytes(Role.STATE)  # what codes of gradients have lost
     # The global batch stays whole while its parts are worked on.
     held += program.batch_bytes
     if program.update is not None:
@@ -207,6 +208,8 @@ def _residents(program: Program) -> list[Holding]:
         Holding.of(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
         Holding.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]
+    if lost := graph.resident_bytes(Role.STATE):
+        held.append(Holding.of(lost, "what codes of gradients have lost", Role.STATE))
     if pieces := _pieces_bytes(program):
         held.append(Holding.of(pieces, PIECES, Role.BUFFER))
     if program.update is not None:

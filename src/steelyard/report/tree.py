@@ -84,6 +84,9 @@ _PAID_IN = dict.fromkeys(
 )
 
 
+_CODES = frozenset({"rounded_gradients", "ternary_gradients"})
+
+
 def tree_of(subject: Plan | Receipt) -> Tree:
     if isinstance(subject, Plan):
         return _tree(subject, None)
@@ -114,7 +117,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
             TakenOffer(
                 trade=t.trade,
                 label=t.label,
-                pays=_about(t.pays_seconds, Unit.SECONDS, _PAID_IN.get(t.trade, "computation")),
+                pays=_paid(t),
                 buys=_bought(t),
                 rules=t.rules,
             )
@@ -199,8 +202,17 @@ def _about(value: float, unit: Unit, of: str) -> str:
     return f"~{sign}{amount(abs(value), unit)} {of}" if abs(value) > _NO_TIME else "nothing"
 
 
+def _paid(taken: Taken) -> str:
+    seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
+    if taken.trade in _CODES and taken.buys_bytes < 0:
+        return f"{seconds}, {_about(-taken.buys_bytes, Unit.BYTES, 'memory')}"
+    return seconds
+
+
 def _bought(taken: Taken) -> str:
     memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
+    if taken.trade in _CODES:
+        return _about(taken.buys_seconds, Unit.SECONDS, "communication")
     if not taken.buys_seconds:
         return memory
     return f"{_about(taken.buys_seconds, Unit.SECONDS, 'computation')}, {memory}"

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from steelyard import _torch
+from steelyard.core.codec import RESIDUAL
 from steelyard.core.errors import Mismatch
 from steelyard.core.far_gradients import gradients_in_slices
 from steelyard.core.graph import OutputKind, Tensor
 from steelyard.core.program import LOSS_SO_FAR, SO_FAR, Program
 from steelyard.exchange.gradients import SHARE
+from steelyard.exchange.residuals import Residuals
 from steelyard.run.counting import TargetCounter
 from steelyard.run.emit import Emitted
 
@@ -110,8 +112,10 @@ class BoundProgram:
         names: Sequence[str],
         shapes: Shapes,
         far_sink: Callable[[nn.Parameter], Sink | None] = lambda _: None,
+        residuals: Residuals | None = None,
     ) -> None:
-        """``far_sink`` says where a gradient goes that does not stay."""
+        """``far_sink`` says where a gradient goes that does not stay; ``residuals`` holds what
+        codes of gradients have lost so far."""
         self.program = program
         self.repeats, self.parts = program.repeats, program.parts
         portions = program.layout.portions
@@ -140,6 +144,9 @@ class BoundProgram:
                 self._loss_so_far = slot
             elif name.startswith(SO_FAR):
                 self._so_far[slot] = live[name.removeprefix(SO_FAR)]
+            elif name.startswith(RESIDUAL):
+                assert residuals is not None
+                self._template[slot] = residuals.of(program.graph, nodes[name])
             elif name in live:
                 self._template[slot] = _fitting(name, live[name], nodes[name].outputs)
             elif nodes[name].outputs or name in names:  # else nothing reads it, see BatchLayout
@@ -173,7 +180,7 @@ class BoundProgram:
         if emitted.earlier is not None:
             self.earlier = BoundProgram(
                 program.earlier, emitted.earlier, live=live, names=names, shapes=shapes,
-                far_sink=far_sink,
+                far_sink=far_sink, residuals=residuals,
             )  # fmt: skip
 
     def check_strides(self, leaves: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,10 +33,11 @@ from steelyard.run.tensorfile import (
 Empty = Callable[..., torch.Tensor]
 
 _FORMAT = "steelyard checkpoint 1"
-_MODEL, _OPTIMIZER, _RANDOM, _STATE = (
+_MODEL, _OPTIMIZER, _RANDOM, _LOST, _STATE = (
     "model.safetensors",
     "optimizer.safetensors",
     "random.safetensors",
+    "residuals.safetensors",
     "state.json",
 )
 _SHOWN = 6
@@ -75,8 +77,12 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     position: Position,
     plan: str,
+    lost: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write the files of one checkpoint into ``folder``, which exists and is empty."""
+    """Write the files of one checkpoint into ``folder``, which exists and is empty.
+
+    ``lost`` is what codes have lost of gradients, on all ranks.
+    """
     model_tensors, apart, aliases = _model_tensors(model)
     optimizer_tensors: dict[str, torch.Tensor] = {}
     described = _describe(optimizer, model, optimizer_tensors) if optimizer else None
@@ -101,6 +107,8 @@ def save(
     if optimizer is not None:
         write_tensors(folder / _OPTIMIZER, optimizer_tensors)
     write_tensors(folder / _RANDOM, random)
+    if lost:
+        write_tensors(folder / _LOST, lost)
     (folder / _STATE).write_bytes(canonical(state.model_dump()))
 
 
@@ -141,6 +149,18 @@ def load(
         raise _other(checkpoint, f"has a {_STATE} that is not whole: {str(error)[:80]}",
                      "a state as Steelyard writes it") from error  # fmt: skip
     return position
+
+
+def lost_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What codes had lost of gradients; nothing where they did not go in codes."""
+    if not (checkpoint / _LOST).exists():
+        return {}
+    try:
+        with opened(checkpoint / _LOST) as saved:
+            return {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
+    except (SafetensorError, OSError) as error:
+        raise _other(checkpoint, f"cannot be read: {str(error).splitlines()[0][:80]}", "files as "
+                     "Steelyard writes them") from error  # fmt: skip
 
 
 def check_savable(model: nn.Module) -> None:

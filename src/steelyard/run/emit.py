@@ -155,7 +155,7 @@ class _Writer:
         return repr(argument)
 
     def _operator(self, node: Node) -> str:
-        call = self._far_call(node) or self._waiting(node) or quickest(node)
+        call = self._far_call(node) or self._exchanging(node) or quickest(node)
         name = self._operators.get(call)
         if name is None:
             name = self._operators[call] = f"{node.op.split('.')[1]}_{len(self._operators)}"
@@ -180,9 +180,14 @@ class _Writer:
         bound: Callable[..., Any] = getattr(caller, node.op.removeprefix(FAR_CALLS))
         return bound
 
-    def _waiting(self, node: Node) -> Callable[..., Any] | None:
-        """What waits for other ranks, and counts for how long."""
-        if not node.waits_for or node.is_far:
+    def _exchanging(self, node: Node) -> Callable[..., Any] | None:
+        """What waits for other ranks, and counts for how long; and what stands in place of torch's
+        own calls."""
+        if node.is_far:
+            return None
+        if node.collective is not None:
+            return self._channels[node.collective.axis].calls.get(node.op)
+        if not node.waits_for:
             return None
         collective = self._program.graph.by_name[node.waits_for].collective
         assert collective is not None

@@ -10,7 +10,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -209,8 +209,8 @@ class _Run:
     @contextlib.contextmanager
     def saving_what_was_before(self) -> Iterator[None]:
         """Around a step: if it fails before it changes a weight, the steps before it are saved."""
-        # Parts are put together by all ranks, and of these one may have failed.
-        if self._folder is None or not self._together.saves or self.live.parts is not None:
+        # What ranks hold is put together by all of them, and of these one may have failed.
+        if self._folder is None or not self._together.saves or self.live.needs_all_ranks:
             yield
             return
         before = self._position()
@@ -263,12 +263,13 @@ class _Run:
         self._save_whole(position, is_due=self._together.saves and not is_saved)
 
     def _save_whole(self, position: Position | None = None, *, is_due: bool) -> None:
-        """By the rank for which it is due; where it holds parts, from all."""
-        if self.live.parts is not None and not self._together.same(is_due):
+        """By the rank for which it is due; where each holds something of its own, from all."""
+        if self.live.needs_all_ranks and not self._together.same(is_due):
             return
         with self.live.whole():
+            lost = self.live.residuals.whole()
             if is_due:
-                self._save(position)
+                self._save(position, lost)
 
     def _position(self) -> Position:
         return Position(
@@ -279,7 +280,7 @@ class _Run:
             began=self.feed.began,
         )
 
-    def _save(self, position: Position | None = None) -> None:
+    def _save(self, position: Position | None, lost: Mapping[str, torch.Tensor]) -> None:
         assert self._folder is not None
         assert self._settings is not None
         write = partial(
@@ -288,6 +289,7 @@ class _Run:
             optimizer=self.live.optimizer,
             position=position or self._position(),
             plan=self._settings.plan,
+            lost=lost,
         )
         with self.live.states_near():
             self.saved = self._folder.add(self.step, write)
@@ -321,6 +323,11 @@ class _Run:
                 model=self.live.model,
                 optimizer=self.live.optimizer,
                 empty_for=empty_for,
+            )
+        if stays := self.live.residuals.put_back(checkpoint.lost_in(chosen)):
+            self.tell(
+                f"what codes had lost of {len(stays)} gradients is not made up for: this plan "
+                "sends them otherwise"
             )
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)

@@ -6,6 +6,7 @@ loop around it: see loop.py.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from steelyard import _torch
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.program import Program
+from steelyard.exchange.channel import Channel
+from steelyard.exchange.residuals import Residuals
 from steelyard.exchange.states import FarStates
 from steelyard.run.bind import (
     BatchLayout,
@@ -74,7 +77,8 @@ class LiveStep:
     step. ``states`` are the weights, gradients and what the optimizer keeps that lie in far memory,
     ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which of the ranks
     that share the batch this one is: every rank is given the whole batch. ``in_stages`` makes what
-    carries a program out whose layers lie on several ranks.
+    carries a program out whose layers lie on several ranks. Over ``channels`` ranks put together
+    what each has lost of its gradients, where they go in codes.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class LiveStep:
         reads: CodeReads | None = None,
         rank: int = 0,
         in_stages: Callable[[Program, Mapping[str, Any]], InStages] | None = None,
+        channels: Mapping[str, Channel] = MappingProxyType({}),
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput(
@@ -121,6 +126,7 @@ class LiveStep:
         self._accumulators: list[Any] | None = None
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
+        self.residuals = Residuals(channels)
         self._bound = {self._planned: self._bind(program, constants, self._planned)}
         self._reads = {self._planned: reads}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
@@ -159,6 +165,11 @@ class LiveStep:
     def gradients(self) -> list[torch.Tensor]:
         """Those that are held now."""
         return [p.grad for p in self._parameters if p.grad is not None]
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether what is to be saved is put together from what each rank holds."""
+        return self.parts is not None or bool(self.residuals.tensors)
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Within it all ranks hold all of the model and of what the optimizer keeps."""
@@ -275,6 +286,7 @@ class LiveStep:
             names=self._layout.names,
             shapes=shapes,
             far_sink=self.states.tensors.sink if self.states else lambda _: None,
+            residuals=self.residuals,
         )
 
     def _accumulate(

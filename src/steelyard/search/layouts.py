@@ -26,6 +26,7 @@ from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal, Trade, strike_on_ranks
 from steelyard.exchange.statistics import is_synchronised
 from steelyard.predict import peak_bytes, predict, rank_seconds, step_seconds
+from steelyard.search.coded import CodedWay, Weighing, shared_alone
 from steelyard.search.found import Found
 from steelyard.search.gathers import ahead, together
 from steelyard.search.pipelines import Pipelines
@@ -221,6 +222,43 @@ class Layouts:
             elif fastest is not None:
                 refused.append(too_late(layout, pipelines.ways[0].seconds, fastest))
         return found, refused, tight
+
+    def coded(self, trade: str) -> CodedWay | tuple[Refusal, ...]:
+        """How the step is fastest with gradients in these codes, nothing else being done; or why
+        there is no such way."""
+        weighing = Weighing(strike=self._strike, counted=self._figures, source=self._source)
+        shared = [rules for layout in shared_alone(self.layouts) for rules in self._shared(layout)]
+        return weighing.fastest(self._trade(trade), shared)
+
+    def _figures(self, rules: tuple[Rule, ...]) -> tuple[float, int]:
+        way = self._counted(rules)
+        return way.seconds, way.nbytes
+
+    def coded_plan(self, way: CodedWay, budget: Budget) -> Found:
+        """The plan that lies so, with all that the budget needs besides."""
+        found = self._search_by(way.rules).find(budget)
+        own = self._taken_codes(way)
+        shared = self._counted(way.without)
+        return replace(
+            found,
+            taken=(*self._taken(shared), own, *found.taken),
+            refused=(*self.refusals, *found.refused),
+            num_offers=found.num_offers + 2,
+        )
+
+    def _taken_codes(self, way: CodedWay) -> Taken:
+        programs = self._strike(way.without), self._strike(way.rules)
+        without, with_it = (predict(program, self._costs).quad for program in programs)
+        codes = tuple(rule for rule in way.rules if rule.trade == way.trade)
+        more = with_it.computation_seconds.value - without.computation_seconds.value
+        return Taken(
+            trade=way.trade,
+            label=f"{way.label} ({tensors(codes)})",
+            rules=codes,
+            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
+            buys_seconds=_exposed(without) - _exposed(with_it),
+            pays_seconds=more,
+        )
 
     def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:
         """The search of the step as these rules lay it."""

@@ -180,7 +180,7 @@ class Search:
         """
         told = []
         for trade in self._trades.values():
-            if trade.is_exact:
+            if trade.is_exact or trade.name in LAYOUT_TRADES:
                 continue
             program = self._strike(variant.at_home.rules)
             offers, _ = trade.offers(program, self._source)

@@ -8,16 +8,19 @@ from steelyard.trades.offload_state import OffloadState
 from steelyard.trades.overlap import Overlap
 from steelyard.trades.quantise import Quantise
 from steelyard.trades.recompute import Recompute
+from steelyard.trades.rounded_gradients import RoundedGradients
 from steelyard.trades.shard_batch import ShardBatch
 from steelyard.trades.shard_pipeline import ShardPipeline
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
 from steelyard.trades.stream import Stream
+from steelyard.trades.ternary_gradients import TernaryGradients
 
 __all__ = ["TRADES"]
 
 # In the order they are struck: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
-    Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), Overlap(), Recompute(),
-    Quantise(), Offload(), OffloadState(), ShardPipeline(),
+    Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), RoundedGradients(),
+    TernaryGradients(), Overlap(), Recompute(), Quantise(), Offload(), OffloadState(),
+    ShardPipeline(),
 )  # fmt: skip

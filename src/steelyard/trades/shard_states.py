@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from steelyard.core.collective import GLOO
 from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph, Role, path_matches
+from steelyard.core.graph import Graph, Role
 from steelyard.core.layout import DATA
 from steelyard.core.parting import Parting
 from steelyard.core.placement import Shard
@@ -24,7 +24,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule, pattern_of
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
-from steelyard.core.updates import WEIGHT
+from steelyard.core.updates import WEIGHT, parameters_of
 from steelyard.exchange.parameters import check_shared, gathered, why_not_shared
 
 # Of a parameter; less costs two exchanges more and buys nothing.
@@ -62,7 +62,7 @@ class ShardStates:
                 rules=(Rule(trade=self.name, module=pattern, degree=ranks, count=count),),
             )
             for pattern, count in by_pattern.items()
-            if count == len(_named(graph, pattern))
+            if count == len(parameters_of(graph, pattern))
         )
         if offers:
             return offers, ()
@@ -130,13 +130,8 @@ def _large(graph: Graph) -> list[str]:
     ]
 
 
-def _named(graph: Graph, pattern: str) -> list[str]:
-    names = (node.name for node in graph.inputs() if node.name.startswith(WEIGHT))
-    return [name for name in names if path_matches(name.removeprefix(WEIGHT), pattern)]
-
-
 def _counted(graph: Graph, rule: Rule) -> list[str]:
-    found = _named(graph, rule.module)
+    found = parameters_of(graph, rule.module)
     if len(found) != rule.count:
         raise Mismatch(
             f"shard_states rule for {rule.module} matches {len(found)} parameters of this model",

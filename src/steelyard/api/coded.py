@@ -1,0 +1,103 @@
+"""Whether ranks send their gradients in codes: where that is faster by enough, and the loss of a
+probe drifts no further than the budget allows; and if not, the reason with its figures.
+
+Not for how a step is fastest with a code: see search/coded.py.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from steelyard.core.amounts import format_seconds
+from steelyard.core.budget import Budget
+from steelyard.core.errors import Infeasible
+from steelyard.core.layout import DATA
+from steelyard.core.plan import Prediction
+from steelyard.core.trade import Refusal
+from steelyard.search.coded import CODE_TRADES, CodedWay
+from steelyard.search.found import Found
+
+if TYPE_CHECKING:
+    from steelyard.api.look import Look
+
+# A gain of less is not worth any accuracy; nor is one that the doubt of the link may have made.
+_LEAST_GAIN, _DOUBTS = 0.05, 2
+
+
+def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Prediction]:
+    """The fastest plan whose gradients go in codes, or the exact one, which then says why not."""
+    found, predicted, refused = exact, exact.prediction, list[Refusal]()
+    weighed = 0
+    for way in _ways(look, refused):
+        weighed += 1
+        reason = _too_little(look, way.seconds, exact)
+        if reason is None and not budget.accuracy_loss:
+            reason = f"would take ~{format_seconds(way.seconds)} a step, but is lossy and the "
+            reason += "accuracy budget is 0"
+        if reason is None:
+            tried = _tried(look, budget, way, found)
+            if not isinstance(tried, str):
+                found, predicted = tried
+                continue
+            reason = tried
+        refused.append(Refusal(trade=way.trade, label=way.label, reason=reason))
+    if found is exact:
+        told = replace(exact, refused=(*exact.refused, *refused))
+        return replace(told, num_offers=told.num_offers + weighed), predicted
+    return replace(found, refused=(*found.refused, *refused)), predicted
+
+
+def _ways(look: "Look", refused: list[Refusal]) -> list[CodedWay]:
+    """The fastest first; what cannot be is told."""
+    known = {trade.name for trade in look.request.trades}
+    found = []
+    for trade in CODE_TRADES:
+        if trade in known:
+            look.request.on_progress("weighing gradients in codes")
+            way = look.layouts.coded(trade)
+            if isinstance(way, CodedWay):
+                found.append(way)
+            else:
+                refused += way
+    return sorted(found, key=lambda way: way.seconds)
+
+
+def _too_little(look: "Look", seconds: float, exact: Found) -> str | None:
+    """Why this is not faster by enough than the exact plan; None where it is."""
+    quad = exact.prediction.quad
+    step, waits = quad.step_seconds.value, quad.exposed_communication_seconds.value
+    gain = step / seconds - 1
+    if gain <= 0:
+        waited = f"waits ~{format_seconds(waits)} for other ranks"
+        bound = "is bound by computation" if waits < step / 2 else waited
+        more = seconds / step - 1
+        return f"would cost {more:.0%}: the plan takes ~{format_seconds(step)} a step and {bound}"
+    doubt = look.prices.costs.links[DATA].doubt if waits else 0.0
+    least = max(_LEAST_GAIN, _DOUBTS * doubt * waits / step)
+    if gain > least:
+        return None
+    return f"would gain {gain:.0%}, and less than {least:.0%} may be an error of what is predicted"
+
+
+def _tried(
+    look: "Look", budget: Budget, way: CodedWay, best: Found
+) -> tuple[Found, Prediction] | str:
+    """The plan with all that the budget needs besides, probed; or why it is not taken."""
+    barred = look.lossy.why_not_probed()
+    if barred:
+        return barred
+    try:
+        found = look.layouts.coded_plan(way, budget)
+    except Infeasible:
+        return "with it no plan fits the budget"
+    seconds = found.prediction.quad.step_seconds.value
+    if seconds >= best.prediction.quad.step_seconds.value:
+        return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
+    seen = look.lossy.drift_of(found.rules, found.program)
+    if isinstance(seen, str):
+        return f"is lossy, and {seen}"
+    if seen.largest > budget.accuracy_loss:
+        return (
+            f"a probe drifted {seen}, and the accuracy budget is {budget.accuracy_loss * 100:.2g} %"
+        )
+    quad = replace(found.prediction.quad, accuracy_loss=str(seen))
+    return found, replace(found.prediction, quad=quad)

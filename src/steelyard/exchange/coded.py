@@ -1,0 +1,272 @@
+"""Gradients summed over ranks in few bits: written down, exchanged, added up, all as nodes.
+
+Takes the place of all-reduces that are in the graph already (gradients.py). Between two ranks each
+sends the other all of its codes; of more, each adds up a part, writes the sum down again and hands
+it to the others, so that nobody sends more where there are more. Not for what a code is: see
+core/codec.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from steelyard.core.codec import (
+    BLOCK,
+    DECODE,
+    DECODE_SUM,
+    ENCODE,
+    ENCODE_SUM,
+    RESIDUAL,
+    Codec,
+    blocks_of,
+)
+from steelyard.core.collective import Collective, Exchange, Transport
+from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
+from steelyard.core.layout import DATA
+from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, view, wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """One gradient of a bucket: its place among the graph's outputs, and what is sent of it."""
+
+    place: int
+    target: str
+    flat: Node
+    laid_out: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
+    """``nodes`` are those that only its exchange needs."""
+
+    issued: Node
+    waited: Node
+    members: tuple[_Member, ...]
+    nodes: frozenset[str]
+
+
+def coded(
+    graph: Graph,
+    codecs: Mapping[str, Codec],
+    *,
+    num_ranks: int,
+    transport: Transport,
+    axis: str = DATA,
+    stride: int = 1,
+) -> Graph:
+    """The gradients of these parameters in their codes. What shares a bucket with them and has none
+    goes with the like of other buckets, behind the last."""
+    change = Rewriting(graph)
+
+    def collective(kind: Exchange, nbytes: int) -> Collective:
+        return transport.collective(
+            kind, axis=axis, num_ranks=num_ranks, nbytes=nbytes, stride=stride
+        )
+
+    sending = _Sending(change, transport, collective, num_ranks)
+    outputs = list(graph.outputs)
+    left: list[_Member] = []
+    dropped: set[str] = set()
+    last = ""
+    for bucket in buckets(graph, axis):
+        by_codec: dict[Codec, list[_Member]] = {}
+        for member in bucket.members:
+            if member.target in codecs:
+                by_codec.setdefault(codecs[member.target], []).append(member)
+        if not by_codec:
+            continue
+        dropped |= bucket.nodes
+        left += [m for m in bucket.members if m.target not in codecs]
+        for codec, members in by_codec.items():
+            whole = sending.in_codes(members, codec, behind=bucket.waited.name)
+            _handed_out(change, outputs, members, whole, behind=bucket.waited.name)
+        last = bucket.waited.name
+    if left:
+        whole = sending.as_they_are(left, behind=last)
+        _handed_out(change, outputs, left, whole, behind=last)
+    rewritten = change.result(outputs)
+    nodes = tuple(node for node in rewritten.nodes if node.name not in dropped)
+    kept = replace(rewritten, nodes=nodes)
+    assert not kept.problems(), kept.problems()
+    return kept
+
+
+def buckets(graph: Graph, axis: str = DATA) -> list[_Bucket]:
+    """The all-reduces of gradients over this axis, in their order."""
+    waits = {node.waits_for: node for node in graph.nodes if node.waits_for}
+    leaving: dict[int, list[int]] = {}
+    for place, output in enumerate(graph.outputs):
+        if output.kind in (OutputKind.GRADIENT, OutputKind.SUMMED):
+            (storage,) = graph.storages_of(output.node)
+            leaving.setdefault(storage, []).append(place)
+    found = []
+    for node in graph.nodes:
+        sent = node.collective
+        if sent is None or sent.kind is not Exchange.ALL_REDUCE or sent.axis != axis:
+            continue
+        waited = waits[node.name]
+        if places := leaving.get(waited.outputs[0].storage):
+            found.append(_bucket(graph, node, waited, places))
+    return found
+
+
+def _bucket(graph: Graph, issued: Node, waited: Node, places: Sequence[int]) -> _Bucket:
+    given = graph.by_name[issued.inputs[0]]
+    joined = given.op == "aten.cat.default"
+    flats = [graph.by_name[name] for name in given.inputs] if joined else [given]
+    results = {place: graph.by_name[graph.outputs[place].node] for place in places}
+    in_order = sorted(places, key=lambda place: results[place].outputs[0].offset)
+    members = tuple(
+        _Member(
+            place=place,
+            target=graph.outputs[place].target,
+            flat=flat,
+            laid_out=results[place].outputs[0],
+        )
+        for place, flat in zip(in_order, flats, strict=True)
+    )
+    own = {issued.name, waited.name, *(node.name for node in results.values())}
+    return _Bucket(
+        issued=issued,
+        waited=waited,
+        members=members,
+        nodes=frozenset(own | ({given.name} if joined else set())),
+    )
+
+
+def _handed_out(
+    change: Rewriting,
+    outputs: list[Output],
+    members: Sequence[_Member],
+    whole: Node,
+    *,
+    behind: str,
+) -> None:
+    """Each member's gradient as a view of the sum of all."""
+    (summed,) = whole.outputs
+    start = summed.offset
+    for member in members:
+        lies = replace(member.laid_out, storage=summed.storage, offset=start)
+        own = view(whole, lies, name=f"{member.flat.name}_of_all")
+        change.put_behind(behind, own)
+        outputs[member.place] = replace(outputs[member.place], node=own.name)
+        start += lies.numel
+
+
+class _Sending:
+    """Puts exchanges into the graph; each returns the sum over the ranks, flat."""
+
+    def __init__(
+        self,
+        change: Rewriting,
+        transport: Transport,
+        collective: Callable[[Exchange, int], Collective],
+        num_ranks: int,
+    ) -> None:
+        self._change, self._transport, self._collective = change, transport, collective
+        self._num_ranks = num_ranks
+
+    def in_codes(self, members: Sequence[_Member], codec: Codec, *, behind: str) -> Node:
+        flats = [member.flat for member in members]
+        name = members[0].target.partition(":")[2]
+        at_once = self._num_ranks == 2
+        parts = 1 if at_once else self._num_ranks
+        blocks = blocks_of(sum(f.outputs[0].numel for f in flats), parts=parts)
+        lost = self._residual(f"{name}", blocks, codec, flats[-1])
+        row = codec.row_bytes(blocks // parts)
+        written = self._called(
+            ENCODE, flats, lost, (codec.name, parts), (parts, row), "uint8",
+            name=f"{name}.coded", like=flats[-1], behind=behind,
+        )  # fmt: skip
+        if at_once:
+            gathered = self._exchanged(Exchange.ALL_GATHER, written, behind=behind)
+            return self._called(
+                DECODE_SUM, [gathered], None, (codec.name,), (blocks * BLOCK,), "float32",
+                name=f"{name}.decoded", like=gathered, behind=behind,
+            )  # fmt: skip
+        received = self._exchanged(Exchange.ALL_TO_ALL, written, behind=behind)
+        own = self._residual(f"{name}:own", blocks // parts, codec, received)
+        added = self._called(
+            ENCODE_SUM, [received], own, (codec.name,), (1, row), "uint8",
+            name=f"{name}.added", like=received, behind=behind,
+        )  # fmt: skip
+        gathered = self._exchanged(Exchange.ALL_GATHER, added, behind=behind)
+        return self._called(
+            DECODE, [gathered], None, (codec.name,), (blocks * BLOCK,), "float32",
+            name=f"{name}.decoded", like=gathered, behind=behind,
+        )  # fmt: skip
+
+    def as_they_are(self, members: Sequence[_Member], *, behind: str) -> Node:
+        change, flats = self._change, [member.flat for member in members]
+        flats = [self._flattened(flat, behind) for flat in flats]
+        output = change.tensor((sum(f.outputs[0].numel for f in flats),), "float32")
+        joined = call(
+            "aten.cat.default", flats[-1], name="rest_of_buckets",
+            args=(tuple(Ref(flat.name) for flat in flats),), inputs=flats, output=output,
+            moved_bytes=2 * output.nbytes,
+        )  # fmt: skip
+        change.put_behind(behind, joined)
+        sent = self._collective(Exchange.ALL_REDUCE, output.nbytes)
+        issued = change.put_behind(
+            behind, issue_in_place(sent, joined, name="rest_of_buckets_reduced")
+        )
+        return change.put_behind(behind, wait(issued, self._transport))
+
+    def _flattened(self, given: Node, behind: str) -> Node:
+        tensor = given.outputs[0]
+        if len(tensor.shape) == 1:
+            return given
+        flat = replace(tensor, shape=(tensor.numel,), stride=(1,))
+        return self._change.put_behind(behind, view(given, flat, name=f"{given.name}_as_flat"))
+
+    def _residual(self, name: str, blocks: int, codec: Codec, like: Node) -> Node | None:
+        if not codec.has_residual:
+            return None
+        change = self._change
+        tensor = change.tensor((blocks * BLOCK,), "float32")
+        change.storages[tensor.storage] = Storage(nbytes=tensor.nbytes, role=Role.STATE)
+        node = Node(
+            name=f"{RESIDUAL}{name}", op="input", outputs=(tensor,), phase=like.phase,
+            path=like.path, line=like.line,
+        )  # fmt: skip
+        return change.put_before(change.before.nodes[0].name, node)
+
+    def _called(
+        self,
+        op: str,
+        given: Sequence[Node],
+        residual: Node | None,
+        rest: tuple[str | int, ...],
+        shape: tuple[int, ...],
+        dtype: str,
+        *,
+        name: str,
+        like: Node,
+        behind: str,
+    ) -> Node:
+        values = tuple(Ref(node.name) for node in given)
+        lost = () if op in (DECODE, DECODE_SUM) else (Ref(residual.name) if residual else None,)
+        output = self._change.tensor(shape, dtype)
+        node = call(
+            op, like, name=name, args=(values if op == ENCODE else values[0], *lost, *rest),
+            inputs=[*given, *([residual] if residual else [])], output=output,
+            moved_bytes=output.nbytes + sum(n.outputs[0].nbytes for n in given),
+        )  # fmt: skip
+        if residual is not None:
+            node = replace(node, mutates=(residual.name,))
+        return self._change.put_behind(behind, replace(node, nth=-1))
+
+    def _exchanged(self, kind: Exchange, value: Node, *, behind: str) -> Node:
+        rows, row = value.outputs[0].shape
+        ranks = self._num_ranks if kind is Exchange.ALL_GATHER else 1
+        nbytes = value.outputs[0].nbytes * ranks
+        issued = issue(
+            self._collective(kind, nbytes), value, name=f"{value.name}_sent",
+            output=self._change.tensor((rows * ranks, row), "uint8"), moved_bytes=0,
+        )  # fmt: skip
+        self._change.put_behind(behind, replace(issued, nth=-1))
+        arrived = wait(issued, self._transport)
+        return self._change.put_behind(behind, replace(arrived, nth=-1))
+
+
+__all__ = ["buckets", "coded"]

@@ -1,0 +1,119 @@
+"""Which gradients go in codes: the parameters that rules name, and those that are worth it.
+
+What two trades share that send gradients in few bits. Plain data, without torch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from steelyard.core.codec import Codec
+from steelyard.core.collective import GLOO
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph, Node
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule, pattern_of
+from steelyard.core.source import Source
+from steelyard.core.trade import Offer, Refusal
+from steelyard.core.updates import WEIGHT, parameters_of
+from steelyard.exchange.coded import buckets, coded
+
+# What has one dimension scales or shifts whole channels: a few numbers, and much hangs on each.
+_FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
+
+
+def offers_in(
+    trade: str, program: Program, *, label: str, op: str = ""
+) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+    """One: all gradients that ranks sum up, but for the small ones."""
+    if program.layout.batch == 1:
+        return (), ()
+    rules = rules_for(trade, program.graph, codable(program.graph), op=op)
+    if rules:
+        return (Offer(trade=trade, label=label, rules=rules),), ()
+    reason = "no gradient that ranks sum up is a large matrix of float32"
+    return (), (Refusal(trade=trade, label=label, reason=reason),)
+
+
+def codable(graph: Graph) -> list[str]:
+    """The parameters whose gradients could go in codes, in the order of their buckets."""
+    return [
+        member.target
+        for bucket in buckets(graph)
+        for member in bucket.members
+        if _is_codable(graph.by_name[member.target])
+    ]
+
+
+def rules_for(trade: str, graph: Graph, names: Iterable[str], *, op: str) -> tuple[Rule, ...]:
+    """The fewest that name exactly these."""
+    names = list(names)
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        pattern = pattern_of(name.removeprefix(WEIGHT), graph.runs)
+        by_pattern.setdefault(pattern, []).append(name)
+    found = []
+    for pattern, own in by_pattern.items():
+        if len(own) == len(parameters_of(graph, pattern)):
+            found.append(Rule(trade=trade, module=pattern, op=op, count=len(own)))
+        else:
+            found += [Rule(trade=trade, module=n.removeprefix(WEIGHT), op=op) for n in own]
+    return tuple(sorted(found))
+
+
+def with_codes(
+    program: Program, rules: Sequence[Rule], codec_of: Callable[[Rule], Codec], source: Source
+) -> Program:
+    """The program that sends what the rules name in their codes."""
+    if not rules:
+        return program
+    assert not program.again, "what is exchanged is changed before anything is computed again"
+    layout = program.layout
+    if layout.batch == 1 or layout.pipeline > 1:
+        raise Mismatch(
+            f"the plan sends gradients in codes ({rules[0].trade})"
+            + (", and its layers lie on several ranks" if layout.pipeline > 1 else ""),
+            expected="ranks that share the batch, and sum its gradients up as they are made",
+            remedy=f"take the {rules[0].trade} rules out of the plan, or plan again",
+        )
+    codecs = dict(_named(program.graph, rules, codec_of))
+    exchanged = {m.target for bucket in buckets(program.graph) for m in bucket.members}
+    if odd := sorted(codecs.keys() - exchanged):
+        raise Mismatch(
+            f"the plan sends the gradient of {odd[0].removeprefix(WEIGHT)} in codes, and ranks do "
+            "not sum it up by itself, or twice in codes",
+            expected="parameters that every rank holds as a whole, each in one rule",
+            remedy=f"take it out of the {rules[0].trade} rules, or plan again",
+        )
+    graph = coded(
+        program.graph, codecs, num_ranks=layout.batch, transport=GLOO, stride=layout.tensor
+    )
+    return program.with_graph(source.rewritten(graph))
+
+
+def _named(
+    graph: Graph, rules: Sequence[Rule], codec_of: Callable[[Rule], Codec]
+) -> Iterator[tuple[str, Codec]]:
+    for rule in rules:
+        found = parameters_of(graph, rule.module)
+        if len(found) != rule.count:
+            raise Mismatch(
+                f"{rule.trade} rule for {rule.module or 'nothing'} names {len(found)} parameters",
+                expected=f"{rule.count}, as the plan says",
+                remedy="plan again for this model, or edit parameter or count of that rule",
+            )
+        for name in found:
+            if not _is_codable(graph.by_name[name], least_bytes=1):
+                raise Mismatch(
+                    f"the plan sends the gradient of {name.removeprefix(WEIGHT)} in codes",
+                    expected="gradients of float32 with two dimensions or more",
+                    remedy=f"take it out of the {rule.trade} rules, or plan again",
+                )
+            yield name, codec_of(rule)
+
+
+def _is_codable(parameter: Node, *, least_bytes: int = _LEAST_BYTES) -> bool:
+    tensor = parameter.outputs[0]
+    is_large = len(tensor.shape) >= _FEWEST_DIMS and tensor.nbytes >= least_bytes
+    return is_large and tensor.dtype == "float32"
+
+
+__all__ = ["codable", "offers_in", "rules_for", "with_codes"]

@@ -1,0 +1,106 @@
+"""What codes of gradients have lost and not made up for yet, of each parameter: kept from step to
+step, put together from all ranks for a checkpoint, and shared out again, also to other ranks.
+
+Not for how it comes about: see operators/codes.py.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from steelyard.core.codec import ENCODE
+from steelyard.core.graph import Graph, Node, Ref
+from steelyard.core.layout import DATA
+from steelyard.exchange.channel import Channel
+from steelyard.operators import all_gather
+
+# In a checkpoint: what each rank lost of its own gradients, a row each; and what was lost of sums.
+_OF_RANKS, _OF_SUMS = "of ranks/", "of sums/"
+_OWN = ":own"
+_Member = tuple[str, int, int]
+
+
+class Residuals:
+    """By the names of a program's inputs, the same for batches of every shape."""
+
+    def __init__(self, channels: Mapping[str, Channel]) -> None:
+        self._channels = channels
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._members: dict[str, tuple[_Member, ...]] = {}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self._tensors.values()]
+
+    def of(self, graph: Graph, node: Node) -> torch.Tensor:
+        """For this input of it; nothing is lost before the first step."""
+        (planned,) = node.outputs
+        if node.name not in self._tensors:
+            dtype = getattr(torch, planned.dtype)
+            self._tensors[node.name] = torch.zeros(planned.shape, dtype=dtype)
+            self._members |= _members(graph)
+        return self._tensors[node.name]
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Of all ranks, who come together for it."""
+        found: dict[str, torch.Tensor] = {}
+        for name, members in self._members.items():
+            rows = self._gathered(self._tensors[name])
+            own = self._tensors.get(f"{name}{_OWN}")
+            sums = None if own is None else self._gathered(own).flatten()
+            for target, start, count in members:
+                found[f"{_OF_RANKS}{target}"] = rows[:, start : start + count].clone()
+                if sums is not None:
+                    found[f"{_OF_SUMS}{target}"] = sums[start : start + count].clone()
+        return found
+
+    def put_back(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
+        """What this rank has of it; the parameters of which something stays over.
+
+        As many ranks as lost it get the bits back; others have equal shares of the same sum.
+        """
+        left = {name.partition("/")[2] for name in saved}
+        for name, members in self._members.items():
+            own = self._tensors.get(f"{name}{_OWN}")
+            sums = torch.zeros_like(self._tensors[name])
+            for target, start, count in members:
+                place = slice(start, start + count)
+                if target not in left:
+                    continue
+                left.remove(target)
+                channel = self._channels[DATA]
+                rows = saved[f"{_OF_RANKS}{target}"]
+                is_same = rows.shape[0] == channel.num_ranks
+                mine = rows[channel.rank] if is_same else rows.sum(0) / channel.num_ranks
+                self._tensors[name][place] = mine
+                if (lost := saved.get(f"{_OF_SUMS}{target}")) is not None:
+                    if own is None:
+                        self._tensors[name][place] += lost / channel.num_ranks
+                    else:
+                        sums[place] = lost
+            if own is not None:
+                own.copy_(sums.chunk(self._channels[DATA].num_ranks)[self._channels[DATA].rank])
+        return sorted(left)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        channel = self._channels[DATA]
+        gather = channel.calls.get("steelyard.all_gather", all_gather)
+        return channel.waiting(gather(tensor.unsqueeze(0), channel.num_ranks, channel.group))
+
+
+def _members(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
+    """Of each of a graph's residuals: the parameters, and where in it they begin and how long they
+    are."""
+    lying: dict[int, list[_Member]] = {}
+    for output in graph.outputs:
+        (tensor,) = graph.by_name[output.node].outputs
+        member = output.target, tensor.offset, tensor.numel
+        lying.setdefault(tensor.storage, []).append(member)
+    for node in graph.nodes:
+        if node.op == ENCODE and isinstance(residual := node.args[1], Ref):
+            decoded = graph.by_name[f"{node.name.removesuffix('.coded')}.decoded"]
+            (tensor,) = decoded.outputs
+            yield residual.name, tuple(sorted(lying[tensor.storage], key=lambda m: m[1]))
+
+
+__all__ = ["Residuals"]

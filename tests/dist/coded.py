@@ -1,0 +1,202 @@
+"""Gradients in codes between ranks, through the public API, beside the same written down plainly.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import steelyard as sy
+from steelyard.api.look import Request
+from steelyard.core.budget import Budget
+from steelyard.core.plan import Decisions
+from steelyard.core.planfile import write_decisions
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.trades.rounded_gradients import RoundedGradients
+from steelyard.trades.ternary_gradients import TernaryGradients
+from tests.dist.planned import _digest
+from tests.dist.scenarios import Recorder, planned_calls
+from tests.harness import in_a_hurry
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+STEPS, BLOCK = 8, 1024
+CODECS = {"ternary": TernaryGradients(), "int8": RoundedGradients()}
+# Micro-batches, and how much of the gradients goes in one bucket.
+CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "ternary in parts": (2, 1 << 16)}
+
+
+def in_codes(rank: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths: list[Any] = [folder]
+        dist.broadcast_object_list(paths)
+        with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
+            found = {name: _trained(name, rank, Path(paths[0])) for name in CASES}
+            dist.barrier()
+    return found
+
+
+def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
+    gc.collect()  # what the last case leaves is not let go of while this one is metered
+    torch.manual_seed(0)
+    micro_batches, bucket = CASES[name]
+    codec, count = name.partition(" ")[0], dist.get_world_size()
+    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    batch = tokens(12, 16, 96)
+    plain = copy.deepcopy(model)
+    path = folder / "train.plan.toml"
+    if rank == 0:
+        write_decisions(path, _decided(codec, model, batch, count, micro_batches, bucket))
+    dist.barrier()
+    planned = sy.load(path, model, next_token_loss, batch, optimizer=OPTIMIZER)
+    dist.barrier()
+    step = planned.apply()
+    program = step.live.program
+    losses = [float(step(batch)) for _ in range(STEPS)]
+    expected = _plainly(plain, batch, program, codec, count)
+    apart = [
+        float((a - b).norm() / b.norm()) for a, b in zip(model.parameters(), plain.parameters())
+    ]
+    with Recorder() as recorder:
+        step(batch)
+    receipt = step.receipt()
+    return {
+        "losses": losses,
+        "expected": expected,
+        "apart": max(apart),
+        "digest": _digest(model),
+        "executed": recorder.executed,
+        "planned": [call for one in program.passes for call in planned_calls(one)],
+        "predicted_bytes": planned.predicted.communication_bytes.value,
+        "sent_bytes": program.sent_bytes,
+        "gradient_bytes": sum(p.nbytes for p in model.parameters()),
+        "peak_bytes": receipt.measured.memory_bytes,
+        "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
+    }
+
+
+def _decided(
+    codec: str, model: nn.Module, batch: Any, count: int, micro_batches: int, bucket: int
+) -> Decisions:
+    look = Request(
+        model=model, loss=next_token_loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
+        cluster=sy.Cluster.here(ranks=count), runner="python", title="",
+        on_progress=lambda _: None,
+    ).looked_at()  # fmt: skip
+    rules: tuple[Rule, ...] = (
+        Rule(trade="shard_batch", degree=count, bucket_bytes=bucket), Rule(trade="overlap", lag=2),
+    )  # fmt: skip
+    if micro_batches > 1:
+        rules += (Rule(trade="accumulate", degree=micro_batches),)
+    offers, _ = CODECS[codec].offers(look.struck(rules), look.source)
+    rules += tuple(rule for offer in offers for rule in offer.rules)
+    return Decisions(made_for=look.made_for(), budget=Budget(), rules=tuple(sorted(rules)))
+
+
+# --- the same, written down plainly ----------------------------------------------------------------
+
+
+def _plainly(
+    model: nn.Module, batch: dict[str, Tensor], program: Program, codec: str, count: int
+) -> list[float]:
+    """All ranks in turn; which gradients share a bucket is read off the program."""
+    optimizer = OPTIMIZER(model.parameters())
+    grouped = _grouped(program)
+    named = {f"parameter:{n}": p for n, p in model.named_parameters()}
+    lost = [[torch.zeros(0)] * len(grouped) for _ in range(count)]
+    lost_again = [[torch.zeros(0)] * len(grouped) for _ in range(count)]
+    losses = []
+    for _ in range(STEPS):
+        found, total = [], 0.0
+        for rank in range(count):
+            model.zero_grad()
+            own = {key: x.chunk(count)[rank] for key, x in batch.items()}
+            loss = next_token_loss(model, own) / count
+            loss.backward()
+            total += float(loss)
+            found.append({name: _given(p).clone() for name, p in named.items()})
+        losses.append(total)
+        summed = {name: sum(one[name] for one in found) for name in named}
+        for number, members in enumerate(grouped):
+            flats = [torch.cat([one[name].flatten() for name in members]) for one in found]
+            whole = _summed(flats, codec, lost, lost_again, number)
+            start = 0
+            for name in members:
+                summed[name] = whole[start : start + named[name].numel()].view_as(named[name])
+                start += named[name].numel()
+        for name, parameter in named.items():
+            parameter.grad = summed[name]
+        optimizer.step()
+    return losses
+
+
+def _given(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _grouped(program: Program) -> list[list[str]]:
+    """The parameters that go together, in their order."""
+    graph = program.graph
+    lying: dict[int, list[tuple[int, str]]] = {}
+    for output in graph.outputs:
+        (tensor,) = graph.by_name[output.node].outputs
+        if output.target.startswith("parameter:"):
+            lying.setdefault(tensor.storage, []).append((tensor.offset, output.target))
+    decoded = [n for n in graph.nodes if n.name.endswith(".decoded")]
+    return [[t for _, t in sorted(lying[n.outputs[0].storage])] for n in decoded]
+
+
+def _summed(
+    flats: Sequence[Tensor],
+    codec: str,
+    lost: list[list[Tensor]],
+    lost_again: list[list[Tensor]],
+    number: int,
+) -> Tensor:
+    count = len(flats)
+    parts = 1 if count == 2 else count
+    blocks = -(-flats[0].numel() // (parts * BLOCK)) * parts
+    told = []
+    for rank, flat in enumerate(flats):
+        value = torch.cat([flat, torch.zeros(blocks * BLOCK - flat.numel())])
+        told.append(_told(value, codec, lost[rank], number, parts))
+    if count == 2:
+        return torch.stack(told).sum(0)
+    shares = [
+        _told(sum(one.chunk(count)[part] for one in told), codec, lost_again[part], number, 1)
+        for part in range(count)
+    ]
+    return torch.cat(shares)
+
+
+def _told(value: Tensor, codec: str, lost: list[Tensor], number: int, parts: int) -> Tensor:
+    """What others make of it; what is lost is kept. A block is as much of each of the four quarters
+    of a part."""
+    if codec == "ternary":
+        value = value + lost[number] if lost[number].numel() else value
+    of_quarters = value.view(parts, 4, -1, BLOCK // 4).transpose(1, 2)
+    rows = of_quarters.reshape(-1, BLOCK)
+    if codec == "ternary":
+        scale = 1.22 * rows.square().mean(1, keepdim=True).sqrt()
+        told = torch.sign(rows) * (rows.abs() > scale / 2) * scale
+    else:
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        told = torch.round(rows / scale.clamp_min(1e-30)) * scale
+    told = told.view(of_quarters.shape).transpose(1, 2).flatten()
+    lost[number] = value - told
+    return told

@@ -1,0 +1,216 @@
+"""Gradients in codes, as graphs: what is exchanged instead, what stays, when it is waited for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from steelyard.capture.source import StepSource
+from steelyard.core.codec import BLOCK, CODECS, ENCODE, INT8, RESIDUAL, TERNARY, blocks_of
+from steelyard.core.collective import Exchange
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import OutputKind
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.trade import strike
+from steelyard.exchange.residuals import Residuals
+from steelyard.exchange.together import Together
+from steelyard.operators.codes import decode_gradients, decode_sum, encode_gradients, encode_sum
+from steelyard.run.emit import emit
+from steelyard.run.step import LiveStep
+from steelyard.trades import TRADES
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+_BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def source() -> StepSource:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    batch = tokens(_BATCH, 16, 96)
+    return StepSource(
+        model=model, loss=next_token_loss, batch=batch, optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+
+
+def _rules(
+    ranks: int, trade: str = "ternary_gradients", *, bucket: int = 1 << 16, lag: int = 2
+) -> list[Rule]:
+    coded = ("blocks.*.mlp.up.weight", "blocks.*.mlp.down.weight")
+    return [
+        Rule(trade="shard_batch", degree=ranks, bucket_bytes=bucket),
+        Rule(trade="overlap", lag=lag),
+        *(Rule(trade=trade, module=name, count=2) for name in coded),
+    ]
+
+
+def _struck(source: StepSource, rules: list[Rule]) -> Program:
+    return strike(Program.plain(source.captured().graph), rules, trades=TRADES, source=source)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("numel", [5, BLOCK, 7 * BLOCK + 3])
+def test_what_is_read_back_and_what_was_lost_are_what_was_written(
+    codec: object, parts: int, numel: int
+) -> None:
+    assert codec in (TERNARY, INT8)
+    x = torch.randn(numel)
+    blocks = blocks_of(numel, parts=parts)
+    lost = torch.zeros(blocks * BLOCK) if codec.has_residual else None
+    coded = encode_gradients([x[: numel // 2], x[numel // 2 :]], lost, codec.name, parts)
+    assert coded.shape == (parts, codec.row_bytes(blocks // parts))
+    back = decode_gradients(coded, codec.name)
+    whole = torch.cat([x, torch.zeros(blocks * BLOCK - numel)])
+    if lost is None:
+        block = whole.view(parts, 4, -1, BLOCK // 4)
+        most = block.abs().amax((1, 3), keepdim=True).expand(block.shape).flatten() / 254
+        assert (back - whole).abs().le(most * 1.01).all()
+    else:
+        assert torch.allclose(back + lost, whole, atol=1e-6)
+        assert lost.norm() < whole.norm()
+    again = encode_sum(coded, None, codec.name) if parts == 1 else None
+    if again is not None:
+        assert torch.allclose(decode_sum(again, codec.name), decode_sum(coded, codec.name), atol=1)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float) -> None:
+    x = torch.randn(2 * BLOCK)
+    x[3] = bad
+    lost = torch.ones(2 * BLOCK)
+    coded = encode_gradients([x], lost, "ternary", 1)
+    back = decode_sum(coded, "ternary")
+    assert not back[3].isfinite()
+    assert lost.isfinite().all()
+    assert back.isfinite().sum() == BLOCK  # the other block
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_codes_take_the_place_of_the_sums_of_those_parameters_alone(
+    source: StepSource, ranks: int
+) -> None:
+    plain = _struck(source, _rules(ranks)[:2])
+    program = _struck(source, _rules(ranks))
+    graph = program.graph
+    assert not graph.problems()
+    assert not program.problems()
+    kinds = [graph.by_name[name].collective.kind for name in graph.collectives]
+    coded = sum(node.op == ENCODE for node in graph.nodes)
+    assert coded >= 1
+    expected = {Exchange.ALL_REDUCE, Exchange.ALL_GATHER}
+    assert set(kinds) == (expected if ranks == 2 else expected | {Exchange.ALL_TO_ALL})
+    assert kinds.count(Exchange.ALL_GATHER) == coded
+    # Every gradient still leaves, as it lay.
+    for before, after in zip(plain.graph.outputs, graph.outputs, strict=True):
+        assert (before.kind, before.target) == (after.kind, after.target)
+        one, other = plain.graph.by_name[before.node], graph.by_name[after.node]
+        if after.kind is OutputKind.GRADIENT:
+            assert one.outputs[0].shape == other.outputs[0].shape
+            assert one.outputs[0].stride == other.outputs[0].stride
+    sizes = [n.outputs[0].nbytes for n in graph.inputs() if n.name.startswith(RESIDUAL)]
+    assert len(sizes) == (coded if ranks == 2 else 2 * coded)
+    assert program.sent_bytes < plain.sent_bytes
+    assert program.sends_codes
+    assert program.is_lossy
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("lag", [1, 2, 4])
+def test_sums_in_codes_are_waited_for_as_late_as_others(
+    source: StepSource, ranks: int, lag: int
+) -> None:
+    """Both exchanges of one: behind the issue of the ``lag``-th one after it, or at the end."""
+    program = _struck(source, _rules(ranks, bucket=1 << 14, lag=lag))
+    exchanges, nodes = program.exchanges, program.graph.by_name
+    names = [nodes[program.instructions[e.issue].node].name for e in exchanges]
+    coded = [n for n, name in enumerate(names) if name.endswith(("coded_sent", "added_sent"))]
+    assert len(coded) >= 3
+    hidden = 0
+    for number in coded:
+        wait = exchanges[number].wait
+        assert wait is not None
+        later = sum(exchanges[number].issue < e.issue < wait for e in exchanges)
+        assert later <= 2 * lag  # what is sent on behind a wait is one more
+        hidden += later
+    at_once = _struck(source, [r for r in _rules(ranks, bucket=1 << 14) if r.trade != "overlap"])
+    assert all(e.wait == e.issue + 1 for e in at_once.exchanges if e.wait is not None)
+    assert hidden >= len(coded) // 2
+
+
+def test_what_cannot_go_in_codes_is_refused(source: StepSource) -> None:
+    for module in ("blocks.*.mlp.up.bias", "nothing.*.weight"):
+        rules = [*_rules(2)[:2], Rule(trade="ternary_gradients", module=module, count=2)]
+        with pytest.raises(Mismatch) as caught:
+            _struck(source, rules)
+        assert len(str(caught.value).splitlines()) == 3
+    twice = [*_rules(2), Rule(trade="rounded_gradients", module="blocks.*.mlp.up.weight", count=2)]
+    with pytest.raises(Mismatch, match="twice in codes"):
+        _struck(source, twice)
+    alone = [rule for rule in _rules(2) if rule.trade == "ternary_gradients"]
+    with pytest.raises(Mismatch, match="share the batch"):
+        _struck(source, alone)
+
+
+def _step(source: StepSource, program: Program, together: Together, rank: int) -> LiveStep:
+    channels = {"data": together.channel(rank)}
+    captured = source.captured(micro_batches=program.units)
+    return LiveStep(
+        source.model, program, constants=captured.constants, batch=source.batch,
+        runner=partial(emit, channels=channels), rank=rank, channels=channels,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("others", [2, 3])
+def test_what_was_lost_outlives_a_checkpoint(source: StepSource, ranks: int, others: int) -> None:
+    """The same bits for as many ranks; for others shares of the same sum, in other buckets too."""
+    program = _struck(source, _rules(ranks))
+    together = Together(ranks)
+
+    def train(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        step = _step(source, program, together, rank)
+        for _ in range(2):
+            step.zero_grad()
+            step.backward(source.batch)
+        step.zero_grad()
+        saved = step.residuals.whole()
+        return saved, [x.clone() for x in step.residuals.tensors]
+
+    found = together.run(train)
+    saved, _ = found[0]
+    assert saved
+    bucket = 1 << 16 if others == ranks else 1 << 18
+    again, after = _struck(source, _rules(others, bucket=bucket)), Together(others)
+
+    def resume(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        step = _step(source, again, after, rank)
+        assert step.residuals.put_back(saved) == []
+        return step.residuals.whole(), [x.clone() for x in step.residuals.tensors]
+
+    resumed = after.run(resume)
+    if others == ranks:
+        for (_, before), (_, now) in zip(found, resumed, strict=True):
+            assert all(map(torch.equal, before, now))
+    for name, total in _totals(saved).items():
+        assert torch.allclose(_totals(resumed[0][0])[name], total, atol=1e-6), name
+
+
+def _totals(saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is still to be made up for, of each parameter."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in saved.items():
+        kind, _, name = key.partition("/")
+        lost = value.sum(0) if kind == "of ranks" else value
+        found[name] = found.get(name, torch.zeros_like(lost)) + lost
+    return found
+
+
+def test_what_another_plan_does_not_code_is_told(source: StepSource) -> None:
+    channels = {"data": Together(2).channel(0)}
+    residuals = Residuals(channels)
+    assert residuals.put_back({"of ranks/parameter:a": torch.ones(2, 3)}) == ["parameter:a"]
