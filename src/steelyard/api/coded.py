@@ -27,7 +27,7 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
     """The fastest plan whose gradients go in codes, or the exact one, which then says why not."""
     found, predicted, refused = exact, exact.prediction, list[Refusal]()
     weighed = 0
-    for way in _ways(look, refused):
+    for way in _ways(look, budget, refused):
         weighed += 1
         reason = _too_little(look, way.seconds, exact)
         if reason is None and not budget.accuracy_loss:
@@ -46,14 +46,14 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
     return replace(found, refused=(*found.refused, *refused)), predicted
 
 
-def _ways(look: "Look", refused: list[Refusal]) -> list[CodedWay]:
+def _ways(look: "Look", budget: Budget, refused: list[Refusal]) -> list[CodedWay]:
     """The fastest first; what cannot be is told."""
     known = {trade.name for trade in look.request.trades}
     found = []
     for trade in CODE_TRADES:
         if trade in known:
             look.request.on_progress("weighing gradients in codes")
-            way = look.layouts.coded(trade)
+            way = look.layouts.coded(trade, thoroughly=budget.accuracy_loss > 0)
             if isinstance(way, CodedWay):
                 found.append(way)
             else:

@@ -37,9 +37,9 @@ class Weighing:
     source: Source
 
     def fastest(
-        self, trade: Trade, ways: Sequence[tuple[Rule, ...]]
+        self, trade: Trade, ways: Sequence[tuple[Rule, ...]], *, thoroughly: bool
     ) -> CodedWay | tuple[Refusal, ...]:
-        """Of the same step in these ways, with what this trade offers."""
+        """Of the same step in these ways, with what this trade offers, or with less of it."""
         found: list[CodedWay] = []
         refused: tuple[Refusal, ...] = ()
         for without in ways:
@@ -50,7 +50,8 @@ class Weighing:
                 found.append(coded)
         if not found:
             return refused
-        return self._left_out(min(found, key=lambda way: (way.seconds, way.nbytes)))
+        best = min(found, key=lambda way: (way.seconds, way.nbytes))
+        return self._left_out(best) if thoroughly else best
 
     def _left_out(self, best: CodedWay) -> CodedWay:
         """Without the codes of those parameters that are sent as they are in less time."""

@@ -223,12 +223,21 @@ class Layouts:
                 refused.append(too_late(layout, pipelines.ways[0].seconds, fastest))
         return found, refused, tight
 
-    def coded(self, trade: str) -> CodedWay | tuple[Refusal, ...]:
+    def coded(self, trade: str, *, thoroughly: bool) -> CodedWay | tuple[Refusal, ...]:
         """How the step is fastest with gradients in these codes, nothing else being done; or why
-        there is no such way."""
+        there is no such way. What is not to be had is only weighed beside what is fastest
+        without."""
         weighing = Weighing(strike=self._strike, counted=self._figures, source=self._source)
-        shared = [rules for layout in shared_alone(self.layouts) for rules in self._shared(layout)]
-        return weighing.fastest(self._trade(trade), shared)
+        shared: list[tuple[Rule, ...]] = []
+        for layout in shared_alone(self.layouts):
+            whole = [
+                way
+                for way in self.ways(layout)
+                if not any(rule.trade == _STATES for rule in way.rules)
+            ]
+            fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))
+            shared += [way.rules for way in (whole if thoroughly else [fastest])]
+        return weighing.fastest(self._trade(trade), shared, thoroughly=thoroughly)
 
     def _figures(self, rules: tuple[Rule, ...]) -> tuple[float, int]:
         way = self._counted(rules)

@@ -1,0 +1,79 @@
+"""Whether gradients go in codes: where the link is slow and accuracy may be lost; else why not."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import steelyard as sy
+from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import context_of
+
+# As `measured_ranks` would say of a link.
+_LINK = {
+    "latency": 1e-4, "call": 6e-5, "disturbs": 0.05, "hop": 1e-4, "hand": 5e-5,
+    "speed of rank 0": 1.0, "speed of rank 1": 1.0,
+}  # fmt: skip
+_SLOW, _FAST = 12.5e6, 1e12
+_TRADES = ("ternary_gradients", "rounded_gradients")
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def _planned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rate: float, accuracy_loss: str, optimizer: Any
+) -> sy.Planned:
+    monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
+    CostCache().write_rates(context_of(2), {**_LINK, "rate": rate})
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(256, 256), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(256, 10))
+    batch = {"x": torch.randn(4096, 256), "y": torch.randint(0, 10, (4096,))}
+    return sy.plan(
+        model, _loss, batch, optimizer=optimizer, cluster=sy.Cluster.here(ranks=2),
+        budget=sy.Budget(accuracy_loss=accuracy_loss),
+    )  # fmt: skip
+
+
+_SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD)
+    taken = {taken.trade for taken in plan.plan.taken}
+    assert taken & set(_TRADES)
+    assert "shard_batch" in taken
+    assert "probe: 10 steps" in plan.predicted.accuracy_loss
+    plan.save(tmp_path / "train.plan.toml")
+    rules = {rule.trade for rule in plan.plan.decisions.rules}
+    assert rules & set(_TRADES)
+    # No accuracy, no codes: the same plan without, or another; and it says what was left.
+    exact = plan.what_if(accuracy_loss="0%")
+    assert not {taken.trade for taken in exact.plan.taken} & set(_TRADES)
+    assert exact.predicted.accuracy_loss == "exact"
+    assert any("accuracy budget is 0" in exact.why_not(trade) for trade in _TRADES)
+    assert exact.predicted.step_seconds.value > plan.predicted.step_seconds.value
+    # A budget that no probe keeps.
+    strict = plan.what_if(accuracy_loss="0.0000000001%")
+    assert strict.predicted.accuracy_loss == "exact"
+    assert any("a probe drifted" in strict.why_not(trade) for trade in _TRADES)
+
+
+def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _planned(tmp_path, monkeypatch, _FAST, "5%", _SGD)
+    assert plan.predicted.accuracy_loss == "exact"
+    for trade in _TRADES:
+        why = plan.why_not(trade)
+        assert "would cost" in why or "would gain" in why
+        assert "computation" in why or "error of what is predicted" in why
