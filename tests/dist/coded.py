@@ -34,7 +34,7 @@ from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-STEPS, BLOCK = 8, 1024
+STEPS, BLOCK, STRETCH = 8, 1024, 512 * 1024
 CODECS = {"ternary": TernaryGradients(), "int8": RoundedGradients()}
 # Micro-batches, and how much of the gradients goes in one bucket.
 CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "ternary in parts": (2, 1 << 16)}
@@ -187,10 +187,17 @@ def _summed(
 
 def _told(value: Tensor, codec: str, lost: list[Tensor], number: int, parts: int) -> Tensor:
     """What others make of it; what is lost is kept. A block is as much of each of the four quarters
-    of a part."""
+    of a stretch of a part."""
     if codec == "ternary":
         value = value + lost[number] if lost[number].numel() else value
-    of_quarters = value.view(parts, 4, -1, BLOCK // 4).transpose(1, 2)
+    stretches = [x for part in value.chunk(parts) for x in part.split(STRETCH)]
+    told = torch.cat([_told_of(stretch, codec) for stretch in stretches])
+    lost[number] = value - told
+    return told
+
+
+def _told_of(stretch: Tensor, codec: str) -> Tensor:
+    of_quarters = stretch.view(4, -1, BLOCK // 4).transpose(0, 1)
     rows = of_quarters.reshape(-1, BLOCK)
     if codec == "ternary":
         scale = 1.22 * rows.square().mean(1, keepdim=True).sqrt()
@@ -198,6 +205,4 @@ def _told(value: Tensor, codec: str, lost: list[Tensor], number: int, parts: int
     else:
         scale = rows.abs().amax(1, keepdim=True) / 127
         told = torch.round(rows / scale.clamp_min(1e-30)) * scale
-    told = told.view(of_quarters.shape).transpose(1, 2).flatten()
-    lost[number] = value - told
-    return told
+    return told.view(of_quarters.shape).transpose(0, 1).flatten()

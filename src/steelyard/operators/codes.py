@@ -5,8 +5,10 @@ What is not finite makes its block's scale so, and every rank then finds nothing
 it never stays in a residual. Not for which gradients, nor for sending: see exchange/coded.py.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -26,75 +28,158 @@ def encode_gradients(
 
     They are added to ``residual``, where there is one, and what is lost stays there.
     """
-    if residual is None:
-        numel = sum(x.numel() for x in tensors)
-        padded = -(-numel // (parts * BLOCK)) * parts * BLOCK
-        values = torch.empty(padded, dtype=torch.float32, device=tensors[0].device)
-        values[numel:].zero_()
-        torch.cat([x.reshape(-1) for x in tensors], out=values[:numel])
-    else:
-        values, start = residual, 0
-        for x in tensors:
-            values[start : start + x.numel()].add_(x.reshape(-1))
-            start += x.numel()
-    return _encoded(values, codec, parts, keeps=residual is not None)
+    flats = [x.reshape(-1) for x in tensors]
+    blocks = -(-sum(x.numel() for x in flats) // (parts * BLOCK))
+    written = _Written(codec, parts, blocks, flats[0].device)
+    pieces = _Pieces(flats)
+    room = None if residual is not None else flats[0].new_empty(_STRETCH * BLOCK)
+    for part in range(parts):
+        for first, count in _stretches(blocks):
+            start, end = ((part * blocks + b) * BLOCK for b in (first, first + count))
+            if residual is not None:
+                values = residual[start:end]
+                pieces.add_to(values, start)
+            else:
+                assert room is not None
+                values = pieces.put_into(room[: end - start], start)
+            written.write(part, first, values, keeps=residual is not None)
+    return written.coded
 
 
 def encode_sum(received: torch.Tensor, residual: torch.Tensor | None, codec: str) -> torch.Tensor:
     """One row: of this rank's part, the sum over what every rank wrote down."""
-    values = decode_sum(received, codec)
-    if residual is not None:
-        values = residual.add_(values)
-    return _encoded(values, codec, 1, keeps=residual is not None)
+    blocks = _blocks_in(received, codec)
+    written = _Written(codec, 1, blocks, received.device)
+    keeps = residual is not None
+    values = received.new_empty(_STRETCH * BLOCK, dtype=torch.float32)
+    for first, count in _stretches(blocks):
+        values = values[: count * BLOCK]
+        if residual is not None:
+            values = residual[first * BLOCK : (first + count) * BLOCK]
+        _read_into(values, received.unsqueeze(1), codec, 0, first, adds=keeps)
+        written.write(0, first, values, keeps=keeps)
+    return written.coded
 
 
 def decode_gradients(coded: torch.Tensor, codec: str) -> torch.Tensor:
     """All parts, one behind the other."""
-    return _read(coded.unsqueeze(0), codec)
+    return _decoded(coded.unsqueeze(0), codec)
 
 
 def decode_sum(coded: torch.Tensor, codec: str) -> torch.Tensor:
     """The sum of what each rank wrote down; the same on all, who add in the same order."""
-    return _read(coded.unsqueeze(1), codec)
+    return _decoded(coded.unsqueeze(1), codec)
 
 
-def _encoded(values: torch.Tensor, codec: str, parts: int, *, keeps: bool) -> torch.Tensor:
-    """Each part is four quarters, and a block some elements of each: so bytes hold four codes
-    that lie far apart, and nothing is ever taken out of between others."""
-    blocks = values.numel() // (parts * BLOCK)
-    width = BLOCK * _BITS[codec] // 8
-    coded = torch.empty(parts, blocks * (4 + width), dtype=torch.uint8, device=values.device)
-    for row, part in zip(coded, values.view(parts, 4, blocks, _QUARTER), strict=True):
-        scales, codes = _encoder(codec, keeps)(part)
-        row[: 4 * blocks].view(torch.float32).copy_(scales)
-        row[4 * blocks :].copy_(codes.view(-1))
-    return coded
+def add_decoded(coded: torch.Tensor, values: torch.Tensor, codec: str) -> None:
+    """The sum of all rows, to ``values`` in place."""
+    for first, count in _stretches(_blocks_in(coded, codec)):
+        stretch = values[first * BLOCK : (first + count) * BLOCK]
+        _read_into(stretch, coded.unsqueeze(1), codec, 0, first, adds=True)
 
 
-def _read(coded: torch.Tensor, codec: str) -> torch.Tensor:
+# What is coded at once: as much as stays in a core's caches from one loop to the next. It is four
+# quarters, and a block some elements of each: a byte holds codes that lie far apart, and nothing is
+# ever taken out of between others.
+_STRETCH = 512
+
+
+def _stretches(blocks: int) -> Iterator[tuple[int, int]]:
+    """The first of each, and how many."""
+    for first in range(0, blocks, _STRETCH):
+        yield first, min(_STRETCH, blocks - first)
+
+
+class _Pieces:
+    """Tensors one behind the other, and zeros behind the last."""
+
+    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
+        self._flats = flats
+        self._starts = [*accumulate((x.numel() for x in flats), initial=0)]
+
+    def add_to(self, values: torch.Tensor, start: int) -> None:
+        for place, piece in self._between(start, start + values.numel()):
+            values[place].add_(piece)
+
+    def put_into(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        end = max(0, self._starts[-1] - start)
+        values[end:].zero_()
+        for place, piece in self._between(start, start + values.numel()):
+            values[place].copy_(piece)
+        return values
+
+    def _between(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        number = max(0, bisect_right(self._starts, start) - 1)
+        while number < len(self._flats) and self._starts[number] < end:
+            begins = self._starts[number]
+            low, high = max(start, begins), min(end, self._starts[number + 1])
+            if low < high:
+                yield (
+                    slice(low - start, high - start),
+                    self._flats[number][low - begins : high - begins],
+                )
+            number += 1
+
+
+class _Written:
+    """Rows of bytes: all scales of a part, then all its codes."""
+
+    def __init__(self, codec: str, parts: int, blocks: int, device: torch.device) -> None:
+        self._codec, self._width = codec, BLOCK * _BITS[codec] // 8
+        self._blocks = blocks
+        nbytes = blocks * (4 + self._width)
+        self.coded = torch.empty(parts, nbytes, dtype=torch.uint8, device=device)
+        self._scales = self.coded.view(torch.float32)
+
+    def write(self, part: int, first: int, values: torch.Tensor, *, keeps: bool) -> None:
+        scales, codes = _encoder(self._codec, keeps)(values.view(4, -1, _QUARTER))
+        self._scales[part, first : first + scales.numel()].copy_(scales)
+        start = 4 * self._blocks + first * self._width
+        self.coded[part, start : start + codes.numel()].copy_(codes.view(-1))
+
+
+def _blocks_in(coded: torch.Tensor, codec: str) -> int:
+    return coded.shape[-1] // (4 + BLOCK * _BITS[codec] // 8)
+
+
+def _decoded(coded: torch.Tensor, codec: str) -> torch.Tensor:
     """The sum over the first dimension, of parts that follow one another along the second."""
-    (values,) = _decoder(codec)(*_taken_apart(coded, codec))
-    return values.view(-1)
+    parts, blocks = coded.shape[1], _blocks_in(coded, codec)
+    out = torch.empty(parts, blocks * BLOCK, dtype=torch.float32, device=coded.device)
+    for part in range(parts):
+        for first, count in _stretches(blocks):
+            values = out[part, first * BLOCK : (first + count) * BLOCK]
+            _read_into(values, coded, codec, part, first, adds=False)
+    return out.view(-1)
 
 
-def _taken_apart(coded: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of each block of each part."""
+def _read_into(
+    values: torch.Tensor, coded: torch.Tensor, codec: str, part: int, first: int, *, adds: bool
+) -> None:
+    """The sum over the first dimension, of a stretch of one part."""
+    quarters = values.view(4, -1, _QUARTER)
+    taken = _taken_apart(coded, codec, part, first, quarters.shape[1])
+    _decoder(codec, adds)(*taken, *quarters.unbind())
+
+
+def _taken_apart(
+    coded: torch.Tensor, codec: str, part: int, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of each block of a stretch."""
     ranks, parts, nbytes = coded.shape
     width = BLOCK * _BITS[codec] // 8
-    blocks = nbytes // (4 + width)
     # By strides: a view would choose those of a dim of one as it likes.
-    start, words = coded.storage_offset(), nbytes // 4
-    codes = coded.as_strided(
-        (ranks, parts, blocks, width), (parts * nbytes, nbytes, width, 1), start + 4 * blocks
-    )
+    row = coded.storage_offset() + part * nbytes
+    start = row + 4 * _blocks_in(coded, codec) + first * width
+    codes = coded.as_strided((ranks, count, width), (parts * nbytes, width, 1), start)
     scales = coded.view(torch.float32).as_strided(
-        (ranks, parts, blocks, 1), (parts * words, words, 1, 1), start // 4
+        (ranks, count, 1), (parts * nbytes // 4, 1, 1), row // 4 + first
     )
     return codes, scales
 
 
 _Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-_Decoder = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+_Quarters = Sequence[torch.Tensor]
 
 
 @cache
@@ -112,16 +197,20 @@ def _encoder(codec: str, keeps: bool) -> _Encoder:
 
 
 @cache
-def _decoder(codec: str) -> _Decoder:
+def _decoder(codec: str, adds: bool) -> Callable[..., object]:
     read = {"ternary": _ternary_read, "int8": _int8_read}[codec]
     width = BLOCK * _BITS[codec] // 8
 
-    def run(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor]:
-        assert codes.shape[3] == width
-        return (read(codes, scales),)
+    def run(codes: torch.Tensor, scales: torch.Tensor, *quarters: torch.Tensor) -> tuple[()]:
+        assert codes.shape[2] == width
+        assert quarters[0].shape[1] == _QUARTER
+        for into, value in zip(quarters, read(codes, scales), strict=True):
+            into.copy_(into + value if adds else value)
+        return ()
 
     # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
-    return _torch.compiled(run, _taken_apart(torch.ones(2, 3, 5 * (4 + width)).byte(), codec))
+    taken = _taken_apart(torch.ones(2, 3, 7 * (4 + width)).byte(), codec, 1, 1, 5)
+    return _torch.compiled(run, [*taken, *torch.ones(4, 5, _QUARTER).unbind()])
 
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -139,13 +228,13 @@ def _ternary(v: torch.Tensor) -> _Three:
     return scale, codes.to(torch.uint8), v - t * scale
 
 
-def _ternary_read(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _ternary_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
     c = codes.to(torch.float32)
     first = torch.floor((c + 0.5) * (1 / 4))
     second = torch.floor((c + 0.5) * (1 / 16))
     third = torch.floor((c + 0.5) * (1 / 64))
     quarters = (c - 4 * first, first - 4 * second, second - 4 * third, third)
-    return torch.stack([((q - 1) * scales).sum(0) for q in quarters], dim=1)
+    return [((q - 1) * scales).sum(0) for q in quarters]
 
 
 def _int8(v: torch.Tensor) -> _Three:
@@ -155,9 +244,10 @@ def _int8(v: torch.Tensor) -> _Three:
     return scale, (code + 128).to(torch.uint8), v - code * scale
 
 
-def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    values = codes.view(*codes.shape[:2], 4, -1, _QUARTER).to(torch.float32) - 128
-    return (values * scales.unsqueeze(2)).sum(0)
+def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
+    # A byte holds one code: they lie as the values do.
+    values = codes.view(codes.shape[0], 4, -1, _QUARTER).to(torch.float32) - 128
+    return (values * scales.unsqueeze(1)).sum(0).unbind()
 
 
 _BITS = {"ternary": 2, "int8": 8}

@@ -1,0 +1,188 @@
+"""Gradients in codes: bytes on the wire by the kernel's count, and what coding takes of a core.
+
+    python benchmarks/codes.py [wire | cores]
+
+Two to six hosts, each a rank of gloo, sum a tensor of 4 MB: as it is by an all-reduce, and in codes
+as the trades exchange them; what each host's end of the link has sent is what the kernel says,
+headers and all, and stands beside what a plan predicts and those headers take. Coding is timed in
+processor seconds beside a copy of the same tensor of 16 MB, in turn. Wire needs root. Not for
+whether it pays: plans say that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._linked import run_on
+from benchmarks.hosts import FEWEST, MOST, hosts
+from benchmarks.runner import interval
+
+WIRE_TARGETS = {"ternary": 1 / 15, "int8": 1 / 3.9}
+PREDICTED_TARGET = 0.03
+# Of a packet of 1,500 bytes 1,448 are data; 14 more are the link's own.
+HEADERS = 1514 / 1448
+CORE_TARGETS = {"encode": 3.5, "decode and add": 1.6}
+WIRE_NUMEL, CORE_NUMEL, TIMES, ROUNDS = 1 << 20, 4 << 20, 10, 40
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or ["wire", "cores"]
+    figures: list[dict[str, Any]] = []
+    if "cores" in wanted:
+        figures += cores()
+    if "wire" in wanted:
+        figures += wire()
+    for figure in figures:
+        print(json.dumps(figure), file=sys.stderr, flush=True)
+    worst = max(figures, key=lambda f: f["value"] / f["target"])
+    print(
+        json.dumps(
+            {
+                "name": f"codes: the furthest from its target, {worst['name']}",
+                "value": worst["value"],
+                "interval": worst["interval"],
+                "target": worst["target"],
+                "ok": all(f["ok"] for f in figures),
+                "figures": figures,
+            }
+        )
+    )
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def wire() -> Iterator[dict[str, Any]]:
+    for count in range(FEWEST, MOST + 1):
+        sent = {way: _sent(count, way) for way in ("plain", *WIRE_TARGETS)}
+        for codec, target in WIRE_TARGETS.items():
+            share = sent[codec][0] / sent["plain"][0]
+            yield _figure(f"{codec}, {count} hosts: bytes / fp32 all-reduce", share, target)
+        for way, (counted, predicted) in sent.items():
+            off = abs(counted / predicted - 1)
+            name = f"{way}, {count} hosts: bytes counted beside those predicted"
+            yield _figure(name, off, PREDICTED_TARGET)
+
+
+def _sent(count: int, way: str) -> tuple[float, float]:
+    """Bytes a rank and a sum, counted, and predicted."""
+    with tempfile.TemporaryDirectory() as folder, hosts(count) as made:
+        here = Path(folder)
+        found = []
+        # What it takes to come together is in both.
+        for times in (TIMES, 2 * TIMES):
+            before = [made.sent_bytes(host) for host in range(count)]
+            given = [__file__, "--rank", folder, way, str(count), str(times)]
+            run_on(made, here, [[*given, str(rank)] for rank in range(count)])
+            found.append([made.sent_bytes(host) - b for host, b in enumerate(before)])
+            (here / f"store-{times}").unlink(missing_ok=True)
+        counted = max((b - a) / TIMES for a, b in zip(*found, strict=True))
+        predicted = json.loads((here / "predicted.json").read_text())
+    return counted, predicted
+
+
+def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
+    from steelyard.core.codec import CODECS, blocks_of
+    from steelyard.core.collective import GLOO, Exchange
+    from steelyard.operators import codes
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store-{times}", rank=rank, world_size=count
+    )
+    x = torch.randn(WIRE_NUMEL)
+    sent: list[tuple[Exchange, int]] = []
+
+    def summed() -> None:
+        sent.clear()
+        if way == "plain":
+            dist.all_reduce(x)
+            sent.append((Exchange.ALL_REDUCE, x.nbytes))
+            return
+        parts = 1 if count == FEWEST else count
+        blocks = blocks_of(x.numel(), parts=parts)
+        coded = codes.encode_gradients([x], None, way, parts)
+        assert coded.shape[1] == CODECS[way].row_bytes(blocks // parts)
+        if parts > 1:
+            received = torch.empty_like(coded)
+            dist.all_to_all_single(received, coded)
+            sent.append((Exchange.ALL_TO_ALL, coded.nbytes))
+            coded = codes.encode_sum(received, None, way)
+        whole = coded.new_empty((count, coded.shape[1]))
+        dist.all_gather_into_tensor(whole, coded)
+        sent.append((Exchange.ALL_GATHER, whole.nbytes))
+
+    for _ in range(times):
+        summed()
+    dist.barrier()
+    if rank == 0:
+        nbytes = sum(
+            GLOO.collective(kind, axis="", num_ranks=count, nbytes=nbytes).sent_bytes
+            for kind, nbytes in sent
+        )
+        (Path(folder) / "predicted.json").write_text(json.dumps(nbytes * HEADERS))
+    dist.destroy_process_group()
+
+
+# --- cores ----------------------------------------------------------------------------------------
+
+
+def cores() -> Iterator[dict[str, Any]]:
+    from steelyard.operators import codes
+
+    torch.set_num_threads(1)
+    x, into = torch.randn(CORE_NUMEL), torch.empty(CORE_NUMEL)
+    lost, total = torch.zeros(CORE_NUMEL), torch.zeros(CORE_NUMEL)
+    coded = codes.encode_gradients([x], lost, "ternary", 1)
+    sides: dict[str, Callable[[], object]] = {
+        "copy": lambda: into.copy_(x),
+        "encode": lambda: codes.encode_gradients([x], lost, "ternary", 1),
+        "decode and add": lambda: codes.add_decoded(coded, total, "ternary"),
+    }
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    with torch.no_grad():
+        for turn in range(ROUNDS + 3):
+            for side, call in sides.items():
+                begin = time.process_time()
+                call()
+                if turn >= 3:
+                    seconds[side].append(time.process_time() - begin)
+    for side, target in CORE_TARGETS.items():
+        ratios = [a / b for a, b in zip(seconds[side], seconds["copy"], strict=True)]
+        low, value, high = interval(ratios)
+        yield {
+            "name": f"ternary, {side}: processor seconds / a copy",
+            "value": round(value, 3),
+            "interval": [round(low, 3), round(high, 3)],
+            "target": target,
+            "ok": value <= target,
+            "milliseconds": round(1e3 * median(seconds[side]), 3),
+        }
+
+
+def _figure(name: str, value: float, target: float) -> dict[str, Any]:
+    return {
+        "name": name, "value": round(value, 4), "interval": None, "target": round(target, 4),
+        "ok": value <= target,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.argv[1:2] == ["--rank"]:
+        work(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6]))
+    else:
+        main()
