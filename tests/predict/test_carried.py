@@ -10,13 +10,14 @@ from steelyard.core.cluster import Cluster
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.costs import Costs
 from steelyard.predict.carried import carried
-from steelyard.predict.collectives import all_gather, all_reduce, reduce_scatter
+from steelyard.predict.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from steelyard.predict.routes import route
 
 _FIND = {
     Exchange.ALL_REDUCE: all_reduce,
     Exchange.ALL_GATHER: all_gather,
     Exchange.REDUCE_SCATTER: reduce_scatter,
+    Exchange.ALL_TO_ALL: all_to_all,
 }
 
 
