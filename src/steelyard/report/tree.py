@@ -295,6 +295,8 @@ def rule_in_words(rule: Rule) -> str:
         together = f", {format_bytes(size)} at a time" if size else ""
         among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
         return f"{rule.trade}: {among}{twice}{together}"
+    if rule.trade in _CODES:
+        return f"{rule.trade}: {rule.module} ({rule.count})"
     if rule.trade == "shard_pipeline":
         return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"
     if rule.trade == "overlap":
