@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
+from steelyard import _torch
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import context_of
 
@@ -77,3 +78,13 @@ def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(
         why = plan.why_not(trade)
         assert "would cost" in why or "would gain" in why
         assert "computation" in why or "error of what is predicted" in why
+
+
+def test_without_a_compiler_there_are_none_and_the_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "cpp_compiler", lambda: None)
+    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD)
+    assert plan.predicted.accuracy_loss == "exact"
+    for trade in _TRADES:
+        assert "no C++ compiler" in plan.why_not(trade)

@@ -7,12 +7,13 @@ Not for how a step is fastest with a code: see search/coded.py.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from steelyard import _torch
 from steelyard.core.amounts import format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
-from steelyard.core.trade import Refusal
+from steelyard.core.trade import Left, Refusal
 from steelyard.search.coded import CODE_TRADES, CodedWay
 from steelyard.search.found import Found
 
@@ -49,6 +50,14 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
 def _ways(look: "Look", budget: Budget, refused: list[Refusal]) -> list[CodedWay]:
     """The fastest first; what cannot be is told."""
     known = {trade.name for trade in look.request.trades}
+    if _torch.cpp_compiler() is None:
+        reason = "Inductor finds no C++ compiler to make codes with"
+        refused += (
+            Refusal(trade=trade, label="gradients in codes", reason=reason, left=Left.NEVER)
+            for trade in CODE_TRADES
+            if trade in known
+        )
+        return []
     found = []
     for trade in CODE_TRADES:
         if trade in known:

@@ -14,6 +14,7 @@ import torch
 
 from steelyard import _torch
 from steelyard.core.codec import BLOCK
+from steelyard.core.errors import BadInput
 
 # Of a bell-shaped value in three levels least is lost at this share of its root mean square.
 _LEVEL = 1.22
@@ -178,12 +179,12 @@ def _taken_apart(
     return codes, scales
 
 
-_Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+_Compiled = Callable[..., tuple[torch.Tensor, ...]]
 _Quarters = Sequence[torch.Tensor]
 
 
 @cache
-def _encoder(codec: str, keeps: bool) -> _Encoder:
+def _encoder(codec: str, keeps: bool) -> _Compiled:
     encode = {"ternary": _ternary, "int8": _int8}[codec]
 
     def run(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,11 +194,11 @@ def _encoder(codec: str, keeps: bool) -> _Encoder:
             values.copy_(torch.where(torch.isfinite(scales), left, 0.0))
         return scales.view(-1), codes
 
-    return _torch.compiled(run, [torch.ones(4, 5, _QUARTER)])
+    return _compiled(run, [torch.ones(4, 5, _QUARTER)])
 
 
 @cache
-def _decoder(codec: str, adds: bool) -> Callable[..., object]:
+def _decoder(codec: str, adds: bool) -> _Compiled:
     read = {"ternary": _ternary_read, "int8": _int8_read}[codec]
     width = BLOCK * _BITS[codec] // 8
 
@@ -210,7 +211,17 @@ def _decoder(codec: str, adds: bool) -> Callable[..., object]:
 
     # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
     taken = _taken_apart(torch.ones(2, 3, 7 * (4 + width)).byte(), codec, 1, 1, 5)
-    return _torch.compiled(run, [*taken, *torch.ones(4, 5, _QUARTER).unbind()])
+    return _compiled(run, [*taken, *torch.ones(4, 5, _QUARTER).unbind()])
+
+
+def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _Compiled:
+    if _torch.cpp_compiler() is None:
+        raise BadInput(
+            "gradients in codes are compiled, and Inductor finds no C++ compiler",
+            expected="g++ or clang++, or CXX naming one",
+            remedy="install one, or take the rules of these gradients out of the plan",
+        )
+    return _torch.compiled(run, examples)
 
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
