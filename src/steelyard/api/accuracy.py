@@ -18,6 +18,7 @@ from steelyard.api.probing import STEPS, coding_errors, drift
 from steelyard.core.accuracy import Drift
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
+from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import Layout
 from steelyard.core.machine import available_bytes
@@ -27,7 +28,6 @@ from steelyard.core.rules import Rule, Spot, matching, spot_of
 from steelyard.core.trade import Left, Refusal
 from steelyard.predict import peak_bytes
 from steelyard.search import Found, Search
-from steelyard.search.coded import CODE_TRADES
 
 if TYPE_CHECKING:
     from steelyard.api.look import Look
@@ -79,8 +79,12 @@ class Lossy:
         """Of this plan beside the same without 8 bits; or why that cannot be seen."""
         key = tuple(sorted(rules))
         if key not in self._drifts:
+            layout = program.layout
+            if layout != Layout(batch=layout.batch):
+                return "only ranks that share the batch equally, and nothing else, are probed"
             exact = self._exact_twin(rules)
-            needed = max(peak_bytes(p, self.look.prices.costs) for p in (program, exact))
+            peaks = (peak_bytes(p, self.look.prices.costs) for p in (program, exact))
+            needed = layout.num_ranks * max(peaks)
             free = int(_SHARE_OF_FREE_MEMORY * available_bytes())
             if needed > free:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"

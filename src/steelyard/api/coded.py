@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from steelyard import _torch
 from steelyard.core.amounts import format_seconds
 from steelyard.core.budget import Budget
+from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
 from steelyard.core.trade import Left, Refusal
-from steelyard.search.coded import CODE_TRADES, CodedWay
+from steelyard.search.coded import CodedWay
 from steelyard.search.found import Found
 
 if TYPE_CHECKING:

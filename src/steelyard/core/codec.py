@@ -17,6 +17,8 @@ CODED_CALLS = frozenset({ENCODE, ENCODE_SUM, DECODE, DECODE_SUM})
 # How inputs begin that hold what codes lost of the gradients of one bucket, and have not made up
 # for yet.
 RESIDUAL = "residual:"
+# The trades whose rules say which gradients go in codes.
+CODE_TRADES = ("rounded_gradients", "ternary_gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

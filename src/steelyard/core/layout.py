@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import BadInput
 from steelyard.core.rules import Rule
 
@@ -17,8 +18,7 @@ DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 _MOST_SPELLED = 8
 # Trades whose rules say where the step lies, and what goes on while ranks exchange.
 LAYOUT_TRADES = frozenset({
-    "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "overlap", "rounded_gradients",
-    "ternary_gradients",
+    "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "overlap", *CODE_TRADES,
 })  # fmt: skip
 
 

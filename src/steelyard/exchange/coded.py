@@ -39,7 +39,6 @@ class _Member:
 class _Bucket:
     """``nodes`` are those that only its exchange needs."""
 
-    issued: Node
     waited: Node
     members: tuple[_Member, ...]
     nodes: frozenset[str]
@@ -127,7 +126,6 @@ def _bucket(graph: Graph, issued: Node, waited: Node, places: Sequence[int]) -> 
     )
     own = {issued.name, waited.name, *(node.name for node in results.values())}
     return _Bucket(
-        issued=issued,
         waited=waited,
         members=members,
         nodes=frozenset(own | ({given.name} if joined else set())),

@@ -67,11 +67,12 @@ def with_codes(
         return program
     assert not program.again, "what is exchanged is changed before anything is computed again"
     layout = program.layout
-    if layout.batch == 1 or layout.pipeline > 1:
+    if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1:
+        others = layout.pipeline > 1 or layout.tensor > 1
         raise Mismatch(
             f"the plan sends gradients in codes ({rules[0].trade})"
-            + (", and its layers lie on several ranks" if layout.pipeline > 1 else ""),
-            expected="ranks that share the batch, and sum its gradients up as they are made",
+            + (", and ranks share layers or tensors" if others else ""),
+            expected="ranks that share the batch, and nothing else",
             remedy=f"take the {rules[0].trade} rules out of the plan, or plan again",
         )
     codecs = dict(_named(program.graph, rules, codec_of))
@@ -83,9 +84,7 @@ def with_codes(
             expected="parameters that every rank holds as a whole, each in one rule",
             remedy=f"take it out of the {rules[0].trade} rules, or plan again",
         )
-    graph = coded(
-        program.graph, codecs, num_ranks=layout.batch, transport=GLOO, stride=layout.tensor
-    )
+    graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=GLOO)
     return program.with_graph(source.rewritten(graph))
 
 

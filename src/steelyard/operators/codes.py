@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from steelyard import _torch
-from steelyard.core.codec import BLOCK
+from steelyard.core.codec import BLOCK, CODECS
 from steelyard.core.errors import BadInput
 
 # Of a bell-shaped value in three levels least is lost at this share of its root mean square.
@@ -126,7 +126,7 @@ class _Written:
     """Rows of bytes: all scales of a part, then all its codes."""
 
     def __init__(self, codec: str, parts: int, blocks: int, device: torch.device) -> None:
-        self._codec, self._width = codec, BLOCK * _BITS[codec] // 8
+        self._codec, self._width = codec, BLOCK * CODECS[codec].bits // 8
         self._blocks = blocks
         nbytes = blocks * (4 + self._width)
         self.coded = torch.empty(parts, nbytes, dtype=torch.uint8, device=device)
@@ -140,7 +140,7 @@ class _Written:
 
 
 def _blocks_in(coded: torch.Tensor, codec: str) -> int:
-    return coded.shape[-1] // (4 + BLOCK * _BITS[codec] // 8)
+    return coded.shape[-1] // (4 + BLOCK * CODECS[codec].bits // 8)
 
 
 def _decoded(coded: torch.Tensor, codec: str) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _taken_apart(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of each block of a stretch."""
     ranks, parts, nbytes = coded.shape
-    width = BLOCK * _BITS[codec] // 8
+    width = BLOCK * CODECS[codec].bits // 8
     # By strides: a view would choose those of a dim of one as it likes.
     row = coded.storage_offset() + part * nbytes
     start = row + 4 * _blocks_in(coded, codec) + first * width
@@ -200,7 +200,7 @@ def _encoder(codec: str, keeps: bool) -> _Compiled:
 @cache
 def _decoder(codec: str, adds: bool) -> _Compiled:
     read = {"ternary": _ternary_read, "int8": _int8_read}[codec]
-    width = BLOCK * _BITS[codec] // 8
+    width = BLOCK * CODECS[codec].bits // 8
 
     def run(codes: torch.Tensor, scales: torch.Tensor, *quarters: torch.Tensor) -> tuple[()]:
         assert codes.shape[2] == width
@@ -259,6 +259,3 @@ def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
     # A byte holds one code: they lie as the values do.
     values = codes.view(codes.shape[0], 4, -1, _QUARTER).to(torch.float32) - 128
     return (values * scales.unsqueeze(1)).sum(0).unbind()
-
-
-_BITS = {"ternary": 2, "int8": 8}

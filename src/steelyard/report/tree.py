@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from steelyard.core.accuracy import keeps
 from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.codec import CODE_TRADES
 from steelyard.core.layout import spelled
 from steelyard.core.peak import Timeline
 from steelyard.core.plan import Plan, Taken
@@ -82,9 +83,6 @@ _PAID_IN = dict.fromkeys(
     ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states", "shard_pipeline"),
     "communication",
 )
-
-
-_CODES = frozenset({"rounded_gradients", "ternary_gradients"})
 
 
 def tree_of(subject: Plan | Receipt) -> Tree:
@@ -204,14 +202,14 @@ def _about(value: float, unit: Unit, of: str) -> str:
 
 def _paid(taken: Taken) -> str:
     seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
-    if taken.trade in _CODES and taken.buys_bytes < 0:
+    if taken.trade in CODE_TRADES and taken.buys_bytes < 0:
         return f"{seconds}, {_about(-taken.buys_bytes, Unit.BYTES, 'memory')}"
     return seconds
 
 
 def _bought(taken: Taken) -> str:
     memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
-    if taken.trade in _CODES:
+    if taken.trade in CODE_TRADES:
         return _about(taken.buys_seconds, Unit.SECONDS, "communication")
     if not taken.buys_seconds:
         return memory
@@ -295,7 +293,7 @@ def rule_in_words(rule: Rule) -> str:
         together = f", {format_bytes(size)} at a time" if size else ""
         among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
         return f"{rule.trade}: {among}{twice}{together}"
-    if rule.trade in _CODES:
+    if rule.trade in CODE_TRADES:
         return f"{rule.trade}: {rule.module} ({rule.count})"
     if rule.trade == "shard_pipeline":
         return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"

@@ -5,15 +5,13 @@ on the same timeline as without. Not for whether accuracy may be lost: see api/c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from steelyard.core.layout import Layout
+from steelyard.core.layout import ALONE, Layout
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Refusal, Trade
-
-CODE_TRADES = ("rounded_gradients", "ternary_gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +74,5 @@ class Weighing:
 
 
 def shared_alone(layouts: Sequence[Layout]) -> Iterator[Layout]:
-    """Those in which ranks share the batch and nothing else."""
-    return (
-        layout
-        for layout in layouts
-        if layout.batch > 1 and replace(layout, batch=1, shares=()) == Layout()
-    )
+    """Those in which ranks share the batch equally, and nothing else."""
+    return (layout for layout in layouts if layout == Layout(batch=layout.batch) != ALONE)
