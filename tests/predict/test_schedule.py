@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.errors import BadInput, PlanFileError
-from steelyard.core.schedule import Order, Work, actions_of, awaited_in
+from steelyard.core.schedule import Order, Work, actions_of, source_of
 from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
 from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, StageCost, replay
 
@@ -214,13 +214,13 @@ def test_two_that_overlap_are_taken_one_after_the_other() -> None:
     assert list(map(str, actions_of(["(0F2;1B1)OVERLAP_F_B", "", "1W3"]))) == ["0F2", "1B1", "1W3"]
 
 
-def test_messages_have_room_from_when_torch_asks_for_them() -> None:
-    cells = "0UNSHARD 0F0 0SEND_F0 2RECV_F0 0F1 2RECV_F1 2F0 2RECV_B0 2RECV_B1 2F1 2I0 2W0 2B1"
-    awaited = [list(map(str, each)) for each in awaited_in(cells.split())]
-    assert awaited == [[], ["2F0"], ["2F1"], ["2I0", "2B1"], ["2B1"], ["2B1"], []]
-    order = order_under("Interleaved1F1B", num_ranks=2, num_stages=4, micro_batches=8)
-    assert [*map(len, order.awaited)] == [*map(len, order.ranks)]
-    assert any(order.awaited[0])
+def test_what_an_action_is_sent_comes_from_the_stage_beside_it_on_another_rank() -> None:
+    order = order_under("ZBVZeroBubble", num_ranks=2, num_stages=4, micro_batches=8)
+    sources = {str(a): source_of(a, order.rank_of) for a in order.ranks[1]}
+    read = {sources[f"1{work}0"] for work in "FI"} | {sources[f"2{work}0"] for work in "FI"}
+    assert read == {0, None, 3}  # stages 1 and 2 lie on this rank
+    assert (sources["1F0"], sources["1I0"], sources["2F0"], sources["2I0"]) == (0, None, None, 3)
+    assert sources["1W0"] is None
 
 
 def test_a_cell_that_is_no_action_is_refused() -> None:

@@ -4,11 +4,15 @@ Not for making one (exchange/schedules.py), nor for how long it takes (predict/s
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from steelyard.core.errors import PlanFileError
+
+# Room is made for what an action is sent while as many before it are still to be done: whoever
+# sends need not ask first, and wait until its gloo has a turn on the core to hear the answer.
+AHEAD = 2
 
 
 class Work(StrEnum):
@@ -34,12 +38,10 @@ class Action:
 class Order:
     """The actions of each rank, one after another. ``holds_sends``: what was sent stays until the
     step ends, as in all of torch's schedules but 1F1B (2.13); there, until the next goes the same
-    way. ``awaited``: while each action works, those after it for whose messages there is room
-    already, where there are any."""
+    way."""
 
     ranks: tuple[tuple[Action, ...], ...]
     holds_sends: bool = False
-    awaited: tuple[tuple[tuple[Action, ...], ...], ...] = ()
 
     @property
     def rank_of(self) -> dict[int, int]:
@@ -74,28 +76,15 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
     return tuple(found)
 
 
-def awaited_in(cells: Iterable[str]) -> tuple[tuple[Action, ...], ...]:
-    """Of a row that says too when room is made for messages, ``2RECV_F0``: for each action, those
-    after it that wait for one."""
-    room: list[str] = []
-    found: dict[Action, tuple[str, ...]] = {}
-    for cell in cells:
-        if _ROOM_MADE.fullmatch(cell):
-            room.append(cell)
-        elif _CELL.fullmatch(cell):
-            for action in actions_of([cell]):
-                if (message := _read_by(action)) in room:
-                    room.remove(message)
-                found[action] = tuple(room)
-    readers = {_read_by(action): action for action in found}
-    return tuple(tuple(readers[message] for message in each) for each in found.values())
-
-
-def _read_by(action: Action) -> str:
-    way = {Work.FORWARD: "F", Work.BACK_TO_WEIGHTS: ""}.get(action.work, "B")
-    return f"{action.stage}RECV_{way}{action.micro_batch}"
+def source_of(action: Action, rank_of: Mapping[int, int]) -> int | None:
+    """The stage on another rank that sends what this action reads, where one does."""
+    before = {Work.FORWARD: -1, Work.BACKWARD: 1, Work.BACK_TO_INPUTS: 1}.get(action.work)
+    if before is None:
+        return None
+    source = action.stage + before
+    is_sent = source in rank_of and rank_of[source] != rank_of[action.stage]
+    return source if is_sent else None
 
 
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _CELL = re.compile(r"|\d+[FIWB]\d+|\(\d+[FIWB]\d+(;\d+[FIWB]\d+)*\)OVERLAP_F_B")
-_ROOM_MADE = re.compile(r"\d+RECV_[FB]\d+")

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 
 from steelyard.core.deep_layout import DeepLayout
 from steelyard.core.errors import BadInput
-from steelyard.core.schedule import Order, actions_of, awaited_in
+from steelyard.core.schedule import Order, actions_of
 
 SCHEDULES: Mapping[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -90,13 +90,8 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
     # Besides what a rank computes there are gaps, and the summing of gradients over replicas.
     table = made.pipeline_order
     rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
-    messages = [] if schedule in ONE_EACH else [*made.pipeline_order_with_comms.items()]
-    return Order(
-        ranks=tuple(actions_of(row) for row in rows),
-        # These gather works, and so tensors.
-        holds_sends=True,
-        awaited=tuple(awaited_in(map(str, cells)) for _, cells in sorted(messages)),
-    )
+    # These gather works, and so tensors.
+    return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=True)
 
 
 def order_of(layout: DeepLayout) -> Order:

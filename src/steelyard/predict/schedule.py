@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from steelyard.core.schedule import Action, Order, Work
+from steelyard.core.schedule import AHEAD, Action, Order, Work, source_of
 
 GIVE_GRADIENTS = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
 
@@ -79,7 +79,7 @@ class Replay:
 def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
     """Every rank takes up its next action when it is done with the last and what it reads has come;
     between two ranks one message goes after another."""
-    ends = _Ends(order, stages)
+    ends, rank_of = _Ends(order, stages), order.rank_of
     pending = [list(actions) for actions in order.ranks]
     done: list[list[Replayed]] = [[] for _ in order.ranks]
     held = [_Held(order, stages) for _ in order.ranks]
@@ -90,7 +90,7 @@ def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
             action = pending[rank].pop(0)
             free = done[rank][-1].end_seconds if done[rank] else 0.0
             begin = max(free, ends.arrived(action))
-            awaited = order.awaited[rank][len(done[rank])] if order.awaited else ()
+            awaited = [a for a in pending[rank][:AHEAD] if source_of(a, rank_of) is not None]
             end = begin + stages[action.stage].seconds[action.work]
             ends.put(action, end)
             done[rank].append(

@@ -5,7 +5,8 @@ Not for what a stage computes (stage.py), nor for choosing stages and schedule: 
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.distributed.pipelining import PipelineStage
 from steelyard.core.graph import Graph, OutputKind
 from steelyard.core.layout import PIPELINE
 from steelyard.core.program import Pipeline
+from steelyard.core.schedule import Action, Work
 from steelyard.exchange.channel import Channel
-from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.schedules import made_schedule
-from steelyard.exchange.turns import take_turns
+from steelyard.exchange.turns import give_way, take_turns
 from steelyard.operators import copy_laid_out
+from steelyard.run.arrivals import Arrivals, Numbers
 from steelyard.run.draws import Draws
 from steelyard.run.shares import Shares
 from steelyard.run.stage import LiveStage, Values, keep_only
@@ -51,10 +53,22 @@ class StagesAtWork:
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
         self._rank_of = pipeline.order.rank_of
         rank, last = dist.get_rank(group), len(stages) - 1
+        self._arrivals = partial(
+            Arrivals, pipeline.order.ranks[rank], stages, self._graph, rank_of=self._rank_of,
+            rank_at=self._rank_at, group=group,
+        )  # fmt: skip
+        numbers = Numbers(stages)
         own = [stage for stage in stages if self._rank_of[stage.index] == rank]
         self._draws = Draws(pipeline.stages, own={stage.index for stage in own})
         self._own = [
-            _Driven(LiveStage(stage, live=live, channels=channels), self._graph, len(stages), group)
+            _Driven(
+                LiveStage(stage, live=live, channels=channels),
+                self._graph,
+                len(stages),
+                group,
+                numbers=numbers,
+                rank_at=self._rank_at,
+            )
             for stage in own
         ]
         self._rank_of_loss = self._rank_of[last]
@@ -68,6 +82,10 @@ class StagesAtWork:
         self._schedule = made_schedule(
             pipeline.schedule, self._own, micro_batches=pipeline.order.num_micro_batches
         )
+
+    def _rank_at(self, stage: int) -> int:
+        """Among all ranks, of the one that holds this stage."""
+        return dist.get_global_rank(self._group, self._rank_of[stage])
 
     def _made_sums(
         self, shared: Sequence[tuple[str, tuple[int, ...]]], live: Mapping[str, Any]
@@ -101,9 +119,9 @@ class StagesAtWork:
         """The loss of each micro-batch, on the rank that has it."""
         count = len(given)
         self._draws.begin(count)
-        receipts = Receipts()  # connections come about when they are first used
+        arrivals = self._arrivals()
         for own in self._own:
-            own.begin([dict(values) for values in given], self._draws, receipts)
+            own.begin([dict(values) for values in given], self._draws, arrivals)
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
         whom = torch.arange(count) if is_last else None
@@ -183,7 +201,14 @@ class _Driven(PipelineStage):
     buffers for every micro-batch at once."""
 
     def __init__(
-        self, live: LiveStage, graph: Graph, num_stages: int, group: dist.ProcessGroup | None
+        self,
+        live: LiveStage,
+        graph: Graph,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        *,
+        numbers: Numbers,
+        rank_at: Callable[[int], int],
     ) -> None:
         token = torch.zeros(1)
         super().__init__(
@@ -196,31 +221,30 @@ class _Driven(PipelineStage):
             group=group,
         )
         self.live = live
-        self._graph = graph
+        self._graph, self._numbers, self._rank_at = graph, numbers, rank_at
         self._values: list[Values] = []
         self._draws: Draws | None = None
         self._given: tuple[str, ...] = ()
-        self._coming: dict[tuple[str, int], Values] = {}
-        self._receipts: Receipts | None = None
+        self._arrivals: Arrivals | None = None
 
-    def begin(self, values: list[Values], draws: Draws, receipts: Receipts) -> None:
-        self._values, self._draws, self._receipts = values, draws, receipts
+    def begin(self, values: list[Values], draws: Draws, arrivals: Arrivals) -> None:
+        self._values, self._draws, self._arrivals = values, draws, arrivals
         self._given = tuple(values[0])
 
     def clear_runtime_states(self) -> None:
         self.output_chunks.clear()
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._receiving("forward", fwd_chunk_id, self.live.stage.receives, -1)
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:  # noqa: ARG002
+        return []  # what comes is asked for ahead of that
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._receiving("backward", bwd_chunk_id, self.live.stage.receives_back, +1)
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:  # noqa: ARG002
+        return []  # the same
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sending(self._handed_on(fwd_chunk_id), +1)
+        return self._sending(self._handed_on(fwd_chunk_id), fwd_chunk_id, +1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sending(self.get_local_bwd_output(bwd_chunk_id), -1)
+        return self._sending(self.get_local_bwd_output(bwd_chunk_id), bwd_chunk_id, -1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._values[mb_index].update(prev_stage_outputs)
@@ -239,7 +263,7 @@ class _Driven(PipelineStage):
         save_forward_output: bool = True,  # noqa: ARG002 - the same
     ) -> Any:
         values = self._values[fwd_chunk_id]
-        self._take_in("forward", fwd_chunk_id)
+        self._take_in(Work.FORWARD, fwd_chunk_id)
         stage = self.live.stage
         assert self._draws is not None
         with self._draws.at(fwd_chunk_id, stage.index):
@@ -247,7 +271,7 @@ class _Driven(PipelineStage):
         keep_only(values, dict.fromkeys((*self._given, *stage.kept, *stage.sends)))
         if self.is_last:
             return loss
-        is_near = self._peer(+1) == dist.get_rank()
+        is_near = self._rank_at(self.stage_index + 1) == dist.get_rank()
         return self._handed_on(fwd_chunk_id) if is_near else None
 
     def backward_one_chunk(
@@ -258,7 +282,7 @@ class _Driven(PipelineStage):
         last_backward: bool = False,  # noqa: ARG002 - the same
     ) -> None:
         values, stage = self._values[bwd_chunk_id], self.live.stage
-        self._take_in("backward", bwd_chunk_id)
+        self._take_in(Work.BACKWARD if full_backward else Work.BACK_TO_INPUTS, bwd_chunk_id)
         (self.live.backward if full_backward else self.live.back_to_inputs)(values)
         kept = () if full_backward else (*self._given, *stage.kept_between)
         keep_only(values, dict.fromkeys((*kept, *stage.sends_back)))
@@ -268,6 +292,7 @@ class _Driven(PipelineStage):
         bwd_chunk_id: int,
         last_backward: bool = False,  # noqa: ARG002 - torch's signature
     ) -> None:
+        self._take_in(Work.BACK_TO_WEIGHTS, bwd_chunk_id)
         self.live.back_to_weights(self._values[bwd_chunk_id])
         self._values[bwd_chunk_id].clear()
 
@@ -285,40 +310,25 @@ class _Driven(PipelineStage):
             del values[name]
         return taken
 
-    def _peer(self, step: int) -> int:
-        rank = self.stage_index_to_group_rank[self.stage_index + step]
-        group = self.group or dist.group.WORLD
-        assert group is not None
-        return dist.get_global_rank(group, rank)
-
-    def _sending(self, values: Values, step: int) -> list[dist.P2POp]:
+    def _sending(self, values: Values, index: int, step: int) -> list[dist.P2POp]:
+        to, is_back = self.stage_index + step, step < 0
+        give_way()
         return [
-            dist.P2POp(dist.isend, value.contiguous(), self._peer(step), self.group)
-            for value in values.values()
-        ]
+            dist.P2POp(
+                dist.isend, value.contiguous(), self._rank_at(to), self.group,
+                tag=self._numbers.of(to, index, place, is_back=is_back),
+            )
+            for place, value in enumerate(values.values())
+        ]  # fmt: skip
 
-    def _receiving(self, way: str, index: int, names: Sequence[str], step: int) -> list[dist.P2POp]:
-        assert self._receipts is not None
-        self._receipts.at_once()
-        coming: Values = {}
-        for name in names:
-            (planned,) = self._graph.by_name[name].outputs
-            coming[name] = torch.empty(planned.shape, dtype=getattr(torch, planned.dtype))
-        self._coming[way, index] = coming
-        return [
-            dist.P2POp(dist.irecv, value, self._peer(step), self.group) for value in coming.values()
-        ]
-
-    def _take_in(self, way: str, index: int) -> None:
+    def _take_in(self, work: Work, index: int) -> None:
         """What has come lies as it was captured, before anything reads it."""
-        assert self._receipts is not None
-        self._receipts.at_once()  # of what comes while this rank works
-        for name, come in self._coming.pop((way, index), {}).items():
+        assert self._arrivals is not None
+        action = Action(stage=self.stage_index, work=work, micro_batch=index)
+        for name, come in self._arrivals.of(action).items():
             (planned,) = self._graph.by_name[name].outputs
-            value = come.detach()
-            come.set_()  # torch's variables hold on to it, some until the step ends
             self._values[index][name] = (
-                value
-                if value.stride() == planned.stride
-                else copy_laid_out(value, list(planned.shape), list(planned.stride))
+                come
+                if come.stride() == planned.stride
+                else copy_laid_out(come, list(planned.shape), list(planned.stride))
             )
