@@ -80,11 +80,14 @@ def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(
         assert "computation" in why or "error of what is predicted" in why
 
 
-def test_without_a_compiler_there_are_none_and_the_plan_says_so(
+def test_without_a_compiler_there_are_those_of_16_bits_alone_and_the_plan_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "cpp_compiler", lambda: None)
     plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD)
-    assert plan.predicted.accuracy_loss == "exact"
-    for trade in _TRADES:
-        assert "no C++ compiler" in plan.why_not(trade)
+    coded = {(r.trade, r.op) for r in plan.plan.decisions.rules if r.trade in _TRADES}
+    assert coded == {("rounded_gradients", "bfloat16")}
+    assert "probe: 10 steps" in plan.predicted.accuracy_loss
+    refused = {r.label: r.reason for r in plan.plan.refused if r.trade in _TRADES}
+    for bits in (8, 2):
+        assert "no C++ compiler" in refused[f"gradients in {bits} bits"]

@@ -35,9 +35,12 @@ from tests.zoo.own import GPT
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS, BLOCK, STRETCH = 8, 1024, 512 * 1024
-CODECS = {"ternary": TernaryGradients(), "int8": RoundedGradients()}
+CODECS = {
+    "ternary": TernaryGradients(), "int8": RoundedGradients(), "bfloat16": RoundedGradients(),
+}  # fmt: skip
 # Micro-batches, and how much of the gradients goes in one bucket.
-CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "ternary in parts": (2, 1 << 16)}
+CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
+         "ternary in parts": (2, 1 << 16)}
 
 
 def in_codes(rank: int) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _decided(
     if micro_batches > 1:
         rules += (Rule(trade="accumulate", degree=micro_batches),)
     offers, _ = CODECS[codec].offers(look.struck(rules), look.source)
-    rules += tuple(rule for offer in offers for rule in offer.rules)
+    rules += tuple(r for offer in offers for r in offer.rules if r.op in ("", codec))
     lossy = Budget(accuracy_loss=0.5)
     return Decisions(made_for=look.made_for(), budget=lossy, rules=tuple(sorted(rules)))
 
@@ -170,6 +173,8 @@ def _summed(
     number: int,
 ) -> Tensor:
     count = len(flats)
+    if codec == "bfloat16":
+        return torch.stack([flat.bfloat16() for flat in flats]).sum(0).float()
     parts = 1 if count == 2 else count
     blocks = -(-flats[0].numel() // (parts * BLOCK)) * parts
     told = []

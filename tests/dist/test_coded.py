@@ -13,6 +13,10 @@ from tests.dist.ranks import on_ranks
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
+# Of what float32 takes: small gradients go as they are.
+_MOST = {"ternary": 0.2, "int8": 0.35, "bfloat16": 0.55}
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_send_codes_train_as_was_meant(
     costs: Path, monkeypatch: pytest.MonkeyPatch, count: int
@@ -31,4 +35,4 @@ def test_ranks_that_send_codes_train_as_was_meant(
             assert rank["predicted_bytes"] == rank["sent_bytes"], name
             assert rank["peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01), name
         whole = 2 * (count - 1) / count * one["gradient_bytes"]
-        assert one["sent_bytes"] < whole * (0.2 if "ternary" in name else 0.35), name
+        assert one["sent_bytes"] < whole * _MOST[name.partition(" ")[0]], name

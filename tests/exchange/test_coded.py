@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from steelyard.capture.source import StepSource
-from steelyard.core.codec import BLOCK, CODECS, ENCODE, INT8, RESIDUAL, TERNARY, blocks_of
+from steelyard.core.codec import (
+    BLOCK,
+    ENCODE,
+    INT8,
+    RESIDUAL,
+    TERNARY,
+    Codec,
+    blocks_of,
+)
 from steelyard.core.collective import Exchange
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import OutputKind
@@ -52,13 +60,12 @@ def _struck(source: StepSource, rules: list[Rule]) -> Program:
     return strike(Program.plain(source.captured().graph), rules, trades=TRADES, source=source)
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", [TERNARY, INT8], ids=["ternary", "int8"])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("numel", [5, BLOCK, 7 * BLOCK + 3, 1500 * BLOCK + 1])
 def test_what_is_read_back_and_what_was_lost_are_what_was_written(
-    codec: object, parts: int, numel: int
+    codec: Codec, parts: int, numel: int
 ) -> None:
-    assert codec in (TERNARY, INT8)
     x = torch.randn(numel)
     blocks = blocks_of(numel, parts=parts)
     lost = torch.zeros(blocks * BLOCK) if codec.has_residual else None
@@ -154,7 +161,8 @@ def test_what_cannot_go_in_codes_is_refused(source: StepSource) -> None:
         with pytest.raises(Mismatch) as caught:
             _struck(source, rules)
         assert len(str(caught.value).splitlines()) == 3
-    twice = [*_rules(2), Rule(trade="rounded_gradients", module="blocks.*.mlp.up.weight", count=2)]
+    again = "blocks.*.mlp.up.weight"
+    twice = [*_rules(2), Rule(trade="rounded_gradients", op="int8", module=again, count=2)]
     with pytest.raises(Mismatch, match="twice in codes"):
         _struck(source, twice)
     alone = [rule for rule in _rules(2) if rule.trade == "ternary_gradients"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from steelyard import _torch
 from steelyard.core.amounts import format_seconds
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES
+from steelyard.core.codec import CODES
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
@@ -50,24 +50,21 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
 
 def _ways(look: "Look", budget: Budget, refused: list[Refusal]) -> list[CodedWay]:
     """The fastest first; what cannot be is told."""
-    known = {trade.name for trade in look.request.trades}
-    if _torch.cpp_compiler() is None:
-        reason = "Inductor finds no C++ compiler to make codes with"
-        refused += (
-            Refusal(trade=trade, label="gradients in codes", reason=reason, left=Left.NEVER)
-            for trade in CODE_TRADES
-            if trade in known
-        )
+    trades = {trade.name for trade in look.request.trades}
+    codecs = []
+    for (trade, _), codec in CODES.items():
+        if trade not in trades:
+            continue
+        if codec.is_linear or _torch.cpp_compiler() is not None:
+            codecs.append(codec)
+        else:
+            reason = "Inductor finds no C++ compiler to make codes with"
+            refused.append(Refusal(trade=trade, label=codec.label, reason=reason, left=Left.NEVER))
+    if not codecs:
         return []
-    found = []
-    for trade in CODE_TRADES:
-        if trade in known:
-            look.request.on_progress("weighing gradients in codes")
-            way = look.layouts.coded(trade, thoroughly=budget.accuracy_loss > 0)
-            if isinstance(way, CodedWay):
-                found.append(way)
-            else:
-                refused += way
+    look.request.on_progress("weighing gradients in codes")
+    found, cannot = look.layouts.coded(codecs, thoroughly=budget.accuracy_loss > 0)
+    refused += cannot
     return sorted(found, key=lambda way: way.seconds)
 
 

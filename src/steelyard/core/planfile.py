@@ -136,6 +136,10 @@ class _CodedGradients(BaseModel):
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
 
 
+class _RoundedGradients(_CodedGradients):
+    op: Annotated[Literal["bfloat16", "int8"], Field(alias="format")]
+
+
 class _ShardPipeline(BaseModel):
     """A stage ends behind each of these modules."""
 
@@ -194,7 +198,7 @@ _TABLES: dict[str, type[_Table]] = {
     "shard_states": _ShardStates,
     "stream": _Stream,
     "shard_batch": _ShardBatch,
-    "rounded_gradients": _CodedGradients,
+    "rounded_gradients": _RoundedGradients,
     "ternary_gradients": _CodedGradients,
     "shard_pipeline": _ShardPipeline,
     "overlap": _Overlap,

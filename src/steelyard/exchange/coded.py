@@ -1,9 +1,9 @@
 """Gradients summed over ranks in few bits: written down, exchanged, added up, all as nodes.
 
-Takes the place of all-reduces that are in the graph already (gradients.py). Between two ranks each
-sends the other all of its codes; of more, each adds up a part, writes the sum down again and hands
-it to the others, so that nobody sends more where there are more. Not for what a code is: see
-core/codec.py.
+Takes the place of all-reduces that are in the graph already (gradients.py). What is linear is
+all-reduced itself. Of all else, between two ranks each sends the other all of its codes; of more,
+each adds up a part, writes the sum down again and hands it to the others, so that nobody sends more
+where there are more. Not for what a code is: see core/codec.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +167,8 @@ class _Sending:
     def in_codes(self, members: Sequence[_Member], codec: Codec, *, behind: str) -> Node:
         flats = [member.flat for member in members]
         name = members[0].target.partition(":")[2]
+        if codec.is_linear:
+            return self._narrowed(flats, codec, name=name, behind=behind)
         at_once = self._num_ranks == 2
         parts = 1 if at_once else self._num_ranks
         blocks = blocks_of(sum(f.outputs[0].numel for f in flats), parts=parts)
@@ -192,6 +194,20 @@ class _Sending:
         return self._called(
             DECODE, [gathered], None, (codec.name,), (blocks * BLOCK,), "float32",
             name=f"{name}.decoded", like=gathered, behind=behind,
+        )  # fmt: skip
+
+    def _narrowed(self, flats: Sequence[Node], codec: Codec, *, name: str, behind: str) -> Node:
+        shape = (sum(flat.outputs[0].numel for flat in flats),)
+        written = self._called(
+            ENCODE, flats, None, (codec.name, 1), shape, codec.name,
+            name=f"{name}.coded", like=flats[-1], behind=behind,
+        )  # fmt: skip
+        sent = self._collective(Exchange.ALL_REDUCE, written.outputs[0].nbytes)
+        issued = issue_in_place(sent, written, name=f"{written.name}_sent")
+        arrived = self._issued(issued, behind=behind)
+        return self._called(
+            DECODE, [arrived], None, (codec.name,), shape, "float32",
+            name=f"{name}.decoded", like=arrived, behind=behind,
         )  # fmt: skip
 
     def as_they_are(self, members: Sequence[_Member], *, behind: str) -> Node:
@@ -262,6 +278,9 @@ class _Sending:
             self._collective(kind, nbytes), value, name=f"{value.name}_sent",
             output=self._change.tensor((rows * ranks, row), "uint8"), moved_bytes=0,
         )  # fmt: skip
+        return self._issued(issued, behind=behind)
+
+    def _issued(self, issued: Node, *, behind: str) -> Node:
         self._change.put_behind(behind, replace(issued, nth=-1))
         arrived = wait(issued, self._transport)
         return self._change.put_behind(behind, replace(arrived, nth=-1))

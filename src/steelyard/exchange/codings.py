@@ -3,9 +3,9 @@
 What two trades share that send gradients in few bits. Plain data, without torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from steelyard.core.codec import Codec
+from steelyard.core.codec import CODES, Codec
 from steelyard.core.collective import GLOO
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
@@ -20,17 +20,20 @@ from steelyard.exchange.coded import buckets, coded
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
 
 
-def offers_in(
-    trade: str, program: Program, *, label: str, op: str = ""
-) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
-    """One: all gradients that ranks sum up, but for the small ones."""
+def offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+    """One for each code of the trade: all gradients that ranks sum up, but for the small ones."""
     if program.layout.batch == 1:
         return (), ()
-    rules = rules_for(trade, program.graph, codable(program.graph), op=op)
-    if rules:
-        return (Offer(trade=trade, label=label, rules=rules),), ()
+    names = codable(program.graph)
+    codes = {op: codec.label for (own, op), codec in CODES.items() if own == trade}
+    if names:
+        offers = (
+            Offer(trade=trade, label=label, rules=rules_for(trade, program.graph, names, op=op))
+            for op, label in codes.items()
+        )
+        return tuple(offers), ()
     reason = "no gradient that ranks sum up is a large matrix of float32"
-    return (), (Refusal(trade=trade, label=label, reason=reason),)
+    return (), tuple(Refusal(trade=trade, label=label, reason=reason) for label in codes.values())
 
 
 def codable(graph: Graph) -> list[str]:
@@ -59,9 +62,7 @@ def rules_for(trade: str, graph: Graph, names: Iterable[str], *, op: str) -> tup
     return tuple(sorted(found))
 
 
-def with_codes(
-    program: Program, rules: Sequence[Rule], codec_of: Callable[[Rule], Codec], source: Source
-) -> Program:
+def with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Program:
     """The program that sends what the rules name in their codes."""
     if not rules:
         return program
@@ -75,7 +76,7 @@ def with_codes(
             expected="ranks that share the batch, and nothing else",
             remedy=f"take the {rules[0].trade} rules out of the plan, or plan again",
         )
-    codecs = dict(_named(program.graph, rules, codec_of))
+    codecs = dict(_named(program.graph, rules))
     exchanged = {m.target for bucket in buckets(program.graph) for m in bucket.members}
     if odd := sorted(codecs.keys() - exchanged):
         raise Mismatch(
@@ -88,9 +89,7 @@ def with_codes(
     return program.with_graph(source.rewritten(graph))
 
 
-def _named(
-    graph: Graph, rules: Sequence[Rule], codec_of: Callable[[Rule], Codec]
-) -> Iterator[tuple[str, Codec]]:
+def _named(graph: Graph, rules: Sequence[Rule]) -> Iterator[tuple[str, Codec]]:
     for rule in rules:
         found = parameters_of(graph, rule.module)
         if len(found) != rule.count:
@@ -106,7 +105,7 @@ def _named(
                     expected="gradients of float32 with two dimensions or more",
                     remedy=f"take it out of the {rule.trade} rules, or plan again",
                 )
-            yield name, codec_of(rule)
+            yield name, CODES[rule.trade, rule.op]
 
 
 def _is_codable(parameter: Node, *, least_bytes: int = _LEAST_BYTES) -> bool:

@@ -27,9 +27,12 @@ def encode_gradients(
 ) -> torch.Tensor:
     """One row of bytes for each part of ``tensors``, put one behind the other.
 
-    They are added to ``residual``, where there is one, and what is lost stays there.
+    They are added to ``residual``, where there is one, and what is lost stays there. In 16 bits it
+    is as many elements.
     """
     flats = [x.reshape(-1) for x in tensors]
+    if CODECS[codec].is_linear:
+        return _narrowed(flats, getattr(torch, codec))
     blocks = -(-sum(x.numel() for x in flats) // (parts * BLOCK))
     written = _Written(codec, parts, blocks, flats[0].device)
     pieces = _Pieces(flats)
@@ -45,6 +48,14 @@ def encode_gradients(
                 values = pieces.put_into(room[: end - start], start)
             written.write(part, first, values, keeps=residual is not None)
     return written.coded
+
+
+def _narrowed(flats: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    sizes = [x.numel() for x in flats]
+    narrow = flats[0].new_empty(sum(sizes), dtype=dtype)
+    for place, flat in zip(narrow.split(sizes), flats, strict=True):
+        place.copy_(flat)
+    return narrow
 
 
 def encode_sum(received: torch.Tensor, residual: torch.Tensor | None, codec: str) -> torch.Tensor:
@@ -64,6 +75,8 @@ def encode_sum(received: torch.Tensor, residual: torch.Tensor | None, codec: str
 
 def decode_gradients(coded: torch.Tensor, codec: str) -> torch.Tensor:
     """All parts, one behind the other."""
+    if CODECS[codec].is_linear:
+        return coded.to(torch.float32)
     return _decoded(coded.unsqueeze(0), codec)
 
 

@@ -294,7 +294,8 @@ def rule_in_words(rule: Rule) -> str:
         among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
         return f"{rule.trade}: {among}{twice}{together}"
     if rule.trade in CODE_TRADES:
-        return f"{rule.trade}: {rule.module} ({rule.count})"
+        code = f" as {rule.op}" if rule.op else ""
+        return f"{rule.trade}: {rule.module} ({rule.count}){code}"
     if rule.trade == "shard_pipeline":
         return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"
     if rule.trade == "overlap":

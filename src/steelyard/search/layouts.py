@@ -8,12 +8,13 @@ the step then plays. Not for what one rank does under a layout: see search.py.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
+from steelyard.core.codec import CODE_TRADES, Codec
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.graph import path_matches
@@ -26,7 +27,7 @@ from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal, Trade, strike_on_ranks
 from steelyard.exchange.statistics import is_synchronised
 from steelyard.predict import peak_bytes, predict, rank_seconds, step_seconds
-from steelyard.search.coded import CodedWay, Weighing, shared_alone
+from steelyard.search.coded import CodedWay, Weighing, shared_alone, taken_codes
 from steelyard.search.found import Found
 from steelyard.search.gathers import ahead, together
 from steelyard.search.pipelines import Pipelines
@@ -223,11 +224,15 @@ class Layouts:
                 refused.append(too_late(layout, pipelines.ways[0].seconds, fastest))
         return found, refused, tight
 
-    def coded(self, trade: str, *, thoroughly: bool) -> CodedWay | tuple[Refusal, ...]:
-        """How the step is fastest with gradients in these codes, nothing else being done; or why
-        there is no such way. What is not to be had is only weighed beside what is fastest
+    def coded(
+        self, codecs: Collection[Codec], *, thoroughly: bool
+    ) -> tuple[list[CodedWay], tuple[Refusal, ...]]:
+        """How the step is fastest with gradients in each of these codes, nothing else being done;
+        or why there is no such way. What is not to be had is only weighed beside what is fastest
         without."""
-        weighing = Weighing(strike=self._strike, counted=self._figures, source=self._source)
+        weighing = Weighing(
+            strike=self._strike, counted=self._figures, source=self._source, codecs=codecs
+        )
         shared: list[tuple[Rule, ...]] = []
         for layout in shared_alone(self.layouts):
             whole = [
@@ -237,7 +242,8 @@ class Layouts:
             ]
             fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))
             shared += [way.rules for way in (whole if thoroughly else [fastest])]
-        return weighing.fastest(self._trade(trade), shared, thoroughly=thoroughly)
+        trades = [trade for trade in self._trades if trade.name in CODE_TRADES]
+        return weighing.fastest(trades, shared, thoroughly=thoroughly)
 
     def _figures(self, rules: tuple[Rule, ...]) -> tuple[float, int]:
         way = self._counted(rules)
@@ -246,27 +252,16 @@ class Layouts:
     def coded_plan(self, way: CodedWay, budget: Budget) -> Found:
         """The plan that lies so, with all that the budget needs besides."""
         found = self._search_by(way.rules).find(budget)
-        own = self._taken_codes(way)
         shared = self._counted(way.without)
         return replace(
             found,
-            taken=(*self._taken(shared), own, *found.taken),
+            taken=(
+                *self._taken(shared),
+                *taken_codes(way, self._strike, self._costs),
+                *found.taken,
+            ),
             refused=(*self.refusals, *found.refused),
             num_offers=found.num_offers + 2,
-        )
-
-    def _taken_codes(self, way: CodedWay) -> Taken:
-        programs = self._strike(way.without), self._strike(way.rules)
-        without, with_it = (predict(program, self._costs).quad for program in programs)
-        codes = tuple(rule for rule in way.rules if rule.trade == way.trade)
-        more = with_it.computation_seconds.value - without.computation_seconds.value
-        return Taken(
-            trade=way.trade,
-            label=f"{way.label} ({tensors(codes)})",
-            rules=codes,
-            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
-            buys_seconds=_exposed(without) - _exposed(with_it),
-            pays_seconds=more,
         )
 
     def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:

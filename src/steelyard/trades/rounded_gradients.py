@@ -1,14 +1,14 @@
-"""Rounded gradients: ranks that share the batch send each other gradients in 8 bits.
+"""Rounded gradients: ranks that share the batch send each other gradients in 16 bits, or in 8.
 
-Codes are multiples of a scale for each block, summed in float32 behind an all-to-all where there
-are more than two ranks (as in ZeRO++, Wang et al., ICLR 2024). Not for which gradients: see
-search/, nor for the arithmetic: operators/codes.py.
+In 16 bits they are all-reduced in bfloat16. Those of 8 bits are multiples of a scale for each
+block, summed in float32 behind an all-to-all where there are more than two ranks (as in ZeRO++,
+Wang et al., ICLR 2024). Not for which gradients: see search/, nor for the arithmetic:
+operators/codes.py.
 """
 
 from collections.abc import Sequence
 from typing import ClassVar
 
-from steelyard.core.codec import INT8
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
@@ -30,7 +30,7 @@ class RoundedGradients:
         program: Program,
         source: Source,  # noqa: ARG002 - the program says what is exchanged
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
-        return offers_in(self.name, program, label="gradients in 8 bits")
+        return offers_in(self.name, program)
 
     def rewrite(
         self,
@@ -38,4 +38,4 @@ class RoundedGradients:
         rules: Sequence[Rule],
         source: Source,
     ) -> Program:
-        return with_codes(program, rules, lambda _: INT8, source)
+        return with_codes(program, rules, source)

@@ -9,7 +9,6 @@ operators/codes.py.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from steelyard.core.codec import TERNARY
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
@@ -32,7 +31,7 @@ class TernaryGradients:
         program: Program,
         source: Source,  # noqa: ARG002 - the program says what is exchanged
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
-        return offers_in(self.name, program, label="gradients in 2 bits")
+        return offers_in(self.name, program)
 
     def rewrite(
         self,
@@ -40,4 +39,4 @@ class TernaryGradients:
         rules: Sequence[Rule],
         source: Source,
     ) -> Program:
-        return with_codes(program, rules, lambda _: TERNARY, source)
+        return with_codes(program, rules, source)
