@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from steelyard.capture.source import StepSource
 from steelyard.core.codec import (
     BLOCK,
+    CODE_TRADES,
     ENCODE,
     INT8,
     RESIDUAL,
@@ -130,6 +132,35 @@ def test_codes_take_the_place_of_the_sums_of_those_parameters_alone(
     assert program.sent_bytes < plain.sent_bytes
     assert program.sends_codes
     assert program.is_lossy
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
+    source: StepSource, ranks: int
+) -> None:
+    rules = [
+        replace(rule, trade="rounded_gradients", op="bfloat16")
+        if rule.trade in CODE_TRADES
+        else rule
+        for rule in _rules(ranks, bucket=1 << 14)
+    ]
+    plain, program = _struck(source, rules[:2]), _struck(source, rules)
+    graph = program.graph
+    kinds = {graph.by_name[name].collective.kind for name in graph.collectives}
+    assert kinds == {Exchange.ALL_REDUCE}
+    assert not any(node.name.startswith(RESIDUAL) for node in graph.inputs())
+    coded = [node for node in graph.nodes if node.op == ENCODE]
+    assert coded
+    assert all(node.outputs[0].dtype == "bfloat16" for node in coded)
+    # Ranks send twice (n - 1) of n parts of what they sum up.
+    saved = sum(node.outputs[0].nbytes for node in coded) * 2 * (ranks - 1) / ranks
+    assert plain.sent_bytes - program.sent_bytes == pytest.approx(saved, rel=1e-3)
+    sent = {f"{node.name}_sent" for node in coded}
+    late = [
+        e for e in program.exchanges
+        if graph.by_name[program.instructions[e.issue].node].name in sent and e.wait != e.issue + 1
+    ]  # fmt: skip
+    assert len(late) >= len(coded) - 1  # nothing is computed behind the last
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

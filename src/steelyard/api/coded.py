@@ -15,7 +15,7 @@ from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
 from steelyard.core.trade import Left, Refusal
-from steelyard.search.coded import CodedWay
+from steelyard.search.coded import CodedWay, Weighing
 from steelyard.search.found import Found
 
 if TYPE_CHECKING:
@@ -29,27 +29,28 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
     """The fastest plan whose gradients go in codes, or the exact one, which then says why not."""
     found, predicted, refused = exact, exact.prediction, list[Refusal]()
     weighed = 0
-    for way in _ways(look, budget, refused):
+    weighing = _weighing(look, refused)
+    for way in _ways(weighing, look, budget, refused):
         weighed += 1
         reason = _too_little(look, way.seconds, exact)
         if reason is None and not budget.accuracy_loss:
             reason = f"would take ~{format_seconds(way.seconds)} a step, but is lossy and the "
             reason += "accuracy budget is 0"
         if reason is None:
-            tried = _tried(look, budget, way, found)
+            tried = _tried(weighing, look, budget, way, found)
             if not isinstance(tried, str):
                 found, predicted = tried
                 continue
             reason = tried
-        refused.append(Refusal(trade=way.trade, label=way.label, reason=reason))
+        refused.append(Refusal(trade=way.trade, label=way.codec.label, reason=reason))
     if found is exact:
         told = replace(exact, refused=(*exact.refused, *refused))
         return replace(told, num_offers=told.num_offers + weighed), predicted
     return replace(found, refused=(*found.refused, *refused)), predicted
 
 
-def _ways(look: "Look", budget: Budget, refused: list[Refusal]) -> list[CodedWay]:
-    """The fastest first; what cannot be is told."""
+def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
+    """Of the codes that can be had here; of others it is told."""
     trades = {trade.name for trade in look.request.trades}
     codecs = []
     for (trade, _), codec in CODES.items():
@@ -60,10 +61,17 @@ def _ways(look: "Look", budget: Budget, refused: list[Refusal]) -> list[CodedWay
         else:
             reason = "Inductor finds no C++ compiler to make codes with"
             refused.append(Refusal(trade=trade, label=codec.label, reason=reason, left=Left.NEVER))
-    if not codecs:
+    return Weighing(layouts=look.layouts, codecs=codecs)
+
+
+def _ways(
+    weighing: Weighing, look: "Look", budget: Budget, refused: list[Refusal]
+) -> list[CodedWay]:
+    """The fastest first; what cannot be is told."""
+    if not weighing.codecs:
         return []
     look.request.on_progress("weighing gradients in codes")
-    found, cannot = look.layouts.coded(codecs, thoroughly=budget.accuracy_loss > 0)
+    found, cannot = weighing.fastest(thoroughly=budget.accuracy_loss > 0)
     refused += cannot
     return sorted(found, key=lambda way: way.seconds)
 
@@ -86,14 +94,14 @@ def _too_little(look: "Look", seconds: float, exact: Found) -> str | None:
 
 
 def _tried(
-    look: "Look", budget: Budget, way: CodedWay, best: Found
+    weighing: Weighing, look: "Look", budget: Budget, way: CodedWay, best: Found
 ) -> tuple[Found, Prediction] | str:
     """The plan with all that the budget needs besides, probed; or why it is not taken."""
     barred = look.lossy.why_not_probed()
     if barred:
         return barred
     try:
-        found = look.layouts.coded_plan(way, budget)
+        found = weighing.plan(way, budget)
     except Infeasible:
         return "with it no plan fits the budget"
     seconds = found.prediction.quad.step_seconds.value

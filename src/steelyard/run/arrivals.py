@@ -46,8 +46,7 @@ class Arrivals:
         self._numbers = Numbers(stages)
         self._receipts = Receipts()  # connections come about when they are first used
         self._done = self._asked = 0
-        self._coming: dict[Action, dict[str, torch.Tensor]] = {}
-        self._works: dict[Action, list[dist.Work]] = {}
+        self._coming: dict[Action, list[tuple[str, torch.Tensor, dist.Work]]] = {}
 
     def of(self, action: Action) -> dict[str, torch.Tensor]:
         """What this action, the next, is sent, when it has come."""
@@ -58,9 +57,11 @@ class Arrivals:
             self._asked += 1
         self._done += 1
         self._receipts.at_once()  # of what comes while this rank works
-        for work in self._works.pop(action, ()):
+        arrived = {}
+        for name, value, work in self._coming.pop(action, ()):
             work.wait()
-        return self._coming.pop(action, {})
+            arrived[name] = value
+        return arrived
 
     def _ask_for(self, action: Action) -> None:
         source = source_of(action, self._rank_of)
@@ -68,11 +69,11 @@ class Arrivals:
             return
         stage, is_back = self._stages[action.stage], action.work is not Work.FORWARD
         names = stage.receives_back if is_back else stage.receives
-        coming, works = self._coming.setdefault(action, {}), self._works.setdefault(action, [])
+        coming = self._coming[action] = []
         for place, name in enumerate(names):
             (planned,) = self._graph.by_name[name].outputs
-            coming[name] = torch.empty(planned.shape, dtype=getattr(torch, planned.dtype))
+            value = torch.empty(planned.shape, dtype=getattr(torch, planned.dtype))
             number = self._numbers.of(stage.index, action.micro_batch, place, is_back=is_back)
-            work = dist.irecv(coming[name], self._rank_at(source), self._group, tag=number)
+            work = dist.irecv(value, self._rank_at(source), self._group, tag=number)
             assert work is not None, "this rank is one of the group"
-            works.append(work)
+            coming.append((name, value, work))

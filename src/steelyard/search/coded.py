@@ -4,31 +4,32 @@ How much goes at once, how late it is waited for and which gradients are coded i
 on the same timeline as without. Not for whether accuracy may be lost: see api/coded.py.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES, CODES, Codec
-from steelyard.core.costs import Costs
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.plan import Taken
-from steelyard.core.program import Program
 from steelyard.core.rules import Rule
-from steelyard.core.source import Source
-from steelyard.core.trade import Refusal, Trade
+from steelyard.core.trade import Refusal
 from steelyard.predict import predict
+from steelyard.search.found import Found
+from steelyard.search.layouts import Layouts
 from steelyard.search.wording import tensors
 
 # What a code that loses less may take longer, of the step.
 _NEXT_TO_NOTHING = 0.002
+_STATES = "shard_states"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedWay:
-    """``rules`` lay the step, and say what is coded; ``without`` are the same but for that. Named
-    for the code that loses most of those in it."""
+    """``rules`` lay the step, and say what is coded; ``without`` are the same but for that.
+    ``codec`` is the one that loses most of those in it."""
 
+    codec: Codec
     trade: str
-    label: str
     rules: tuple[Rule, ...]
     without: tuple[Rule, ...]
     seconds: float
@@ -41,50 +42,60 @@ class CodedWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """``counted`` says seconds and bytes of the step by some rules; ``codecs`` can be had here."""
+    """``layouts`` say how the step lies without; ``codecs`` can be had here."""
 
-    strike: Callable[[Sequence[Rule]], Program]
-    counted: Callable[[tuple[Rule, ...]], tuple[float, int]]
-    source: Source
+    layouts: Layouts
     codecs: Collection[Codec]
 
-    def fastest(
-        self, trades: Sequence[Trade], ways: Sequence[tuple[Rule, ...]], *, thoroughly: bool
-    ) -> tuple[list[CodedWay], tuple[Refusal, ...]]:
-        """Of the same step in these ways, with what each code is for, or with less of it."""
-        found: dict[str, CodedWay] = {}
+    def fastest(self, *, thoroughly: bool) -> tuple[list[CodedWay], tuple[Refusal, ...]]:
+        """How the step is fastest with gradients in each of these codes, nothing else being done;
+        or why there is no such way. What is not to be had is only weighed beside what is fastest
+        without."""
+        found: dict[Codec, CodedWay] = {}
         refused: dict[str, Refusal] = {}
-        for without in ways:
-            program = self.strike(without)
+        trades = [trade for trade in self.layouts.trades if trade.name in CODE_TRADES]
+        for without in self._shared(thoroughly=thoroughly):
+            program = self.layouts.strike(without)
             for trade in trades:
-                offers, refusals = trade.offers(program, self.source)
+                offers, refusals = trade.offers(program, self.layouts.source)
                 refused |= {refusal.label: refusal for refusal in refusals}
                 for offer in offers:
-                    if _codec_of(offer.rules[0]) not in self.codecs:
-                        continue
-                    way = self._way(trade.name, offer.label, without, offer.rules)
-                    best = found.get(way.label, way)
-                    found[way.label] = min((best, way), key=lambda w: (w.seconds, w.nbytes))
+                    if (codec := _codec_of(offer.rules[0])) in self.codecs:
+                        way = self._way(codec, trade.name, without, offer.rules)
+                        best = found.get(codec, way)
+                        found[codec] = min((best, way), key=lambda w: (w.seconds, w.nbytes))
         if not found:
             return [], tuple(refused.values())
-        known = [*found.values()]
-        return [self._gentler(way) for way in known] if thoroughly else known, ()
+        return [self.gentler(way) if thoroughly else way for way in found.values()], ()
 
-    def _gentler(self, way: CodedWay) -> CodedWay:
-        """As fast, with no code or one that loses less where that costs next to nothing."""
-        allowed = (1 + _NEXT_TO_NOTHING) * way.seconds
+    def plan(self, way: CodedWay, budget: Budget) -> Found:
+        """The plan that lies so, with all that the budget needs besides."""
+        layouts = self.layouts
+        found = layouts.search_by(way.rules).find(budget)
+        assert found is not None, "what shares the batch alone is searched"
+        shared = layouts.taken(layouts.counted(way.without))
+        return replace(
+            found,
+            taken=(*shared, *self._taken(way), *found.taken),
+            refused=(*layouts.refusals, *found.refused),
+            num_offers=found.num_offers + 2,
+        )
+
+    def gentler(self, way: CodedWay) -> CodedWay:
+        """The same, with no code or one that loses less wherever that costs next to nothing; what
+        the way is named for stays in it."""
         for rule in way.codes:
             others = [other for other in way.codes if other != rule]
-            milder = [[], *([one] for one in self._milder(rule))]
-            for instead in milder:
-                if others or instead:
-                    codes = (*others, *instead)
-                    tried = self._way(way.trade, way.label, way.without, codes)
-                    if tried.seconds <= allowed:
-                        allowed = min(allowed, (1 + _NEXT_TO_NOTHING) * tried.seconds)
-                        way = tried
-                        break
-        return way
+            for instead in ((), *((milder,) for milder in self._milder(rule))):
+                codes = (*others, *instead)
+                if not any(_codec_of(other) is way.codec for other in codes):
+                    continue
+                tried = self._way(way.codec, way.trade, way.without, codes)
+                if tried.seconds <= (1 + _NEXT_TO_NOTHING) * way.seconds:
+                    # What was gained is not given away again bit by bit.
+                    way = replace(tried, seconds=min(way.seconds, tried.seconds))
+                    break
+        return replace(way, seconds=self.layouts.counted(way.rules).seconds)
 
     def _milder(self, rule: Rule) -> Iterator[Rule]:
         """The same gradients in each code that loses less."""
@@ -94,44 +105,47 @@ class Weighing:
             if codec in self.codecs:
                 yield replace(rule, trade=trade, op=op)
 
+    def _shared(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
+        """Every way in which ranks share the batch equally and nothing else, or the fastest."""
+        for layout in self.layouts.layouts:
+            if layout == Layout(batch=layout.batch) != ALONE:
+                ways = self.layouts.ways(layout)
+                whole = [w for w in ways if not any(r.trade == _STATES for r in w.rules)]
+                fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))
+                yield from (way.rules for way in (whole if thoroughly else [fastest]))
+
     def _way(
-        self, trade: str, label: str, without: tuple[Rule, ...], codes: tuple[Rule, ...]
+        self, codec: Codec, trade: str, without: tuple[Rule, ...], codes: tuple[Rule, ...]
     ) -> CodedWay:
         rules = tuple(sorted((*without, *codes)))
-        seconds, nbytes = self.counted(rules)
+        counted = self.layouts.counted(rules)
         return CodedWay(
-            trade=trade, label=label, rules=rules, without=without, seconds=seconds, nbytes=nbytes
-        )
+            codec=codec, trade=trade, rules=rules, without=without, seconds=counted.seconds,
+            nbytes=counted.nbytes,
+        )  # fmt: skip
+
+    def _taken(self, way: CodedWay) -> Iterator[Taken]:
+        """What each code buys and pays, one after the other."""
+        rules, costs = way.without, self.layouts.costs
+        before = predict(self.layouts.strike(rules), costs).quad
+        for (trade, op), codec in CODES.items():
+            codes = tuple(rule for rule in way.codes if (rule.trade, rule.op) == (trade, op))
+            if not codes:
+                continue
+            rules = tuple(sorted((*rules, *codes)))
+            after = predict(self.layouts.strike(rules), costs).quad
+            waited, waits = (q.exposed_communication_seconds.value for q in (before, after))
+            computed, computes = (q.computation_seconds.value for q in (before, after))
+            yield Taken(
+                trade=trade,
+                label=f"{codec.label} ({tensors(codes)})",
+                rules=codes,
+                buys_bytes=round(before.memory_bytes.value - after.memory_bytes.value),
+                buys_seconds=waited - waits,
+                pays_seconds=computes - computed,
+            )
+            before = after
 
 
 def _codec_of(rule: Rule) -> Codec:
     return CODES[rule.trade, rule.op]
-
-
-def taken_codes(
-    way: CodedWay, strike: Callable[[Sequence[Rule]], Program], costs: Costs
-) -> Iterator[Taken]:
-    """What each code buys and pays, one after the other."""
-    rules = way.without
-    before = predict(strike(rules), costs).quad
-    for (trade, op), codec in CODES.items():
-        codes = tuple(rule for rule in way.codes if (rule.trade, rule.op) == (trade, op))
-        if not codes:
-            continue
-        rules = tuple(sorted((*rules, *codes)))
-        after = predict(strike(rules), costs).quad
-        waited, waits = before.exposed_communication_seconds, after.exposed_communication_seconds
-        yield Taken(
-            trade=trade,
-            label=f"{codec.label} ({tensors(codes)})",
-            rules=codes,
-            buys_bytes=round(before.memory_bytes.value - after.memory_bytes.value),
-            buys_seconds=waited.value - waits.value,
-            pays_seconds=after.computation_seconds.value - before.computation_seconds.value,
-        )
-        before = after
-
-
-def shared_alone(layouts: Sequence[Layout]) -> Iterator[Layout]:
-    """Those in which ranks share the batch equally, and nothing else."""
-    return (layout for layout in layouts if layout == Layout(batch=layout.batch) != ALONE)

@@ -8,13 +8,12 @@ the step then plays. Not for what one rank does under a layout: see search.py.
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES, Codec
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.graph import path_matches
@@ -27,7 +26,6 @@ from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal, Trade, strike_on_ranks
 from steelyard.exchange.statistics import is_synchronised
 from steelyard.predict import peak_bytes, predict, rank_seconds, step_seconds
-from steelyard.search.coded import CodedWay, Weighing, shared_alone, taken_codes
 from steelyard.search.found import Found
 from steelyard.search.gathers import ahead, together
 from steelyard.search.pipelines import Pipelines
@@ -61,11 +59,11 @@ class Layouts:
         num_ranks: int,
         searching: Callable[[tuple[Rule, ...]], Search],
     ) -> None:
-        self._program, self._source, self._costs = program, source, costs
-        self._trades = tuple(trades)
+        self._program, self.source, self.costs = program, source, costs
+        self.trades = tuple(trades)
         self._searching = searching
         self._searches: dict[tuple[Rule, ...], Search] = {}
-        self._ways: dict[Layout, list[_Way]] = {}
+        self._ways: dict[Layout, list[Way]] = {}
         batches, refusals = self._trade(_BATCH).offers(program, source)
         degrees = [1, *(o.rules[0].degree for o in batches if num_ranks % o.rules[0].degree == 0)]
         self.refusals = _never(refusals) or self._uneven(num_ranks, degrees)
@@ -88,7 +86,7 @@ class Layouts:
 
     @cached_property
     def _unlike(self) -> Unlike:
-        return Unlike(self._program, self._costs)
+        return Unlike(self._program, self.costs)
 
     def _are_alike(self, ranks: int, trade: str, label: str) -> bool:
         """Whether as many ranks may do equal parts of what all wait for; else it is told."""
@@ -100,13 +98,13 @@ class Layouts:
 
     def _unequal(self, num_ranks: int) -> Iterator[Layout]:
         """The batch among ranks of unequal speed, in shares that they take as long for."""
-        possible = self._source.divisors()
+        possible = self.source.divisors()
 
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
             rule = Rule(trade=_BATCH, degree=len(shares), bucket_bytes=_BUCKETS[-1], shares=shares)
-            program = self._strike((rule,))
-            seconds = step_seconds(program, self._costs).value
-            return seconds, rank_seconds(program, self._costs)
+            program = self.strike((rule,))
+            seconds = step_seconds(program, self.costs).value
+            return seconds, rank_seconds(program, self.costs)
 
         for ranks in range(2, min(num_ranks, possible[-1]) + 1):
             if num_ranks % ranks == 0 and not self._unlike.is_alike(ranks):
@@ -121,7 +119,7 @@ class Layouts:
 
     def _look_for_regions(self, ranks: int) -> None:
         among = replace(self._program, layout=Layout(tensor=ranks))
-        offers, refusals = self._trade(_TENSOR).offers(among, self._source)
+        offers, refusals = self._trade(_TENSOR).offers(among, self.source)
         self.refusals = (*self.refusals, *_never(refusals))
         if offers:
             self._regions[ranks] = offers
@@ -130,7 +128,7 @@ class Layouts:
         self, num_ranks: int, degrees: Sequence[int]
     ) -> Iterator[tuple[Layout, Pipelines]]:
         """On so many ranks each, in each number of groups that share the batch."""
-        if not any(trade.name == _PIPELINE for trade in self._trades):
+        if not any(trade.name == _PIPELINE for trade in self.trades):
             return
         laid = [
             Layout(pipeline=stages, batch=batch, tensor=tensor)
@@ -145,9 +143,9 @@ class Layouts:
             found = Pipelines(
                 self._program,
                 layout=layout,
-                trades=self._trades,
-                source=self._source,
-                costs=self._costs,
+                trades=self.trades,
+                source=self.source,
+                costs=self.costs,
                 searching=self._search_by,
                 cuts=partial(self._most_cut, layout.tensor),
             )
@@ -167,7 +165,7 @@ class Layouts:
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
-        best: tuple[_Way, Found] | None = None
+        best: tuple[Way, Found] | None = None
         tightest: Infeasible | None = None
         for way in self._most_promising(budget):
             if best is not None and way.seconds >= _seconds(best[1]):
@@ -224,46 +222,6 @@ class Layouts:
                 refused.append(too_late(layout, pipelines.ways[0].seconds, fastest))
         return found, refused, tight
 
-    def coded(
-        self, codecs: Collection[Codec], *, thoroughly: bool
-    ) -> tuple[list[CodedWay], tuple[Refusal, ...]]:
-        """How the step is fastest with gradients in each of these codes, nothing else being done;
-        or why there is no such way. What is not to be had is only weighed beside what is fastest
-        without."""
-        weighing = Weighing(
-            strike=self._strike, counted=self._figures, source=self._source, codecs=codecs
-        )
-        shared: list[tuple[Rule, ...]] = []
-        for layout in shared_alone(self.layouts):
-            whole = [
-                way
-                for way in self.ways(layout)
-                if not any(rule.trade == _STATES for rule in way.rules)
-            ]
-            fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))
-            shared += [way.rules for way in (whole if thoroughly else [fastest])]
-        trades = [trade for trade in self._trades if trade.name in CODE_TRADES]
-        return weighing.fastest(trades, shared, thoroughly=thoroughly)
-
-    def _figures(self, rules: tuple[Rule, ...]) -> tuple[float, int]:
-        way = self._counted(rules)
-        return way.seconds, way.nbytes
-
-    def coded_plan(self, way: CodedWay, budget: Budget) -> Found:
-        """The plan that lies so, with all that the budget needs besides."""
-        found = self._search_by(way.rules).find(budget)
-        shared = self._counted(way.without)
-        return replace(
-            found,
-            taken=(
-                *self._taken(shared),
-                *taken_codes(way, self._strike, self._costs),
-                *found.taken,
-            ),
-            refused=(*self.refusals, *found.refused),
-            num_offers=found.num_offers + 2,
-        )
-
     def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:
         """The search of the step as these rules lay it."""
         if (laid := Layout.of(rules)) in self.pipelines:
@@ -277,12 +235,12 @@ class Layouts:
             known = self._searches[layout] = self._searching(layout)
         return known
 
-    def _most_promising(self, budget: Budget) -> list["_Way"]:
+    def _most_promising(self, budget: Budget) -> list["Way"]:
         """What is fastest of itself first: where that fits, nothing slower is looked into."""
         found = [way for layout in self.layouts for way in self._worth_searching(layout, budget)]
         return sorted(found, key=lambda way: (way.seconds, way.layout.num_ranks))
 
-    def _worth_searching(self, layout: Layout, budget: Budget) -> list["_Way"]:
+    def _worth_searching(self, layout: Layout, budget: Budget) -> list["Way"]:
         """The fastest, nothing else being done; where that takes too much, the fastest of those
         that do not, and the leanest."""
         ways = sorted(self.ways(layout), key=lambda way: (way.seconds, way.nbytes))
@@ -294,37 +252,37 @@ class Layouts:
         lean = [leanest] if leanest.nbytes <= _LEANER * fastest.nbytes else []
         return [*dict.fromkeys((fastest, *fitting[:1], *lean))]
 
-    def ways(self, layout: Layout) -> list["_Way"]:
+    def ways(self, layout: Layout) -> list["Way"]:
         """With each bucket, each time to wait for one, and more and more of the tensors cut; and
         with weights in shares too, where several have the same."""
         if layout not in self._ways:
-            ways = [self._counted(rules) for rules in self._rules(layout)]
+            ways = [self.counted(rules) for rules in self._rules(layout)]
             ways += self._with_states(ways)
             self._ways[layout] = ways
         return self._ways[layout]
 
-    def _with_states(self, ways: Sequence["_Way"]) -> Iterator["_Way"]:
+    def _with_states(self, ways: Sequence["Way"]) -> Iterator["Way"]:
         """Added to the fastest and to the leanest."""
         if ways[0].layout.batch == 1:
             return
         fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
         for way in dict.fromkeys((fastest, leanest)):
-            program = self._strike(way.rules)
-            offers, _ = self._trade(_STATES).offers(program, self._source)
+            program = self.strike(way.rules)
+            offers, _ = self._trade(_STATES).offers(program, self.source)
             states = [rule for offer in offers for rule in offer.rules]
             # Gathered for each pass, weights need not stay from one to the other.
             for times in (1, 2) if states else ():
                 again = [replace(rule, times=times) for rule in states]
                 found = [
-                    self._counted((*way.rules, *rules)) for rules in together(program.graph, again)
+                    self.counted((*way.rules, *rules)) for rules in together(program.graph, again)
                 ]
                 yield from found
                 quickest = min(found, key=lambda way: (way.seconds, way.nbytes))
                 least = min(found, key=lambda way: (way.nbytes, way.seconds))
                 for one in dict.fromkeys((quickest, least)):
                     is_alike = not way.layout.shares
-                    yield self._counted(ahead(one.rules, is_alike=is_alike))
+                    yield self.counted(ahead(one.rules, is_alike=is_alike))
 
     def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
@@ -339,7 +297,7 @@ class Layouts:
             if shared:
                 yield *shared, *cut
                 continue
-            offers, _ = self._trade(_OVERLAP).offers(self._strike(cut), self._source)
+            offers, _ = self._trade(_OVERLAP).offers(self.strike(cut), self.source)
             for offer in offers[:: max(len(offers) - 1, 1)]:
                 yield *offer.rules, *cut
 
@@ -362,20 +320,20 @@ class Layouts:
             batch = Rule(
                 trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
             )
-            offers, _ = self._trade(_OVERLAP).offers(self._strike((batch,)), self._source)
+            offers, _ = self._trade(_OVERLAP).offers(self.strike((batch,)), self.source)
             for offer in offers:
                 yield *offer.rules, batch
 
-    def _counted(self, rules: tuple[Rule, ...]) -> "_Way":
-        program = self._strike(rules)
-        return _Way(
+    def counted(self, rules: tuple[Rule, ...]) -> "Way":
+        program = self.strike(rules)
+        return Way(
             rules=rules,
             layout=program.layout,
-            seconds=step_seconds(program, self._costs).value,
-            nbytes=peak_bytes(program, self._costs),
+            seconds=step_seconds(program, self.costs).value,
+            nbytes=peak_bytes(program, self.costs),
         )
 
-    def _told(self, way: "_Way", found: Found) -> Found:
+    def _told(self, way: "Way", found: Found) -> Found:
         """With what was decided here among what was taken and refused."""
         others = [x for x in self.layouts if x not in (ALONE, way.layout)]
         whole = [o for o in self._regions[way.layout.tensor] if not set(o.rules) <= set(way.rules)]
@@ -384,7 +342,7 @@ class Layouts:
         offers = len(self.layouts) - (ALONE in self.layouts) + len(whole)
         return replace(
             found,
-            taken=(*self._taken(way), *found.taken),
+            taken=(*self.taken(way), *found.taken),
             refused=(*refused, *found.refused),
             num_offers=found.num_offers + offers,
         )
@@ -401,7 +359,7 @@ class Layouts:
         label = f"among {num_ranks} ranks"
         return (Refusal(trade=_BATCH, label=label, reason=reason, left=Left.NEVER),)
 
-    def _taken(self, way: "_Way") -> Iterator[Taken]:
+    def taken(self, way: "Way") -> Iterator[Taken]:
         """Each way of sharing beside the step without it, nothing else being done to either."""
         of_batch = tuple(r for r in way.rules if r.trade == _BATCH)
         of_tensors = tuple(r for r in way.rules if r.trade == _TENSOR)
@@ -414,7 +372,7 @@ class Layouts:
             if way.layout.shares:
                 among += f" ({self._unlike.said(way.layout.batch)})"
             label = f"{among}, gradients {sent}, {lag} under way"
-            if is_synchronised(self._strike(of_batch).graph):
+            if is_synchronised(self.strike(of_batch).graph):
                 label += ", BatchNorm's statistics of all samples"
             yield self._gained(_BATCH, label, (), (*waiting, *of_batch))
         before = (*waiting, *of_batch) if of_batch else ()
@@ -432,8 +390,8 @@ class Layouts:
     def _gained(
         self, trade: str, label: str, before: tuple[Rule, ...], after: tuple[Rule, ...]
     ) -> Taken:
-        programs = self._strike(before), self._strike(after)
-        without, with_it = (predict(program, self._costs).quad for program in programs)
+        programs = self.strike(before), self.strike(after)
+        without, with_it = (predict(program, self.costs).quad for program in programs)
         quicker = without.computation_seconds.value - with_it.computation_seconds.value
         return Taken(
             trade=trade,
@@ -458,24 +416,24 @@ class Layouts:
             return called(layout)
         return f"{called(layout)}, in equal shares"
 
-    def _why_whole(self, offer: Offer, found: Found, way: "_Way") -> Refusal:
+    def _why_whole(self, offer: Offer, found: Found, way: "Way") -> Refusal:
         """Of tensors that could be cut too, or otherwise, where others are."""
         if not self._cut_by(way.rules).isdisjoint(self._cut_by(offer.rules)):
             reason = "the same weights are cut otherwise"
         else:
-            seconds = self._counted((*way.rules, *offer.rules)).seconds
+            seconds = self.counted((*way.rules, *offer.rules)).seconds
             reason = slower(seconds, found, than=way.seconds) or "no faster plan was found with it"
         return Refusal(trade=_TENSOR, label=offer.label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
-        return next(trade for trade in self._trades if trade.name == name)
+        return next(trade for trade in self.trades if trade.name == name)
 
-    def _strike(self, rules: Sequence[Rule]) -> Program:
-        return strike_on_ranks(self._program, rules, trades=self._trades, source=self._source)
+    def strike(self, rules: Sequence[Rule]) -> Program:
+        return strike_on_ranks(self._program, rules, trades=self.trades, source=self.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class Way:
     """How the step may lie, and what it takes so, nothing else being done."""
 
     rules: tuple[Rule, ...]

@@ -1,0 +1,56 @@
+"""Which gradients keep their code: a milder one, or none, wherever that costs next to nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from steelyard.core.codec import BFLOAT16, CODES, INT8, TERNARY, Codec
+from steelyard.core.rules import Rule
+from steelyard.search.coded import CodedWay, Weighing
+
+# Seconds of the step for each gradient, by the bits that it goes in.
+_SECONDS = {
+    "hidden": {32: 0.0, 16: 0.0, 8: 0.0, 2: 0.0},
+    "half hidden": {32: 1.0, 16: 0.0, 8: 0.0, 2: 0.0},
+    "exposed": {32: 4.0, 16: 2.0, 8: 1.0, 2: 0.5},
+    "dear to code": {32: 0.0, 16: 0.1, 8: 0.4, 2: 0.5},
+}
+_REST = 10.0
+
+
+def _counted(rules: tuple[Rule, ...]) -> Any:
+    bits = {rule.module: CODES[rule.trade, rule.op].bits for rule in rules}
+    seconds = sum(taken[bits.get(name, 32)] for name, taken in _SECONDS.items())
+    return SimpleNamespace(seconds=_REST + seconds, nbytes=0)
+
+
+def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
+    """In how many bits each of these goes that were all to go in 2."""
+    weighing = Weighing(
+        layouts=cast("Any", SimpleNamespace(counted=_counted)), codecs=codecs or CODES.values()
+    )
+    rules = tuple(sorted(Rule(trade="ternary_gradients", module=name) for name in names))
+    way = CodedWay(
+        codec=TERNARY, trade="ternary_gradients", rules=rules, without=(),
+        seconds=_counted(rules).seconds, nbytes=0,
+    )  # fmt: skip
+    found = weighing.gentler(way)
+    assert found.seconds == pytest.approx(_counted(found.rules).seconds)
+    assert found.seconds <= way.seconds * 1.002
+    return {rule.module: CODES[rule.trade, rule.op].bits for rule in found.rules}
+
+
+def test_what_is_hidden_goes_as_it_is_and_what_is_half_so_in_16_bits() -> None:
+    assert _gentler([*_SECONDS]) == {"exposed": 2, "half hidden": 16}
+
+
+def test_a_code_that_cannot_be_had_is_not_taken() -> None:
+    assert _gentler([*_SECONDS], INT8, TERNARY) == {"exposed": 2, "half hidden": 8}
+    assert _gentler([*_SECONDS], TERNARY) == {"exposed": 2, "half hidden": 2}
+
+
+def test_what_a_way_is_named_for_stays_in_it() -> None:
+    assert _gentler(["hidden"], BFLOAT16, TERNARY) == {"hidden": 2}
