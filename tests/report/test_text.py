@@ -36,6 +36,20 @@ def test_the_receipt_as_it_is_printed(name: str, width: int) -> None:
     assert shown(SUBJECTS[name], width=width) == golden.read_text()
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.002, "pays ~2.00 ms computation, ~1.00 MiB memory"), (-3e-4, "pays ~1.00 MiB memory")],
+)
+def test_memory_that_codes_take_is_paid_also_where_they_save_time(
+    seconds: float, said: str
+) -> None:
+    taken = replace(
+        PLAN.taken[0], trade="ternary_gradients", buys_bytes=-MIB, buys_seconds=0.02,
+        pays_seconds=seconds,
+    )  # fmt: skip
+    assert tree_of(replace(PLAN, taken=(taken,))).taken[0].paying == said
+
+
 @pytest.mark.parametrize("zoom", ["offers", "peak", "frontier"])
 def test_each_zoom_as_it_is_printed(zoom: str) -> None:
     golden = GOLDEN / f"{zoom}-80.txt"

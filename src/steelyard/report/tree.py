@@ -203,7 +203,9 @@ def _about(value: float, unit: Unit, of: str) -> str:
 def _paid(taken: Taken) -> str:
     seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
     if taken.trade in CODE_TRADES and taken.buys_bytes < 0:
-        return f"{seconds}, {_about(-taken.buys_bytes, Unit.BYTES, 'memory')}"
+        memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
+        # What is saved besides is not paid, and would make the memory look so.
+        return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
     return seconds
 
 
