@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,35 @@ def test_threads_that_listen_for_gloo_take_turns(
     monkeypatch.setattr(turns.os, "sched_setscheduler", tell)
     turns.take_turns()
     assert sorted(told) == [(12, turns.os.SCHED_BATCH), (13, turns.os.SCHED_BATCH)]
+
+
+def test_who_gives_way_does_so_the_more_seldom_the_longer_others_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With another program on that core a turn takes a slice of time: it has a fifth, not all."""
+    now, taken = [0.0], [0.0]
+
+    def others(seconds: float) -> None:
+        taken[0] += seconds
+        now[0] += seconds
+
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+    for theirs, share in ((0.0, 0.0), (2e-5, 0.2), (4e-3, 0.2), (1.0, 0.21)):
+        now[0] = taken[0] = 0.0
+        calls: list[float] = []
+
+        def give(theirs: float = theirs, calls: list[float] = calls) -> None:
+            calls.append(now[0])
+            others(theirs)
+
+        monkeypatch.setattr(turns, "give_way", give)
+        give_way = turns.Turns()
+        while now[0] < 30:
+            now[0] += 1e-5  # a short operator
+            give_way()
+        assert taken[0] <= share * now[0]
+        assert len(calls) >= 6
+        assert all(after - before > 0.99e-4 for before, after in pairwise(calls))
 
 
 def test_receipts_are_asked_for_of_connections_alone_and_nothing_is_closed() -> None:

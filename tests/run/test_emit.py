@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
+from steelyard.capture.source import StepSource
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.trade import strike
+from steelyard.exchange.together import Together
 from steelyard.run.emit import emit
+from steelyard.trades import TRADES
 from tests.run.live import captured, live
 from tests.zoo import case
 
@@ -57,3 +66,31 @@ def test_views_that_change_nothing_are_not_called() -> None:
     source = emit(program).source
     assert "expand_" not in source  # each is to the shape that is there already
     assert "view_" in source
+
+
+def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() -> None:
+    model, loss, batch = case("gpt").make(0)
+    source = StepSource(model=model, loss=loss, batch=batch)
+    channels = {"data": Together(2).channel(0)}
+
+    def lines(*rules: Rule) -> list[str]:
+        whole = (Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 14), *rules)
+        program = strike(
+            Program.plain(source.graph(micro_batches=1)), whole, trades=TRADES, source=source
+        )
+        return emit(program, channels=channels).source.splitlines()
+
+    assert not any("give_way" in line for line in lines())  # each is waited for at once
+    underway: set[str] = set()
+    late = lines(Rule(trade="overlap", lag=2))
+    turns = 0
+    for before, line in pairwise(late):
+        if "give_way" in line:
+            turns += 1
+            assert underway, before
+            assert not re.search(r"= (view|t|permute)_\d", before)
+        sent = re.match(r"    (v\d+) = all_reduce__?\d+\(", line)
+        waited = re.match(r"    v\d+ = wait_tensor_\d+\((v\d+)\)", line)
+        underway |= {sent[1]} if sent else set()
+        underway -= {waited[1]} if waited else set()
+    assert turns > 10

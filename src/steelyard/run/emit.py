@@ -19,10 +19,12 @@ from steelyard.exchange.far import FarMemory
 from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.exchange.slots import Slots
 from steelyard.exchange.tensors import FarTensors
+from steelyard.exchange.turns import Turns
 from steelyard.operators import copy_laid_out
 from steelyard.run.calls import quickest
 
 _ALONE: Mapping[str, Channel] = MappingProxyType({})
+_GIVE_WAY = "give_way"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,9 @@ class _Writer:
         lines = ["def run(inputs, sinks):"]
         if arguments:
             lines.append(f"    {', '.join(arguments)}, = inputs")
-        deaths = _deaths(self._program)
+        deaths, giving = _deaths(self._program), self._gives_way()
+        if giving:
+            self.scope[_GIVE_WAY] = Turns()
         sinks = 0
         for index, instruction in enumerate(self._program.instructions):
             if instruction.sink is not None:
@@ -118,10 +122,26 @@ class _Writer:
                 sinks += 1
             else:
                 lines.append(f"    {self._name(instruction.value)} = {self._call(instruction)}")
+            if index in giving:
+                lines.append(f"    {_GIVE_WAY}()")
             if deaths[index]:
                 lines.append(f"    del {', '.join(self._name(v) for v in deaths[index])}")
         lines.append(f"    return {self._name(self._program.loss) if self._program.loss else None}")
         return "\n".join(lines) + "\n"
+
+    def _gives_way(self) -> frozenset[int]:
+        """Behind which lines those have a turn who carry what is on its way: such as take time."""
+        nodes, instructions = self._program.graph.by_name, self._program.instructions
+        moving: set[int] = set()
+        for exchange in self._program.exchanges:
+            collective = nodes[instructions[exchange.issue].node].collective
+            if collective is not None and not collective.is_far and exchange.wait is not None:
+                moving.update(range(exchange.issue + 1, exchange.wait))
+        return frozenset(
+            i
+            for i in moving
+            if instructions[i].sink is None and not nodes[instructions[i].node].is_free
+        )
 
     def _call(self, instruction: Instruction) -> str:
         node = self._program.graph.by_name[instruction.node]
