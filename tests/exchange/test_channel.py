@@ -93,7 +93,7 @@ def test_receipts_are_asked_for_of_connections_alone_and_nothing_is_closed() -> 
         theirs, _ = listening.accept()
         local, other = socket.socketpair()
         told = Receipts()
-        asked = set(told._connections)
+        asked = {connection.fileno() for connection in told._connections}
         assert {ours.fileno(), theirs.fileno()} <= asked
         rest = {s.fileno() for s in (listening, unused, local, other)}
         assert asked.isdisjoint(rest)

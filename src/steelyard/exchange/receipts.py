@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import stat
+import weakref
 from pathlib import Path
 
 _OPEN = Path("/proc/self/fd")
@@ -26,36 +27,37 @@ class Receipts:
 
     def __init__(self) -> None:
         opened = _OPEN.iterdir() if _CAN_BE_ASKED else ()
-        self._connections = [number for number in (int(o.name) for o in opened) if _is_tcp(number)]
+        lent = [_connection(int(o.name)) for o in opened]
+        self._connections = [one for one in lent if one is not None]
+        weakref.finalize(self, _give_back, self._connections)
 
     def at_once(self) -> None:
         """Until the kernel thinks otherwise, which it does as soon as both sides have sent."""
-        for number in self._connections:
+        for connection in self._connections:
             with contextlib.suppress(OSError):  # it may have been closed
-                _ask(number)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
 
-def _ask(number: int) -> None:
-    lent = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=number)
-    try:
-        lent.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-    finally:
-        lent.detach()  # or it would be closed with this
-
-
-def _is_tcp(number: int) -> bool:
-    """A connection, and not what only listens."""
+def _connection(number: int) -> socket.socket | None:
+    """None of what only listens, and of what is none. It is to be detached, or it would be closed
+    with what stands for it here."""
     try:
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
-            return False
+            return None
         lent = socket.socket(fileno=number)
     except OSError:  # closed meanwhile: the folder's own, for one
-        return False
+        return None
     try:
         lent.getpeername()
-        inet = lent.family in (socket.AF_INET, socket.AF_INET6)
-        return inet and lent.type == socket.SOCK_STREAM
+        is_inet = lent.family in (socket.AF_INET, socket.AF_INET6)
+        if is_inet and lent.type == socket.SOCK_STREAM:
+            return lent
     except OSError:
-        return False
-    finally:
-        lent.detach()
+        pass
+    lent.detach()
+    return None
+
+
+def _give_back(lent: list[socket.socket]) -> None:
+    for connection in lent:
+        connection.detach()

@@ -29,6 +29,9 @@ from steelyard.predict.timeline import Pick, Playing, durations, high, low, play
 
 # What a predicted peak of a pipeline may miss by: benchmarks/live.py found up to 4 %.
 _PEAK_SHARE = 0.05
+# What torch's schedule and ours take around an action, in calls that hand a message on, which are
+# measured: 0.13 to 0.16 ms where such a call takes 0.028 (docs/log.md, 2026-11-25).
+_CALLS_OF_ACTION = 5
 
 
 def pipelined(program: Program, pipeline: Pipeline, costs: Costs) -> "Pipelined":
@@ -219,7 +222,8 @@ class Pipelined:
         return play(self._programs[part], self._costs, playing=playing).seconds
 
     def _with_calls(self, stage: Stage, link: Pick | None, cost: StageCost) -> StageCost:
-        """And what its messages from and to other ranks take of the device itself."""
+        """And what goes on around an action, and its messages from and to other ranks, take of the
+        device itself."""
         joins = self._costs.links.get(PIPELINE)
         if link is None or joins is None:
             return cost
@@ -240,11 +244,11 @@ class Pipelined:
             work: [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
             for work, names in crossing.items()
         }
-        calls = {
-            work: joins.device_seconds(sum(each), messages=len(each))
-            for work, each in sizes.items()
+        own = {
+            work: joins.device_seconds(sum(each), messages=len(each) + _CALLS_OF_ACTION)
+            for work, each in {Work.BACK_TO_WEIGHTS: [], **sizes}.items()
         }
-        return replace(cost, seconds={w: s + calls.get(w, 0.0) for w, s in cost.seconds.items()})
+        return replace(cost, seconds={w: s + own[w] for w, s in cost.seconds.items()})
 
     def _handing(self, sizes: Sequence[int], link: Pick | None) -> float:
         """A message for each; one that goes on alone takes what one of two that gather does."""

@@ -40,11 +40,12 @@ class Arrivals:
         rank_of: Mapping[int, int],
         rank_at: Callable[[int], int],
         group: dist.ProcessGroup,
+        receipts: Receipts,
     ) -> None:
         self._actions, self._stages, self._graph = actions, stages, graph
         self._rank_of, self._rank_at, self._group = rank_of, rank_at, group
         self._numbers = Numbers(stages)
-        self._receipts = Receipts()  # connections come about when they are first used
+        self._receipts = receipts
         self._done = self._asked = 0
         self._coming: dict[Action, list[tuple[str, torch.Tensor, dist.Work]]] = {}
 

@@ -19,6 +19,7 @@ from steelyard.core.layout import PIPELINE
 from steelyard.core.program import Pipeline
 from steelyard.core.schedule import Action, Work
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.schedules import made_schedule
 from steelyard.exchange.turns import give_way, take_turns
 from steelyard.operators import copy_laid_out
@@ -57,6 +58,7 @@ class StagesAtWork:
             Arrivals, pipeline.order.ranks[rank], stages, self._graph, rank_of=self._rank_of,
             rank_at=self._rank_at, group=group,
         )  # fmt: skip
+        self._receipts: Receipts | None = None
         numbers = Numbers(stages)
         own = [stage for stage in stages if self._rank_of[stage.index] == rank]
         self._draws = Draws(pipeline.stages, own={stage.index for stage in own})
@@ -119,7 +121,7 @@ class StagesAtWork:
         """The loss of each micro-batch, on the rank that has it."""
         count = len(given)
         self._draws.begin(count)
-        arrivals = self._arrivals()
+        arrivals = self._arrivals(receipts=self._receipts or Receipts())
         for own in self._own:
             own.begin([dict(values) for values in given], self._draws, arrivals)
         losses: list[torch.Tensor] = []
@@ -135,6 +137,8 @@ class StagesAtWork:
                 _gradient(parameter)
         self._draws.end()
         self._sum_up()
+        if self._receipts is None:  # connections come about when they are first used
+            self._receipts = Receipts()
         return losses
 
     @property

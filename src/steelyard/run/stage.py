@@ -5,6 +5,8 @@ Not for who works when, nor for what goes between ranks: see pipeline.py.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import setitem
 from types import MappingProxyType
 from typing import Any
 
@@ -76,25 +78,33 @@ class _Part:
         program = Program.plain(graph)
         emitted = emit(program, channels=channels)
         self._run, self._inputs, self._live = emitted.run, emitted.inputs, live
-        self._outputs = [i.sink for i in program.instructions if i.sink is not None]
-        self._lent = _lent(graph)
-        self._graph = graph
+        lent = _lent(graph)
+        sinks = [i.sink for i in program.instructions if i.sink is not None]
+        # What goes into the model always goes the same way; the rest goes to the micro-batch.
+        self._sinks = [
+            sink.target
+            if sink.kind is OutputKind.CARRIED
+            else _into(
+                sink, live[sink.target], is_lent=not lent.isdisjoint(graph.storages_of(sink.node))
+            )
+            for sink in sinks
+        ]
 
     def __call__(self, values: Values) -> Any:
         live = self._live
         inputs: list[Any] = [live[n] if n in live else values.get(n) for n in self._inputs]
+        sinks = [partial(setitem, values, s) if isinstance(s, str) else s for s in self._sinks]
         with torch.no_grad(), _torch.below_autograd():
-            return self._run(inputs, [self._sink(output, values) for output in self._outputs])
+            return self._run(inputs, sinks)
 
-    def _sink(self, output: Output, values: Values) -> Callable[[torch.Tensor], Any]:
-        if output.kind is OutputKind.CARRIED:
-            return lambda value: values.__setitem__(output.target, value)
-        target = self._live[output.target]
-        if output.kind is OutputKind.UPDATE:
-            copied: Callable[[torch.Tensor], Any] = target.copy_
-            return copied
-        is_lent = not self._lent.isdisjoint(self._graph.storages_of(output.node))
-        return lambda value: _add_gradient(target, value.clone() if is_lent else value)
+
+def _into(sink: Output, target: Any, *, is_lent: bool) -> Callable[[torch.Tensor], Any]:
+    if sink.kind is OutputKind.UPDATE:
+        copied: Callable[[torch.Tensor], Any] = target.copy_
+        return copied
+    if is_lent:
+        return lambda value: _add_gradient(target, value.clone())
+    return partial(_add_gradient, target)
 
 
 def _lent(graph: Graph) -> frozenset[int]:
