@@ -483,3 +483,19 @@ def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded
     told = [r.reason for r in found.refused if "cannot be told apart" in r.reason]
     first = next(way for way in staged.ways)
     assert bool(told) == (first.schedule != found.taken[0].label.split(", ")[1])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_goes_on_around_an_action_is_in_its_price(schedule: str) -> None:
+    """Twice as many micro-batches are twice as many actions, each of which takes some calls."""
+    known, call = costs(), 1e-3
+    links = {axis: replace(link, call_seconds=call) for axis, link in known.links.items()}
+    for parts in (4, 8):
+        program = struck(*offered(2)[schedule], micro_batches=parts)
+        assert program.pipeline is not None
+        most = max(map(len, program.pipeline.order.ranks))
+        without, within = (
+            step_seconds(program, each).value for each in (known, replace(known, links=links))
+        )
+        # Some of it may be where a rank had nothing to do.
+        assert within - without > 4 * call * most
