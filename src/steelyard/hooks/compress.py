@@ -1,0 +1,124 @@
+"""``compress``: what is asked of it checked on all ranks, and the module told what to send.
+
+Not for the sums themselves: see sums.py.
+"""
+
+import hashlib
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from steelyard.core.codec import CODECS, INT8, Codec
+from steelyard.core.errors import BadInput, RanksDiffer
+from steelyard.exchange.turns import take_turns
+from steelyard.hooks.buckets import Buckets
+from steelyard.hooks.shards import ShardsInCodes
+from steelyard.hooks.sums import Sums
+
+
+class Lost(Protocol):
+    """What codes have lost so far and not made up for, for a checkpoint."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Of each parameter by name, the sum over all ranks, who call this together."""
+        ...
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """On any number of ranks, of which each takes an equal share."""
+        ...
+
+
+class Scaler(Protocol):
+    """As torch.amp.GradScaler."""
+
+    def get_scale(self) -> float: ...
+
+
+def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = None) -> Lost:
+    """Send the gradients of ``module`` in this code from its next backward pass on.
+
+    ``module`` is a DistributedDataParallel, or has been given to ``fully_shard``; all ranks call
+    this. ``code`` is "int8", or under DistributedDataParallel also "bfloat16" and "ternary" (two
+    bits; what it loses is sent later). Of one dimension or of less than 4 KiB, and in other formats
+    than float32, gradients go as they are. ``scaler`` is the one that scales the loss, if any does.
+    """
+    codec = CODECS.get(code)
+    if codec is None:
+        raise BadInput(
+            f"{code!r} is no code of gradients",
+            expected=f"one of {', '.join(map(repr, CODECS))}",
+            remedy='compress(module, "int8"), for example',
+        )
+    _check_devices(module)
+    if isinstance(module, DistributedDataParallel):
+        return _in_buckets(module, codec, scaler)
+    if isinstance(module, FSDPModule):
+        return _in_shards(module, codec)
+    raise BadInput(
+        f"a {type(module).__name__} exchanges no gradients",
+        expected="a DistributedDataParallel, or a module that fully_shard was called on",
+        remedy="wrap the model first, then compress what that returns",
+    )
+
+
+def _check_devices(module: nn.Module) -> None:
+    devices = sorted({p.device.type for p in module.parameters()} - {"cpu"})
+    if devices:
+        raise BadInput(
+            f"parameters are on {', '.join(devices)}",
+            expected="parameters on the CPU, for which the codes are compiled",
+            remedy="use torch.distributed.algorithms.ddp_comm_hooks there",
+        )
+
+
+def _in_buckets(ddp: DistributedDataParallel, codec: Codec, scaler: Scaler | None) -> Lost:
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    _check_alike(ddp.module, codec, ddp.process_group)
+    # In the order in which buckets are full, which others know nothing of: a group of its own.
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    take_turns()
+    buckets = Buckets(dict(ddp.module.named_parameters()), codec, Sums(codec, group), group, scaler)
+    ddp.register_comm_hook(buckets, _send)
+    return buckets
+
+
+def _send(buckets: Buckets, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    return buckets.send(bucket.buffer(), bucket.gradients(), bucket.parameters())
+
+
+# Torch reads it, and allows this or nothing; mypy knows of no such name.
+_send.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
+
+
+def _in_shards(module: Any, codec: Codec) -> Lost:
+    if codec is not INT8:
+        raise BadInput(
+            f"FSDP2 sends a module's gradients as one, and {codec.name} is not for all of them",
+            expected="'int8'",
+            remedy='compress(module, "int8"), or MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)',
+        )
+    comm = ShardsInCodes(codec)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, no more
+    return comm
+
+
+def _check_alike(module: nn.Module, codec: Codec, group: dist.ProcessGroup) -> None:
+    """Or ranks would read each other's bytes as something else."""
+    said = [codec.name, *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters())]
+    digest = hashlib.sha256("\n".join(said).encode()).digest()[:8]
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    every = own.new_empty(group.size())
+    dist.all_gather_single(every, own, group=group)
+    others = [rank for rank, one in enumerate(every.tolist()) if one != int(every[0])]
+    if others:
+        raise RanksDiffer(
+            f"rank {others[0]} asks for another code, or has other parameters, than rank 0",
+            expected="the same code and model on all ranks",
+            remedy="start every rank with the same program",
+        )

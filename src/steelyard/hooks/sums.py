@@ -1,0 +1,71 @@
+"""Gradients of several ranks added up in a code, by calls and not as nodes of a graph.
+
+What is linear is all-reduced; of all else, two ranks send each other their codes, and of more each
+adds up a part. Not for who calls: see compress.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from steelyard.core.codec import BLOCK, Codec, blocks_of
+from steelyard.operators.codes import (
+    decode_gradients,
+    decode_sum,
+    encode_gradients,
+    encode_sum,
+)
+
+
+class Sums:
+    """Over the ranks of ``group``, who call in the same order."""
+
+    def __init__(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        self._codec, self._group = codec, group
+        self._ranks, self._rank = group.size(), group.rank()
+
+    def room(self, numel: int) -> int:
+        """Elements that so many take, the last block and the last part filled up."""
+        return blocks_of(numel, parts=self._parts) * BLOCK
+
+    def of(self, tensors: Sequence[torch.Tensor], lost: torch.Tensor | None) -> torch.Tensor:
+        """One behind the other, flat, the same bits on all ranks; ``lost`` is added, and what this
+        rank's codes lose is left there."""
+        name = self._codec.name
+        if self._codec.is_linear:
+            narrow = encode_gradients(tensors, None, name, 1)
+            dist.all_reduce(narrow, group=self._group)
+            return decode_gradients(narrow, name)
+        coded = encode_gradients(tensors, lost, name, self._parts)
+        if self._parts == 1:
+            return decode_sum(self._gathered(coded), name)
+        received = torch.empty_like(coded)
+        dist.all_to_all_single(received, coded, group=self._group)
+        added = encode_sum(received, own := self._own_part(lost), name)
+        if lost is not None and own is not None:
+            # What the sum loses here is this rank's to make up for.
+            lost.chunk(self._parts)[self._rank].add_(own)
+        return decode_gradients(self._gathered(added), name)
+
+    def scattered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of as many rows as there are ranks, the sum of this rank's, filled up to whole blocks."""
+        numel = rows.shape[1]
+        rest = rows.new_zeros(-numel % BLOCK)
+        tensors = [piece for row in rows for piece in (row, rest)]
+        coded = encode_gradients(tensors, None, self._codec.name, self._ranks)
+        received = torch.empty_like(coded)
+        dist.all_to_all_single(received, coded, group=self._group)
+        return decode_sum(received, self._codec.name)
+
+    @property
+    def _parts(self) -> int:
+        return 1 if self._ranks == 2 or self._codec.is_linear else self._ranks
+
+    def _own_part(self, lost: torch.Tensor | None) -> torch.Tensor | None:
+        return None if lost is None else lost.new_zeros(lost.numel() // self._parts)
+
+    def _gathered(self, row: torch.Tensor) -> torch.Tensor:
+        gathered = row.new_empty((self._ranks, row.shape[1]))
+        dist.all_gather_single(gathered, row, group=self._group)
+        return gathered

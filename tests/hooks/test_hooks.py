@@ -1,0 +1,108 @@
+"""Codes under DistributedDataParallel and FSDP2: the means that were meant, on all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import on_ranks, on_two_ranks
+from tests.hooks.scenarios import SHAPES, STEPS
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+CODED = ("first", "second")
+
+
+def _scenario(name: str) -> str:
+    return f"tests.hooks.scenarios:{name}"
+
+
+# A draw of a bell is at most about 4.5; it is rounded once, and its sum once more where more than
+# two add up.
+_OFF = {"int8": 0.06, "bfloat16": 0.06, "ternary": 6.0}
+# Of what an all-reduce in float32 sends.
+_SHARE = {"int8": 1 / 3.85, "bfloat16": 0.5, "ternary": 1 / 14.5}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_comes_is_the_mean_and_what_is_lost_comes_later(count: int) -> None:
+    ranks = on_ranks(_scenario("added_up"), count=count)
+    for code, one in ranks[0].items():
+        assert {rank[code]["digest"] for rank in ranks} == {one["digest"]}, code
+        assert one["state"] == (sorted(CODED) if code == "ternary" else [])
+        for name in SHAPES:
+            is_coded = name in CODED
+            assert one["off"][name] < (_OFF[code] if is_coded else 1e-6), (code, name)
+            if code == "ternary" or not is_coded:
+                assert one["left"][name] < 1e-4 * STEPS, (code, name)
+        # Too much in blocks that are filled up, of gradients as small as these.
+        assert one["share"] < 1.2 * _SHARE[code], code
+        assert one["off"]["first"] > 1e-4, code
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = on_two_ranks(_scenario("trains"))
+    return ranks
+
+
+@pytest.mark.parametrize("code", ["int8", "ternary", "bfloat16"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_model_trains_as_without(trained: list[dict[str, Any]], code: str, parts: int) -> None:
+    """Clipped, and with gradients added up over two batches before they go."""
+    for rank in trained:
+        plain, coded = rank[str(parts)], rank[f"{code} {parts}"]
+        assert plain[-1] < 0.9 * plain[0]
+        assert coded[0] == plain[0]
+        near = {"int8": 0.01, "bfloat16": 0.01, "ternary": 0.1}[code]
+        assert coded[-1] == pytest.approx(plain[-1], rel=near)
+
+
+def test_a_step_that_is_not_finite_poisons_nothing() -> None:
+    for rank in on_two_ranks(_scenario("scaled")):
+        assert rank["skipped"] == [False, False, True, False, False, False]
+        assert rank["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
+        assert rank["finite"]
+        assert rank["alike"]
+        # What is still to come is about one step's; with the old scale it would be far more.
+        assert rank["rest"] < 1.0
+
+
+def test_parameters_that_nobody_came_by() -> None:
+    for rank in on_two_ranks(_scenario("unused")):
+        assert rank == {"alike": True, "finite": True}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_was_lost_is_saved_and_comes_after_all(count: int) -> None:
+    for rank in on_ranks(_scenario("resumes"), count=count):
+        assert rank["saved"] == sorted(CODED)
+        assert rank["norm"] > 1
+        assert rank["apart"] < 1e-4
+        assert rank["came"] > 0.1 * rank["norm"] / count
+        assert rank["kept"] < 1e-4
+        assert rank["refused"].startswith("what was lost of first has shape (2, 2)")
+
+
+def test_what_cannot_be_is_refused_on_every_rank() -> None:
+    for rank in on_two_ranks(_scenario("refusals")):
+        assert all(len(said.splitlines()) == 3 for said in rank.values()), rank
+        assert rank["another code"].startswith("rank 1 asks for another code")
+        assert rank["no code"].startswith("'int9' is no code")
+        assert rank["no exchange"].startswith("a Given exchanges no gradients")
+        assert "'int8'" in rank["ternary shards"]
+
+
+def test_an_exchange_that_fails_is_told_by_the_backward_pass() -> None:
+    for said in on_two_ranks(_scenario("breaks")):
+        assert "gradients did not come from all ranks: connection closed by peer" in said
+        assert "look at the rank that ended first" in said
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_in_codes_are_the_mean(count: int) -> None:
+    for rank in on_ranks(_scenario("shards"), count=count):
+        plain, coded = rank["losses"]
+        assert max(rank["apart"]) < 0.03
+        assert max(rank["apart"]) > 1e-5
+        assert coded[-1] == pytest.approx(plain[-1], rel=0.02)
