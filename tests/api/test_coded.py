@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard import _torch
+from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import context_of
 
@@ -54,6 +55,9 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     assert taken & set(_TRADES)
     assert "shard_batch" in taken
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
+    # All that was on offer was taken or refused.
+    left = [refusal.left for refusal in plan.plan.refused]
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
     plan.save(tmp_path / "train.plan.toml")
     rules = {rule.trade for rule in plan.plan.decisions.rules}
     assert rules & set(_TRADES)

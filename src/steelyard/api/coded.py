@@ -46,7 +46,9 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
     if found is exact:
         told = replace(exact, refused=(*exact.refused, *refused))
         return replace(told, num_offers=told.num_offers + weighed), predicted
-    return replace(found, refused=(*found.refused, *refused)), predicted
+    others = sum(refusal.left is Left.WHOLE for refusal in refused)
+    told = replace(found, refused=(*found.refused, *refused))
+    return replace(told, num_offers=told.num_offers + others), predicted
 
 
 def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
@@ -72,7 +74,7 @@ def _ways(
         return []
     look.request.on_progress("weighing gradients in codes")
     found, cannot = weighing.fastest(thoroughly=budget.accuracy_loss > 0)
-    refused += cannot
+    refused += (replace(refusal, left=Left.NEVER) for refusal in cannot)
     return sorted(found, key=lambda way: way.seconds)
 
 

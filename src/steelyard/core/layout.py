@@ -18,7 +18,8 @@ DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 _MOST_SPELLED = 8
 # Trades whose rules say where the step lies, and what goes on while ranks exchange.
 LAYOUT_TRADES = frozenset({
-    "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "overlap", *CODE_TRADES,
+    "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "sparse_gradients",
+    "overlap", *CODE_TRADES,
 })  # fmt: skip
 
 

@@ -140,6 +140,10 @@ class _RoundedGradients(_CodedGradients):
     op: Annotated[Literal["bfloat16", "int8"], Field(alias="format")]
 
 
+class _SparseGradients(_CodedGradients):
+    op: Annotated[Literal["rows"], Field(alias="format")] = "rows"
+
+
 class _ShardPipeline(BaseModel):
     """A stage ends behind each of these modules."""
 
@@ -198,6 +202,7 @@ _TABLES: dict[str, type[_Table]] = {
     "shard_states": _ShardStates,
     "stream": _Stream,
     "shard_batch": _ShardBatch,
+    "sparse_gradients": _SparseGradients,
     "rounded_gradients": _RoundedGradients,
     "ternary_gradients": _CodedGradients,
     "shard_pipeline": _ShardPipeline,

@@ -13,6 +13,8 @@ from steelyard.core.graph import BlockRun, Graph, Node, path_matches
 FAR_TRADES = frozenset({"offload", "offload_state"})
 # Sent ahead only where what is there then is no more than at the peak without.
 WITHIN_PEAK = "peak"
+# Of a gradient, those rows of a table that were looked up.
+ROWS = "rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -6,8 +6,8 @@ each adds up a part, writes the sum down again and hands it to the others, so th
 where there are more. Not for what a code is: see core/codec.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from steelyard.core.codec import (
     BLOCK,
@@ -20,28 +20,10 @@ from steelyard.core.codec import (
     blocks_of,
 )
 from steelyard.core.collective import Collective, Exchange, Transport
-from steelyard.core.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
+from steelyard.core.graph import Graph, Node, Ref, Role, Storage
 from steelyard.core.layout import DATA
-from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, view, wait
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    """One gradient of a bucket: its place among the graph's outputs, and what is sent of it."""
-
-    place: int
-    target: str
-    flat: Node
-    laid_out: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bucket:
-    """``nodes`` are those that only its exchange needs."""
-
-    waited: Node
-    members: tuple[_Member, ...]
-    nodes: frozenset[str]
+from steelyard.exchange.buckets import Member, Sized, buckets, handed_out, sent_as_they_are
+from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, wait
 
 
 def coded(
@@ -64,11 +46,11 @@ def coded(
 
     sending = _Sending(change, transport, collective, num_ranks)
     outputs = list(graph.outputs)
-    left: list[_Member] = []
+    left: list[Member] = []
     dropped: set[str] = set()
     last = ""
     for bucket in buckets(graph, axis):
-        by_codec: dict[Codec, list[_Member]] = {}
+        by_codec: dict[Codec, list[Member]] = {}
         for member in bucket.members:
             if member.target in codecs:
                 by_codec.setdefault(codecs[member.target], []).append(member)
@@ -78,77 +60,19 @@ def coded(
         left += [m for m in bucket.members if m.target not in codecs]
         for codec, members in by_codec.items():
             whole = sending.in_codes(members, codec, behind=bucket.waited.name)
-            _handed_out(change, outputs, members, whole, behind=bucket.waited.name)
+            handed_out(change, outputs, members, whole, behind=bucket.waited.name)
         last = bucket.waited.name
     if left:
-        whole = sending.as_they_are(left, behind=last)
-        _handed_out(change, outputs, left, whole, behind=last)
+        whole = sent_as_they_are(
+            change, left, name="rest_of_buckets", behind=last, transport=transport,
+            collective=collective,
+        )  # fmt: skip
+        handed_out(change, outputs, left, whole, behind=last)
     rewritten = change.result(outputs)
     nodes = tuple(node for node in rewritten.nodes if node.name not in dropped)
     kept = replace(rewritten, nodes=nodes)
     assert not kept.problems(), kept.problems()
     return kept
-
-
-def buckets(graph: Graph, axis: str = DATA) -> list[_Bucket]:
-    """The all-reduces of gradients over this axis, in their order."""
-    waits = {node.waits_for: node for node in graph.nodes if node.waits_for}
-    leaving: dict[int, list[int]] = {}
-    for place, output in enumerate(graph.outputs):
-        if output.kind in (OutputKind.GRADIENT, OutputKind.SUMMED):
-            (storage,) = graph.storages_of(output.node)
-            leaving.setdefault(storage, []).append(place)
-    found = []
-    for node in graph.nodes:
-        sent = node.collective
-        if sent is None or sent.kind is not Exchange.ALL_REDUCE or sent.axis != axis:
-            continue
-        waited = waits[node.name]
-        if places := leaving.get(waited.outputs[0].storage):
-            found.append(_bucket(graph, node, waited, places))
-    return found
-
-
-def _bucket(graph: Graph, issued: Node, waited: Node, places: Sequence[int]) -> _Bucket:
-    given = graph.by_name[issued.inputs[0]]
-    joined = given.op == "aten.cat.default"
-    flats = [graph.by_name[name] for name in given.inputs] if joined else [given]
-    results = {place: graph.by_name[graph.outputs[place].node] for place in places}
-    in_order = sorted(places, key=lambda place: results[place].outputs[0].offset)
-    members = tuple(
-        _Member(
-            place=place,
-            target=graph.outputs[place].target,
-            flat=flat,
-            laid_out=results[place].outputs[0],
-        )
-        for place, flat in zip(in_order, flats, strict=True)
-    )
-    own = {issued.name, waited.name, *(node.name for node in results.values())}
-    return _Bucket(
-        waited=waited,
-        members=members,
-        nodes=frozenset(own | ({given.name} if joined else set())),
-    )
-
-
-def _handed_out(
-    change: Rewriting,
-    outputs: list[Output],
-    members: Sequence[_Member],
-    whole: Node,
-    *,
-    behind: str,
-) -> None:
-    """Each member's gradient as a view of the sum of all."""
-    (summed,) = whole.outputs
-    start = summed.offset
-    for member in members:
-        lies = replace(member.laid_out, storage=summed.storage, offset=start)
-        own = view(whole, lies, name=f"{member.flat.name}_of_all")
-        change.put_behind(behind, own)
-        outputs[member.place] = replace(outputs[member.place], node=own.name)
-        start += lies.numel
 
 
 class _Sending:
@@ -158,13 +82,13 @@ class _Sending:
         self,
         change: Rewriting,
         transport: Transport,
-        collective: Callable[[Exchange, int], Collective],
+        collective: Sized,
         num_ranks: int,
     ) -> None:
         self._change, self._transport, self._collective = change, transport, collective
         self._num_ranks = num_ranks
 
-    def in_codes(self, members: Sequence[_Member], codec: Codec, *, behind: str) -> Node:
+    def in_codes(self, members: Sequence[Member], codec: Codec, *, behind: str) -> Node:
         flats = [member.flat for member in members]
         name = members[0].target.partition(":")[2]
         if codec.is_linear:
@@ -209,29 +133,6 @@ class _Sending:
             DECODE, [arrived], None, (codec.name,), shape, "float32",
             name=f"{name}.decoded", like=arrived, behind=behind,
         )  # fmt: skip
-
-    def as_they_are(self, members: Sequence[_Member], *, behind: str) -> Node:
-        change, flats = self._change, [member.flat for member in members]
-        flats = [self._flattened(flat, behind) for flat in flats]
-        output = change.tensor((sum(f.outputs[0].numel for f in flats),), "float32")
-        joined = call(
-            "aten.cat.default", flats[-1], name="rest_of_buckets",
-            args=(tuple(Ref(flat.name) for flat in flats),), inputs=flats, output=output,
-            moved_bytes=2 * output.nbytes,
-        )  # fmt: skip
-        change.put_behind(behind, joined)
-        sent = self._collective(Exchange.ALL_REDUCE, output.nbytes)
-        issued = change.put_behind(
-            behind, issue_in_place(sent, joined, name="rest_of_buckets_reduced")
-        )
-        return change.put_behind(behind, wait(issued, self._transport))
-
-    def _flattened(self, given: Node, behind: str) -> Node:
-        tensor = given.outputs[0]
-        if len(tensor.shape) == 1:
-            return given
-        flat = replace(tensor, shape=(tensor.numel,), stride=(1,))
-        return self._change.put_behind(behind, view(given, flat, name=f"{given.name}_as_flat"))
 
     def _residual(self, name: str, blocks: int, codec: Codec, like: Node) -> Node | None:
         if not codec.has_residual:
@@ -286,4 +187,4 @@ class _Sending:
         return self._change.put_behind(behind, replace(arrived, nth=-1))
 
 
-__all__ = ["buckets", "coded"]
+__all__ = ["coded"]

@@ -14,7 +14,8 @@ from steelyard.core.rules import Rule, pattern_of
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
 from steelyard.core.updates import WEIGHT, parameters_of
-from steelyard.exchange.coded import buckets, coded
+from steelyard.exchange.buckets import buckets
+from steelyard.exchange.coded import coded
 
 # What has one dimension scales or shifts whole channels: a few numbers, and much hangs on each.
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10

@@ -61,6 +61,14 @@ class Rewriting:
         given = any(graph.by_name[one].is_input for one in lying)
         return read <= lying and len(leaving) == 1 and not given
 
+    def fresh(self, name: str) -> str:
+        """A name that no node has: what was put in may be taken out again for something else."""
+        found, number = name, 1
+        while found in self._nodes:
+            number += 1
+            found = f"{name}_{number}"
+        return found
+
     def put_before(self, anchor: str, node: Node) -> Node:
         return self._put(self._before.setdefault(anchor, []), node)
 

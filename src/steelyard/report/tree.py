@@ -84,6 +84,9 @@ _PAID_IN = dict.fromkeys(
     "communication",
 )
 
+# What buys communication, and pays for it with memory.
+_SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients")
+
 
 def tree_of(subject: Plan | Receipt) -> Tree:
     if isinstance(subject, Plan):
@@ -202,7 +205,7 @@ def _about(value: float, unit: Unit, of: str) -> str:
 
 def _paid(taken: Taken) -> str:
     seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
-    if taken.trade in CODE_TRADES and taken.buys_bytes < 0:
+    if taken.trade in _SENT_OTHERWISE and taken.buys_bytes < 0:
         memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
         # What is saved besides is not paid, and would make the memory look so.
         return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
@@ -211,7 +214,7 @@ def _paid(taken: Taken) -> str:
 
 def _bought(taken: Taken) -> str:
     memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
-    if taken.trade in CODE_TRADES:
+    if taken.trade in _SENT_OTHERWISE:
         return _about(taken.buys_seconds, Unit.SECONDS, "communication")
     if not taken.buys_seconds:
         return memory
@@ -295,7 +298,7 @@ def rule_in_words(rule: Rule) -> str:
         together = f", {format_bytes(size)} at a time" if size else ""
         among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
         return f"{rule.trade}: {among}{twice}{together}"
-    if rule.trade in CODE_TRADES:
+    if rule.trade in _SENT_OTHERWISE:
         code = f" as {rule.op}" if rule.op else ""
         return f"{rule.trade}: {rule.module} ({rule.count}){code}"
     if rule.trade == "shard_pipeline":

@@ -73,12 +73,12 @@ class Weighing:
         layouts = self.layouts
         found = layouts.search_by(way.rules).find(budget)
         assert found is not None, "what shares the batch alone is searched"
-        shared = layouts.taken(layouts.counted(way.without))
+        own = *layouts.taken(layouts.counted(way.without)), *self._taken(way)
         return replace(
             found,
-            taken=(*shared, *self._taken(way), *found.taken),
+            taken=(*own, *found.taken),
             refused=(*layouts.refusals, *found.refused),
-            num_offers=found.num_offers + 2,
+            num_offers=found.num_offers + len(own),
         )
 
     def gentler(self, way: CodedWay) -> CodedWay:

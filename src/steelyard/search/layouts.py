@@ -14,6 +14,7 @@ from functools import cached_property, partial
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
+from steelyard.core.codec import CODE_TRADES
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.graph import path_matches
@@ -35,7 +36,7 @@ from steelyard.search.unlike import Unlike
 from steelyard.search.wording import called, layers, slower, stages_refused, tensors, too_late
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_PIPELINE = "shard_pipeline"
+_PIPELINE, _ROWS = "shard_pipeline", "sparse_gradients"
 # How much is sent at once: what hides best depends on the model's layers and on the link.
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 # A way that holds this much less is worth a search of its own where memory is short.
@@ -253,11 +254,12 @@ class Layouts:
         return [*dict.fromkeys((fastest, *fitting[:1], *lean))]
 
     def ways(self, layout: Layout) -> list["Way"]:
-        """With each bucket, each time to wait for one, and more and more of the tensors cut; and
-        with weights in shares too, where several have the same."""
+        """With each bucket, each time to wait for one, and more and more of the tensors cut; with
+        weights in shares too, where several have the same, and with rows of gradients in place of
+        tables, where there are fewer."""
         if layout not in self._ways:
             ways = [self.counted(rules) for rules in self._rules(layout)]
-            ways += self._with_states(ways)
+            ways += [*self._with_states(ways), *self._with_rows(ways)]
             self._ways[layout] = ways
         return self._ways[layout]
 
@@ -284,6 +286,19 @@ class Layouts:
                     is_alike = not way.layout.shares
                     yield self.counted(ahead(one.rules, is_alike=is_alike))
 
+    def _with_rows(self, ways: Sequence["Way"]) -> Iterator["Way"]:
+        """Of all tables that it is offered for."""
+        offers, _ = self._rows_of(ways[0])
+        rules = tuple(rule for offer in offers for rule in offer.rules)
+        yield from (self.counted((*way.rules, *rules)) for way in ways if rules)
+
+    def _rows_of(self, way: "Way") -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        """Of a step that lies so, and whose gradients go as a whole."""
+        whole = tuple(rule for rule in way.rules if rule.trade not in (_ROWS, *CODE_TRADES))
+        if way.layout != Layout(batch=way.layout.batch) or way.layout == ALONE:
+            return (), ()
+        return self._trade(_ROWS).offers(self.strike(whole), self.source)
+
     def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
             yield from self._shared(layout) if layout.batch > 1 else [()]
@@ -292,7 +307,8 @@ class Layouts:
         shared: tuple[Rule, ...] = ()
         if layout.batch > 1:
             ways = self.ways(replace(layout, tensor=1))
-            shared = min(ways, key=lambda way: (way.seconds, way.nbytes)).rules
+            whole = [way for way in ways if not any(rule.trade == _ROWS for rule in way.rules)]
+            shared = min(whole, key=lambda way: (way.seconds, way.nbytes)).rules
         for cut in self._cuts(layout.tensor):
             if shared:
                 yield *shared, *cut
@@ -339,7 +355,9 @@ class Layouts:
         whole = [o for o in self._regions[way.layout.tensor] if not set(o.rules) <= set(way.rules)]
         refused = [*self.refusals, *(self._why_not(layout, found) for layout in others)]
         refused += [self._why_whole(offer, found, way) for offer in whole]
-        offers = len(self.layouts) - (ALONE in self.layouts) + len(whole)
+        rows, never = self._rows_of(way)
+        refused += [*never, *self._why_not_rows(rows, found, way)]
+        offers = len(self.layouts) - (ALONE in self.layouts) + len(whole) + len(rows)
         return replace(
             found,
             taken=(*self.taken(way), *found.taken),
@@ -386,6 +404,19 @@ class Layouts:
                 twice += f", {format_bytes(size)} at a time"
             label = f"{tensors(of_states)} in shares on {way.layout.batch} ranks{twice}"
             yield self._gained(_STATES, label, before, (*before, *of_states))
+        if of_rows := tuple(r for r in way.rules if r.trade == _ROWS):
+            label = f"rows of {tensors(of_rows)}, {way.layout.batch} ranks'"
+            gained = self._gained(_ROWS, label, before, (*before, *of_rows))
+            computing = self._more_computing(before, (*before, *of_rows))
+            saved = computing - gained.pays_seconds
+            yield replace(gained, buys_seconds=saved, pays_seconds=computing)
+
+    def _more_computing(self, before: tuple[Rule, ...], after: tuple[Rule, ...]) -> float:
+        less, more = (
+            predict(self.strike(rules), self.costs).quad.computation_seconds.value
+            for rules in (before, after)
+        )
+        return more - less
 
     def _gained(
         self, trade: str, label: str, before: tuple[Rule, ...], after: tuple[Rule, ...]
@@ -424,6 +455,13 @@ class Layouts:
             seconds = self.counted((*way.rules, *offer.rules)).seconds
             reason = slower(seconds, found, than=way.seconds) or "no faster plan was found with it"
         return Refusal(trade=_TENSOR, label=offer.label, reason=reason)
+
+    def _why_not_rows(self, offers: Sequence[Offer], found: Found, way: "Way") -> Iterator[Refusal]:
+        for offer in offers:
+            if not set(offer.rules) <= set(way.rules):
+                seconds = self.counted((*way.rules, *offer.rules)).seconds
+                reason = slower(seconds, found, than=way.seconds) or "no faster plan has it"
+                yield Refusal(trade=_ROWS, label=offer.label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
         return next(trade for trade in self.trades if trade.name == name)

@@ -13,6 +13,7 @@ from steelyard.trades.shard_batch import ShardBatch
 from steelyard.trades.shard_pipeline import ShardPipeline
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
+from steelyard.trades.sparse_gradients import SparseGradients
 from steelyard.trades.stream import Stream
 from steelyard.trades.ternary_gradients import TernaryGradients
 
@@ -20,7 +21,7 @@ __all__ = ["TRADES"]
 
 # In the order they are struck: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
-    Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), RoundedGradients(),
-    TernaryGradients(), Overlap(), Recompute(), Quantise(), Offload(), OffloadState(),
-    ShardPipeline(),
+    Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), SparseGradients(),
+    RoundedGradients(), TernaryGradients(), Overlap(), Recompute(), Quantise(), Offload(),
+    OffloadState(), ShardPipeline(),
 )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Sparse gradients: of a table of which few rows are looked up, ranks send each other those rows.
+
+An embedding's gradient is zero in all other rows, so that the rows of all ranks, and which they
+are, say all of it: the same sum in another order (Parallax: Kim et al., EuroSys 2019). Not for
+gradients that are dense.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from steelyard.core.collective import GLOO
+from steelyard.core.errors import Mismatch
+from steelyard.core.program import Program
+from steelyard.core.rules import ROWS, Rule
+from steelyard.core.source import Source
+from steelyard.core.trade import Left, Offer, Refusal
+from steelyard.core.updates import WEIGHT, parameters_of
+from steelyard.exchange.rows import Table, in_rows, tables
+
+
+class SparseGradients:
+    """Pays computation and memory, buys communication."""
+
+    name: ClassVar[str] = "sparse_gradients"
+    pays: ClassVar[tuple[str, ...]] = ("computation", "memory")
+    buys: ClassVar[tuple[str, ...]] = ("communication",)
+    is_exact: ClassVar[bool] = True
+    is_bitwise: ClassVar[bool] = False
+
+    def offers(
+        self,
+        program: Program,
+        source: Source,  # noqa: ARG002 - the program says what is exchanged
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        ranks = program.layout.batch
+        if ranks == 1:
+            return (), ()
+        offers, refusals = [], []
+        for table in tables(program.graph):
+            name = table.target.removeprefix(WEIGHT)
+            if reason := table.why_whole or _why_not_fewer(table, ranks):
+                refusals.append(
+                    Refusal(
+                        trade=self.name, label=f"rows of {name}", reason=reason, left=Left.NEVER
+                    )
+                )
+            else:
+                label = f"{table.looked_up} rows of {name}, which has {table.num_rows}"
+                rule = Rule(trade=self.name, module=name, op=ROWS)
+                offers.append(Offer(trade=self.name, label=label, rules=(rule,)))
+        return tuple(offers), tuple(refusals)
+
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+        if not rules:
+            return program
+        assert not program.again, "what is exchanged is changed before anything is computed again"
+        layout = program.layout
+        if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
+            raise Mismatch(
+                "the plan sends rows of gradients (sparse_gradients)",
+                expected="ranks that share the batch equally, and nothing else",
+                remedy="take the sparse_gradients rules out of the plan, or plan again",
+            )
+        possible = {t.target for t in tables(program.graph) if not t.why_whole}
+        named = [name for rule in rules for name in _named(program, rule)]
+        if odd := sorted(set(named) - possible):
+            raise Mismatch(
+                f"the plan sends rows of the gradient of {odd[0].removeprefix(WEIGHT)}",
+                expected="a table that is looked up and read in no other way, in one micro-batch",
+                remedy="take it out of the sparse_gradients rules, or plan again",
+            )
+        graph = in_rows(program.graph, named, num_ranks=layout.batch, transport=GLOO)
+        return program.with_graph(source.rewritten(graph))
+
+
+def _why_not_fewer(table: Table, ranks: int) -> str:
+    """A ring sends twice the whole, but for one part of as many as there are ranks."""
+    rows = (ranks - 1) * table.looked_up * table.row_bytes
+    whole = 2 * (ranks - 1) / ranks * table.num_rows * table.row_bytes
+    if rows < whole:
+        return ""
+    return f"{ranks} ranks look {table.looked_up} rows up each, and the table has {table.num_rows}"
+
+
+def _named(program: Program, rule: Rule) -> list[str]:
+    found = parameters_of(program.graph, rule.module)
+    if len(found) != rule.count:
+        raise Mismatch(
+            f"sparse_gradients rule for {rule.module or 'nothing'} names {len(found)} parameters",
+            expected=f"{rule.count}, as the plan says",
+            remedy="plan again for this model, or edit parameter or count of that rule",
+        )
+    return list(found)

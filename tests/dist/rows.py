@@ -1,0 +1,92 @@
+"""A model with a large table on ranks of gloo, through the public API: gradients sent as rows.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import steelyard as sy
+from steelyard.api.look import Request
+from steelyard.core.budget import Budget
+from steelyard.core.plan import Decisions
+from steelyard.core.planfile import write_decisions
+from steelyard.core.rules import ROWS, Rule
+from tests.dist.planned import _digest
+from tests.dist.scenarios import Recorder, planned_calls
+from tests.exchange.test_rows import Words, _loss, _source
+from tests.harness import in_a_hurry
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
+STEPS = 20
+
+
+def in_rows(rank: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths: list[Any] = [folder]
+        dist.broadcast_object_list(paths)
+        with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
+            found = {str(parts): _trained(parts, rank, Path(paths[0])) for parts in (1, 2)}
+            dist.barrier()
+    return found
+
+
+def _trained(parts: int, rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, count = Words(), dist.get_world_size()
+    batch = _source(model).batch
+    plain = copy.deepcopy(model)
+    path = folder / f"{parts}.plan.toml"
+    if rank == 0:
+        look = Request(
+            model=model, loss=_loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
+            cluster=sy.Cluster.here(ranks=count), runner="python", title="",
+            on_progress=lambda _: None,
+        ).looked_at()  # fmt: skip
+        rules = [
+            Rule(trade="shard_batch", degree=count, bucket_bytes=1 << 16),
+            Rule(trade="overlap", lag=2),
+            Rule(trade="sparse_gradients", module="word.weight", op=ROWS),
+            *([Rule(trade="accumulate", degree=parts)] if parts > 1 else []),
+        ]
+        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=tuple(sorted(rules)))
+        write_decisions(path, made)
+    dist.barrier()
+    planned = sy.load(path, model, _loss, batch, optimizer=OPTIMIZER)
+    dist.barrier()
+    step = planned.apply()
+    losses = [float(step(batch)) for _ in range(STEPS)]
+    optimizer, expected = OPTIMIZER(plain.parameters()), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(plain, batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    apart = [
+        float((a - b).abs().max()) for a, b in zip(model.parameters(), plain.parameters())
+    ]
+    with Recorder() as recorder:
+        step(batch)
+    receipt = step.receipt()
+    return {
+        "losses": losses,
+        "expected": expected,
+        "apart": max(apart),
+        "digest": _digest(model),
+        "executed": recorder.executed,
+        "planned": [call for one in step.live.program.passes for call in planned_calls(one)],
+        "predicted_bytes": planned.predicted.communication_bytes.value,
+        "sent_bytes": step.live.program.sent_bytes,
+        "peak_bytes": receipt.measured.memory_bytes,
+        "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
+    }

@@ -1,0 +1,151 @@
+"""Gradients of tables as rows, as graphs: the same sums, fewer bytes, and why not elsewhere."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelyard.capture.source import StepSource
+from steelyard.core.collective import Exchange
+from steelyard.core.errors import Mismatch
+from steelyard.core.graph import OutputKind
+from steelyard.core.layout import Layout
+from steelyard.core.program import Program
+from steelyard.core.rules import ROWS, Rule
+from steelyard.core.trade import strike
+from steelyard.exchange.together import Together
+from steelyard.run.emit import emit
+from steelyard.run.step import LiveStep
+from steelyard.trades import TRADES
+from steelyard.trades.sparse_gradients import SparseGradients
+
+_BATCH, _LENGTH, _WORDS = 12, 6, 700
+
+
+class Words(nn.Module):
+    """Two tables: one of many words, and one of as many places as there are."""
+
+    def __init__(self, *, tied: bool = False, by_frequency: bool = False) -> None:
+        super().__init__()
+        self.word = nn.Embedding(_WORDS, 32, padding_idx=0, scale_grad_by_freq=by_frequency)
+        self.place = nn.Embedding(_LENGTH, 32)
+        self.inner = nn.Linear(32, 32)
+        self.head = nn.Linear(32, _WORDS, bias=False)
+        if tied:
+            self.head.weight = self.word.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        result: Tensor = self.head(torch.tanh(self.inner(self.word(x) + self.place(places))))
+        return result
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def _source(model: nn.Module) -> StepSource:
+    torch.manual_seed(1)
+    # Some more often than others, on several ranks, and the one that is padding.
+    x = torch.randint(0, _WORDS // 4, (_BATCH, _LENGTH)).square() % _WORDS
+    batch = {"x": x, "y": torch.randint(0, _WORDS, (_BATCH, _LENGTH))}
+    return StepSource(
+        model=model, loss=_loss, batch=batch, optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+
+
+@pytest.fixture(scope="module")
+def source() -> StepSource:
+    torch.manual_seed(0)
+    return _source(Words())
+
+
+def _struck(source: StepSource, rules: list[Rule], *, parts: int = 1) -> Program:
+    split = [Rule(trade="accumulate", degree=parts)] if parts > 1 else []
+    plain = Program.plain(source.graph(micro_batches=1))
+    return strike(plain, [*split, *rules], trades=TRADES, source=source)
+
+
+def _shared(ranks: int, *, bucket: int = 1 << 20, lag: int = 2) -> list[Rule]:
+    batch = Rule(trade="shard_batch", degree=ranks, bucket_bytes=bucket)
+    return [batch, Rule(trade="overlap", lag=lag)]
+
+
+_RULE = Rule(trade="sparse_gradients", module="word.weight", op=ROWS)
+
+
+@pytest.mark.parametrize("bucket", [1 << 10, 1 << 20])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_sums_are_those_of_one_device(
+    source: StepSource, ranks: int, parts: int, bucket: int
+) -> None:
+    rules = _shared(ranks, bucket=bucket)
+    whole, program = (_struck(source, each, parts=parts) for each in (rules, [*rules, _RULE]))
+    assert not program.problems()
+    assert not program.graph.problems()
+    kinds = [program.graph.by_name[c].collective.kind for c in program.graph.collectives]
+    assert kinds.count(Exchange.ALL_GATHER) == 2
+    assert program.sent_bytes < 0.75 * whole.sent_bytes
+    leaving = {o.target for o in program.graph.outputs if o.kind is OutputKind.GRADIENT}
+    assert leaving == {o.target for o in whole.graph.outputs if o.kind is OutputKind.GRADIENT}
+    together = Together(ranks)
+
+    def gradients(rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Words()
+        own = _source(model)
+        own.captured(micro_batches=program.units)
+        channels = {"data": together.channel(rank)}
+        step = LiveStep(
+            model, program, constants=own.captured(micro_batches=program.units).constants,
+            batch=own.batch, runner=partial(emit, channels=channels), rank=rank, channels=channels,
+        )  # fmt: skip
+        step.zero_grad()
+        step.backward(own.batch)
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    found = together.run(gradients)
+    torch.manual_seed(0)
+    model = Words()
+    _loss(model, source.batch).backward()
+    for own in found:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert torch.allclose(own[name], parameter.grad, atol=1e-6), name
+            assert torch.equal(own[name], found[0][name]), name
+
+
+def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
+    program = _struck(own := _source(model), _shared(ranks))
+    assert program.layout == Layout(batch=ranks)
+    offers, refusals = SparseGradients().offers(program, own)
+    found = {offer.rules[0].module: "" for offer in offers}
+    return found | {r.label.removeprefix("rows of "): r.reason for r in refusals}
+
+
+def test_what_is_offered_and_what_stays_whole_is_told_why() -> None:
+    told = _why_not(Words())
+    assert told.pop("word.weight") == ""
+    assert told == {"place.weight": "2 ranks look 6 rows up each, and the table has 6"}
+    assert "read in other ways" in _why_not(Words(tied=True))["word.weight"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Rule(trade="sparse_gradients", module="head.weight", op=ROWS), "looked up"),
+        (Rule(trade="sparse_gradients", module="nothing.weight", op=ROWS), "names 0 parameters"),
+        (Rule(trade="sparse_gradients", module="word.weight", op=ROWS, count=2), "names 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(source: StepSource, rule: Rule, said: str) -> None:
+    with pytest.raises(Mismatch) as caught:
+        _struck(source, [*_shared(2), rule])
+    assert len(str(caught.value).splitlines()) == 3
+    assert said in str(caught.value)
+    with pytest.raises(Mismatch, match="sends rows"):
+        _struck(source, [_RULE])
