@@ -24,11 +24,12 @@ class Bag(nn.Module):
 
     def __init__(self, words: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, 64)
+        self.words, self.places = nn.Embedding(words, 64), nn.Embedding(32, 64)
         self.inner = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.tanh(self.inner(self.words(x))).mean(1)
+        looked_up = self.words(x) + self.places(torch.arange(32))
+        result: Tensor = torch.tanh(self.inner(looked_up)).mean(1)
         return result
 
 
@@ -57,19 +58,12 @@ def test_few_rows_of_a_large_table_are_sent_by_themselves(
     assert "rows of 1 tensor, 2 ranks'" in str(plan)
     left = [refusal.left for refusal in plan.plan.refused]
     assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+    (other,) = (r for r in plan.plan.refused if r.trade == "sparse_gradients")
+    assert other.label == "rows of places.weight"
+    assert other.reason == "2 ranks look 32 rows up each, and the table has 32"
     plan.save(path := tmp_path / "train.plan.toml")
     assert (
         '[[sparse_gradients]]\nparameter = "words.weight"\ncount = 1\nformat = "rows"'
         in path.read_text()
     )
     assert read_decisions(path).rules == plan.plan.decisions.rules
-
-
-def test_of_a_small_table_the_plan_says_why_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = _planned(tmp_path, monkeypatch, 100)
-    assert "shard_batch" in {taken.trade for taken in plan.plan.taken}
-    assert "2 ranks look 4096 rows up each, and the table has 100" in plan.why_not(
-        "sparse_gradients"
-    )

@@ -52,6 +52,14 @@ def _wrapped(model: nn.Module, **settings: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, bucket_cap_mb=0.03, **settings)
 
 
+def every(rank: int) -> dict[str, Any]:
+    """All that is judged, in one start of the ranks; some of it for two alone."""
+    asked: list[Callable[[int], Any]] = [added_up, resumes, shards]
+    if dist.get_world_size() == 2:
+        asked += [trains, scaled, unused, refusals, breaks]
+    return {scenario.__name__: scenario(rank) for scenario in asked}
+
+
 def added_up(rank: int) -> dict[str, Any]:
     """Of each code: how far what came is from the mean, and what is still to come."""
     return {code: _added_up(code, rank) for code in CODES}

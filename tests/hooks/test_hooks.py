@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
-from tests.dist.ranks import on_ranks, on_two_ranks
+from tests.dist.ranks import on_ranks
 from tests.hooks.scenarios import SHAPES, STEPS
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+# One worker starts the ranks once for all of it.
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.xdist_group("hooks")]
 CODED = ("first", "second")
 
 
-def _scenario(name: str) -> str:
-    return f"tests.hooks.scenarios:{name}"
+@functools.cache
+def _every(count: int) -> list[dict[str, Any]]:
+    return on_ranks("tests.hooks.scenarios:every", count=count)
+
+
+def _found(name: str, count: int = 2) -> list[Any]:
+    """Of each rank."""
+    return [rank[name] for rank in _every(count)]
 
 
 # A draw of a bell is at most about 4.5; it is rounded once, and its sum once more where more than
@@ -26,7 +34,7 @@ _SHARE = {"int8": 1 / 3.85, "bfloat16": 0.5, "ternary": 1 / 14.5}
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_comes_is_the_mean_and_what_is_lost_comes_later(count: int) -> None:
-    ranks = on_ranks(_scenario("added_up"), count=count)
+    ranks = _found("added_up", count)
     for code, one in ranks[0].items():
         assert {rank[code]["digest"] for rank in ranks} == {one["digest"]}, code
         assert one["state"] == (sorted(CODED) if code == "ternary" else [])
@@ -40,17 +48,11 @@ def test_what_comes_is_the_mean_and_what_is_lost_comes_later(count: int) -> None
         assert one["off"]["first"] > 1e-4, code
 
 
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = on_two_ranks(_scenario("trains"))
-    return ranks
-
-
 @pytest.mark.parametrize("code", ["int8", "ternary", "bfloat16"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_model_trains_as_without(trained: list[dict[str, Any]], code: str, parts: int) -> None:
+def test_a_model_trains_as_without(code: str, parts: int) -> None:
     """Clipped, and with gradients added up over two batches before they go."""
-    for rank in trained:
+    for rank in _found("trains"):
         plain, coded = rank[str(parts)], rank[f"{code} {parts}"]
         assert plain[-1] < 0.9 * plain[0]
         assert coded[0] == plain[0]
@@ -59,7 +61,7 @@ def test_a_model_trains_as_without(trained: list[dict[str, Any]], code: str, par
 
 
 def test_a_step_that_is_not_finite_poisons_nothing() -> None:
-    for rank in on_two_ranks(_scenario("scaled")):
+    for rank in _found("scaled"):
         assert rank["skipped"] == [False, False, True, False, False, False]
         assert rank["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
         assert rank["finite"]
@@ -69,13 +71,13 @@ def test_a_step_that_is_not_finite_poisons_nothing() -> None:
 
 
 def test_parameters_that_nobody_came_by() -> None:
-    for rank in on_two_ranks(_scenario("unused")):
+    for rank in _found("unused"):
         assert rank == {"alike": True, "finite": True}
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_was_lost_is_saved_and_comes_after_all(count: int) -> None:
-    for rank in on_ranks(_scenario("resumes"), count=count):
+    for rank in _found("resumes", count):
         assert rank["saved"] == sorted(CODED)
         assert rank["norm"] > 1
         assert rank["apart"] < 1e-4
@@ -85,7 +87,7 @@ def test_what_was_lost_is_saved_and_comes_after_all(count: int) -> None:
 
 
 def test_what_cannot_be_is_refused_on_every_rank() -> None:
-    for rank in on_two_ranks(_scenario("refusals")):
+    for rank in _found("refusals"):
         assert all(len(said.splitlines()) == 3 for said in rank.values()), rank
         assert rank["another code"].startswith("rank 1 asks for another code")
         assert rank["no code"].startswith("'int9' is no code")
@@ -94,14 +96,14 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
 
 
 def test_an_exchange_that_fails_is_told_by_the_backward_pass() -> None:
-    for said in on_two_ranks(_scenario("breaks")):
+    for said in _found("breaks"):
         assert "gradients did not come from all ranks: connection closed by peer" in said
         assert "look at the rank that ended first" in said
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_shards_in_codes_are_the_mean(count: int) -> None:
-    for rank in on_ranks(_scenario("shards"), count=count):
+    for rank in _found("shards", count):
         plain, coded = rank["losses"]
         assert max(rank["apart"]) < 0.03
         assert max(rank["apart"]) > 1e-5
