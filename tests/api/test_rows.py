@@ -25,7 +25,7 @@ class Bag(nn.Module):
     def __init__(self, words: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, 64), nn.Embedding(32, 64)
-        self.inner = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64))
+        self.inner = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         looked_up = self.words(x) + self.places(torch.arange(32))
