@@ -6,6 +6,7 @@ Not the judgement: that is the tests'.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import tempfile
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.look import Request
+from steelyard.api.look import Look, Request
 from steelyard.core.budget import Budget
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
@@ -27,8 +28,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.trades.rounded_gradients import RoundedGradients
 from steelyard.trades.ternary_gradients import TernaryGradients
-from tests.dist.planned import _digest
-from tests.dist.scenarios import Recorder, planned_calls
+from tests.dist.told import told
 from tests.harness import in_a_hurry
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -55,15 +55,13 @@ def in_codes(rank: int) -> dict[str, Any]:
 
 def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
     gc.collect()  # what the last case leaves is not let go of while this one is metered
-    torch.manual_seed(0)
     micro_batches, bucket = CASES[name]
     codec, count = name.partition(" ")[0], dist.get_world_size()
-    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
-    batch = tokens(12, 16, 96)
+    model, batch = _made()
     plain = copy.deepcopy(model)
     path = folder / "train.plan.toml"
     if rank == 0:
-        write_decisions(path, _decided(codec, model, batch, count, micro_batches, bucket))
+        write_decisions(path, _decided(codec, count, micro_batches, bucket))
     dist.barrier()
     planned = sy.load(path, model, next_token_loss, batch, optimizer=OPTIMIZER)
     dist.barrier()
@@ -74,32 +72,34 @@ def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
     apart = [
         float((a - b).norm() / b.norm()) for a, b in zip(model.parameters(), plain.parameters())
     ]
-    with Recorder() as recorder:
-        step(batch)
-    receipt = step.receipt()
     return {
+        **told(planned, step, batch),
         "losses": losses,
         "expected": expected,
         "apart": max(apart),
-        "digest": _digest(model),
-        "executed": recorder.executed,
-        "planned": [call for one in program.passes for call in planned_calls(one)],
-        "predicted_bytes": planned.predicted.communication_bytes.value,
-        "sent_bytes": program.sent_bytes,
         "gradient_bytes": sum(p.nbytes for p in model.parameters()),
-        "peak_bytes": receipt.measured.memory_bytes,
-        "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
 
 
-def _decided(
-    codec: str, model: nn.Module, batch: Any, count: int, micro_batches: int, bucket: int
-) -> Decisions:
-    look = Request(
+def _made() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    return model, tokens(12, 16, 96)
+
+
+@functools.cache
+def _look(count: int) -> Look:
+    """One for all cases: they are of the same step."""
+    model, batch = _made()
+    return Request(
         model=model, loss=next_token_loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=count), runner="python", title="",
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
+
+
+def _decided(codec: str, count: int, micro_batches: int, bucket: int) -> Decisions:
+    look = _look(count)
     rules: tuple[Rule, ...] = (
         Rule(trade="shard_batch", degree=count, bucket_bytes=bucket), Rule(trade="overlap", lag=2),
     )  # fmt: skip

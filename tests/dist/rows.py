@@ -6,6 +6,7 @@ Not the judgement: that is the tests'.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import tempfile
 from functools import partial
@@ -16,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 import steelyard as sy
-from steelyard.api.look import Request
+from steelyard.api.look import Look, Request
 from steelyard.core.budget import Budget
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
 from steelyard.core.rules import ROWS, Rule
-from tests.dist.planned import _digest
-from tests.dist.scenarios import Recorder, planned_calls
+from tests.dist.told import told
 from tests.exchange.test_rows import Words, _loss, _source
 from tests.harness import in_a_hurry
 
@@ -40,6 +40,18 @@ def in_rows(rank: int) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def _look(count: int) -> Look:
+    """One for both numbers of parts: they are of the same step."""
+    torch.manual_seed(0)
+    model = Words()
+    return Request(
+        model=model, loss=_loss, batch=_source(model).batch, optimizer=OPTIMIZER, budget=Budget(),
+        cluster=sy.Cluster.here(ranks=count), runner="python", title="",
+        on_progress=lambda _: None,
+    ).looked_at()  # fmt: skip
+
+
 def _trained(parts: int, rank: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model, count = Words(), dist.get_world_size()
@@ -47,18 +59,13 @@ def _trained(parts: int, rank: int, folder: Path) -> dict[str, Any]:
     plain = copy.deepcopy(model)
     path = folder / f"{parts}.plan.toml"
     if rank == 0:
-        look = Request(
-            model=model, loss=_loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
-            cluster=sy.Cluster.here(ranks=count), runner="python", title="",
-            on_progress=lambda _: None,
-        ).looked_at()  # fmt: skip
         rules = [
             Rule(trade="shard_batch", degree=count, bucket_bytes=1 << 16),
             Rule(trade="overlap", lag=2),
             Rule(trade="sparse_gradients", module="word.weight", op=ROWS),
             *([Rule(trade="accumulate", degree=parts)] if parts > 1 else []),
         ]
-        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=tuple(sorted(rules)))
+        made = Decisions(made_for=_look(count).made_for(), budget=Budget(), rules=tuple(sorted(rules)))
         write_decisions(path, made)
     dist.barrier()
     planned = sy.load(path, model, _loss, batch, optimizer=OPTIMIZER)
@@ -75,18 +82,9 @@ def _trained(parts: int, rank: int, folder: Path) -> dict[str, Any]:
     apart = [
         float((a - b).abs().max()) for a, b in zip(model.parameters(), plain.parameters())
     ]
-    with Recorder() as recorder:
-        step(batch)
-    receipt = step.receipt()
     return {
+        **told(planned, step, batch),
         "losses": losses,
         "expected": expected,
         "apart": max(apart),
-        "digest": _digest(model),
-        "executed": recorder.executed,
-        "planned": [call for one in step.live.program.passes for call in planned_calls(one)],
-        "predicted_bytes": planned.predicted.communication_bytes.value,
-        "sent_bytes": step.live.program.sent_bytes,
-        "peak_bytes": receipt.measured.memory_bytes,
-        "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }

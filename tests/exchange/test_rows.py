@@ -28,9 +28,9 @@ _BATCH, _LENGTH, _WORDS = 12, 6, 700
 class Words(nn.Module):
     """Two tables: one of many words, and one of as many places as there are."""
 
-    def __init__(self, *, tied: bool = False, by_frequency: bool = False) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
-        self.word = nn.Embedding(_WORDS, 32, padding_idx=0, scale_grad_by_freq=by_frequency)
+        self.word = nn.Embedding(_WORDS, 32, padding_idx=0)
         self.place = nn.Embedding(_LENGTH, 32)
         self.inner = nn.Linear(32, 32)
         self.head = nn.Linear(32, _WORDS, bias=False)
@@ -134,12 +134,27 @@ def test_what_is_offered_and_what_stays_whole_is_told_why() -> None:
     assert "read in other ways" in _why_not(Words(tied=True))["word.weight"]
 
 
+class Twice(Words):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.word(x) + self.word(x.flip(1))))
+        return result
+
+
+def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
+    own = _source(Twice())
+    _, refusals = SparseGradients().offers(_struck(own, _shared(2)), own)
+    assert [refusal.label for refusal in refusals] == ["rows of word.weight"]
+
+
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
         (Rule(trade="sparse_gradients", module="head.weight", op=ROWS), "looked up"),
-        (Rule(trade="sparse_gradients", module="nothing.weight", op=ROWS), "names 0 parameters"),
-        (Rule(trade="sparse_gradients", module="word.weight", op=ROWS, count=2), "names 1"),
+        (Rule(trade="sparse_gradients", module="nothing.weight", op=ROWS), "matches 0 parameters"),
+        (
+            Rule(trade="sparse_gradients", module="word.weight", op=ROWS, count=2),
+            "matches 1 parameters",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(source: StepSource, rule: Rule, said: str) -> None:

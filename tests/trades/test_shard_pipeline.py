@@ -298,35 +298,6 @@ def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
     assert not [node.op for node in nodes if len(node.outputs) > 1]
 
 
-def test_layers_in_two_halves_take_about_half_each() -> None:
-    whole, halves = predict(plain(), costs()), predict(stages("blocks.1"), costs())
-    assert halves.quad.step_seconds.value < 0.75 * whole.quad.step_seconds.value
-    assert halves.peak.resident_bytes < 0.62 * whole.peak.resident_bytes
-    assert halves.quad.step_seconds.low <= halves.quad.step_seconds.value
-    assert sum(h.nbytes for h in halves.peak.alive) + halves.peak.workspace_bytes == pytest.approx(
-        halves.peak.nbytes, rel=0.02
-    )
-    assert halves.timeline is not None
-    assert max(halves.timeline.nbytes) == halves.peak.nbytes
-
-
-def test_a_slower_link_never_makes_the_step_faster() -> None:
-    seconds = [step_seconds(stages("blocks.1"), costs(r)).value for r in (1e12, 1e8, 1e6, 1e4)]
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > 2 * seconds[0]
-
-
-def test_each_schedule_costs_what_it_is_for() -> None:
-    """Zero bubbles wait less than 1F1B, and 1F1B holds less than all at once."""
-    rules = offered(2)
-    programs = {s: struck(*own, micro_batches=8) for s, own in rules.items()}
-    takes = {s: step_seconds(p, costs()).value for s, p in programs.items()}
-    holds = {s: peak_bytes(p, costs()) for s, p in programs.items()}
-    assert takes["ZBVZeroBubble"] < takes["Interleaved1F1B"] < takes["1F1B"]
-    assert takes["1F1B"] == pytest.approx(takes["GPipe"], rel=0.02)
-    assert holds["1F1B"] < 0.8 * holds["GPipe"]
-
-
 def test_computing_again_lowers_the_peak_of_stages() -> None:
     again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
@@ -483,19 +454,3 @@ def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded
     told = [r.reason for r in found.refused if "cannot be told apart" in r.reason]
     first = next(way for way in staged.ways)
     assert bool(told) == (first.schedule != found.taken[0].label.split(", ")[1])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_goes_on_around_an_action_is_in_its_price(schedule: str) -> None:
-    """Twice as many micro-batches are twice as many actions, each of which takes some calls."""
-    known, call = costs(), 1e-3
-    links = {axis: replace(link, call_seconds=call) for axis, link in known.links.items()}
-    for parts in (4, 8):
-        program = struck(*offered(2)[schedule], micro_batches=parts)
-        assert program.pipeline is not None
-        most = max(map(len, program.pipeline.order.ranks))
-        without, within = (
-            step_seconds(program, each).value for each in (known, replace(known, links=links))
-        )
-        # Some of it may be where a rank had nothing to do.
-        assert within - without > 4 * call * most

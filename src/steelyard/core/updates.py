@@ -7,8 +7,10 @@ traced: see capture/optimizer.py.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node, Role, path_matches
 from steelyard.core.program import Instruction, Program
+from steelyard.core.rules import Rule
 
 # How the names of weights and of their gradients begin.
 WEIGHT, GRADIENT = "parameter:", "gradient:"
@@ -19,6 +21,19 @@ def parameters_of(graph: Graph, pattern: str) -> list[str]:
     """The step's inputs that are parameters of this name."""
     names = (node.name for node in graph.inputs() if node.name.startswith(WEIGHT))
     return [name for name in names if path_matches(name.removeprefix(WEIGHT), pattern)]
+
+
+def parameters_named(graph: Graph, rule: Rule) -> list[str]:
+    """Those that a rule is of; as many as it says, or it is for another model."""
+    found = parameters_of(graph, rule.module)
+    if len(found) != rule.count:
+        raise Mismatch(
+            f"{rule.trade} rule for {rule.module or 'nothing'} matches {len(found)} parameters "
+            "of this model",
+            expected=f"{rule.count}, as the plan says",
+            remedy="plan again for this model, or edit parameter or count of that rule",
+        )
+    return found
 
 
 def owners(graph: Graph) -> Mapping[str, str] | None:

@@ -68,11 +68,7 @@ def coded(
             collective=collective,
         )  # fmt: skip
         handed_out(change, outputs, left, whole, behind=last)
-    rewritten = change.result(outputs)
-    nodes = tuple(node for node in rewritten.nodes if node.name not in dropped)
-    kept = replace(rewritten, nodes=nodes)
-    assert not kept.problems(), kept.problems()
-    return kept
+    return change.result(outputs, without=dropped)
 
 
 class _Sending:

@@ -13,7 +13,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule, pattern_of
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
-from steelyard.core.updates import WEIGHT, parameters_of
+from steelyard.core.updates import WEIGHT, parameters_named, parameters_of
 from steelyard.exchange.buckets import buckets
 from steelyard.exchange.coded import coded
 
@@ -92,14 +92,7 @@ def with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Progr
 
 def _named(graph: Graph, rules: Sequence[Rule]) -> Iterator[tuple[str, Codec]]:
     for rule in rules:
-        found = parameters_of(graph, rule.module)
-        if len(found) != rule.count:
-            raise Mismatch(
-                f"{rule.trade} rule for {rule.module or 'nothing'} names {len(found)} parameters",
-                expected=f"{rule.count}, as the plan says",
-                remedy="plan again for this model, or edit parameter or count of that rule",
-            )
-        for name in found:
+        for name in parameters_named(graph, rule):
             if not _is_codable(graph.by_name[name], least_bytes=1):
                 raise Mismatch(
                     f"the plan sends the gradient of {name.removeprefix(WEIGHT)} in codes",

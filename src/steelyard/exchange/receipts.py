@@ -47,15 +47,21 @@ def _connection(number: int) -> socket.socket | None:
         lent = socket.socket(fileno=number)
     except OSError:  # closed meanwhile: the folder's own, for one
         return None
-    try:
-        lent.getpeername()
-        is_inet = lent.family in (socket.AF_INET, socket.AF_INET6)
-        if is_inet and lent.type == socket.SOCK_STREAM:
-            return lent
-    except OSError:
-        pass
+    if _is_connected(lent):
+        return lent
     lent.detach()
     return None
+
+
+def _is_connected(lent: socket.socket) -> bool:
+    is_inet = lent.family in (socket.AF_INET, socket.AF_INET6)
+    if not is_inet or lent.type != socket.SOCK_STREAM:
+        return False
+    try:
+        lent.getpeername()
+    except OSError:
+        return False  # nobody is at the other end
+    return True
 
 
 def _give_back(lent: list[socket.socket]) -> None:

@@ -3,7 +3,7 @@
 Plain data, without torch. Not for what is exchanged and why: see gradients.py and parameters.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from steelyard.core.collective import Collective, Exchange, Transport
@@ -35,11 +35,12 @@ class Rewriting:
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
 
-    def result(self, outputs: Sequence[Output]) -> Graph:
+    def result(self, outputs: Sequence[Output], *, without: Collection[str] = ()) -> Graph:
+        """``without`` these nodes, in whose place others were put."""
         ordered: list[Node] = []
         for node in self.before.nodes:
             names = (*self._before.get(node.name, ()), node.name, *self._behind.get(node.name, ()))
-            ordered += [self._nodes[name] for name in names]
+            ordered += [self._nodes[name] for name in names if name not in without]
         # They are there from the start, and may be sent before what they stand behind.
         ordered.sort(key=lambda node: not node.is_input)
         graph = replace(

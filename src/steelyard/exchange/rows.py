@@ -44,9 +44,9 @@ def _from_rows(graph: Graph, made: Node) -> Iterator[tuple[Node, str]]:
     if made.op == _LOOKED_UP_BACK:
         yield made, _why_whole(graph, made)
         return
-    for node in (graph.by_name[name] for name in made.inputs):
-        if node.op == _LOOKED_UP_BACK:
-            yield node, "the table is read in other ways too, which give all of its rows"
+    among = (graph.by_name[name] for name in made.inputs)
+    for node in [node for node in among if node.op == _LOOKED_UP_BACK][:1]:
+        yield node, "the table is read in other ways too, or more than once"
 
 
 def _table(graph: Graph, target: str, made: Node, reason: str) -> Table:
@@ -63,8 +63,6 @@ def _table(graph: Graph, target: str, made: Node, reason: str) -> Table:
 
 def _why_whole(graph: Graph, made: Node) -> str:
     given = [graph.by_name[name].outputs[0] for name in made.inputs]
-    if made.args[4]:
-        return "its rows are weighed by how often each was looked up, on all ranks"
     if not all(tensor.is_contiguous for tensor in given):
         return "what its rows are made of has gaps"
     return ""
@@ -137,11 +135,8 @@ def in_rows(
                 # What several micro-batches add up is of all ranks already.
                 added_up.add(member.place)
             dropped |= {made.name, *_looks_at(graph, made), *_looks_at(graph, member.flat)}
-    rewritten = change.result([o for place, o in enumerate(outputs) if place not in added_up])
-    nodes = tuple(node for node in rewritten.nodes if node.name not in dropped)
-    kept = replace(rewritten, nodes=nodes)
-    assert not kept.problems(), kept.problems()
-    return kept
+    left = [output for place, output in enumerate(outputs) if place not in added_up]
+    return change.result(left, without=dropped)
 
 
 def _of_all(

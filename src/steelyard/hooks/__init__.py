@@ -8,6 +8,6 @@ Nothing is captured, planned or predicted here: a plan says whether codes pay, t
 Not for what codes are (core/codec.py), nor for Steelyard's own step (exchange/coded.py).
 """
 
-from steelyard.hooks.compress import Lost, compress
+from steelyard.hooks.asked import Lost, compress
 
 __all__ = ["Lost", "compress"]

@@ -1,7 +1,7 @@
 """Gradients of several ranks added up in a code, by calls and not as nodes of a graph.
 
 What is linear is all-reduced; of all else, two ranks send each other their codes, and of more each
-adds up a part. Not for who calls: see compress.py.
+adds up a part. Not for who calls: see asked.py.
 """
 
 from collections.abc import Sequence

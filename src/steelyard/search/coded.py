@@ -13,7 +13,6 @@ from steelyard.core.layout import ALONE, Layout
 from steelyard.core.plan import Taken
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Refusal
-from steelyard.predict import predict
 from steelyard.search.found import Found
 from steelyard.search.layouts import Layouts
 from steelyard.search.wording import tensors
@@ -126,25 +125,13 @@ class Weighing:
 
     def _taken(self, way: CodedWay) -> Iterator[Taken]:
         """What each code buys and pays, one after the other."""
-        rules, costs = way.without, self.layouts.costs
-        before = predict(self.layouts.strike(rules), costs).quad
+        before = way.without
         for (trade, op), codec in CODES.items():
             codes = tuple(rule for rule in way.codes if (rule.trade, rule.op) == (trade, op))
-            if not codes:
-                continue
-            rules = tuple(sorted((*rules, *codes)))
-            after = predict(self.layouts.strike(rules), costs).quad
-            waited, waits = (q.exposed_communication_seconds.value for q in (before, after))
-            computed, computes = (q.computation_seconds.value for q in (before, after))
-            yield Taken(
-                trade=trade,
-                label=f"{codec.label} ({tensors(codes)})",
-                rules=codes,
-                buys_bytes=round(before.memory_bytes.value - after.memory_bytes.value),
-                buys_seconds=waited - waits,
-                pays_seconds=computes - computed,
-            )
-            before = after
+            if codes:
+                label = f"{codec.label} ({tensors(codes)})"
+                yield self.layouts.sent_otherwise(label, before, codes)
+                before = (*before, *codes)
 
 
 def _codec_of(rule: Rule) -> Codec:

@@ -406,17 +406,22 @@ class Layouts:
             yield self._gained(_STATES, label, before, (*before, *of_states))
         if of_rows := tuple(r for r in way.rules if r.trade == _ROWS):
             label = f"rows of {tensors(of_rows)}, {way.layout.batch} ranks'"
-            gained = self._gained(_ROWS, label, before, (*before, *of_rows))
-            computing = self._more_computing(before, (*before, *of_rows))
-            saved = computing - gained.pays_seconds
-            yield replace(gained, buys_seconds=saved, pays_seconds=computing)
+            yield self.sent_otherwise(label, before, of_rows)
 
-    def _more_computing(self, before: tuple[Rule, ...], after: tuple[Rule, ...]) -> float:
-        less, more = (
-            predict(self.strike(rules), self.costs).quad.computation_seconds.value
-            for rules in (before, after)
+    def sent_otherwise(
+        self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]
+    ) -> Taken:
+        """What it buys of communication and pays in computing, added to what was struck before."""
+        struck = self.strike(before), self.strike((*before, *rules))
+        without, with_it = (predict(program, self.costs).quad for program in struck)
+        return Taken(
+            trade=rules[0].trade,
+            label=label,
+            rules=rules,
+            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
+            buys_seconds=_exposed(without) - _exposed(with_it),
+            pays_seconds=with_it.computation_seconds.value - without.computation_seconds.value,
         )
-        return more - less
 
     def _gained(
         self, trade: str, label: str, before: tuple[Rule, ...], after: tuple[Rule, ...]

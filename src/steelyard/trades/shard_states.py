@@ -24,7 +24,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule, pattern_of
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
-from steelyard.core.updates import WEIGHT, parameters_of
+from steelyard.core.updates import WEIGHT, parameters_named, parameters_of
 from steelyard.exchange.parameters import check_shared, gathered, why_not_shared
 
 # Of a parameter; less costs two exchanges more and buys nothing.
@@ -100,7 +100,7 @@ class ShardStates:
                 expected="once, each by itself, in front of all micro-batches, as stages do",
                 remedy="take `gathers` and `bucket` out of the shard_states rules, or plan again",
             )
-        named = [(name, rule) for rule in rules for name in _counted(program.graph, rule)]
+        named = [(name, rule) for rule in rules for name in parameters_named(program.graph, rule)]
         names = [name for name, _ in named]
         if layout.pipeline > 1:
             graph = program.graph  # stages work on whole weights, gathered once for all of them
@@ -128,14 +128,3 @@ def _large(graph: Graph) -> list[str]:
         and graph.storages[node.outputs[0].storage].role is Role.PARAMETER
         and node.outputs[0].nbytes >= _LEAST_BYTES
     ]
-
-
-def _counted(graph: Graph, rule: Rule) -> list[str]:
-    found = parameters_of(graph, rule.module)
-    if len(found) != rule.count:
-        raise Mismatch(
-            f"shard_states rule for {rule.module} matches {len(found)} parameters of this model",
-            expected=f"{rule.count}, as the plan says",
-            remedy="plan again for this model, or edit parameter or count of that rule",
-        )
-    return found

@@ -14,7 +14,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import ROWS, Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal
-from steelyard.core.updates import WEIGHT, parameters_of
+from steelyard.core.updates import WEIGHT, parameters_named
 from steelyard.exchange.rows import Table, in_rows, tables
 
 
@@ -62,7 +62,7 @@ class SparseGradients:
                 remedy="take the sparse_gradients rules out of the plan, or plan again",
             )
         possible = {t.target for t in tables(program.graph) if not t.why_whole}
-        named = [name for rule in rules for name in _named(program, rule)]
+        named = [name for rule in rules for name in parameters_named(program.graph, rule)]
         if odd := sorted(set(named) - possible):
             raise Mismatch(
                 f"the plan sends rows of the gradient of {odd[0].removeprefix(WEIGHT)}",
@@ -80,14 +80,3 @@ def _why_not_fewer(table: Table, ranks: int) -> str:
     if rows < whole:
         return ""
     return f"{ranks} ranks look {table.looked_up} rows up each, and the table has {table.num_rows}"
-
-
-def _named(program: Program, rule: Rule) -> list[str]:
-    found = parameters_of(program.graph, rule.module)
-    if len(found) != rule.count:
-        raise Mismatch(
-            f"sparse_gradients rule for {rule.module or 'nothing'} names {len(found)} parameters",
-            expected=f"{rule.count}, as the plan says",
-            remedy="plan again for this model, or edit parameter or count of that rule",
-        )
-    return list(found)

@@ -1,0 +1,39 @@
+"""What a rank says of a step that it trained by a plan, and what must hold of that on all ranks.
+
+For scenarios that plan, train and look at one more step. Not for what is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.dist.planned import _digest
+from tests.dist.scenarios import Recorder, planned_calls
+
+
+def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
+    with Recorder() as recorder:
+        step(batch)
+    receipt, program = step.receipt(), step.live.program
+    return {
+        "digest": _digest(step.live.model),
+        "executed": recorder.executed,
+        "planned": [call for one in program.passes for call in planned_calls(one)],
+        "predicted_bytes": planned.predicted.communication_bytes.value,
+        "sent_bytes": program.sent_bytes,
+        "peak_bytes": receipt.measured.memory_bytes,
+        "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
+    }
+
+
+def check_as_planned(ranks: Sequence[dict[str, Any]], name: str) -> None:
+    """The same model on all, after the calls, bytes and peak that were planned."""
+    assert len({rank["digest"] for rank in ranks}) == 1, name
+    for rank in ranks:
+        assert Counter(rank["executed"]) == Counter(rank["planned"]), name
+        assert rank["predicted_bytes"] == rank["sent_bytes"], name
+        assert rank["peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01), name
