@@ -100,9 +100,12 @@ def assert_trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -
     for run in (step, plain):
         torch.manual_seed(3)
         losses.append([float(run(x[:, :rows])) for _ in range(steps)])
-    assert losses[0] == losses[1]
+    # What comes back in slices is added up in another order; which values do hangs on their times.
+    is_sliced = any(rule.degree > 1 for rule in planned.plan.decisions.rules)
+    rel = 1e-6 if is_sliced else 0.0
+    assert losses[0] == pytest.approx(losses[1], rel=rel, abs=0.0)
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters()):
-        assert torch.equal(a, b), name
+        torch.testing.assert_close(a, b, rtol=0.0, atol=1e-6 if is_sliced else 0.0, msg=name)
     return step
 
 
