@@ -337,7 +337,8 @@ class Layouts:
                 trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
             )
             offers, _ = self._trade(_OVERLAP).offers(self.strike((batch,)), self.source)
-            for offer in offers:
+            # Of what is said to take and hold the same, that which waits for least comes first.
+            for offer in reversed(offers):
                 yield *offer.rules, batch
 
     def counted(self, rules: tuple[Rule, ...]) -> "Way":
