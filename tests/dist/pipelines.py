@@ -131,6 +131,18 @@ def four_of_resnet(rank: int) -> Any:
     return _run("resnet", _OF_FOUR)
 
 
+def slots_of_gpt(rank: int) -> Any:
+    return _run("gpt", _OF_TWO, is_pinned=True)
+
+
+def slots_of_towers(rank: int) -> Any:
+    return _run("towers", _OF_TWO, is_pinned=True)
+
+
+def slots_of_four_of_gpt(rank: int) -> Any:
+    return _run("gpt", _OF_FOUR, is_pinned=True)
+
+
 def parts_of_gpt(rank: int) -> Any:
     return _run("gpt", _OF_TWO_BY_TWO, tensor=2)
 
@@ -162,10 +174,11 @@ def failed_of_gpt(rank: int) -> bool:
     return torch.equal(found, tied.grad)
 
 
-def _run(name: str, schedules: dict[str, int], *, tensor: int = 1) -> dict[str, Any]:
+def _run(name: str, schedules: dict[str, int], **how: Any) -> dict[str, Any]:
+    """``how`` the stages lie besides: see ``_in_stages``."""
     case = CASES[name]
     one = _OneDevice(case)
-    return {s: one.differences(s, case.ends[count], tensor) for s, count in schedules.items()}
+    return {s: one.differences(s, case.ends[count], how) for s, count in schedules.items()}
 
 
 class _OneDevice:
@@ -194,10 +207,12 @@ class _OneDevice:
         constants = self.captured.constants
         return {"constants": constants, "batch": self.batch, "reduction": self.reduction}
 
-    def differences(self, schedule: str, ends: Sequence[str], tensor: int) -> dict[str, Any]:
+    def differences(
+        self, schedule: str, ends: Sequence[str], how: dict[str, Any]
+    ) -> dict[str, Any]:
         """The largest, relative to the largest element of each tensor, or of this rank's part."""
         model = copy.deepcopy(self.model)
-        program = _in_stages(self.source, schedule, ends, tensor)
+        program = _in_stages(self.source, schedule, ends, **how)
         step = _live(model, program, optimizer=_optimizer(model), **self.settings)
         held = _held(program)
         own = {n: p for n, p in model.named_parameters() if f"parameter:{n}" in held}
@@ -236,8 +251,14 @@ class _OneDevice:
 
 
 def _in_stages(
-    source: StepSource, schedule: str, ends: Sequence[str], tensor: int = 1
+    source: StepSource,
+    schedule: str,
+    ends: Sequence[str],
+    *,
+    tensor: int = 1,
+    is_pinned: bool = False,
 ) -> Program:
+    """Each on ``tensor`` ranks; with messages through slots."""
     graph, ranks = source.graph(micro_batches=MICRO_BATCHES), dist.get_world_size() // tensor
     layout = Layout(pipeline=ranks, tensor=tensor)
     plain = replace(
@@ -246,6 +267,7 @@ def _in_stages(
     if tensor > 1:
         plain = ShardTensor().rewrite(plain, cut_most(plain, source), source)
     pipeline = source.in_stages(plain, ends=tuple(ends), schedule=schedule, num_ranks=ranks)
+    pipeline = replace(pipeline, is_pinned=is_pinned)
     return replace(plain.with_graph(pipeline.stages.graph), pipeline=pipeline)
 
 

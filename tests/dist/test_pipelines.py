@@ -38,6 +38,21 @@ def test_four_ranks_are_one_device(model: str) -> None:
         _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
 
+@pytest.mark.parametrize("model", ["gpt", "towers"])
+def test_what_goes_through_slots_is_what_went_over_the_link(model: str) -> None:
+    ranks = on_two_ranks(f"tests.dist.pipelines:slots_of_{model}")
+    assert len(ranks[0]) == 7
+    for schedule in ranks[0]:
+        _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
+
+
+def test_slots_join_each_of_four_ranks_to_the_next() -> None:
+    ranks = on_ranks("tests.dist.pipelines:slots_of_four_of_gpt", count=4)
+    assert len(ranks[0]) == 4
+    for schedule in ranks[0]:
+        _as_one_device("gpt", schedule, [rank[schedule] for rank in ranks])
+
+
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None:
     """A backward pass that is one, and one in two parts."""

@@ -340,7 +340,7 @@ def between(traffic: Sequence[tuple[float, float]]) -> tuple[float, float] | Non
 
 def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:
     """Bytes of the storages that outlive a step: weights, buffers, optimizer state, what else the
-    code reads; and gradients that are kept from before.
+    code reads, room for messages of other ranks; and gradients that are kept from before.
     """
     tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients(), *constants]
     tensors += live.residuals.tensors
@@ -349,7 +349,8 @@ def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> in
             tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
     if live.states is not None:
         tensors = [t for t in tensors if not live.states.tensors.holds(t)]
-    return sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + live.shared_bytes
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from steelyard.core.graph import Graph, Node
 from steelyard.core.layout import DATA, PIPELINE, TENSOR
 from steelyard.core.machine import available_bytes
 from steelyard.core.parting import Parting, Region
+from steelyard.core.pinned import PINNED
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
@@ -67,6 +68,8 @@ class Prices:
             measured = measured_ranks(cluster.num_devices, cache=self._cache)
             # Of one machine's ranks any two are as near.
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
+            if measured.slots is not None:
+                links[PINNED] = measured.slots
             if measured.speeds and not cluster.speeds:
                 cluster = cluster.at_speeds(measured.speeds)
         self.cluster = cluster

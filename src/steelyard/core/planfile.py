@@ -155,6 +155,13 @@ class _ShardPipeline(BaseModel):
     module: Annotated[str, Field(alias="behind")]
 
 
+class _PinnedTransfer(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 1
+
+    op: Annotated[Literal["stages"], Field(alias="messages")] = "stages"
+
+
 class _Overlap(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 1
@@ -194,7 +201,7 @@ class _OffloadState(BaseModel):
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
 _Table = (
     _Quantise | _Accumulate | _Stream | _ShardTensor | _ShardStates | _ShardBatch | _Overlap
-    | _OffloadState | _ShardPipeline | _CodedGradients
+    | _OffloadState | _ShardPipeline | _PinnedTransfer | _CodedGradients
 )  # fmt: skip
 _TABLES: dict[str, type[_Table]] = {
     "accumulate": _Accumulate,
@@ -206,6 +213,7 @@ _TABLES: dict[str, type[_Table]] = {
     "rounded_gradients": _RoundedGradients,
     "ternary_gradients": _CodedGradients,
     "shard_pipeline": _ShardPipeline,
+    "pinned_transfer": _PinnedTransfer,
     "overlap": _Overlap,
     "recompute": _Recompute,
     "quantise": _Quantise,

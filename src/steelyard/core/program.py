@@ -55,13 +55,15 @@ class Underway:
 class Pipeline:
     """How a program's micro-batches go through stages: who holds which, and works when.
 
-    ``updates`` are the optimizer's steps of the ranks, each on what its stages hold.
+    ``updates`` are the optimizer's steps of the ranks, each on what its stages hold. ``is_pinned``:
+    messages go through memory that the ranks share.
     """
 
     schedule: str
     stages: Stages
     order: Order
     updates: tuple["Program", ...] = ()
+    is_pinned: bool = False
 
     def held(self, rank: int) -> frozenset[str]:
         """The model's tensors that stages of this rank read or give a gradient to."""

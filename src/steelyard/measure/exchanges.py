@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.errors import RunFailed
+from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import are_cores_alike, cores_of, quota_cores
+from steelyard.core.pinned import Edge
+from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.turns import take_turns
 from steelyard.measure.cache import CostCache
 
@@ -35,6 +37,8 @@ _LONG_SECONDS = 0.2
 _MATRIX = 256
 _DOUBT = 0.15
 _FIGURES = ("latency", "rate", "call", "disturbs", "hop", "hand")
+# Of messages through slots in memory that ranks share.
+_SLOTS = ("slot hop", "slot rate", "slot hand")
 # What is remembered is above zero.
 _NEXT_TO_NONE = 1e-12
 _COMPUTING_SECONDS, _PRODUCTS = 1.0, 64
@@ -45,19 +49,20 @@ _ALIKE_SHARE = 0.15
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Of the ranks of this machine: what joins them where all exchange something, and where one
-    hands something to another; and how fast each computes beside the fastest, no speeds where they
-    do not differ by more than the doubt."""
+    hands something to another, also through memory that they share, where they can; and how fast
+    each computes beside the fastest, no speeds where they do not differ by more than the doubt."""
 
     link: Link
     handing: Link
     speeds: tuple[float, ...]
+    slots: Link | None
 
 
 def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measured:
     """So many ranks of gloo on this machine; measured once and remembered."""
     context = context_of(num_ranks)
     found = cache.read_rates(context) if cache else {}
-    if not found.keys() >= {*_FIGURES, *map(_speed_of, range(num_ranks))}:
+    if not found.keys() >= {*_FIGURES, *_SLOTS, *map(_speed_of, range(num_ranks))}:
         found = fitted(_said(num_ranks))
         if cache:
             # Another process may have been first.
@@ -73,7 +78,21 @@ def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measure
     )
     handing = replace(link, latency_seconds=found["hop"], call_seconds=found["hand"])
     speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
-    return Measured(link=link, handing=handing, speeds=speeds if min(speeds) < 1 else ())
+    slots = Link(
+        kind="memory that ranks share",
+        latency_seconds=found["slot hop"],
+        bytes_per_second=found["slot rate"],
+        doubt=_DOUBT,
+        call_seconds=found["slot hand"],
+        # Who sends a message writes it itself.
+        disturbs=1.0,
+    )
+    return Measured(
+        link=link,
+        handing=handing,
+        speeds=speeds if min(speeds) < 1 else (),
+        slots=slots if slots.bytes_per_second > _NEXT_TO_NONE else None,
+    )
 
 
 def _speed_of(rank: int) -> str:
@@ -105,7 +124,21 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "disturbs": min(1.0, max(timed["disturbs"], _NEXT_TO_NONE)),
         "hop": max(timed["hop"] - _SMALL_BYTES / rate, _NEXT_TO_NONE),
         "hand": max(timed["hand"], _NEXT_TO_NONE),
+        **_through_slots(timed),
         **{_speed_of(rank): speed for rank, speed in enumerate(_speeds(said))},
+    }
+
+
+def _through_slots(timed: Mapping[str, float]) -> dict[str, float]:
+    """Next to none of anything where there is no memory to share. What two ranks' cores do for a
+    message is not on its way."""
+    if "slot small" not in timed:
+        return dict.fromkeys(_SLOTS, _NEXT_TO_NONE)
+    seconds = max(timed["slot large"] - timed["slot small"], _NEXT_TO_NONE)
+    return {
+        "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], _NEXT_TO_NONE),
+        "slot rate": (_MIDDLE_BYTES - _SMALL_BYTES) / seconds,
+        "slot hand": max(timed["slot hand"], _NEXT_TO_NONE),
     }
 
 
@@ -177,7 +210,7 @@ def _figures() -> dict[str, float]:
     seconds = {"small": _seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
     seconds |= {"middle": _seconds(middle, calls), "large": _seconds(large, _ROUNDS)}
-    seconds |= _handed(small, calls)
+    seconds |= _handed(small, calls) | _handed_in_slots({"small": small, "large": middle}, calls)
     long = "middle" if seconds["large"] > _LONG_SECONDS else "large"
     return {
         **seconds,
@@ -231,6 +264,58 @@ def _handed(x: torch.Tensor, rounds: int) -> dict[str, float]:
         else:
             begin = time.thread_time()
     return {"hop": median(found) / 2, "hand": (time.thread_time() - begin) / rounds / 2}
+
+
+def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, float]:
+    """The same through slots; nothing where these ranks share no memory."""
+    ends = ((0, 1), (1, 0))
+    edges = [
+        Edge(
+            stage=target, is_back=target == 0, source=source, target=target, sizes=(x.nbytes,),
+            count=1, holds_all=True,
+        )
+        for x in xs.values()
+        for source, target in ends
+    ]  # fmt: skip
+    assert dist.group.WORLD is not None
+    try:
+        pinned = Pinned(edges, group=dist.group.WORLD)
+    except BadInput:
+        return {}
+    pinned.begin()
+    rank, found = dist.get_rank(), {}
+    for number, (name, x) in enumerate(xs.items()):
+        found[f"slot {name}"], hand = _there_and_back(pinned, 2 * number, x, rounds)
+        if name == "small":
+            found["slot hand"] = hand
+        if rank > 1:
+            found = dict.fromkeys(found, 0.0)
+    pinned.settle()
+    dist.barrier()
+    pinned.close()
+    return found
+
+
+def _there_and_back(
+    pinned: Pinned, index: int, x: torch.Tensor, rounds: int
+) -> tuple[float, float]:
+    """Half of what that takes, and half of what it takes of this rank's core."""
+    rank, seconds, begin = dist.get_rank(), [], 0.0
+    if rank > 1:
+        return 0.0, 0.0
+    like = [(x.shape, x.dtype)]
+    for turn in range(rounds + 1):
+        before = time.perf_counter()
+        for is_sending in (rank == 0, rank == 1):
+            if is_sending:
+                pinned.send(index + rank, turn, [x])
+            else:
+                pinned.receive(index + 1 - rank, turn, like)
+        if turn:
+            seconds.append(time.perf_counter() - before)
+        else:
+            begin = time.thread_time()
+    return median(seconds) / 2, (time.thread_time() - begin) / rounds / 2
 
 
 def _disturbs(x: torch.Tensor, alone: float) -> float:

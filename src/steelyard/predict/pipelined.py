@@ -12,7 +12,9 @@ from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Graph, Phase, Role
 from steelyard.core.layout import PIPELINE
+from steelyard.core.link import Link
 from steelyard.core.peak import Holding, Peak, Timeline
+from steelyard.core.pinned import PINNED, edges_of
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate, Quad
@@ -45,7 +47,9 @@ class Pipelined:
         self._program, self._pipeline, self._costs = program, pipeline, costs
         self._graph, self._stages = pipeline.stages.graph, pipeline.stages.stages
         self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
-        self._stage_costs = [stage_cost(s, self._graph, costs) for s in self._stages]
+        order, stages, graph = self._order, self._stages, self._graph
+        self._edges = edges_of(order, stages, graph) if pipeline.is_pinned else ()
+        self._stage_costs = [self._stage_cost(stage) for stage in stages]
         # Ranks of one pipeline are as far apart as can be.
         self._stride = program.layout.num_ranks // program.layout.pipeline
         self._programs: dict[Graph, Program] = {}
@@ -138,6 +142,7 @@ class Pipelined:
             # The global batch stays whole while its parts are worked on.
             batch=self._program.batch_bytes,
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
+            + sum(edge.nbytes for edge in self._edges if edge.target == number)
             + states_bytes(self._stages, self._order, number)
             # Replicas draw apart, and the generator outside of that waits meanwhile.
             + (STATE_BYTES if draws and self._program.layout.batch > 1 else 0),
@@ -193,7 +198,7 @@ class Pipelined:
             self._with_calls(stage, link, timed(
                 cost, stage, self._graph,
                 seconds=lambda part: self._working(part, whole, device, link),
-                handing=lambda sizes: self._handing(sizes, link),
+                handing=lambda sizes: self._under_way(sizes, link),
             ))
             for cost, stage in zip(self._stage_costs, self._stages, strict=True)
         ]  # fmt: skip
@@ -227,28 +232,59 @@ class Pipelined:
         joins = self._costs.links.get(PIPELINE)
         if link is None or joins is None:
             return cost
-        index, here, last = stage.index, self._rank_of[stage.index], len(self._stages) - 1
-        before, behind = self._rank_of[max(index - 1, 0)], self._rank_of[min(index + 1, last)]
-        crossing: dict[Work, Sequence[str]] = {
-            Work.FORWARD: (
-                *(stage.receives if before != here else ()),
-                *(stage.sends if behind != here else ()),
-            ),
-            Work.BACKWARD: (
-                *(stage.receives_back if behind != here else ()),
-                *(stage.sends_back if before != here else ()),
-            ),
-        }
-        crossing[Work.BACK_TO_INPUTS] = crossing[Work.BACKWARD]
-        sizes = {
-            work: [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
-            for work, names in crossing.items()
-        }
-        own = {
-            work: joins.device_seconds(sum(each), messages=len(each) + _CALLS_OF_ACTION)
-            for work, each in {Work.BACK_TO_WEIGHTS: [], **sizes}.items()
-        }
+        before, behind = self._is_apart(stage, -1), self._is_apart(stage, +1)
+        forward = stage.receives if before else (), stage.sends if behind else ()
+        backward = stage.receives_back if behind else (), stage.sends_back if before else ()
+        crossing = {
+            Work.FORWARD: forward, Work.BACKWARD: backward, Work.BACK_TO_INPUTS: backward,
+            Work.BACK_TO_WEIGHTS: ((), ()),
+        }  # fmt: skip
+        own = {work: self._hands(*names, joins) for work, names in crossing.items()}
         return replace(cost, seconds={w: s + own[w] for w, s in cost.seconds.items()})
+
+    def _hands(self, come: Sequence[str], go: Sequence[str], joins: Link) -> float:
+        """What an action takes of the device besides its own work. Through slots all values go as
+        one message, and who sends them writes them there."""
+        coming, going = self._sizes(come), self._sizes(go)
+        if not self._edges:
+            messages = len(coming) + len(going) + _CALLS_OF_ACTION
+            return joins.device_seconds(sum(coming) + sum(going), messages=messages)
+        slots = self._costs.links[PINNED]
+        own = joins.device_seconds(0, messages=_CALLS_OF_ACTION)
+        return own + slots.device_seconds(sum(going), messages=bool(coming) + bool(going))
+
+    def _sizes(self, names: Sequence[str]) -> list[int]:
+        return [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
+
+    def _is_apart(self, stage: Stage, step: int) -> bool:
+        """Whether the stage before or behind it lies on another rank."""
+        other = min(max(stage.index + step, 0), len(self._stages) - 1)
+        return self._rank_of[other] != self._rank_of[stage.index]
+
+    def _stage_cost(self, stage: Stage) -> StageCost:
+        """What comes and goes through slots is there all the time, and counted once."""
+        cost = stage_cost(stage, self._graph, self._costs)
+        if not self._edges:
+            return cost
+        before, behind = self._is_apart(stage, -1), self._is_apart(stage, +1)
+        slots = {**(cost.receives if before else {}), **(cost.receives_back if behind else {})}
+        return replace(
+            cost,
+            receives={} if before else cost.receives,
+            receives_back={} if behind else cost.receives_back,
+            sends={} if behind else cost.sends,
+            sends_back={} if before else cost.sends_back,
+            kept={key: n for key, n in cost.kept.items() if key not in slots},
+            kept_between={key: n for key, n in cost.kept_between.items() if key not in slots},
+        )
+
+    def _under_way(self, sizes: Sequence[int], link: Pick | None) -> float:
+        """A message to another stage, besides what it takes of the devices."""
+        if not self._edges or link is None:
+            return self._handing(sizes, link)
+        slots = self._costs.links[PINNED]
+        within = Estimate.within(slots.latency_seconds, share=slots.doubt)
+        return link(within) if sizes else 0.0
 
     def _handing(self, sizes: Sequence[int], link: Pick | None) -> float:
         """A message for each; one that goes on alone takes what one of two that gather does."""
@@ -265,6 +301,11 @@ class Pipelined:
             )
             for nbytes in sizes
         )  # fmt: skip
+
+    def _sent_seconds(self, sizes: Sequence[int]) -> float:
+        if not self._edges:
+            return self._handing(sizes, value)
+        return self._costs.links[PINNED].seconds(sum(sizes), messages=1)
 
     def _summed_up(self) -> Sums:
         shared = []
@@ -306,8 +347,8 @@ class Pipelined:
                 (stage.sends_back, max(index - 1, 0)),
             ):
                 if names and self._rank_of[other] != rank:
-                    sizes = [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
-                    found.append(((rank, self._handing(sizes, value)), sum(sizes)))
+                    sizes = self._sizes(names)
+                    found.append(((rank, self._sent_seconds(sizes)), sum(sizes)))
         return found
 
     @cached_property

@@ -6,7 +6,6 @@ Not for what a stage computes (stage.py), nor for choosing stages and schedule: 
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from steelyard.core.layout import PIPELINE
 from steelyard.core.program import Pipeline
 from steelyard.core.schedule import Action, Work
 from steelyard.exchange.channel import Channel
-from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.schedules import made_schedule
-from steelyard.exchange.turns import give_way, take_turns
+from steelyard.exchange.turns import take_turns
 from steelyard.operators import copy_laid_out
-from steelyard.run.arrivals import Arrivals, Numbers
 from steelyard.run.draws import Draws
+from steelyard.run.messages import ByGloo, Messages, ThroughSlots
 from steelyard.run.shares import Shares
 from steelyard.run.stage import LiveStage, Values, keep_only
 
@@ -54,12 +52,11 @@ class StagesAtWork:
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
         self._rank_of = pipeline.order.rank_of
         rank, last = dist.get_rank(group), len(stages) - 1
-        self._arrivals = partial(
-            Arrivals, pipeline.order.ranks[rank], stages, self._graph, rank_of=self._rank_of,
-            rank_at=self._rank_at, group=group,
-        )  # fmt: skip
-        self._receipts: Receipts | None = None
-        numbers = Numbers(stages)
+        self._messages: Messages = (
+            ThroughSlots(pipeline, group=group)
+            if pipeline.is_pinned
+            else ByGloo(pipeline, group=group, rank_at=self._rank_at)
+        )
         own = [stage for stage in stages if self._rank_of[stage.index] == rank]
         self._draws = Draws(pipeline.stages, own={stage.index for stage in own})
         self._own = [
@@ -68,7 +65,7 @@ class StagesAtWork:
                 self._graph,
                 len(stages),
                 group,
-                numbers=numbers,
+                messages=self._messages,
                 rank_at=self._rank_at,
             )
             for stage in own
@@ -84,6 +81,11 @@ class StagesAtWork:
         self._schedule = made_schedule(
             pipeline.schedule, self._own, micro_batches=pipeline.order.num_micro_batches
         )
+
+    @property
+    def held_bytes(self) -> int:
+        """For messages, between steps too."""
+        return self._messages.held_bytes
 
     def _rank_at(self, stage: int) -> int:
         """Among all ranks, of the one that holds this stage."""
@@ -121,9 +123,9 @@ class StagesAtWork:
         """The loss of each micro-batch, on the rank that has it."""
         count = len(given)
         self._draws.begin(count)
-        arrivals = self._arrivals(receipts=self._receipts or Receipts())
+        self._messages.begin()
         for own in self._own:
-            own.begin([dict(values) for values in given], self._draws, arrivals)
+            own.begin([dict(values) for values in given], self._draws)
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
         whom = torch.arange(count) if is_last else None
@@ -131,14 +133,13 @@ class StagesAtWork:
             self._schedule.step(
                 target=whom, losses=losses if is_last else None, return_outputs=False
             )
+            self._messages.end()
             for parameter, group in self._sums:
                 dist.all_reduce(_gradient(parameter), group=group)
             for parameter in self._trained if self._shares else ():
                 _gradient(parameter)
         self._draws.end()
         self._sum_up()
-        if self._receipts is None:  # connections come about when they are first used
-            self._receipts = Receipts()
         return losses
 
     @property
@@ -211,7 +212,7 @@ class _Driven(PipelineStage):
         num_stages: int,
         group: dist.ProcessGroup,
         *,
-        numbers: Numbers,
+        messages: Messages,
         rank_at: Callable[[int], int],
     ) -> None:
         token = torch.zeros(1)
@@ -225,14 +226,13 @@ class _Driven(PipelineStage):
             group=group,
         )
         self.live = live
-        self._graph, self._numbers, self._rank_at = graph, numbers, rank_at
+        self._graph, self._messages, self._rank_at = graph, messages, rank_at
         self._values: list[Values] = []
         self._draws: Draws | None = None
         self._given: tuple[str, ...] = ()
-        self._arrivals: Arrivals | None = None
 
-    def begin(self, values: list[Values], draws: Draws, arrivals: Arrivals) -> None:
-        self._values, self._draws, self._arrivals = values, draws, arrivals
+    def begin(self, values: list[Values], draws: Draws) -> None:
+        self._values, self._draws = values, draws
         self._given = tuple(values[0])
 
     def clear_runtime_states(self) -> None:
@@ -315,21 +315,13 @@ class _Driven(PipelineStage):
         return taken
 
     def _sending(self, values: Values, index: int, step: int) -> list[dist.P2POp]:
-        to, is_back = self.stage_index + step, step < 0
-        give_way()
-        return [
-            dist.P2POp(
-                dist.isend, value.contiguous(), self._rank_at(to), self.group,
-                tag=self._numbers.of(to, index, place, is_back=is_back),
-            )
-            for place, value in enumerate(values.values())
-        ]  # fmt: skip
+        to = self.stage_index + step
+        return self._messages.sending(to, index, values, is_back=step < 0)
 
     def _take_in(self, work: Work, index: int) -> None:
         """What has come lies as it was captured, before anything reads it."""
-        assert self._arrivals is not None
         action = Action(stage=self.stage_index, work=work, micro_batch=index)
-        for name, come in self._arrivals.of(action).items():
+        for name, come in self._messages.of(action).items():
             (planned,) = self._graph.by_name[name].outputs
             self._values[index][name] = (
                 come

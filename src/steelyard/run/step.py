@@ -60,7 +60,11 @@ class Held(Protocol):
 
 
 class InStages(Protocol):
-    """Forward and backward over all micro-batches, by ranks that each carry out some stages."""
+    """Forward and backward over all micro-batches, by ranks that each carry out some stages.
+    ``held_bytes`` is what they keep here between steps, besides the model."""
+
+    @property
+    def held_bytes(self) -> int: ...
 
     def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
         """The loss of all of them, each of which weighs its share; every rank is told."""
@@ -165,6 +169,11 @@ class LiveStep:
     def gradients(self) -> list[torch.Tensor]:
         """Those that are held now."""
         return [p.grad for p in self._parameters if p.grad is not None]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory that this rank keeps for what others send."""
+        return sum(stages.held_bytes for stages in self._stages.values())
 
     @property
     def needs_all_ranks(self) -> bool:

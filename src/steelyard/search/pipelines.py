@@ -15,6 +15,7 @@ from steelyard.core.ends import balanced_ends
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Node, Phase, Role
 from steelyard.core.layout import Layout
+from steelyard.core.pinned import PINNED
 from steelyard.core.plan import FrontierPoint, Prediction, Taken
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
@@ -28,6 +29,7 @@ from steelyard.search.wording import on_ranks, tensors
 
 _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
 _BATCH, _TENSOR, _STATES = "shard_batch", "shard_tensor", "shard_states"
+_PINNED = "pinned_transfer"
 # Micro-batches for each rank: more leave less of the belt empty, and are slower one by one.
 _EACH = (2, 4)
 # How many plans of recomputation are tried of each number of micro-batches.
@@ -56,6 +58,10 @@ class _Way:
     @property
     def cut(self) -> tuple[Rule, ...]:
         return tuple(rule for rule in self.rules if rule.trade == _TENSOR)
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(rule.trade == _PINNED for rule in self.rules)
 
 
 class Pipelines:
@@ -131,7 +137,7 @@ class Pipelines:
             micro_batches=best.parts,
             taken=tuple(self._taken(best)),
             refused=(*self.refusals, *self._why_not_others(best)),
-            num_offers=len(self.offers),
+            num_offers=len(self.offers) + (PINNED in self._costs.links),
             frontier=self.frontier(),
             least=least_peak,
             least_within=0,
@@ -204,6 +210,7 @@ class Pipelines:
                     way = self._way((*split, *cut, *own), schedule, parts)
                     if way is not None:
                         yield way
+                        yield from self._through_slots(way)
 
     def _takes(self, node: Node) -> float:
         return self._costs.seconds(node).value
@@ -234,6 +241,15 @@ class Pipelines:
             found = self._way((*way.rules, *shared), way.schedule, way.parts) if shared else None
             if found is not None:
                 yield found
+
+    def _through_slots(self, way: _Way) -> Iterator[_Way]:
+        """The same with its messages in memory that these ranks share, where they do."""
+        if PINNED in self._costs.links:
+            offers, _ = self._trade(_PINNED).offers(self._strike(way.rules), self._source)
+            for offer in offers:
+                found = self._way((*way.rules, *offer.rules), way.schedule, way.parts)
+                if found is not None:
+                    yield found
 
     def _compute_again(self, ways: Sequence[_Way]) -> None:
         """Of these, the fastest and the one that holds least, with ever more recomputed."""
@@ -274,7 +290,8 @@ class Pipelines:
         """Tensors in parts beside one device, stages beside that, and what is made again."""
         again = tuple(rule for rule in way.rules if rule.trade == _RECOMPUTE)
         shared = tuple(rule for rule in way.rules if rule.trade == _STATES)
-        rest = tuple(rule for rule in way.rules if rule not in (*again, *shared))
+        slots = tuple(rule for rule in way.rules if rule.trade == _PINNED)
+        rest = tuple(rule for rule in way.rules if rule not in (*again, *shared, *slots))
         alone, before, after = (
             predict(self._strike(rules), self._costs) for rules in ((), way.cut, rest)
         )
@@ -298,6 +315,18 @@ class Pipelines:
             buys_seconds=max(0.0, _computing(before) - _computing(after)),
             pays_seconds=max(0.0, _waiting(after) - _waiting(before)),
         )
+        if slots:
+            rest = (*rest, *slots)
+            staged, after = after, predict(self._strike(rest), self._costs)
+            faster = staged.quad.step_seconds.value - after.quad.step_seconds.value
+            yield Taken(
+                trade=_PINNED,
+                label="messages of stages through shared memory",
+                rules=slots,
+                buys_bytes=staged.peak.nbytes - after.peak.nbytes,
+                buys_seconds=max(0.0, faster),
+                pays_seconds=max(0.0, -faster),
+            )
         if shared:
             staged, after = after, predict(self._strike((*rest, *shared)), self._costs)
             slower = after.quad.step_seconds.value - staged.quad.step_seconds.value
@@ -321,7 +350,8 @@ class Pipelines:
             )
 
     def _why_not_others(self, best: _Way) -> Iterator[Refusal]:
-        """The other schedules, each by its fastest way."""
+        """The other schedules, each by its fastest way; and slots, where there are any."""
+        yield from self._why_no_slots(best)
         for schedule in dict.fromkeys(way.schedule for way in self.ways):
             way = next(way for way in self.ways if way.schedule == schedule)
             if schedule != best.schedule:
@@ -333,6 +363,19 @@ class Pipelines:
                     label=f"{schedule} {on_ranks(self._layout)}",
                     reason=f"takes ~{said} a step, the plan's schedule ~{beside}{alike}",
                 )
+
+    def _why_no_slots(self, best: _Way) -> Iterator[Refusal]:
+        if best.is_pinned:
+            return
+        label = "messages of stages through shared memory"
+        if PINNED not in self._costs.links:
+            reason = "these ranks are not known to be on one host and to share its memory"
+            yield Refusal(trade=_PINNED, label=label, reason=reason, left=Left.NEVER)
+        for way in self._through_slots(best):
+            said = f"{format_seconds(way.seconds)} a step and {format_bytes(way.nbytes)}"
+            beside = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
+            reason = f"would take ~{said}, the plan takes ~{beside}"
+            yield Refusal(trade=_PINNED, label=label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
         return next(trade for trade in self._trades if trade.name == name)

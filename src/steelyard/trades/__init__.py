@@ -6,6 +6,7 @@ from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.offload import Offload
 from steelyard.trades.offload_state import OffloadState
 from steelyard.trades.overlap import Overlap
+from steelyard.trades.pinned_transfer import PinnedTransfer
 from steelyard.trades.quantise import Quantise
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.rounded_gradients import RoundedGradients
@@ -23,5 +24,5 @@ __all__ = ["TRADES"]
 TRADES: tuple[Trade, ...] = (
     Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), SparseGradients(),
     RoundedGradients(), TernaryGradients(), Overlap(), Recompute(), Quantise(), Offload(),
-    OffloadState(), ShardPipeline(),
+    OffloadState(), ShardPipeline(), PinnedTransfer(),
 )  # fmt: skip

@@ -1,0 +1,406 @@
+"""Messages between ranks of one host, each written once, into memory that both have.
+
+The reader of a message makes room for it before the first step, as many slots as the schedule
+needs; whoever sends writes there and rings. A slot is given back when the last tensor on it is
+gone. What has no slot yet waits with its sender, which goes on. Nothing has a name in the file
+system, so that whatever ends a rank leaves nothing behind. Not for what is sent, nor when: that is
+run/pipeline.py.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.errors import BadInput, RankFailed
+from steelyard.core.pinned import Edge
+
+# Of a message: the how-manieth from its sender, the edge, the step, its number, the slot. Of a slot
+# that is free again: the edge, the slot.
+_BELL, _CREDIT = struct.Struct("<QIQQI"), struct.Struct("<II")
+# Of these, as many as are read at once.
+_MANY = 512
+_FILES = count()
+
+# The shape and the dtype of a value.
+Like = tuple[Sequence[int], torch.dtype]
+
+
+class Pinned:
+    """Of one rank of ``group``: what it reads and sends along ``edges``, which all ranks know.
+
+    Made by all of them together. ``held_bytes`` is the room made here for what comes,
+    ``moved_bytes`` what this rank has written in all.
+    """
+
+    def __init__(self, edges: Sequence[Edge], *, group: dist.ProcessGroup) -> None:
+        self._edges, self._group, self._rank = edges, group, dist.get_rank(group)
+        backend: Any = group._get_backend(torch.device("cpu"))
+        self._timeout: float = backend.options._timeout.total_seconds()
+        self.held_bytes = sum(edge.nbytes for edge in edges if edge.target == self._rank)
+        self.moved_bytes = 0
+        self._step = 0
+        self._read: dict[int, _Room] = {}
+        self._written: dict[int, _Outlet] = {}
+        # By the other rank: what it rings here, and what it says of its slots.
+        self._from: dict[int, _From] = {}
+        self._to: dict[int, _To] = {}
+        self._came: dict[tuple[int, int, int], int] = {}
+        files: list[FileIO] = []
+        self._close = weakref.finalize(self, _closed, files)
+        self._meet(files)
+
+    def close(self) -> None:
+        self._close()
+
+    def begin(self) -> None:
+        """A step; what was left behind by one that was broken off is nobody's."""
+        self._step += 1
+        for outlet in self._written.values():
+            outlet.waiting.clear()
+        for key in [key for key in self._came if key[0] < self._step]:
+            self._given_back(key[1], self._came.pop(key))()
+
+    # --- meeting
+
+    def _meet(self, files: list[FileIO]) -> None:
+        """Each makes room for what it reads, and opens what the others made for it."""
+        offered, failure = _Offered(host=_host(), pid=os.getpid()), None
+        try:
+            offered = self._made(offered, files)
+        except OSError as error:
+            failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
+        everyones = self._told(offered)
+        if failure is None and all(each.is_made for each in everyones):
+            try:
+                self._open(everyones, files)
+            except OSError as error:
+                failure = f"what another rank made cannot be opened: {error.strerror}"
+            except _Elsewhere as elsewhere:
+                failure = str(elsewhere)
+        failures = self._told(failure)
+        for file in files:  # others have opened them, and when those end it is seen
+            if file.fileno() in offered.for_others:
+                file.close()
+        for rank, said in enumerate(failures):
+            if said is not None:
+                self.close()
+                who = dist.get_global_rank(self._group, rank)
+                raise BadInput(
+                    f"messages are to go through memory that ranks share, and on rank {who} {said}",
+                    expected="ranks of one host and one user that see each other's processes",
+                    remedy="take [[pinned_transfer]] out of the plan, or plan again",
+                )
+
+    def _told(self, said: Any) -> list[Any]:
+        everyones = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyones, said, group=self._group)
+        return everyones
+
+    def _made(self, offered: "_Offered", files: list[FileIO]) -> "_Offered":
+        rooms: dict[int, int] = {}
+        bells: dict[int, int] = {}
+        heard: dict[int, int] = {}
+        for index, edge in enumerate(self._edges):
+            if edge.target == self._rank:
+                files.append(memory := _memory(edge.nbytes))
+                self._read[index] = _Room(edge, memory)
+                rooms[index] = memory.fileno()
+                if edge.source not in self._from:
+                    ring, bell = _pipe(files)
+                    self._from[edge.source] = _From(ring)
+                    bells[edge.source] = bell.fileno()
+            elif edge.source == self._rank and edge.target not in self._to:
+                free, credit = _pipe(files)
+                self._to[edge.target] = _To(free)
+                heard[edge.target] = credit.fileno()
+        return _Offered(
+            host=offered.host, pid=offered.pid, rooms=rooms, bells=bells, heard=heard, is_made=True
+        )
+
+    def _open(self, everyones: "Sequence[_Offered]", files: list[FileIO]) -> None:
+        for index, edge in enumerate(self._edges):
+            if edge.source == self._rank:
+                theirs, to = everyones[edge.target], self._to[edge.target]
+                files.append(memory := theirs.opened(theirs.rooms[index], "r+"))
+                if os.fstat(memory.fileno()).st_size != edge.nbytes:
+                    raise _Elsewhere("what another rank made is not as large as was planned")
+                self._written[index] = _Outlet(edge, memory)
+                if to.bell is None:
+                    to.bell = theirs.opened(theirs.bells[self._rank], "w")
+                    files.append(to.bell)
+            elif edge.target == self._rank and self._from[edge.source].credit is None:
+                theirs = everyones[edge.source]
+                credit = theirs.opened(theirs.heard[self._rank], "w")
+                files.append(credit)
+                self._from[edge.source].credit = credit
+
+    # --- sending
+
+    def send(self, index: int, number: int, values: Sequence[torch.Tensor]) -> None:
+        """Along the edge of this index; what has no slot yet is held until it has one."""
+        outlet = self._written[index]
+        outlet.waiting.append((number, tuple(values)))
+        self._hear(outlet.edge.target)
+        self._push(index)
+
+    def settle(self) -> None:
+        """All that was sent lies in its slot."""
+        until = time.monotonic() + self._timeout
+        while waited_for := {o.edge.target for o in self._written.values() if o.waiting}:
+            self._await(waited_for, until)
+
+    def _push(self, index: int) -> None:
+        outlet = self._written[index]
+        to = self._to[outlet.edge.target]
+        assert to.bell is not None
+        while outlet.waiting and outlet.free:
+            number, values = outlet.waiting.popleft()
+            slot = outlet.free.popleft()
+            outlet.write(slot, values)
+            self.moved_bytes += sum(outlet.edge.sizes)
+            try:
+                to.bell.write(_BELL.pack(to.sent, index, self._step, number, slot))
+            except BrokenPipeError:
+                raise self._gone(outlet.edge.target) from None
+            to.sent += 1
+
+    def _hear(self, rank: int) -> None:
+        """Which slots of that rank are free again."""
+        for index, slot in _CREDIT.iter_unpack(_read(self._to[rank], _CREDIT.size)):
+            self._written[index].free.append(slot)
+
+    # --- reading
+
+    def receive(self, index: int, number: int, likes: Sequence[Like]) -> list[torch.Tensor]:
+        """The values of one message, once it has come, each of its shape."""
+        room, until = self._read[index], time.monotonic() + self._timeout
+        while (self._step, index, number) not in self._came:
+            self._await({room.edge.source}, until)
+        slot = self._came.pop((self._step, index, number))
+        values = room.tensors(slot, likes, self._given_back(index, slot))
+        if room.is_full:
+            # Whoever sends would wait for what is held here, and this rank for what it sends.
+            values = [value.clone() for value in values]
+        return values
+
+    def _given_back(self, index: int, slot: int) -> "_GiveBack":
+        credit = self._from[self._read[index].edge.source].credit
+        assert credit is not None
+        return _GiveBack(credit, index, slot)
+
+    def _await(self, ranks: Collection[int], until: float) -> None:
+        """Something that is heard of any rank; those that are waited for are to be there."""
+        ends = [e for e in chain(self._from.items(), self._to.items()) if not e[1].is_over]
+        of = {end.file.fileno(): (rank, end) for rank, end in ends}
+        asked = select.poll()
+        for number in of:
+            asked.register(number, select.POLLIN)
+        heard = asked.poll(1000 * max(0.0, until - time.monotonic()))
+        if not heard:
+            raise self._silent(ranks)
+        for number, _ in heard:
+            rank, end = of[number]
+            if isinstance(end, _From):
+                self._answer(rank, end)
+            else:
+                self._hear(rank)
+            if end.is_over and rank in ranks:
+                raise self._gone(rank)
+        for index in self._written:
+            self._push(index)
+
+    def _answer(self, rank: int, source: "_From") -> None:
+        for order, index, step, number, slot in _BELL.iter_unpack(_read(source, _BELL.size)):
+            assert order == source.rung, f"message {order} of rank {rank} is not {source.rung}"
+            source.rung += 1
+            self._came[step, index, number] = slot
+
+    def _silent(self, ranks: Collection[int]) -> RankFailed:
+        among = ", ".join(str(dist.get_global_rank(self._group, r)) for r in sorted(ranks))
+        return RankFailed(
+            f"nothing came from rank {among} within {format_seconds(self._timeout)}",
+            expected="ranks that all take the same steps",
+            remedy="look at what it does, or allow ranks to wait longer",
+        )
+
+    def _gone(self, rank: int) -> RankFailed:
+        return RankFailed(
+            f"rank {dist.get_global_rank(self._group, rank)} is gone, and messages were to go "
+            "through memory that it shared",
+            expected="every rank to end its steps",
+            remedy="start again from the last checkpoint, with --resume",
+        )
+
+
+class _Elsewhere(Exception):
+    """What another rank made is not where it can be had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offered:
+    """What a rank has made for others, by the numbers of its open files: memory by edge, ends to
+    ring at and to give back at by rank."""
+
+    host: str
+    pid: int
+    rooms: Mapping[int, int] = field(default_factory=dict)
+    bells: Mapping[int, int] = field(default_factory=dict)
+    heard: Mapping[int, int] = field(default_factory=dict)
+    is_made: bool = False
+
+    @property
+    def for_others(self) -> frozenset[int]:
+        return frozenset((*self.rooms.values(), *self.bells.values(), *self.heard.values()))
+
+    def opened(self, number: int, mode: str) -> FileIO:
+        if self.host != _host():
+            raise _Elsewhere("another rank is on another host, or kept apart from this one")
+        return FileIO(f"/proc/{self.pid}/fd/{number}", mode)
+
+
+class _Room:
+    """The slots of an edge, where they are read."""
+
+    def __init__(self, edge: Edge, memory: FileIO) -> None:
+        self.edge = edge
+        self._view = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
+        self._held: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        return not self.edge.holds_all and len(self._held) >= self.edge.count
+
+    def tensors(
+        self, slot: int, likes: Sequence[Like], give_back: "_GiveBack"
+    ) -> list[torch.Tensor]:
+        """On the slot itself, which is given back when the last of them is gone."""
+        begin = slot * self.edge.slot_bytes
+        view = self._view[begin : begin + self.edge.slot_bytes]
+        self._held.add(slot)
+        weakref.finalize(view, self._let_go, give_back).atexit = False
+        return [*self._on(view, likes)]
+
+    def _on(self, view: memoryview, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
+        edge = self.edge
+        for (shape, dtype), size, offset in zip(likes, edge.sizes, edge.offsets, strict=True):
+            if size:  # tensors hold what they are made of
+                flat = torch.frombuffer(
+                    view, dtype=dtype, count=size // dtype.itemsize, offset=offset
+                )
+                yield flat.view(list(shape))
+            else:
+                yield torch.empty(list(shape), dtype=dtype)
+
+    def _let_go(self, give_back: "_GiveBack") -> None:
+        self._held.discard(give_back.slot)
+        give_back()
+
+
+class _Outlet:
+    """The slots of an edge, where they are written; ``waiting`` are messages without one."""
+
+    def __init__(self, edge: Edge, memory: FileIO) -> None:
+        self.edge = edge
+        self.free = deque(range(edge.count))
+        self.waiting: deque[tuple[int, tuple[torch.Tensor, ...]]] = deque()
+        memory_ = mmap.mmap(memory.fileno(), edge.nbytes)
+        self._whole = torch.frombuffer(memory_, dtype=torch.uint8)
+
+    def write(self, slot: int, values: Sequence[torch.Tensor]) -> None:
+        begin = slot * self.edge.slot_bytes
+        for value, size, offset in zip(values, self.edge.sizes, self.edge.offsets, strict=True):
+            assert value.nbytes == size, f"a value of {value.nbytes} bytes is sent where {size} go"
+            if size:
+                place = self._whole.narrow(0, begin + offset, size)
+                place.view(value.dtype).view(value.shape).copy_(value)
+
+
+@dataclass(slots=True)
+class _End:
+    """Of a pipe, where it is read; over when nobody holds the other."""
+
+    file: FileIO
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class _From(_End):
+    """Where a rank rings. ``credit`` is where it hears of slots, ``rung`` how often it has rung."""
+
+    credit: FileIO | None = None
+    rung: int = 0
+
+
+@dataclass(slots=True)
+class _To(_End):
+    """Where a rank says which slots are free; it is rung at its ``bell``, and has been so often."""
+
+    bell: FileIO | None = None
+    sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _GiveBack:
+    credit: FileIO
+    index: int
+    slot: int
+
+    def __call__(self) -> None:
+        # Whoever sent it may have ended by now, or this rank have closed all.
+        with contextlib.suppress(OSError, ValueError):
+            self.credit.write(_CREDIT.pack(self.index, self.slot))
+
+
+def _host() -> str:
+    """Where memory can be shared: one kernel, one view of its processes, and one network: what is
+    kept apart by that stands for two hosts."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = Path("/proc/self/ns")
+    return " ".join((boot, *(str((spaces / kind).readlink()) for kind in ("pid", "net"))))
+
+
+def _memory(nbytes: int) -> FileIO:
+    """That is there and not only promised: who writes to what cannot be had is ended."""
+    file = FileIO(os.memfd_create(f"steelyard {next(_FILES)}"), "r+")
+    try:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _pipe(files: list[FileIO]) -> tuple[FileIO, FileIO]:
+    """Both ends, of which this rank is to keep the first, which is read without waiting."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    ends = FileIO(read, "r"), FileIO(write, "w")
+    files += ends
+    return ends
+
+
+def _read(end: _End, size: int) -> bytes:
+    said = end.file.read(size * _MANY)
+    if said == b"":
+        end.is_over = True
+    return said or b""
+
+
+def _closed(files: Sequence[FileIO]) -> None:
+    for file in files:
+        file.close()

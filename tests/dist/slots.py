@@ -1,0 +1,222 @@
+"""Messages through memory that two ranks share: what arrives, what is held, what is refused.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from steelyard.core.errors import BadInput, RankFailed
+from steelyard.core.pinned import Edge
+from steelyard.exchange import pinned
+from steelyard.exchange.pinned import Pinned
+from steelyard.measure.meter import meter_once
+
+MESSAGES = 40
+
+
+def edge(source: int, *sizes: int, slots: int = 2, holds_all: bool = False) -> Edge:
+    target = 1 - source
+    return Edge(
+        stage=target, is_back=source == 1, source=source, target=target, sizes=sizes, count=slots,
+        holds_all=holds_all,
+    )  # fmt: skip
+
+
+def _of_all_kinds(number: int) -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(number)
+    x = torch.randn(5, 7, generator=drawn)
+    return [
+        x.t(), x.bfloat16(), x > 0, torch.empty(3, 0), x.double().sum(), (100 * x).to(torch.int64)
+    ]  # fmt: skip
+
+
+def exchanged(rank: int) -> dict[str, Any]:
+    """More messages than slots, all sent before any is read, the last of them read first and two
+    kept for good: what came otherwise than it was sent, and what is left open."""
+    begun = _open_files()
+    own = _of_all_kinds(0)
+    likes = [(x.shape, x.dtype) for x in own]
+    edges = [edge(source, *(x.nbytes for x in own)) for source in (0, 1)]
+    slots = Pinned(edges, group=_everyone())
+    kept, wrong = [], []
+    for step in range(3):
+        slots.begin()
+        numbers = [MESSAGES * step + n for n in range(MESSAGES)]
+        for number in numbers:
+            slots.send(rank, number, _of_all_kinds(number))
+        for number in numbers:
+            came = slots.receive(1 - rank, number, likes)
+            sent = _of_all_kinds(number)
+            wrong += [number for a, b in zip(came, sent, strict=True) if not torch.equal(a, b)]
+            if number % MESSAGES in (0, 1):
+                kept.append((number, came))
+        slots.settle()
+    changed = [n for n, came in kept if not all(map(torch.equal, came, _of_all_kinds(n)))]
+    dist.barrier()
+    slots.close()
+    moved, held = slots.moved_bytes, slots.held_bytes
+    del slots, kept, came
+    gc.collect()
+    return {
+        "wrong": wrong,
+        "changed": changed,
+        "moved": moved == 3 * MESSAGES * sum(x.nbytes for x in own),
+        "held": held == sum(e.nbytes for e in edges if e.target == rank),
+        "left open": sorted(_open_files() - begun),
+    }
+
+
+def kept_away(rank: int) -> dict[str, Any]:
+    """What a step allocates for messages: nothing."""
+    x = torch.randn(1 << 16)
+    slots = Pinned([edge(0, x.nbytes), edge(1, x.nbytes)], group=_everyone())
+    like = [(x.shape, x.dtype)]
+
+    def step() -> None:
+        slots.begin()
+        for number in range(8):
+            slots.send(rank, number, [x])
+            slots.receive(1 - rank, number, like)
+        slots.settle()
+
+    step()
+    metered = meter_once(step)
+    dist.barrier()
+    return {"peak": metered.peak_bytes, "left": metered.left_bytes}
+
+
+def broken_off(rank: int) -> bool:
+    """A step that is given up leaves messages behind, which the next does not take for its own."""
+    slots = Pinned([edge(0, 4, slots=3), edge(1, 4, slots=3)], group=_everyone())
+    like = [((1,), torch.int32)]
+    slots.begin()
+    for number in range(3):
+        slots.send(rank, number, [torch.tensor([7], dtype=torch.int32)])
+    slots.receive(1 - rank, 0, like)
+    dist.barrier()
+    slots.begin()
+    found = []
+    for number in range(6):
+        slots.send(rank, number, [torch.tensor([number], dtype=torch.int32)])
+        found.append(int(slots.receive(1 - rank, number, like)[0]))
+    slots.settle()
+    dist.barrier()
+    return found == [*range(6)]
+
+
+def refused(rank: int) -> dict[str, str]:
+    """On rank 1 alone something is amiss; both are told."""
+    edges = [edge(0, 64), edge(1, 64)]
+    none_left = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    faults = {
+        "another host": mock.patch.object(pinned, "_host", lambda: "elsewhere"),
+        "no memory": mock.patch.object(os, "posix_fallocate", side_effect=none_left),
+        "not seen": mock.patch.object(os, "getpid", lambda: 2**22 + 5),
+    }
+    said = {}
+    for name, fault in faults.items():
+        begun = _open_files()
+        if rank == 1:
+            fault.start()
+        try:
+            Pinned(edges, group=_everyone())
+            said[name] = "nothing"
+        except BadInput as error:
+            said[name] = str(error)
+        if rank == 1:
+            fault.stop()
+        gc.collect()
+        said[name] += f" {sorted(_open_files() - begun) or ''}"
+    return said
+
+
+def silent(rank: int) -> str:
+    """Rank 1 is there and says nothing."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    slots = Pinned([edge(1, 64), edge(0, 64)], group=group)
+    slots.begin()
+    said = ""
+    if rank == 0:
+        try:
+            slots.receive(0, 0, [((16,), torch.float32)])
+        except RankFailed as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+def killed(rank: int) -> dict[str, str]:
+    """Rank 1 dies over a slot that it has half written."""
+    slots = Pinned([edge(1, 1 << 16), edge(0, 64)], group=_everyone())
+    slots.begin()
+    if rank == 1:
+        with mock.patch.object(torch.Tensor, "copy_", side_effect=_die):
+            slots.send(0, 0, [torch.ones(1 << 14)])
+    attempts = {
+        "reading": lambda: slots.receive(0, 0, [((1 << 14,), torch.float32)]),
+        "sending": lambda: _send_more_than_slots(slots),
+    }
+    said = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except RankFailed as error:
+            said[name] = str(error)
+    return said
+
+
+def _send_more_than_slots(slots: Pinned) -> None:
+    for number in range(3):
+        slots.send(1, number, [torch.ones(16)])
+    slots.settle()
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _open_files() -> set[str]:
+    """Of memory and pipes, which are all that slots are made of."""
+    found = set()
+    for number in Path("/proc/self/fd").iterdir():
+        try:
+            name = str(number.readlink())
+        except OSError:
+            continue
+        if name.startswith(("/memfd:", "pipe:")):
+            found.add(name)
+    return found
+
+
+def main(folder: str, rank: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    print(json.dumps(killed(rank)))
+    sys.stdout.flush()
+    os._exit(0)  # there is nobody to take leave of
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
