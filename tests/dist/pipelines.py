@@ -100,6 +100,9 @@ _OF_TWO = {"GPipe": 2, "1F1B": 2, "LoopedBFS": 4, "Interleaved1F1B": 4} | dict.f
 )
 # One pass back, and one in two parts.
 _OF_TWO_BY_TWO = {"1F1B": 2, "ZBVZeroBubble": 4}
+# Through slots, on two ranks: to where all wait and where each is read at once, to and fro, and back
+# in two parts.
+_IN_SLOTS = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 _OF_FOUR = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble": 4}
 
 
@@ -129,18 +132,6 @@ def four_of_llama(rank: int) -> Any:
 
 def four_of_resnet(rank: int) -> Any:
     return _run("resnet", _OF_FOUR)
-
-
-def slots_of_gpt(rank: int) -> Any:
-    return _run("gpt", _OF_TWO, is_pinned=True)
-
-
-def slots_of_towers(rank: int) -> Any:
-    return _run("towers", _OF_TWO, is_pinned=True)
-
-
-def slots_of_four_of_gpt(rank: int) -> Any:
-    return _run("gpt", _OF_FOUR, is_pinned=True)
 
 
 def parts_of_gpt(rank: int) -> Any:
@@ -178,7 +169,11 @@ def _run(name: str, schedules: dict[str, int], **how: Any) -> dict[str, Any]:
     """``how`` the stages lie besides: see ``_in_stages``."""
     case = CASES[name]
     one = _OneDevice(case)
-    return {s: one.differences(s, case.ends[count], how) for s, count in schedules.items()}
+    found = {s: one.differences(s, case.ends[count], how) for s, count in schedules.items()}
+    for schedule in _IN_SLOTS if schedules is _OF_TWO else ("1F1B",):
+        ends, also = case.ends[schedules[schedule]], {**how, "is_pinned": True}
+        found[f"{schedule} through slots"] = one.differences(schedule, ends, also)
+    return found
 
 
 class _OneDevice:

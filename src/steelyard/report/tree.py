@@ -85,7 +85,7 @@ _PAID_IN = dict.fromkeys(
 )
 
 # What buys communication, and pays for it with memory.
-_SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients")
+_SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients", "pinned_transfer")
 
 
 def tree_of(subject: Plan | Receipt) -> Tree:
@@ -298,6 +298,8 @@ def rule_in_words(rule: Rule) -> str:
         together = f", {format_bytes(size)} at a time" if size else ""
         among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
         return f"{rule.trade}: {among}{twice}{together}"
+    if rule.trade == "pinned_transfer":
+        return f"{rule.trade}: messages of {rule.op}"
     if rule.trade in _SENT_OTHERWISE:
         code = f" as {rule.op}" if rule.op else ""
         return f"{rule.trade}: {rule.module} ({rule.count}){code}"

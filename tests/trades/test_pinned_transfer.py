@@ -1,0 +1,159 @@
+"""Messages through slots: when they are chosen, what the plan says, how many slots there are.
+
+What live ranks send each other so: see tests/dist/test_slots.py and test_pipelines.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.core.budget import Budget
+from steelyard.core.cluster import Link
+from steelyard.core.costs import Costs
+from steelyard.core.errors import Mismatch
+from steelyard.core.layout import Layout
+from steelyard.core.pinned import PINNED, Edge, edges_of
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.schedule import AHEAD, Action, Work
+from steelyard.core.trade import strike
+from steelyard.predict import peak_bytes, predict
+from steelyard.search import Found, Pipelines, Search
+from steelyard.trades import TRADES
+from steelyard.trades.pinned_transfer import PinnedTransfer
+from tests.trades.test_shard_pipeline import costs, plain, stages, trial
+
+pytestmark = pytest.mark.slow
+
+SLOTS = Rule(trade="pinned_transfer", op="stages")
+
+
+def with_slots(costs: Costs, *, rate: float = 1e12, latency: float = 1e-7) -> Costs:
+    link = Link(kind="slots", latency_seconds=latency, bytes_per_second=rate, disturbs=1.0)
+    return replace(costs, links={**costs.links, PINNED: link})
+
+
+def pinned(program: Program) -> Program:
+    return PinnedTransfer().rewrite(program, [SLOTS], trial().source)
+
+
+def found(costs: Costs) -> Found:
+    def searching(layout: tuple[Rule, ...]) -> Search:
+        return Search(plain(), trades=TRADES, source=trial().source, costs=costs, layout=layout)
+
+    staged = Pipelines(
+        plain(), layout=Layout(pipeline=2), trades=TRADES, source=trial().source, costs=costs,
+        searching=searching,
+    )  # fmt: skip
+    best = staged.find(Budget())
+    assert best is not None
+    return best
+
+
+def test_it_is_offered_to_stages_alone() -> None:
+    (offer,), refused = PinnedTransfer().offers(stages("blocks.1"), trial().source)
+    assert offer.rules == (SLOTS,)
+    assert PinnedTransfer().offers(plain(), trial().source) == ((), ())
+    assert refused == ()
+    with pytest.raises(Mismatch, match="lays no stages") as error:
+        strike(plain(), [SLOTS], trades=TRADES, source=trial().source)
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
+    slow = costs(1e6)
+    best = found(with_slots(slow))
+    assert SLOTS in best.rules
+    assert sorted(rule for taken in best.taken for rule in taken.rules) == sorted(best.rules)
+    (taken,) = (taken for taken in best.taken if taken.trade == "pinned_transfer")
+    assert taken.buys_seconds > 0
+    without = predict(
+        strike(
+            plain(), [r for r in best.rules if r != SLOTS], trades=TRADES, source=trial().source
+        ),
+        slow,
+    )
+    gained = without.quad.step_seconds.value - best.prediction.quad.step_seconds.value
+    assert gained == pytest.approx(taken.buys_seconds)
+    assert gained > 0
+
+
+def test_else_it_is_told_why_not() -> None:
+    for price, said in (
+        (with_slots(costs(), rate=1e5, latency=1e-2), "would take ~"),
+        (costs(), "not known to be on one host"),
+    ):
+        best = found(price)
+        assert SLOTS not in best.rules
+        (refused,) = (r for r in best.refused if r.trade == "pinned_transfer")
+        assert said in refused.reason
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_there_are_as_many_slots_as_messages_at_one_time(schedule: str) -> None:
+    """And two for what is sent ahead, where more are to come than those."""
+    program = stages("blocks.1", schedule=schedule, micro_batches=8)
+    assert program.pipeline is not None
+    pipeline = program.pipeline
+    back, forward = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
+    assert (forward.source, forward.target, forward.is_back) == (0, 1, False)
+    assert (back.source, back.target, back.is_back) == (1, 0, True)
+    # 1F1B is back with the second stage's first at once; under GPipe all wait there.
+    assert forward.count == {"GPipe": 8, "1F1B": 1 + AHEAD}[schedule]
+    assert forward.holds_all == (schedule == "GPipe")
+    assert back.count == 1 + AHEAD
+    graph, stage = pipeline.stages.graph, pipeline.stages.stages[1]
+    sizes = tuple(graph.by_name[name].outputs[0].nbytes for name in stage.receives)
+    assert forward.sizes == sizes
+
+
+def test_no_more_is_read_at_one_time_than_there_are_slots() -> None:
+    """By what actions read and keep, for schedules whose stages lie to and fro."""
+    for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B"):
+        ends = ("blocks.0", "blocks.1", "blocks.2")
+        pipeline = stages(*ends, schedule=schedule, micro_batches=8).pipeline
+        assert pipeline is not None
+        for edge in edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph):
+            assert _most_held(pipeline.order.ranks[edge.target], edge) <= edge.count, schedule
+
+
+def _most_held(actions: tuple[Action, ...], edge: Edge) -> int:
+    """At most: until the last pass over that micro-batch."""
+    reads = {Work.BACKWARD, Work.BACK_TO_INPUTS} if edge.is_back else {Work.FORWARD}
+    ends = {Work.BACKWARD, Work.BACK_TO_INPUTS}
+    held: set[int] = set()
+    most = 0
+    for action in actions:
+        if action.stage == edge.stage:
+            held |= {action.micro_batch} if action.work in reads else set()
+            most = max(most, len(held))
+            held -= {action.micro_batch} if action.work in ends else set()
+    return most
+
+
+def test_slots_are_there_all_the_time() -> None:
+    """What is read and sent is counted there, and not in the passes a second time."""
+    price = with_slots(costs())
+    program = stages("blocks.1", schedule="GPipe", micro_batches=8)
+    assert program.pipeline is not None
+    pipeline = program.pipeline
+    edges = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
+    before, after = (peak_bytes(each, price) for each in (program, pinned(program)))
+    # Of eight micro-batches that stay with the second stage each is a slot, and one was under way.
+    assert abs(after - before) <= max(sum(e.nbytes for e in edges if e.target == r) for r in (0, 1))
+    resident = [predict(each, price).peak.resident_bytes for each in (program, pinned(program))]
+    assert resident[1] > resident[0]
+
+
+def test_who_sends_writes_and_does_nothing_else_meanwhile() -> None:
+    program = pinned(stages("blocks.1"))
+    assert program.pipeline is not None
+    pipeline = program.pipeline
+    _, forward = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
+    fast, slow = (
+        predict(program, with_slots(costs(), rate=rate)).quad.step_seconds.value
+        for rate in (1e12, 1e6)
+    )
+    assert slow - fast >= 4 * sum(forward.sizes) / 1e6
