@@ -26,6 +26,7 @@ from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
+from steelyard.trades.low_rank_gradients import LowRankGradients
 from steelyard.trades.rounded_gradients import RoundedGradients
 from steelyard.trades.ternary_gradients import TernaryGradients
 from tests.dist.told import told
@@ -37,10 +38,12 @@ OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS, BLOCK, STRETCH = 8, 1024, 512 * 1024
 CODECS = {
     "ternary": TernaryGradients(), "int8": RoundedGradients(), "bfloat16": RoundedGradients(),
+    "factors": LowRankGradients(),
 }  # fmt: skip
+RANK = 4
 # Micro-batches, and how much of the gradients goes in one bucket.
 CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
-         "ternary in parts": (2, 1 << 16)}
+         "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18)}
 
 
 def in_codes(rank: int) -> dict[str, Any]:
@@ -123,6 +126,7 @@ def _plainly(
     named = {f"parameter:{n}": p for n, p in model.named_parameters()}
     lost = [[torch.zeros(0)] * len(grouped) for _ in range(count)]
     lost_again = [[torch.zeros(0)] * len(grouped) for _ in range(count)]
+    factors = _Factors()
     losses = []
     for _ in range(STEPS):
         found, total = [], 0.0
@@ -136,6 +140,9 @@ def _plainly(
         losses.append(total)
         summed = {name: sum(one[name] for one in found) for name in named}
         for number, members in enumerate(grouped):
+            if codec == "factors":
+                summed |= factors.summed(members, found)
+                continue
             flats = [torch.cat([one[name].flatten() for name in members]) for one in found]
             whole = _summed(flats, codec, lost, lost_again, number)
             start = 0
@@ -146,6 +153,35 @@ def _plainly(
             parameter.grad = summed[name]
         optimizer.step()
     return losses
+
+
+class _Factors:
+    """Of each matrix, what every rank has lost, and what the next step begins with."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, list[Tensor]] = {}
+        self._start: dict[str, Tensor] = {}
+
+    def summed(
+        self, members: Sequence[str], found: Sequence[dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        if members[0] not in self._start:
+            columns = [found[0][name][0].numel() for name in members]
+            drawn = torch.randn(RANK * sum(columns), generator=torch.Generator().manual_seed(0))
+            for name, own in zip(members, drawn.split([RANK * c for c in columns]), strict=True):
+                self._start[name] = own.view(RANK, -1).t()
+        return {name: self._summed(name, [one[name] for one in found]) for name in members}
+
+    def _summed(self, name: str, given: Sequence[Tensor]) -> Tensor:
+        lost = self._lost.setdefault(name, [torch.zeros(1)] * len(given))
+        values = [x + before for x, before in zip(given, lost, strict=True)]
+        left = torch.linalg.qr(sum(v @ self._start[name] for v in values)).Q
+        rights = [v.t() @ left for v in values]
+        self._lost[name] = [v - left @ r.t() for v, r in zip(values, rights, strict=True)]
+        right = sum(rights)
+        assert isinstance(right, Tensor)
+        self._start[name] = right / right.norm()
+        return left @ right.t()
 
 
 def _given(parameter: nn.Parameter) -> Tensor:

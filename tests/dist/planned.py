@@ -47,7 +47,8 @@ STEPS = 20
 @dataclass(frozen=True)
 class Case:
     """``share_of_plain``: the budget, as a share of what a rank takes without recomputing.
-    ``together``: weights are gathered several at once, and ahead of what reads them."""
+    ``together``: weights are gathered several at once, and ahead of what reads them. ``in_slots``:
+    stages send each other their messages through memory that they share."""
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
     layout: Layout
@@ -57,6 +58,7 @@ class Case:
     gathers: int = 1
     together: bool = False
     schedule: str = "1F1B"
+    in_slots: bool = False
 
 
 def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
@@ -161,6 +163,9 @@ IN_PARTS = {
 IN_STAGES = {
     "random and tied, in stages": Case(
         _random_and_tied, _STAGES, share_of_plain=0.8, micro_batches=4
+    ),
+    "random and tied, in stages, through slots": Case(
+        _random_and_tied, _STAGES, share_of_plain=0.8, micro_batches=4, in_slots=True
     ),
 }
 STAGES_BY_TENSORS = {
@@ -376,6 +381,7 @@ def _staged(case: Case, look: Look) -> tuple[Rule, ...]:
         Rule(trade="accumulate", degree=case.micro_batches),
         Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
         *rules_for(_ENDS[case.schedule], schedule=case.schedule, ranks=2),
+        *([Rule(trade="pinned_transfer", op="stages")] if case.in_slots else []),
     )
 
 

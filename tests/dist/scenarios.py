@@ -9,6 +9,7 @@ import copy
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
+from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.turns import LISTENER, take_turns
 from steelyard.exchange.windows import issued_ahead, waits_within
@@ -223,20 +225,24 @@ class Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
 
 
 class Sends:
-    """The bytes of what this rank's stages send to others."""
+    """The bytes of what this rank's stages send to others, over the link or through slots."""
 
     def __enter__(self) -> Self:
-        self.nbytes, self._made = 0, dist.P2POp.__init__
+        self.nbytes, self._made, self._sent = 0, dist.P2POp.__init__, Pinned.send
 
         def counted(operation: dist.P2POp, op: Any, tensor: Tensor, *more: Any, **named: Any) -> None:
             self.nbytes += tensor.nbytes if op is dist.isend else 0
             self._made(operation, op, tensor, *more, **named)
 
-        dist.P2POp.__init__ = counted
+        def put(slots: Pinned, index: int, number: int, values: Sequence[Tensor]) -> None:
+            self.nbytes += sum(value.nbytes for value in values)
+            self._sent(slots, index, number, values)
+
+        dist.P2POp.__init__, Pinned.send = counted, put
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.P2POp.__init__ = self._made
+        dist.P2POp.__init__, Pinned.send = self._made, self._sent
 
 
 class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it

@@ -43,6 +43,20 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     assert found["disturbs"] == 0.25
 
 
+@given(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-4), st.floats(1e8, 1e11))
+def test_what_both_cores_do_for_a_message_is_not_on_its_way(
+    hop: float, hand: float, rate: float
+) -> None:
+    link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
+    small = hop + 2 * hand
+    large = small + (_SIZES["middle"] - _SIZES["small"]) / rate
+    slots = {"slot small": small, "slot large": large, "slot hand": hand}
+    found = fitted([{**_said(link, 2), **slots}] * 2)
+    assert found["slot hop"] == pytest.approx(hop, rel=1e-3)
+    assert found["slot hand"] == hand
+    assert found["slot rate"] == pytest.approx(rate, rel=1e-3)
+
+
 @given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6))
 def test_what_computes_clearly_slower_is_told_apart_and_noise_is_not(speeds: list[float]) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
@@ -63,6 +77,7 @@ def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
     assert measured.speeds == (1.0, 0.5)
     assert measured.handing.latency_seconds == pytest.approx(3 * measured.link.latency_seconds)
     assert measured.handing.call_seconds == 2e-5
+    assert measured.slots is None, "these ranks have said nothing of memory that they share"
     said = [{**_said(link, 2), "product": product} for product in (1e-3, 1.1e-3)]
     cache.write_rates(context_of(2), fitted(said))
     assert measured_ranks(2, cache=cache).speeds == ()

@@ -55,10 +55,10 @@ def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
     """Of the codes that can be had here; of others it is told."""
     trades = {trade.name for trade in look.request.trades}
     codecs = []
-    for (trade, _), codec in CODES.items():
+    for (trade, _, _), codec in CODES.items():
         if trade not in trades:
             continue
-        if codec.is_linear or _torch.cpp_compiler() is not None:
+        if not codec.is_compiled or _torch.cpp_compiler() is not None:
             codecs.append(codec)
         else:
             reason = "Inductor finds no C++ compiler to make codes with"

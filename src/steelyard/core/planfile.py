@@ -140,6 +140,10 @@ class _RoundedGradients(_CodedGradients):
     op: Annotated[Literal["bfloat16", "int8"], Field(alias="format")]
 
 
+class _LowRankGradients(_CodedGradients):
+    degree: Annotated[int, Field(ge=1, le=1024, alias="rank")]
+
+
 class _SparseGradients(_CodedGradients):
     op: Annotated[Literal["rows"], Field(alias="format")] = "rows"
 
@@ -212,6 +216,7 @@ _TABLES: dict[str, type[_Table]] = {
     "sparse_gradients": _SparseGradients,
     "rounded_gradients": _RoundedGradients,
     "ternary_gradients": _CodedGradients,
+    "low_rank_gradients": _LowRankGradients,
     "shard_pipeline": _ShardPipeline,
     "pinned_transfer": _PinnedTransfer,
     "overlap": _Overlap,

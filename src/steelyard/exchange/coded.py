@@ -1,9 +1,10 @@
 """Gradients summed over ranks in few bits: written down, exchanged, added up, all as nodes.
 
 Takes the place of all-reduces that are in the graph already (gradients.py). What is linear is
-all-reduced itself. Of all else, between two ranks each sends the other all of its codes; of more,
-each adds up a part, writes the sum down again and hands it to the others, so that nobody sends more
-where there are more. Not for what a code is: see core/codec.py.
+all-reduced itself, and so are both factors of a matrix, one after the other. Of all else, between
+two ranks each sends the other all of its codes; of more, each adds up a part, writes the sum down
+again and hands it to the others, so that nobody sends more where there are more. Not for what a
+code is: see core/codec.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,17 @@ from steelyard.core.codec import (
     DECODE_SUM,
     ENCODE,
     ENCODE_SUM,
+    LEFT,
+    OF_FACTORS,
     RESIDUAL,
+    RIGHT,
+    START,
     Codec,
     blocks_of,
+    matrix_of,
 )
 from steelyard.core.collective import Collective, Exchange, Transport
-from steelyard.core.graph import Graph, Node, Ref, Role, Storage
+from steelyard.core.graph import Argument, Graph, Node, Ref, Role, Storage
 from steelyard.core.layout import DATA
 from steelyard.exchange.buckets import Member, Sized, buckets, handed_out, sent_as_they_are
 from steelyard.exchange.rewriting import Rewriting, call, issue, issue_in_place, wait
@@ -89,6 +95,8 @@ class _Sending:
         name = members[0].target.partition(":")[2]
         if codec.is_linear:
             return self._narrowed(flats, codec, name=name, behind=behind)
+        if codec.rank:
+            return self._in_factors(members, codec.rank, name=name, behind=behind)
         at_once = self._num_ranks == 2
         parts = 1 if at_once else self._num_ranks
         blocks = blocks_of(sum(f.outputs[0].numel for f in flats), parts=parts)
@@ -130,11 +138,55 @@ class _Sending:
             name=f"{name}.decoded", like=arrived, behind=behind,
         )  # fmt: skip
 
+    def _in_factors(self, members: Sequence[Member], rank: int, *, name: str, behind: str) -> Node:
+        """A product of matrices that are known of all ranks' sum, each after another all-reduce."""
+        flats = [member.flat for member in members]
+        shapes = tuple(matrix_of(member.laid_out) for member in members)
+        numel = sum(rows * columns for rows, columns in shapes)
+        lost = self._state(name, numel, flats[-1])
+        start = self._state(f"{name}{START}", rank * sum(c for _, c in shapes), flats[-1])
+
+        def put(
+            op: str, own: str, args: tuple[Argument, ...], inputs: Sequence[Node], elements: int,
+            mutates: Sequence[Node],
+        ) -> Node:  # fmt: skip
+            output = self._change.tensor((elements,), "float32")
+            moved = output.nbytes + sum(n.outputs[0].nbytes for n in inputs)
+            node = call(
+                op, inputs[0], name=f"{name}.{own}", args=(*args, shapes, rank), inputs=inputs,
+                output=output, moved_bytes=moved,
+            )  # fmt: skip
+            changed = tuple(each.name for each in mutates)
+            return self._change.put_behind(behind, replace(node, nth=-1, mutates=changed))
+
+        def summed(value: Node) -> Node:
+            sent = self._collective(Exchange.ALL_REDUCE, value.outputs[0].nbytes)
+            issued = issue_in_place(sent, value, name=f"{value.name}_sent")
+            return self._issued(issued, behind=behind)
+
+        given = tuple(Ref(flat.name) for flat in flats)
+        left = put(
+            LEFT, "coded", (given, Ref(lost.name), Ref(start.name)), [*flats, lost, start],
+            rank * sum(r for r, _ in shapes), [lost],
+        )  # fmt: skip
+        left = summed(left)
+        right = put(
+            RIGHT, "added", (Ref(left.name), Ref(lost.name)), [left, lost],
+            rank * sum(c for _, c in shapes), [left, lost],
+        )  # fmt: skip
+        right = summed(right)
+        return put(
+            OF_FACTORS, "decoded", (Ref(left.name), Ref(right.name), Ref(start.name)),
+            [left, right, start], numel, [start],
+        )  # fmt: skip
+
     def _residual(self, name: str, blocks: int, codec: Codec, like: Node) -> Node | None:
-        if not codec.has_residual:
-            return None
+        return self._state(name, blocks * BLOCK, like) if codec.has_residual else None
+
+    def _state(self, name: str, numel: int, like: Node) -> Node:
+        """An input that stays from step to step."""
         change = self._change
-        tensor = change.tensor((blocks * BLOCK,), "float32")
+        tensor = change.tensor((numel,), "float32")
         change.storages[tensor.storage] = Storage(nbytes=tensor.nbytes, role=Role.STATE)
         node = Node(
             name=f"{RESIDUAL}{name}", op="input", outputs=(tensor,), phase=like.phase,

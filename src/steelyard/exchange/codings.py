@@ -5,7 +5,7 @@ What two trades share that send gradients in few bits. Plain data, without torch
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from steelyard.core.codec import CODES, Codec
+from steelyard.core.codec import CODES, Codec, codec_of, is_worth_factors
 from steelyard.core.collective import GLOO
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
@@ -25,29 +25,33 @@ def offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Re
     """One for each code of the trade: all gradients that ranks sum up, but for the small ones."""
     if program.layout.batch == 1:
         return (), ()
-    names = codable(program.graph)
-    codes = {op: codec.label for (own, op), codec in CODES.items() if own == trade}
-    if names:
-        offers = (
-            Offer(trade=trade, label=label, rules=rules_for(trade, program.graph, names, op=op))
-            for op, label in codes.items()
-        )
-        return tuple(offers), ()
-    reason = "no gradient that ranks sum up is a large matrix of float32"
-    return (), tuple(Refusal(trade=trade, label=label, reason=reason) for label in codes.values())
+    offers: list[Offer] = []
+    refused: list[Refusal] = []
+    for (own, op, degree), codec in CODES.items():
+        if own != trade:
+            continue
+        if names := codable(program.graph, codec):
+            rules = rules_for(trade, program.graph, names, op=op, degree=degree)
+            offers.append(Offer(trade=trade, label=codec.label, rules=rules))
+        else:
+            reason = "no gradient that ranks sum up is a large matrix of float32"
+            refused.append(Refusal(trade=trade, label=codec.label, reason=reason))
+    return tuple(offers), tuple(refused)
 
 
-def codable(graph: Graph) -> list[str]:
-    """The parameters whose gradients could go in codes, in the order of their buckets."""
+def codable(graph: Graph, codec: Codec) -> list[str]:
+    """The parameters whose gradients could go in this code, in the order of their buckets."""
     return [
         member.target
         for bucket in buckets(graph)
         for member in bucket.members
-        if _is_codable(graph.by_name[member.target])
+        if _is_codable(graph.by_name[member.target], codec)
     ]
 
 
-def rules_for(trade: str, graph: Graph, names: Iterable[str], *, op: str) -> tuple[Rule, ...]:
+def rules_for(
+    trade: str, graph: Graph, names: Iterable[str], *, op: str, degree: int = 0
+) -> tuple[Rule, ...]:
     """The fewest that name exactly these."""
     names = list(names)
     by_pattern: dict[str, list[str]] = {}
@@ -57,9 +61,11 @@ def rules_for(trade: str, graph: Graph, names: Iterable[str], *, op: str) -> tup
     found = []
     for pattern, own in by_pattern.items():
         if len(own) == len(parameters_of(graph, pattern)):
-            found.append(Rule(trade=trade, module=pattern, op=op, count=len(own)))
+            found.append(Rule(trade=trade, module=pattern, op=op, degree=degree, count=len(own)))
         else:
-            found += [Rule(trade=trade, module=n.removeprefix(WEIGHT), op=op) for n in own]
+            found += [
+                Rule(trade=trade, module=n.removeprefix(WEIGHT), op=op, degree=degree) for n in own
+            ]
     return tuple(sorted(found))
 
 
@@ -92,20 +98,23 @@ def with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Progr
 
 def _named(graph: Graph, rules: Sequence[Rule]) -> Iterator[tuple[str, Codec]]:
     for rule in rules:
+        codec = codec_of(rule)
         for name in parameters_named(graph, rule):
-            if not _is_codable(graph.by_name[name], least_bytes=1):
+            if not _is_codable(graph.by_name[name], codec, least_bytes=1):
+                factors = f", much larger than factors of rank {codec.rank}" if codec.rank else ""
                 raise Mismatch(
                     f"the plan sends the gradient of {name.removeprefix(WEIGHT)} in codes",
-                    expected="gradients of float32 with two dimensions or more",
+                    expected=f"gradients of float32 with two dimensions or more{factors}",
                     remedy=f"take it out of the {rule.trade} rules, or plan again",
                 )
-            yield name, CODES[rule.trade, rule.op]
+            yield name, codec
 
 
-def _is_codable(parameter: Node, *, least_bytes: int = _LEAST_BYTES) -> bool:
+def _is_codable(parameter: Node, codec: Codec, *, least_bytes: int = _LEAST_BYTES) -> bool:
     tensor = parameter.outputs[0]
     is_large = len(tensor.shape) >= _FEWEST_DIMS and tensor.nbytes >= least_bytes
-    return is_large and tensor.dtype == "float32"
+    is_matrix = not codec.rank or is_worth_factors(tensor, codec.rank)
+    return is_large and is_matrix and tensor.dtype == "float32"
 
 
 __all__ = ["codable", "offers_in", "rules_for", "with_codes"]

@@ -5,19 +5,22 @@ Not for how it comes about: see operators/codes.py.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 
-from steelyard.core.codec import ENCODE
+from steelyard.core.codec import FIRST_CALLS, LEFT, START
 from steelyard.core.graph import Graph, Node, Ref
 from steelyard.core.layout import DATA
 from steelyard.exchange.channel import Channel
-from steelyard.operators import all_gather
+from steelyard.operators import all_gather, low_rank
 
-# In a checkpoint: what each rank lost of its own gradients, a row each; and what was lost of sums.
-_OF_RANKS, _OF_SUMS = "of ranks/", "of sums/"
+# In a checkpoint: what each rank lost of its own gradients, a row each; what was lost of sums; and
+# what the next step's factors start with, which all ranks have.
+_OF_RANKS, _OF_SUMS, _STARTS = "of ranks/", "of sums/", "starts/"
 _OWN = ":own"
 _Member = tuple[str, int, int]
+_LeftArguments = tuple[Any, Ref, Ref, tuple[tuple[int, int], ...], int]
 
 
 class Residuals:
@@ -27,6 +30,7 @@ class Residuals:
         self._channels = channels
         self._tensors: dict[str, torch.Tensor] = {}
         self._members: dict[str, tuple[_Member, ...]] = {}
+        self._starts: dict[str, tuple[_Member, ...]] = {}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -37,8 +41,13 @@ class Residuals:
         (planned,) = node.outputs
         if node.name not in self._tensors:
             dtype = getattr(torch, planned.dtype)
-            self._tensors[node.name] = torch.zeros(planned.shape, dtype=dtype)
+            self._tensors[node.name] = (
+                low_rank.first_start(planned.numel)
+                if node.name.endswith(START)
+                else torch.zeros(planned.shape, dtype=dtype)
+            )
             self._members |= _members(graph)
+            self._starts |= _starts(graph)
         return self._tensors[node.name]
 
     def whole(self) -> dict[str, torch.Tensor]:
@@ -52,6 +61,9 @@ class Residuals:
                 found[f"{_OF_RANKS}{target}"] = rows[:, start : start + count].clone()
                 if sums is not None:
                     found[f"{_OF_SUMS}{target}"] = sums[start : start + count].clone()
+        for name, members in self._starts.items():
+            for target, start, count in members:
+                found[f"{_STARTS}{target}"] = self._tensors[name][start : start + count].clone()
         return found
 
     def put_back(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
@@ -80,6 +92,11 @@ class Residuals:
                         sums[place] = lost
             if own is not None:
                 own.copy_(sums.chunk(self._channels[DATA].num_ranks)[self._channels[DATA].rank])
+        for name, members in self._starts.items():
+            for target, start, count in members:
+                begun = saved.get(f"{_STARTS}{target}")
+                if begun is not None and begun.numel() == count:  # of the same rank
+                    self._tensors[name][start : start + count] = begun
         return sorted(left)
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,16 +108,32 @@ class Residuals:
 def _members(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
     """Of each of a graph's residuals: the parameters, and where in it they begin and how long they
     are."""
-    lying: dict[int, list[_Member]] = {}
+    for node in graph.nodes:
+        if node.op in FIRST_CALLS and isinstance(residual := node.args[1], Ref):
+            yield residual.name, _decoded(graph, node)
+
+
+def _starts(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
+    """The same of what right factors start with."""
+    for node in graph.nodes:
+        if node.op == LEFT:
+            _, _, start, shapes, rank = cast("_LeftArguments", node.args)
+            found, begin = list[_Member](), 0
+            for (target, _, _), (_, columns) in zip(_decoded(graph, node), shapes, strict=True):
+                found.append((target, begin, rank * columns))
+                begin += rank * columns
+            yield start.name, tuple(found)
+
+
+def _decoded(graph: Graph, coded: Node) -> tuple[_Member, ...]:
+    """In their order."""
+    (whole,) = graph.by_name[f"{coded.name.removesuffix('.coded')}.decoded"].outputs
+    found = []
     for output in graph.outputs:
         (tensor,) = graph.by_name[output.node].outputs
-        member = output.target, tensor.offset, tensor.numel
-        lying.setdefault(tensor.storage, []).append(member)
-    for node in graph.nodes:
-        if node.op == ENCODE and isinstance(residual := node.args[1], Ref):
-            decoded = graph.by_name[f"{node.name.removesuffix('.coded')}.decoded"]
-            (tensor,) = decoded.outputs
-            yield residual.name, tuple(sorted(lying[tensor.storage], key=lambda m: m[1]))
+        if tensor.storage == whole.storage:
+            found.append((output.target, tensor.offset, tensor.numel))
+    return tuple(sorted(found, key=lambda member: member[1]))
 
 
 __all__ = ["Residuals"]

@@ -6,7 +6,7 @@ Moves lines of a program, without torch. Not for choosing the window: that has a
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from steelyard.core.codec import CODED_CALLS, ENCODE
+from steelyard.core.codec import CODED_CALLS, FIRST_CALLS
 from steelyard.core.graph import JOINED_ROWS, Graph, Node, OutputKind
 from steelyard.core.program import SO_FAR, Instruction, Program
 
@@ -111,7 +111,7 @@ def _goes_along(nodes: Mapping[str, Node], node: Node) -> bool:
         return any(_is_coded(nodes[name]) for name in node.inputs)
     if node.waits_for:
         return _goes_along(nodes, nodes[node.waits_for])
-    return node.op in CODED_CALLS - {ENCODE}
+    return node.op in CODED_CALLS - FIRST_CALLS
 
 
 def _is_coded(node: Node) -> bool:

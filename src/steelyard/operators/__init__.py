@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
-from steelyard.core.codec import DECODE, DECODE_SUM, ENCODE, ENCODE_SUM
+from steelyard.core.codec import (
+    DECODE,
+    DECODE_SUM,
+    ENCODE,
+    ENCODE_SUM,
+    LEFT,
+    OF_FACTORS,
+    RIGHT,
+)
 from steelyard.core.coding import BLOCK, coded_bytes, is_dense
 from steelyard.core.graph import (
     JOINED_ROWS,
@@ -22,7 +30,7 @@ from steelyard.core.graph import (
     Sliced,
     Symbol,
 )
-from steelyard.operators import codes, norms
+from steelyard.operators import codes, low_rank, norms
 
 Operator = Callable[..., Any]
 
@@ -458,6 +466,9 @@ _OWN: dict[str, Operator] = {
     ENCODE_SUM: codes.encode_sum,
     DECODE: codes.decode_gradients,
     DECODE_SUM: codes.decode_sum,
+    LEFT: low_rank.left_factors,
+    RIGHT: low_rank.right_factors,
+    OF_FACTORS: low_rank.of_factors,
     "steelyard.batch_statistics": norms.batch_statistics,
     "steelyard.joint_statistics": norms.joint_statistics,
     "steelyard.moved_mean": norms.moved_mean,

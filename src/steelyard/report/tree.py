@@ -301,7 +301,7 @@ def rule_in_words(rule: Rule) -> str:
     if rule.trade == "pinned_transfer":
         return f"{rule.trade}: messages of {rule.op}"
     if rule.trade in _SENT_OTHERWISE:
-        code = f" as {rule.op}" if rule.op else ""
+        code = f" as {rule.op}" if rule.op else f" of rank {rule.degree}" if rule.degree else ""
         return f"{rule.trade}: {rule.module} ({rule.count}){code}"
     if rule.trade == "shard_pipeline":
         return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES, CODES, Codec
+from steelyard.core.codec import CODE_TRADES, CODES, Codec, codec_of
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.plan import Taken
 from steelyard.core.rules import Rule
@@ -59,7 +59,7 @@ class Weighing:
                 offers, refusals = trade.offers(program, self.layouts.source)
                 refused |= {refusal.label: refusal for refusal in refusals}
                 for offer in offers:
-                    if (codec := _codec_of(offer.rules[0])) in self.codecs:
+                    if (codec := codec_of(offer.rules[0])) in self.codecs:
                         way = self._way(codec, trade.name, without, offer.rules)
                         best = found.get(codec, way)
                         found[codec] = min((best, way), key=lambda w: (w.seconds, w.nbytes))
@@ -87,7 +87,7 @@ class Weighing:
             others = [other for other in way.codes if other != rule]
             for instead in ((), *((milder,) for milder in self._milder(rule))):
                 codes = (*others, *instead)
-                if not any(_codec_of(other) is way.codec for other in codes):
+                if way.codec not in map(codec_of, codes):
                     continue
                 tried = self._way(way.codec, way.trade, way.without, codes)
                 if tried.seconds <= (1 + _NEXT_TO_NOTHING) * way.seconds:
@@ -98,11 +98,11 @@ class Weighing:
 
     def _milder(self, rule: Rule) -> Iterator[Rule]:
         """The same gradients in each code that loses less."""
-        for (trade, op), codec in CODES.items():
-            if codec is _codec_of(rule):
+        for (trade, op, degree), codec in CODES.items():
+            if codec == codec_of(rule):
                 return
             if codec in self.codecs:
-                yield replace(rule, trade=trade, op=op)
+                yield replace(rule, trade=trade, op=op, degree=degree)
 
     def _shared(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
         """Every way in which ranks share the batch equally and nothing else, or the fastest."""
@@ -126,13 +126,9 @@ class Weighing:
     def _taken(self, way: CodedWay) -> Iterator[Taken]:
         """What each code buys and pays, one after the other."""
         before = way.without
-        for (trade, op), codec in CODES.items():
-            codes = tuple(rule for rule in way.codes if (rule.trade, rule.op) == (trade, op))
+        for codec in CODES.values():
+            codes = tuple(rule for rule in way.codes if codec_of(rule) == codec)
             if codes:
                 label = f"{codec.label} ({tensors(codes)})"
                 yield self.layouts.sent_otherwise(label, before, codes)
                 before = (*before, *codes)
-
-
-def _codec_of(rule: Rule) -> Codec:
-    return CODES[rule.trade, rule.op]

@@ -1,0 +1,316 @@
+"""Two ranks of one host: what do messages through slots take beside gloo's and a raw connection's,
+and what does a step in stages?
+
+    python benchmarks/transfer.py [messages] [stages]
+
+Each rank has a core. A message is a float32 tensor into room made beforehand, in turn through
+slots, gloo's send and recv, and a TCP connection of the loopback; it ends when a byte has come back
+that says it is there, over another connection, the same for all. Steps are those of plans of this
+machine, as the search makes them, with [[pinned_transfer]] and without, in turn in the same
+processes: of a model whose messages take half of its step, and of a GPT, whose are small. The
+figures are medians of paired ratios. Needs two cores that do nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import _live_models, live
+from benchmarks._turns import in_turn
+from benchmarks.runner import interval
+
+RANKS, TURNS, WARM_UP = 2, 40, 4
+KIB, MIB = 2**10, 2**20
+SIZES = {
+    "4 KiB": 4 * KIB, "64 KiB": 64 * KIB, "1 MiB": MIB, "8 MiB": 8 * MIB, "64 MiB": 64 * MIB,
+}  # fmt: skip
+# Of what each takes, slots may take so much, from 1 MiB and from 8 MiB on; below, it is only told.
+GLOO_TARGET, TCP_TARGETS = 1 / 4, {"1 MiB": 1 / 3, "8 MiB": 1 / 4, "64 MiB": 1 / 4}
+# A step with slots, of one without.
+STAGES_TARGETS = {"wide": 1 / 1.3, "gpt": 1.0}
+STEPS, SIDES = 60, ("gloo", "slots")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    asked = sys.argv[1:] or ["messages", "stages"]
+    figures = []
+    for what in asked:
+        for figure in {"messages": of_messages, "stages": of_stages}[what]():
+            print(json.dumps(figure), file=sys.stderr, flush=True)
+            figures.append(figure)
+    judged = [f for f in figures if f["target"] is not None]
+    worst = max(judged, key=lambda f: f["value"] / f["target"] if f["target"] else f["value"])
+    print(
+        json.dumps(
+            {
+                "name": f"transfer: the furthest from its target, {worst['name']}",
+                "value": worst["value"],
+                "interval": worst["interval"],
+                "target": worst["target"],
+                "ok": all(f["ok"] for f in judged),
+                "figures": judged,
+            }
+        )
+    )
+
+
+def _on_ranks(what: str, folder: Path) -> Any:
+    """What rank 0 found."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, __file__, "--rank", what, str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environ) for rank in range(RANKS)]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"{what}: ranks ended with {codes}")
+    return json.loads((folder / "found.json").read_text())
+
+
+def _figure(name: str, ratios: list[float], target: float | None, **more: Any) -> dict[str, Any]:
+    low, value, high = interval(ratios)
+    return {
+        "name": name,
+        "value": round(value, 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "target": None if target is None else round(target, 4),
+        "ok": target is None or value <= target or (target == 1.0 and low <= target),
+        **more,
+    }
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def of_messages() -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = _on_ranks("messages", Path(folder))
+    for size, seconds in found["seconds"].items():
+        for other, target in (
+            ("gloo", GLOO_TARGET if SIZES[size] >= MIB else None),
+            ("TCP", TCP_TARGETS.get(size)),
+        ):
+            ratios = [a / b for a, b in zip(seconds["slots"], seconds[other], strict=True)]
+            micros = {way: round(1e6 * median(took), 1) for way, took in seconds.items()}
+            name = f"{size} through slots / {'gloo' if other == 'gloo' else 'a raw connection'}"
+            yield _figure(name, ratios, target, microseconds=micros)
+    yield {
+        "name": "bytes allocated by a message through slots",
+        "value": found["allocated"], "interval": None, "target": 0, "ok": not found["allocated"],
+    }  # fmt: skip
+    yield {
+        "name": "rings of a message through slots",
+        "value": found["rings"], "interval": None, "target": 1, "ok": found["rings"] == 1,
+    }  # fmt: skip
+
+
+def messages(folder: Path, rank: int) -> dict[str, Any]:
+    from steelyard.core.pinned import Edge
+    from steelyard.exchange.pinned import Pinned
+    from steelyard.measure.meter import meter_once
+
+    link, back = _connected(folder / "port", rank), _connected(folder / "back", rank)
+    seconds: dict[str, dict[str, list[float]]] = {}
+    allocated = rings = 0
+    for size, nbytes in SIZES.items():
+        edge = Edge(
+            stage=1, is_back=False, source=0, target=1, sizes=(nbytes,), count=2, holds_all=False
+        )
+        assert dist.group.WORLD is not None
+        x = torch.randn(nbytes // 4)
+        slots = Pinned([edge], group=dist.group.WORLD)
+        slots.begin()
+        ways = _ways(slots, x, link, rank)
+        took: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(WARM_UP + TURNS):
+            for way, carry in ways.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                carry(turn)
+                if rank == 0:
+                    back.recv(1)
+                else:
+                    back.sendall(b".")
+                if turn >= WARM_UP:
+                    took[way].append(time.perf_counter() - begin)
+        seconds[size] = took
+        number = WARM_UP + TURNS
+        metered = meter_once(lambda n=number, carry=ways["slots"]: carry(n))
+        allocated += metered.peak_bytes
+        rings = slots._to[1].sent / (number + 1) if rank == 0 else 1
+        slots.settle()
+        dist.barrier()
+        slots.close()
+    return {"seconds": seconds, "allocated": allocated, "rings": rings}
+
+
+def _ways(
+    slots: Any, x: Tensor, link: socket.socket, rank: int
+) -> dict[str, Callable[[int], object]]:
+    """To carry ``x`` from rank 0 to rank 1, for the how-manieth time."""
+    room, like = memoryview(x.numpy()).cast("B"), [(x.shape, x.dtype)]
+    if rank == 0:
+        return {
+            "slots": lambda number: slots.send(0, number, [x]),
+            "gloo": lambda _: dist.send(x, 1),
+            "TCP": lambda _: link.sendall(room),
+        }
+    return {
+        "slots": lambda number: slots.receive(0, number, like),
+        "gloo": lambda _: dist.recv(x, 0),
+        "TCP": lambda _: _fill(link, room),
+    }
+
+
+def _connected(path: Path, rank: int) -> socket.socket:
+    """Rank 0's to rank 1, on the loopback."""
+    if rank == 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            path.with_suffix(".new").write_text(str(server.getsockname()[1]))
+            path.with_suffix(".new").rename(path)
+            made, _ = server.accept()
+    else:
+        while not path.exists():
+            time.sleep(0.01)
+        made = socket.create_connection(("127.0.0.1", int(path.read_text())))
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def _fill(link: socket.socket, room: memoryview) -> None:
+    done = 0
+    while done < len(room):
+        done += link.recv_into(room[done:])
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+def _wide() -> Any:
+    """Of little to compute and much to hand on: 4 MiB there and back for each of four parts."""
+    model = nn.Sequential(
+        nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 255), nn.ReLU(), nn.Linear(255, 255)
+    )
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        result: Tensor = model(batch["x"]).square().mean()
+        return result
+
+    return model, loss, {"x": torch.randn(2048, 256)}
+
+
+MODELS = {"wide": _wide, "gpt": _live_models.MODELS["gpt"]}
+
+
+def of_stages() -> Iterator[dict[str, Any]]:
+    for name, target in STAGES_TARGETS.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            os.environ["STEELYARD_CACHE"] = str(folder / "costs.sqlite")
+            said = _prepared(name, folder)
+            found = _on_ranks(name, folder)
+        seconds = found["seconds"]
+        ratios = [a / b for a, b in zip(seconds["slots"], seconds["gloo"], strict=True)]
+        exposed = 1 - median(seconds["alone"]) / median(seconds["gloo"])
+        yield _figure(
+            f"{name}, {said['schedule']}: a step with slots / without", ratios, target,
+            predicted=said["seconds"], chosen=said["chosen"],
+            seconds={way: round(median(took), 5) for way, took in seconds.items()},
+            messages_share=round(exposed, 3), same_losses=found["same"],
+        )  # fmt: skip
+
+
+def _look(name: str) -> Any:
+    import steelyard as sy
+    from steelyard.api.look import Request
+    from steelyard.core.budget import Budget
+
+    torch.manual_seed(0)
+    model, loss, batch = MODELS[name]()
+    return Request(
+        model=model, loss=loss, batch=batch, optimizer=live.OPTIMIZER, budget=Budget(),
+        cluster=sy.Cluster.here(ranks=RANKS), runner="python", title=name,
+        on_progress=lambda _: None,
+    ).looked_at()  # fmt: skip
+
+
+def _prepared(name: str, folder: Path) -> dict[str, Any]:
+    """The fastest way in stages without slots, and the same with them."""
+    from steelyard.core.budget import Budget
+    from steelyard.core.plan import Decisions
+    from steelyard.core.planfile import write_decisions
+
+    look = _look(name)
+    ways = [way for staged in look.layouts.pipelines.values() for way in staged.ways]
+    without = min((w for w in ways if not w.is_pinned), key=lambda w: w.seconds)
+    within = next(w for w in ways if w.is_pinned and set(w.rules) > set(without.rules))
+    for side, way in zip(SIDES, (without, within), strict=True):
+        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=way.rules)
+        write_decisions(folder / f"{side}.plan.toml", made)
+    fastest = min(without, within, key=lambda way: way.seconds)
+    return {
+        "schedule": f"{without.schedule} in {without.parts} parts",
+        "seconds": {"gloo": round(without.seconds, 5), "slots": round(within.seconds, 5)},
+        "chosen": "slots" if fastest is within else "gloo",
+    }
+
+
+def stages(name: str, folder: Path) -> dict[str, Any]:
+    look = _look(name)
+    source = look.source.whole()
+    batch = look.request.batch
+    steps = {side: live._applied(look, source, folder / f"{side}.plan.toml") for side in SIDES}
+    losses = [[float(step.live(batch)) for _ in range(3)] for step in steps.values()]
+    sides = {side: partial(step.live, batch) for side, step in steps.items()}
+    seconds = in_turn(sides, STEPS, warm_up=WARM_UP)
+    alone = _alone(steps["slots"], batch)
+    return {"seconds": {**seconds, "alone": alone}, "same": losses[0] == losses[1]}
+
+
+def _alone(step: Any, batch: Any) -> list[float]:
+    """What the busier rank computes in a step: what is left is waiting and messages."""
+    staged = next(iter(step.live._stages.values()))
+    found = []
+    for _ in range(TURNS):
+        before = staged._busy_seconds
+        step.live(batch)
+        busy = torch.tensor(staged._busy_seconds - before, dtype=torch.float64)
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+        found.append(float(busy))
+    return found
+
+
+def work(what: str, folder: Path, rank: int) -> None:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    found = messages(folder, rank) if what == "messages" else stages(what, folder)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        work(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()
