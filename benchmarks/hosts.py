@@ -4,9 +4,9 @@
 
 Each host is a network namespace; two are joined by a veth pair, more by a bridge, and tc's tbf
 shapes what each sends. A namespace has no name and is held by a process that the kernel kills with
-this one, so that nothing is left on whatever exit. Run by itself it says whether links carry what
-they are shaped to. Linux, as root. Not for what ranks do there, nor for delays: the kernel's netem
-is not everywhere.
+this one, so that nothing is left on whatever exit. Two may also be joined by a relay that hands on
+every packet after a delay: the kernel's netem is not everywhere. Run by itself it says whether
+links carry what they are shaped to. Linux, as root. Not for what ranks do there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _PEAK_SHARE, _PEAK_SECONDS, _PEAK_BYTES = 1.02, 2.5e-4, 9000
 # with room for the headers.
 _PACKET_SHARE, _PACKET_BYTES = 0.92, 65536
 _QUEUE_MS = 200
+# A relay takes a turn for each packet: fewer and larger ones.
+_RELAYED_BYTES = 60_000
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _TOOLS = ("ip", "tc", "setpriv", "unshare", "nsenter")
 
@@ -90,9 +92,13 @@ def address(host: int) -> str:
 
 
 @contextlib.contextmanager
-def hosts(count: int, *, bits_per_second: int | None = None) -> Iterator[Hosts]:
-    """So many, each joined to all others; ends with the true reason where that is not allowed."""
+def hosts(
+    count: int, *, bits_per_second: int | None = None, delay_seconds: float = 0.0
+) -> Iterator[Hosts]:
+    """So many, each joined to all others; ends with the true reason where that is not allowed. Of
+    two, what one sends may be so long on its way."""
     assert FEWEST <= count <= MOST, f"from {FEWEST} to {MOST} hosts, not {count}"
+    assert count == FEWEST or not delay_seconds, "a relay joins two hosts"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         raise SystemExit(f"no hosts can be made here: {', '.join(missing)} not found")
@@ -101,7 +107,9 @@ def hosts(count: int, *, bits_per_second: int | None = None) -> Iterator[Hosts]:
         bridge = stack.enter_context(_namespace()) if count > FEWEST else None
         made = Hosts(holders=holders, bridge=bridge)
         stack.callback(_end, made.started)
-        _join(made)
+        if delay_seconds:
+            stack.enter_context(_relay(holders, delay_seconds))
+        _join(made, is_relayed=delay_seconds > 0)
         made.shape(bits_per_second)
         yield made
 
@@ -124,9 +132,33 @@ def _namespace() -> Iterator[subprocess.Popen[str]]:
             holder.kill()
 
 
-def _join(made: Hosts) -> None:
+@contextlib.contextmanager
+def _relay(holders: Sequence[subprocess.Popen[str]], delay_seconds: float) -> Iterator[None]:
+    """Has a device in each of the two, the ends of a link."""
+    script = str(Path(__file__).with_name("_relay.py"))
+    ends = [str(holder.pid) for holder in holders]
+    with subprocess.Popen(
+        [*_DIES_WITH_US, sys.executable, script, *ends, DEVICE, str(delay_seconds)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as relay:  # fmt: skip
+        try:
+            assert relay.stdout is not None
+            assert relay.stderr is not None
+            if relay.stdout.readline() != "up\n":
+                said = (relay.stderr.read().strip().splitlines() or ["nothing was said"])[-1]
+                raise SystemExit(f"no link with a delay can be made here: {said}")
+            for holder in holders:
+                _run([*_within(holder), "ip", "link", "set", DEVICE, "mtu", str(_RELAYED_BYTES)])
+            yield
+        finally:
+            relay.kill()
+
+
+def _join(made: Hosts, *, is_relayed: bool) -> None:
     """Devices come up where they belong: nothing of them is ever in our own namespace."""
-    if made.bridge is None:
+    if is_relayed:
+        pass  # the relay has made them
+    elif made.bridge is None:
         near, far = made.holders
         _veth(near, DEVICE, far, DEVICE)
     else:

@@ -291,6 +291,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "planned": [call for one in step.live.program.passes for call in planned_calls(one)],
         "handed_bytes": recorder.handed_bytes + sends.nbytes,
         "predicted_bytes": planned.predicted.communication_bytes.value,
+        "counted_bytes": receipt.measured.communication_bytes,
         "refused": refused,
         "again": again,
         "in_shares": _rows(step.live.program, model, rank),

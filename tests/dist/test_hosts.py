@@ -83,6 +83,50 @@ def test_a_link_carries_no_more_than_it_is_shaped_to_until_it_is_let_go() -> Non
         assert _sent(made, 1, 0) > 0.9
 
 
+_ROUND_TRIPS = 5
+_ANSWER = f"""
+import socket
+peer, _ = socket.create_server(("0.0.0.0", 7700)).accept()
+for _ in range({_ROUND_TRIPS}):
+    peer.sendall(peer.recv(1))
+"""
+_ASK = f"""
+import socket, sys, time
+for _ in range(200):
+    try:
+        peer = socket.create_connection((sys.argv[1], 7700))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+begin = time.perf_counter()
+for _ in range({_ROUND_TRIPS}):
+    peer.sendall(b".")
+    assert peer.recv(1) == b"."
+print(time.perf_counter() - begin, file=open(sys.argv[2], "w"))
+"""
+
+
+def test_what_is_sent_over_a_long_link_is_on_its_way_for_that_long(tmp_path: Path) -> None:
+    """Not sooner there, and whole, and counted: what a busy machine cannot change."""
+    delay = 0.02
+    try:
+        with hosts(FEWEST, delay_seconds=delay) as made:
+            answering = made.start(0, [sys.executable, "-c", _ANSWER], os.environ)
+            said = tmp_path / "seconds"
+            asking = made.start(
+                1, [sys.executable, "-c", _ASK, address(0), str(said)], os.environ
+            )
+            assert asking.wait() == answering.wait() == 0
+            before = made.sent_bytes(1)
+            _sent(made, 1, 0)
+            assert _NBYTES <= made.sent_bytes(1) - before <= 1.1 * _NBYTES
+    except SystemExit as reason:
+        if "/dev/net/tun" in str(reason):
+            pytest.skip(str(reason))
+        raise
+    assert float(said.read_text()) >= _ROUND_TRIPS * 2 * delay
+
+
 def test_nothing_is_left_of_hosts_whose_maker_is_killed() -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT / "src"), str(_ROOT)))}
     done = subprocess.run(

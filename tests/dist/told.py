@@ -25,6 +25,7 @@ def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
         "planned": [call for one in program.passes for call in planned_calls(one)],
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "sent_bytes": program.sent_bytes,
+        "counted_bytes": receipt.measured.communication_bytes,
         "peak_bytes": receipt.measured.memory_bytes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
@@ -36,4 +37,6 @@ def check_as_planned(ranks: Sequence[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert Counter(rank["executed"]) == Counter(rank["planned"]), name
         assert rank["predicted_bytes"] == rank["sent_bytes"], name
+        # By the kernel: what a backend says of its messages goes with them.
+        assert 1 <= rank["counted_bytes"] / rank["sent_bytes"] < 1.03, name
         assert rank["peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01), name

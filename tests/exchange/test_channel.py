@@ -14,6 +14,7 @@ import torch
 
 from steelyard.exchange import channel, turns
 from steelyard.exchange.channel import Waiting
+from steelyard.exchange.connections import Wire
 from steelyard.exchange.receipts import Receipts
 
 
@@ -85,6 +86,27 @@ def test_who_gives_way_does_so_the_more_seldom_the_longer_others_take(
         assert taken[0] <= share * now[0]
         assert len(calls) >= 6
         assert all(after - before > 0.99e-4 for before, after in pairwise(calls))
+
+
+def test_what_was_sent_is_counted_once_and_nothing_is_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname())
+        theirs, _ = listening.accept()
+        wire = Wire()
+        assert wire.sent_bytes == 0
+        wire.look()
+        before = wire.sent_bytes
+        ours.sendall(bytes(5000))
+        theirs.sendall(bytes(700))
+        assert len(theirs.recv(5000, socket.MSG_WAITALL)) == 5000
+        assert len(ours.recv(700, socket.MSG_WAITALL)) == 700
+        assert wire.sent_bytes - before == 5700
+        theirs.close()
+        wire.look()
+        assert 5000 <= wire.sent_bytes - before <= 5700
+        del wire
+        assert ours.getpeername()
+        ours.close()
 
 
 def test_receipts_are_asked_for_of_connections_alone_and_nothing_is_closed() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from steelyard.core.receipt import Measured, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.source import Laid
 from steelyard.core.trade import strike
+from steelyard.exchange.connections import Wire
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts
@@ -50,6 +51,17 @@ from steelyard.trades import TRADES
 
 # The second call: after what only a first call allocates, before a training loop is under way.
 _METERED_CALL = 2
+# Before, between and behind the first steps of whoever reports them.
+_LOOKS = 4
+
+
+class Traffic(NamedTuple):
+    """Seconds that values were on their way to far memory or back; that they, or other ranks, were
+    waited for; and bytes that this rank has sent to others."""
+
+    busy: float
+    waited: float
+    sent: float
 
 
 class Step:
@@ -111,6 +123,7 @@ class Step:
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
         self._seconds: list[float] = []
+        self._wire, self._looks = Wire(), 0
         self._traffic = [self.traffic()]
         self._losses: list[torch.Tensor] = []
         self._metered: int | None = None
@@ -157,7 +170,7 @@ class Step:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         losses = [float(x) for x in self._losses]
-        busy, waited = self.exchanged(self._traffic)
+        busy, waited, sent = self.exchanged(self._traffic)
         return ShownReceipt(
             Receipt(
                 plan=self.plan,
@@ -165,12 +178,17 @@ class Step:
                     steps=self._calls,
                     memory_bytes=self._metered,
                     rss_bytes=rss_peak_bytes(),
+                    communication_bytes=sent,
                     communication_seconds=busy,
                     computation_seconds=None if seconds is None else seconds - waited,
                     step_seconds=seconds,
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,
-                    notes=(*self.notes, *self.note_on_waits(waited), *self._note_on_gradients()),
+                    notes=(
+                        *self.notes,
+                        *self.notes_on_ranks(waited, sent),
+                        *self._note_on_gradients(),
+                    ),
                 ),
             )
         )
@@ -181,29 +199,38 @@ class Step:
         decisions = self.plan.decisions
         return bool(Layout.of(decisions.rules).shares) or len({*decisions.made_for.speeds}) > 1
 
-    def traffic(self) -> tuple[float, float]:
-        """Seconds so far that values were on their way to far memory or back; and that they, or
-        other ranks, were waited for."""
-        waited = sum(channel.waiting.seconds for channel in self.ranks.channels.values())
-        if self.far is None:
-            return 0.0, waited
-        return self.far.busy_seconds, self.far.waited_seconds + waited
+    def traffic(self) -> Traffic:
+        """So far: see there."""
+        busy = waited = sent = 0.0
+        if self.ranks.channels:
+            if self._looks < _LOOKS:  # connections come about when they are first used
+                self._looks += 1
+                self._wire.look()
+            waited = sum(channel.waiting.seconds for channel in self.ranks.channels.values())
+            sent = self._wire.sent_bytes + self.live.moved_bytes
+        if self.far is not None:
+            busy, waited = self.far.busy_seconds, self.far.waited_seconds + waited
+        return Traffic(busy, waited, sent)
 
-    def exchanged(self, traffic: Sequence[tuple[float, float]]) -> tuple[float | None, float]:
-        """Seconds of a step in which something was on its way, None where nobody knows; and in
-        which it was waited for. Torch does not say when an exchange among ranks is over."""
-        found = between(traffic)
-        many = bool(self.ranks.channels)
+    def exchanged(self, traffic: Sequence[Traffic]) -> tuple[float | None, float, int | None]:
+        """Of a step: seconds in which something was on its way, None where nobody knows; in which
+        it was waited for; and the bytes that went to other ranks. Torch does not say when an
+        exchange among ranks is over."""
+        found, many = between(traffic), bool(self.ranks.channels)
         if found is None:
-            return (None if self.far or many else 0.0), 0.0
-        return (None if many else found[0]), found[1]
+            return (None if self.far or many else 0.0), 0.0, None
+        return (None if many else found.busy), found.waited, round(found.sent) if many else None
 
-    def note_on_waits(self, waited: float) -> tuple[str, ...]:
+    def notes_on_ranks(self, waited: float, sent: int | None) -> tuple[str, ...]:
         if not self.ranks.channels:
             return ()
-        exposed = self.plan.predicted.quad.exposed_communication_seconds.value
-        own, said = format_seconds(waited), format_seconds(exposed)
-        return (f"waited {own} of a step for other ranks (predicted ~{said})",)
+        quad = self.plan.predicted.quad
+        own, said = format_seconds(waited), quad.exposed_communication_seconds.value
+        notes = [f"waited {own} of a step for other ranks (predicted ~{format_seconds(said)})"]
+        if sent is not None:
+            own, said = format_bytes(sent), quad.communication_bytes.value
+            notes.append(f"sent {own} of a step to other ranks (predicted {format_bytes(said)})")
+        return tuple(notes)
 
     def meter(self, call: Any) -> int:
         """The bytes at the peak of ``call``: what is resident and what it adds, by the allocator,
@@ -332,10 +359,10 @@ class ShownReceipt:
         return plain(render(tree_of(self.receipt)))
 
 
-def between(traffic: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+def between(traffic: Sequence[Traffic]) -> Traffic | None:
     """The median of what each step added, the first left out; None before the second."""
-    added = [(b - a, w - v) for (a, v), (b, w) in pairwise(traffic)][1:]
-    return (median(b for b, _ in added), median(w for _, w in added)) if added else None
+    added = [[b - a for a, b in zip(*both)] for both in pairwise(traffic)][1:]
+    return Traffic(*map(median, zip(*added))) if added else None
 
 
 def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:

@@ -106,15 +106,16 @@ class _Log:
     def measured(self, steps: int) -> Measured:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
-        busy, waited = self._step.exchanged(self._traffic)
+        busy, waited, sent = self._step.exchanged(self._traffic)
         if self._step.are_unlike:
             waited = self._least(waited)
-        self.notes += self._step.note_on_waits(waited)
+        self.notes += self._step.notes_on_ranks(waited, sent)
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,
             memory_bytes=self._of_all(self._peak_bytes),
             rss_bytes=rss_peak_bytes(),
+            communication_bytes=sent,
             communication_seconds=busy,
             computation_seconds=None if seconds is None else seconds - waited,
             step_seconds=seconds,

@@ -14,13 +14,15 @@ class Measured:
 
     ``steps`` were taken in all, and those from ``first_step`` on by the process that measured.
     ``memory_bytes`` is what the device's allocator held at the peak of one metered step;
-    ``rss_bytes`` what the operating system saw of the whole process.
+    ``rss_bytes`` what the operating system saw of the whole process. ``communication_bytes`` went
+    to other ranks in a step, by the kernel's count of what was handed to connections.
     """
 
     steps: int = 0
     first_step: int = 1
     memory_bytes: int | None = None
     rss_bytes: int | None = None
+    communication_bytes: int | None = None
     communication_seconds: float | None = None
     computation_seconds: float | None = None
     step_seconds: float | None = None

@@ -22,10 +22,14 @@ Values = Mapping[str, torch.Tensor]
 
 
 class Messages(Protocol):
-    """Of one rank. ``held_bytes`` is what is there for them between steps too."""
+    """Of one rank. ``held_bytes`` is what is there for them between steps too, ``moved_bytes``
+    what has gone in all, and over no connection."""
 
     @property
     def held_bytes(self) -> int: ...
+
+    @property
+    def moved_bytes(self) -> int: ...
 
     def begin(self) -> None:
         """A step."""
@@ -81,7 +85,7 @@ class ByGloo(_OfRank):
     """Room is made ahead, and messages are told apart by number; ``rank_at`` says the number of a
     stage's rank among all."""
 
-    held_bytes = 0
+    held_bytes = moved_bytes = 0
 
     def __init__(
         self, pipeline: Pipeline, *, group: dist.ProcessGroup, rank_at: Callable[[int], int]
@@ -156,6 +160,10 @@ class ThroughSlots(_OfRank):
         self._edges = {(edge.stage, edge.is_back): index for index, edge in enumerate(edges)}
         self._pinned = Pinned(edges, group=group)
         self.held_bytes = self._pinned.held_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._pinned.moved_bytes
 
     def begin(self) -> None:
         self._pinned.begin()

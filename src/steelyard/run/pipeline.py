@@ -87,6 +87,11 @@ class StagesAtWork:
         """For messages, between steps too."""
         return self._messages.held_bytes
 
+    @property
+    def moved_bytes(self) -> int:
+        """To other ranks, in memory that they share."""
+        return self._messages.moved_bytes
+
     def _rank_at(self, stage: int) -> int:
         """Among all ranks, of the one that holds this stage."""
         return dist.get_global_rank(self._group, self._rank_of[stage])

@@ -61,10 +61,14 @@ class Held(Protocol):
 
 class InStages(Protocol):
     """Forward and backward over all micro-batches, by ranks that each carry out some stages.
-    ``held_bytes`` is what they keep here between steps, besides the model."""
+    ``held_bytes`` is what they keep here between steps, besides the model; ``moved_bytes`` what
+    they have sent to others in all, by ways of their own."""
 
     @property
     def held_bytes(self) -> int: ...
+
+    @property
+    def moved_bytes(self) -> int: ...
 
     def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
         """The loss of all of them, each of which weighs its share; every rank is told."""
@@ -174,6 +178,11 @@ class LiveStep:
     def shared_bytes(self) -> int:
         """Memory that this rank keeps for what others send."""
         return sum(stages.held_bytes for stages in self._stages.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        """What went to others so far, but over no connection."""
+        return sum(stages.moved_bytes for stages in self._stages.values())
 
     @property
     def needs_all_ranks(self) -> bool:
