@@ -80,6 +80,16 @@ class Hosts:
             largest = ["ip", "link", "set", device, "gso_max_size", str(packet)]
             _run([*_within(holder), *largest])
 
+    @contextlib.contextmanager
+    def cut_off(self, host: int) -> Iterator[None]:
+        """Within it nothing comes from there or goes there."""
+        device = [*_within(self.holders[host]), "ip", "link", "set", DEVICE]
+        _run([*device, "down"])
+        try:
+            yield
+        finally:
+            _run([*device, "up"])
+
     def sent_bytes(self, host: int) -> int:
         """What its end of the link has sent so far, headers and all, by the kernel's count."""
         lines = Path(f"/proc/{self.holders[host].pid}/net/dev").read_text().splitlines()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,52 @@ def test_a_link_carries_no_more_than_it_is_shaped_to_until_it_is_let_go() -> Non
         made.shape(None)
         made.shape(40_000_000)
         assert _sent(made, 1, 0) > 0.9
+
+
+_SUM = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+                        timeout=timedelta(seconds=60))
+total = torch.zeros(1 << 18)
+for step in range(40):
+    x = torch.full((1 << 18,), float(rank + step))
+    dist.all_reduce(x)
+    total += x
+    (folder / f"{rank}").write_text(str(step))
+assert total.eq(sum(2 * step + 1 for step in range(40))).all()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_go_on_when_a_link_that_was_down_is_up_again(tmp_path: Path) -> None:
+    """With the same sums; what was under way when it went down goes again."""
+    with hosts(FEWEST, bits_per_second=100_000_000) as made:
+        ranks = [
+            made.start(rank, [sys.executable, "-c", _SUM, str(tmp_path), str(rank)], os.environ)
+            for rank in (0, 1)
+        ]
+        steps = tmp_path / "1"
+        _await(lambda: steps.exists() and int(steps.read_text() or 0) > 2)
+        with made.cut_off(1):
+            time.sleep(0.5)
+            stands_at = steps.read_text()
+            time.sleep(1.0)
+            assert steps.read_text() == stands_at, "sums without a link"
+        assert [rank.wait() for rank in ranks] == [0, 0]
+        assert stands_at != "39"
+
+
+def _await(has_come: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not has_come():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 _ROUND_TRIPS = 5

@@ -266,8 +266,8 @@ class Program:
 
     @cached_property
     def sends_codes(self) -> bool:
-        """Whether gradients are exchanged in few bits."""
-        return any(node.op == codec.ENCODE for node in self.graph.nodes)
+        """Whether gradients are exchanged in few bits, or as factors."""
+        return any(node.op in codec.FIRST_CALLS for node in self.graph.nodes)
 
     @property
     def is_lossy(self) -> bool:
