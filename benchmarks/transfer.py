@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import _live_models, live
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
+from steelyard.core.rules import Rule
+from steelyard.trades.shard_pipeline import rules_for
 
 RANKS, TURNS, WARM_UP = 2, 40, 4
 KIB, MIB = 2**10, 2**20
@@ -203,18 +205,17 @@ def _fill(link: socket.socket, room: memoryview) -> None:
 
 
 def _wide() -> Any:
-    """Of little to compute and much to hand on: 4 MiB there and back for each of four parts."""
-    model = nn.Sequential(
-        nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 255), nn.ReLU(), nn.Linear(255, 255)
-    )
+    """Of little to compute and much to hand on: 4 MiB there and 4 MiB back for each part."""
+    model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 16))
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         result: Tensor = model(batch["x"]).square().mean()
         return result
 
-    return model, loss, {"x": torch.randn(2048, 256)}
+    return model, loss, {"x": torch.randn(512 * WIDE_PARTS, 16)}
 
 
+WIDE_PARTS = 8
 MODELS = {"wide": _wide, "gpt": _live_models.MODELS["gpt"]}
 
 
@@ -251,24 +252,40 @@ def _look(name: str) -> Any:
 
 
 def _prepared(name: str, folder: Path) -> dict[str, Any]:
-    """The fastest way in stages without slots, and the same with them."""
+    """A way in stages, and the same through slots."""
     from steelyard.core.budget import Budget
     from steelyard.core.plan import Decisions
     from steelyard.core.planfile import write_decisions
+    from steelyard.predict import step_seconds
 
     look = _look(name)
-    ways = [way for staged in look.layouts.pipelines.values() for way in staged.ways]
-    without = min((w for w in ways if not w.is_pinned), key=lambda w: w.seconds)
-    within = next(w for w in ways if w.is_pinned and set(w.rules) > set(without.rules))
-    for side, way in zip(SIDES, (without, within), strict=True):
-        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=way.rules)
+    rules = _wide_rules() if name == "wide" else _fastest(look)
+    sides = {"gloo": rules, "slots": (*rules, Rule(trade="pinned_transfer", op="stages"))}
+    seconds = {}
+    for side, own in sides.items():
+        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=tuple(sorted(own)))
         write_decisions(folder / f"{side}.plan.toml", made)
-    fastest = min(without, within, key=lambda way: way.seconds)
+        seconds[side] = round(step_seconds(look.struck(own), look.prices.costs).value, 5)
+    schedule = next(rule.op for rule in rules if rule.trade == "shard_pipeline")
     return {
-        "schedule": f"{without.schedule} in {without.parts} parts",
-        "seconds": {"gloo": round(without.seconds, 5), "slots": round(within.seconds, 5)},
-        "chosen": "slots" if fastest is within else "gloo",
+        "schedule": schedule,
+        "seconds": seconds,
+        "chosen": min(seconds, key=lambda side: seconds[side]),
     }
+
+
+def _wide_rules() -> tuple[Rule, ...]:
+    """Cut where it is widest, which no search would."""
+    cut = rules_for(["1"], schedule="1F1B", ranks=RANKS)
+    return Rule(trade="accumulate", degree=WIDE_PARTS), *cut
+
+
+def _fastest(look: Any) -> tuple[Rule, ...]:
+    """The fastest way in stages of those without slots."""
+    ways = [way for staged in look.layouts.pipelines.values() for way in staged.ways]
+    fastest: tuple[Rule, ...]
+    fastest = min((w for w in ways if not w.is_pinned), key=lambda w: w.seconds).rules
+    return fastest
 
 
 def stages(name: str, folder: Path) -> dict[str, Any]:

@@ -107,7 +107,7 @@ _OF_FOUR = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble"
 
 
 def two_of_gpt(rank: int) -> Any:
-    return _run("gpt", _OF_TWO)
+    return _run("gpt", _OF_TWO, in_slots=_IN_SLOTS)
 
 
 def two_of_llama(rank: int) -> Any:
@@ -127,7 +127,7 @@ def four_of_gpt(rank: int) -> Any:
 
 
 def four_of_llama(rank: int) -> Any:
-    return _run("llama", _OF_FOUR)
+    return _run("llama", _OF_FOUR, in_slots=("1F1B",))
 
 
 def four_of_resnet(rank: int) -> Any:
@@ -165,12 +165,14 @@ def failed_of_gpt(rank: int) -> bool:
     return torch.equal(found, tied.grad)
 
 
-def _run(name: str, schedules: dict[str, int], **how: Any) -> dict[str, Any]:
-    """``how`` the stages lie besides: see ``_in_stages``."""
+def _run(
+    name: str, schedules: dict[str, int], *, in_slots: Sequence[str] = (), **how: Any
+) -> dict[str, Any]:
+    """``how`` the stages lie besides: see ``_in_stages``. Those ``in_slots`` once more so."""
     case = CASES[name]
     one = _OneDevice(case)
     found = {s: one.differences(s, case.ends[count], how) for s, count in schedules.items()}
-    for schedule in _IN_SLOTS if schedules is _OF_TWO else ("1F1B",):
+    for schedule in in_slots:
         ends, also = case.ends[schedules[schedule]], {**how, "is_pinned": True}
         found[f"{schedule} through slots"] = one.differences(schedule, ends, also)
     return found

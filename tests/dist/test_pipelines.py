@@ -18,8 +18,8 @@ _ROUNDING = 1e-9
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_two_ranks_are_one_device(model: str) -> None:
     ranks = on_two_ranks(f"tests.dist.pipelines:two_of_{model}")
-    assert len(ranks[0]) == 7 + 4
-    assert sum(schedule.endswith("through slots") for schedule in ranks[0]) == 4
+    assert sum("through slots" in schedule for schedule in ranks[0]) == (4 if model == "gpt" else 0)
+    assert sum("through slots" not in schedule for schedule in ranks[0]) == 7
     for schedule in ranks[0]:
         _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
@@ -44,7 +44,7 @@ def test_four_ranks_are_one_device(model: str) -> None:
 def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None:
     """A backward pass that is one, and one in two parts."""
     ranks = on_ranks(f"tests.dist.pipelines:parts_of_{model}", count=4)
-    assert set(ranks[0]) == {"1F1B", "ZBVZeroBubble", "1F1B through slots"}
+    assert set(ranks[0]) == {"1F1B", "ZBVZeroBubble"}
     for schedule in ranks[0]:
         own = [rank[schedule] for rank in ranks]
         _as_one_device(model, schedule, own)

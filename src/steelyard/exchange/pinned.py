@@ -60,9 +60,15 @@ class Pinned:
         self._from: dict[int, _From] = {}
         self._to: dict[int, _To] = {}
         self._came: dict[tuple[int, int, int], int] = {}
+        # All ends that may still have something to say, by the numbers of their files.
+        self._ends: dict[int, tuple[int, _From | _To]] = {}
+        self._asked = select.poll()
         files: list[FileIO] = []
         self._close = weakref.finalize(self, _closed, files)
         self._meet(files)
+        for rank, end in chain[tuple[int, _From | _To]](self._from.items(), self._to.items()):
+            self._ends[end.file.fileno()] = rank, end
+            self._asked.register(end.file, select.POLLIN)
 
     def close(self) -> None:
         self._close()
@@ -205,24 +211,24 @@ class Pinned:
 
     def _await(self, ranks: Collection[int], until: float) -> None:
         """Something that is heard of any rank; those that are waited for are to be there."""
-        ends = [e for e in chain(self._from.items(), self._to.items()) if not e[1].is_over]
-        of = {end.file.fileno(): (rank, end) for rank, end in ends}
-        asked = select.poll()
-        for number in of:
-            asked.register(number, select.POLLIN)
-        heard = asked.poll(1000 * max(0.0, until - time.monotonic()))
+        heard = self._asked.poll(1000 * max(0.0, until - time.monotonic()))
         if not heard:
             raise self._silent(ranks)
         for number, _ in heard:
-            rank, end = of[number]
+            rank, end = self._ends[number]
             if isinstance(end, _From):
                 self._answer(rank, end)
             else:
                 self._hear(rank)
-            if end.is_over and rank in ranks:
+            if end.is_over:
+                self._asked.unregister(number)
+                del self._ends[number]
+        for rank in ranks:
+            if any(end.is_over for end in (self._from.get(rank), self._to.get(rank)) if end):
                 raise self._gone(rank)
-        for index in self._written:
-            self._push(index)
+        for index, outlet in self._written.items():
+            if outlet.waiting:
+                self._push(index)
 
     def _answer(self, rank: int, source: "_From") -> None:
         for order, index, step, number, slot in _BELL.iter_unpack(_read(source, _BELL.size)):
@@ -277,8 +283,10 @@ class _Room:
     """The slots of an edge, where they are read."""
 
     def __init__(self, edge: Edge, memory: FileIO) -> None:
-        self.edge = edge
-        self._view = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
+        self.edge, self._offsets = edge, edge.offsets
+        whole = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
+        size = edge.slot_bytes
+        self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
         self._held: set[int] = set()
 
     @property
@@ -289,15 +297,14 @@ class _Room:
         self, slot: int, likes: Sequence[Like], give_back: "_GiveBack"
     ) -> list[torch.Tensor]:
         """On the slot itself, which is given back when the last of them is gone."""
-        begin = slot * self.edge.slot_bytes
-        view = self._view[begin : begin + self.edge.slot_bytes]
+        view = self._slots[slot][:]  # one of its own, which goes with the tensors
         self._held.add(slot)
         weakref.finalize(view, self._let_go, give_back).atexit = False
         return [*self._on(view, likes)]
 
     def _on(self, view: memoryview, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
-        edge = self.edge
-        for (shape, dtype), size, offset in zip(likes, edge.sizes, edge.offsets, strict=True):
+        sizes = self.edge.sizes
+        for (shape, dtype), size, offset in zip(likes, sizes, self._offsets, strict=True):
             if size:  # tensors hold what they are made of
                 flat = torch.frombuffer(
                     view, dtype=dtype, count=size // dtype.itemsize, offset=offset
@@ -318,16 +325,29 @@ class _Outlet:
         self.edge = edge
         self.free = deque(range(edge.count))
         self.waiting: deque[tuple[int, tuple[torch.Tensor, ...]]] = deque()
-        memory_ = mmap.mmap(memory.fileno(), edge.nbytes)
-        self._whole = torch.frombuffer(memory_, dtype=torch.uint8)
+        whole = torch.frombuffer(mmap.mmap(memory.fileno(), edge.nbytes), dtype=torch.uint8)
+        self._rooms = [
+            [
+                whole.narrow(0, slot * edge.slot_bytes + offset, size)
+                for size, offset in zip(edge.sizes, edge.offsets, strict=True)
+            ]
+            for slot in range(edge.count)
+        ]
+        # The same as tensors of what goes there.
+        self._places: dict[tuple[int, int], torch.Tensor] = {}
 
     def write(self, slot: int, values: Sequence[torch.Tensor]) -> None:
-        begin = slot * self.edge.slot_bytes
-        for value, size, offset in zip(values, self.edge.sizes, self.edge.offsets, strict=True):
-            assert value.nbytes == size, f"a value of {value.nbytes} bytes is sent where {size} go"
-            if size:
-                place = self._whole.narrow(0, begin + offset, size)
-                place.view(value.dtype).view(value.shape).copy_(value)
+        for number, value in enumerate(values):
+            place = self._places.get((slot, number))
+            if place is None or (place.dtype, place.shape) != (value.dtype, value.shape):
+                room = self._rooms[slot][number]
+                said = f"a value of {value.nbytes} bytes is sent where {room.nbytes} go"
+                assert value.nbytes == room.nbytes, said
+                # A view of no bytes as another dtype is refused.
+                place = room.view(value.dtype).view(value.shape) if room.nbytes else value
+                self._places[slot, number] = place
+            if place is not value:
+                place.copy_(value)
 
 
 @dataclass(slots=True)
