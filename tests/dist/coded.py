@@ -44,6 +44,8 @@ RANK = 4
 # Micro-batches, and how much of the gradients goes in one bucket.
 CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
          "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18)}
+# Of more ranks, those that go otherwise there than between two: in parts, or all-reduced.
+MANY = ("ternary", "bfloat16", "factors")
 
 
 def in_codes(rank: int) -> dict[str, Any]:
@@ -51,8 +53,7 @@ def in_codes(rank: int) -> dict[str, Any]:
         paths: list[Any] = [folder]
         dist.broadcast_object_list(paths)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
-            # That codes go with the last of several parts does not hang on the number of ranks.
-            cases = [name for name in CASES if dist.get_world_size() == 2 or " " not in name]
+            cases = CASES if dist.get_world_size() == 2 else MANY
             found = {name: _trained(name, rank, Path(paths[0])) for name in cases}
             dist.barrier()
     return found

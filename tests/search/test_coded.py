@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from steelyard.core.codec import BFLOAT16, CODES, INT8, TERNARY, Codec
+from steelyard.core.codec import BFLOAT16, CODES, INT8, TERNARY, Codec, codec_of
 from steelyard.core.rules import Rule
 from steelyard.search.coded import CodedWay, Weighing
 
@@ -22,7 +22,7 @@ _REST = 10.0
 
 
 def _counted(rules: tuple[Rule, ...]) -> Any:
-    bits = {rule.module: CODES[rule.trade, rule.op].bits for rule in rules}
+    bits = {rule.module: codec_of(rule).bits for rule in rules}
     seconds = sum(taken[bits.get(name, 32)] for name, taken in _SECONDS.items())
     return SimpleNamespace(seconds=_REST + seconds, nbytes=0)
 
@@ -40,7 +40,7 @@ def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
     found = weighing.gentler(way)
     assert found.seconds == pytest.approx(_counted(found.rules).seconds)
     assert found.seconds <= way.seconds * 1.002
-    return {rule.module: CODES[rule.trade, rule.op].bits for rule in found.rules}
+    return {rule.module: codec_of(rule).bits for rule in found.rules}
 
 
 def test_what_is_hidden_goes_as_it_is_and_what_is_half_so_in_16_bits() -> None:

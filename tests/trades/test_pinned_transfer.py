@@ -23,7 +23,7 @@ from steelyard.predict import peak_bytes, predict
 from steelyard.search import Found, Pipelines, Search
 from steelyard.trades import TRADES
 from steelyard.trades.pinned_transfer import PinnedTransfer
-from tests.trades.test_shard_pipeline import costs, plain, stages, trial
+from tests.trades.test_shard_pipeline import costs, little, plain, stages, trial
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +40,13 @@ def pinned(program: Program) -> Program:
 
 
 def found(costs: Costs) -> Found:
+    source, program = little().source, little().plain
+
     def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain(), trades=TRADES, source=trial().source, costs=costs, layout=layout)
+        return Search(program, trades=TRADES, source=source, costs=costs, layout=layout)
 
     staged = Pipelines(
-        plain(), layout=Layout(pipeline=2), trades=TRADES, source=trial().source, costs=costs,
+        program, layout=Layout(pipeline=2), trades=TRADES, source=source, costs=costs,
         searching=searching,
     )  # fmt: skip
     best = staged.find(Budget())
@@ -69,12 +71,9 @@ def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
     assert sorted(rule for taken in best.taken for rule in taken.rules) == sorted(best.rules)
     (taken,) = (taken for taken in best.taken if taken.trade == "pinned_transfer")
     assert taken.buys_seconds > 0
-    without = predict(
-        strike(
-            plain(), [r for r in best.rules if r != SLOTS], trades=TRADES, source=trial().source
-        ),
-        slow,
-    )
+    others = [rule for rule in best.rules if rule != SLOTS]
+    alone = strike(little().plain, others, trades=TRADES, source=little().source)
+    without = predict(alone, slow)
     gained = without.quad.step_seconds.value - best.prediction.quad.step_seconds.value
     assert gained == pytest.approx(taken.buys_seconds)
     assert gained > 0
