@@ -124,22 +124,10 @@ def hosts(
         yield made
 
 
-@contextlib.contextmanager
-def _namespace() -> Iterator[subprocess.Popen[str]]:
+def _namespace() -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """A process in a network of its own, of which its loopback is up."""
     inside = ["sh", "-c", "ip link set lo up && echo up && exec sleep infinity"]
-    with subprocess.Popen(
-        [*_DIES_WITH_US, "unshare", "--net", *inside],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as holder:  # fmt: skip
-        try:
-            assert holder.stdout is not None
-            assert holder.stderr is not None
-            if holder.stdout.readline() != "up\n":
-                raise SystemExit(f"no hosts can be made here: {holder.stderr.read().strip()}")
-            yield holder
-        finally:
-            holder.kill()
+    return _held(["unshare", "--net", *inside], "no hosts can be made here")
 
 
 @contextlib.contextmanager
@@ -147,21 +135,28 @@ def _relay(holders: Sequence[subprocess.Popen[str]], delay_seconds: float) -> It
     """Has a device in each of the two, the ends of a link."""
     script = str(Path(__file__).with_name("_relay.py"))
     ends = [str(holder.pid) for holder in holders]
+    command = [sys.executable, script, *ends, DEVICE, str(delay_seconds)]
+    with _held(command, "no link with a delay can be made here"):
+        for holder in holders:
+            _run([*_within(holder), "ip", "link", "set", DEVICE, "mtu", str(_RELAYED_BYTES)])
+        yield
+
+
+@contextlib.contextmanager
+def _held(command: Sequence[str], failed: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that says when it is up, and ends with this one."""
     with subprocess.Popen(
-        [*_DIES_WITH_US, sys.executable, script, *ends, DEVICE, str(delay_seconds)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as relay:  # fmt: skip
+        [*_DIES_WITH_US, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as held:
         try:
-            assert relay.stdout is not None
-            assert relay.stderr is not None
-            if relay.stdout.readline() != "up\n":
-                said = (relay.stderr.read().strip().splitlines() or ["nothing was said"])[-1]
-                raise SystemExit(f"no link with a delay can be made here: {said}")
-            for holder in holders:
-                _run([*_within(holder), "ip", "link", "set", DEVICE, "mtu", str(_RELAYED_BYTES)])
-            yield
+            assert held.stdout is not None
+            assert held.stderr is not None
+            if held.stdout.readline() != "up\n":
+                said = held.stderr.read().strip().splitlines() or ["nothing was said"]
+                raise SystemExit(f"{failed}: {said[-1]}")
+            yield held
         finally:
-            relay.kill()
+            held.kill()
 
 
 def _join(made: Hosts, *, is_relayed: bool) -> None:

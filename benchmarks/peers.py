@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import _live_models, live, ranks
 from benchmarks._linked import know_link, run_on
+from benchmarks._looked import looked_at
 from benchmarks.hosts import hosts
 from benchmarks.runner import interval
 
@@ -105,17 +106,7 @@ class Predicted:
 
 
 def _look(name: str) -> Any:
-    import steelyard as sy
-    from steelyard.api.look import Request
-    from steelyard.core.budget import Budget
-
-    torch.manual_seed(0)
-    model, loss, batch = MODELS[name]()
-    return Request(
-        model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
-        cluster=sy.Cluster.here(ranks=RANKS), runner="python", title=name,
-        on_progress=lambda _: None,
-    ).looked_at()  # fmt: skip
+    return looked_at(MODELS[name], OPTIMIZER, ranks=RANKS, title=name)
 
 
 def _prepared(name: str, folder: Path) -> Predicted:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import _live_models, live
+from benchmarks._looked import looked_at
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 from steelyard.core.rules import Rule
@@ -238,17 +239,7 @@ def of_stages() -> Iterator[dict[str, Any]]:
 
 
 def _look(name: str) -> Any:
-    import steelyard as sy
-    from steelyard.api.look import Request
-    from steelyard.core.budget import Budget
-
-    torch.manual_seed(0)
-    model, loss, batch = MODELS[name]()
-    return Request(
-        model=model, loss=loss, batch=batch, optimizer=live.OPTIMIZER, budget=Budget(),
-        cluster=sy.Cluster.here(ranks=RANKS), runner="python", title=name,
-        on_progress=lambda _: None,
-    ).looked_at()  # fmt: skip
+    return looked_at(MODELS[name], live.OPTIMIZER, ranks=RANKS, title=name)
 
 
 def _prepared(name: str, folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 _ROOT = Path(__file__).parents[2]
 _NBYTES = 5_000_000
-_SEND = f"""
+_CONNECT = """
 import socket, sys, time
 for _ in range(200):
     try:
@@ -26,6 +26,8 @@ for _ in range(200):
         break
     except ConnectionRefusedError:
         time.sleep(0.05)
+"""
+_SEND = f"""{_CONNECT}
 peer.sendall(bytes({_NBYTES}))
 """
 _RECEIVE = """
@@ -137,14 +139,7 @@ peer, _ = socket.create_server(("0.0.0.0", 7700)).accept()
 for _ in range({_ROUND_TRIPS}):
     peer.sendall(peer.recv(1))
 """
-_ASK = f"""
-import socket, sys, time
-for _ in range(200):
-    try:
-        peer = socket.create_connection((sys.argv[1], 7700))
-        break
-    except ConnectionRefusedError:
-        time.sleep(0.05)
+_ASK = f"""{_CONNECT}
 begin = time.perf_counter()
 for _ in range({_ROUND_TRIPS}):
     peer.sendall(b".")

@@ -16,7 +16,7 @@ from steelyard.core.graph import Tensor
 from steelyard.core.rules import Rule
 from steelyard.exchange.together import Together
 from steelyard.operators.low_rank import first_start, left_factors, of_factors, right_factors
-from tests.exchange.test_coded import _rules, _step, _struck, source
+from tests.exchange.test_coded import _rules, _step, _struck, issued_meanwhile, source
 
 __all__ = ["source"]
 
@@ -162,17 +162,9 @@ def test_factors_take_the_place_of_sums_of_those_alone(source: StepSource, ranks
 
 @pytest.mark.parametrize("lag", [1, 4])
 def test_both_are_waited_for_as_late_as_others(source: StepSource, lag: int) -> None:
-    program = _struck(source, _ruled(2, bucket=1 << 14, lag=lag))
-    exchanges, nodes = program.exchanges, program.graph.by_name
-    names = [nodes[program.instructions[e.issue].node].name for e in exchanges]
-    coded = [n for n, name in enumerate(names) if name.endswith(("coded_sent", "added_sent"))]
-    assert len(coded) >= 4
-    hidden = 0
-    for number in coded:
-        wait = exchanges[number].wait
-        assert wait is not None
-        hidden += sum(exchanges[number].issue < e.issue < wait for e in exchanges)
-    assert hidden >= len(coded) // 2
+    later = issued_meanwhile(_struck(source, _ruled(2, bucket=1 << 14, lag=lag)))
+    assert len(later) >= 4
+    assert sum(later) >= len(later) // 2
 
 
 def test_what_has_no_smaller_factors_is_refused(source: StepSource) -> None:

@@ -12,7 +12,7 @@ import pytest
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Link
 from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import Layout
 from steelyard.core.pinned import PINNED, Edge, edges_of
 from steelyard.core.program import Program
@@ -61,6 +61,12 @@ def test_it_is_offered_to_stages_alone() -> None:
     assert refused == ()
     with pytest.raises(Mismatch, match="lays no stages") as error:
         strike(plain(), [SLOTS], trades=TRADES, source=trial().source)
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_a_plan_for_ranks_that_share_memory_is_refused_of_others() -> None:
+    with pytest.raises(BadInput, match="not known to share any") as error:
+        predict(pinned(stages("blocks.1")), costs())
     assert len(str(error.value).splitlines()) == 3
 
 

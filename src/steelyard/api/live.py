@@ -219,7 +219,8 @@ class Step:
         found, many = between(traffic), bool(self.ranks.channels)
         if found is None:
             return (None if self.far or many else 0.0), 0.0, None
-        return (None if many else found.busy), found.waited, round(found.sent) if many else None
+        sent = round(found.sent) if many and self._wire.is_counted else None
+        return (None if many else found.busy), found.waited, sent
 
     def notes_on_ranks(self, waited: float, sent: int | None) -> tuple[str, ...]:
         if not self.ranks.channels:

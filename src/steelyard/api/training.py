@@ -107,6 +107,7 @@ class _Log:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         busy, waited, sent = self._step.exchanged(self._traffic)
+        sent = self._of_all(sent)
         if self._step.are_unlike:
             waited = self._least(waited)
         self.notes += self._step.notes_on_ranks(waited, sent)

@@ -4,6 +4,7 @@ What two trades share that send gradients in few bits. Plain data, without torch
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 from steelyard.core.codec import CODES, Codec, codec_of, is_worth_factors
 from steelyard.core.collective import GLOO
@@ -21,7 +22,23 @@ from steelyard.exchange.coded import coded
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
 
 
-def offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+class SendsCodes:
+    """A trade that sends gradients in codes, all but what it is called and pays."""
+
+    name: ClassVar[str]
+
+    def offers(
+        self,
+        program: Program,
+        source: Source,  # noqa: ARG002 - the program says what is exchanged
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        return _offers_in(self.name, program)
+
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+        return _with_codes(program, rules, source)
+
+
+def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
     """One for each code of the trade: all gradients that ranks sum up, but for the small ones."""
     if program.layout.batch == 1:
         return (), ()
@@ -30,8 +47,8 @@ def offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Re
     for (own, op, degree), codec in CODES.items():
         if own != trade:
             continue
-        if names := codable(program.graph, codec):
-            rules = rules_for(trade, program.graph, names, op=op, degree=degree)
+        if names := _codable(program.graph, codec):
+            rules = _rules_for(trade, program.graph, names, op=op, degree=degree)
             offers.append(Offer(trade=trade, label=codec.label, rules=rules))
         else:
             reason = "no gradient that ranks sum up is a large matrix of float32"
@@ -39,7 +56,7 @@ def offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Re
     return tuple(offers), tuple(refused)
 
 
-def codable(graph: Graph, codec: Codec) -> list[str]:
+def _codable(graph: Graph, codec: Codec) -> list[str]:
     """The parameters whose gradients could go in this code, in the order of their buckets."""
     return [
         member.target
@@ -49,7 +66,7 @@ def codable(graph: Graph, codec: Codec) -> list[str]:
     ]
 
 
-def rules_for(
+def _rules_for(
     trade: str, graph: Graph, names: Iterable[str], *, op: str, degree: int = 0
 ) -> tuple[Rule, ...]:
     """The fewest that name exactly these."""
@@ -69,7 +86,7 @@ def rules_for(
     return tuple(sorted(found))
 
 
-def with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Program:
+def _with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Program:
     """The program that sends what the rules name in their codes."""
     if not rules:
         return program
@@ -117,4 +134,4 @@ def _is_codable(parameter: Node, codec: Codec, *, least_bytes: int = _LEAST_BYTE
     return is_large and is_matrix and tensor.dtype == "float32"
 
 
-__all__ = ["codable", "offers_in", "rules_for", "with_codes"]
+__all__ = ["SendsCodes"]

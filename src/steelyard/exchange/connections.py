@@ -32,9 +32,10 @@ def give_back(lent: list[socket.socket]) -> None:
 
 class Wire:
     """What went to others over the connections that there are when it looks: each byte that was
-    handed to one of them, once."""
+    handed to one of them, once. ``is_counted`` where the kernel tells so much."""
 
     def __init__(self) -> None:
+        self.is_counted = True
         self._connections: list[socket.socket] = []
         weakref.finalize(self, give_back, self._connections)
 
@@ -49,9 +50,11 @@ class Wire:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it may have been closed
                 said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
-                if len(said) == _SENT.size:  # an older kernel says less
-                    sent, again = _SENT.unpack(said)
-                    total += sent - again
+                if len(said) < _SENT.size:  # it is an older one
+                    self.is_counted = False
+                    continue
+                sent, again = _SENT.unpack(said)
+                total += sent - again
         return total
 
 

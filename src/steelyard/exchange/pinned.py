@@ -85,15 +85,15 @@ class Pinned:
 
     def _meet(self, files: list[FileIO]) -> None:
         """Each makes room for what it reads, and opens what the others made for it."""
-        offered, failure = _Offered(host=_host(), pid=os.getpid()), None
+        offered, failure = _Offered(), None
         try:
-            offered = self._made(offered, files)
+            offered = self._made(files)
         except OSError as error:
             failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
         everyones = self._told(offered)
         if failure is None and all(each.is_made for each in everyones):
             try:
-                self._open(everyones, files)
+                self._open(everyones, files, host=offered.host)
             except OSError as error:
                 failure = f"what another rank made cannot be opened: {error.strerror}"
             except _Elsewhere as elsewhere:
@@ -117,7 +117,8 @@ class Pinned:
         dist.all_gather_object(everyones, said, group=self._group)
         return everyones
 
-    def _made(self, offered: "_Offered", files: list[FileIO]) -> "_Offered":
+    def _made(self, files: list[FileIO]) -> "_Offered":
+        host = _host()
         rooms: dict[int, int] = {}
         bells: dict[int, int] = {}
         heard: dict[int, int] = {}
@@ -135,23 +136,23 @@ class Pinned:
                 self._to[edge.target] = _To(free)
                 heard[edge.target] = credit.fileno()
         return _Offered(
-            host=offered.host, pid=offered.pid, rooms=rooms, bells=bells, heard=heard, is_made=True
+            host=host, pid=os.getpid(), rooms=rooms, bells=bells, heard=heard, is_made=True
         )
 
-    def _open(self, everyones: "Sequence[_Offered]", files: list[FileIO]) -> None:
+    def _open(self, everyones: "Sequence[_Offered]", files: list[FileIO], *, host: str) -> None:
         for index, edge in enumerate(self._edges):
             if edge.source == self._rank:
                 theirs, to = everyones[edge.target], self._to[edge.target]
-                files.append(memory := theirs.opened(theirs.rooms[index], "r+"))
+                files.append(memory := theirs.opened(theirs.rooms[index], "r+", host=host))
                 if os.fstat(memory.fileno()).st_size != edge.nbytes:
                     raise _Elsewhere("what another rank made is not as large as was planned")
                 self._written[index] = _Outlet(edge, memory)
                 if to.bell is None:
-                    to.bell = theirs.opened(theirs.bells[self._rank], "w")
+                    to.bell = theirs.opened(theirs.bells[self._rank], "w", host=host)
                     files.append(to.bell)
             elif edge.target == self._rank and self._from[edge.source].credit is None:
                 theirs = everyones[edge.source]
-                credit = theirs.opened(theirs.heard[self._rank], "w")
+                credit = theirs.opened(theirs.heard[self._rank], "w", host=host)
                 files.append(credit)
                 self._from[edge.source].credit = credit
 
@@ -262,8 +263,8 @@ class _Offered:
     """What a rank has made for others, by the numbers of its open files: memory by edge, ends to
     ring at and to give back at by rank."""
 
-    host: str
-    pid: int
+    host: str = ""
+    pid: int = 0
     rooms: Mapping[int, int] = field(default_factory=dict)
     bells: Mapping[int, int] = field(default_factory=dict)
     heard: Mapping[int, int] = field(default_factory=dict)
@@ -273,8 +274,8 @@ class _Offered:
     def for_others(self) -> frozenset[int]:
         return frozenset((*self.rooms.values(), *self.bells.values(), *self.heard.values()))
 
-    def opened(self, number: int, mode: str) -> FileIO:
-        if self.host != _host():
+    def opened(self, number: int, mode: str, *, host: str) -> FileIO:
+        if self.host != host:
             raise _Elsewhere("another rank is on another host, or kept apart from this one")
         return FileIO(f"/proc/{self.pid}/fd/{number}", mode)
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
+from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Phase, Role
 from steelyard.core.layout import PIPELINE
 from steelyard.core.link import Link
@@ -49,6 +50,13 @@ class Pipelined:
         self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
         order, stages, graph = self._order, self._stages, self._graph
         self._edges = edges_of(order, stages, graph) if pipeline.is_pinned else ()
+        if self._edges and PINNED not in costs.links:
+            raise BadInput(
+                "the plan has messages go through memory that ranks share, and these ranks are not "
+                "known to share any",
+                expected="ranks of this machine, of one user, that see each other's processes",
+                remedy="take [[pinned_transfer]] out of the plan, or plan again for these ranks",
+            )
         self._stage_costs = [self._stage_cost(stage) for stage in stages]
         # Ranks of one pipeline are as far apart as can be.
         self._stride = program.layout.num_ranks // program.layout.pipeline

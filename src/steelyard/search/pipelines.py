@@ -87,6 +87,7 @@ class Pipelines:
         self.offers, refusals = self._trade(_PIPELINE).offers(among, source)
         self._tell(refusals)
         self._tried: dict[tuple[Rule, ...], _Way] = {}
+        self._slots: tuple[Rule, ...] | None = None
 
     @property
     def least_seconds(self) -> float:
@@ -245,11 +246,12 @@ class Pipelines:
     def _through_slots(self, way: _Way) -> Iterator[_Way]:
         """The same with its messages in memory that these ranks share, where they do."""
         if PINNED in self._costs.links:
-            offers, _ = self._trade(_PINNED).offers(self._strike(way.rules), self._source)
-            for offer in offers:
-                found = self._way((*way.rules, *offer.rules), way.schedule, way.parts)
-                if found is not None:
-                    yield found
+            if self._slots is None:  # the same of all ways
+                offers, _ = self._trade(_PINNED).offers(self._strike(way.rules), self._source)
+                self._slots = tuple(rule for offer in offers for rule in offer.rules)
+            found = self._way((*way.rules, *self._slots), way.schedule, way.parts)
+            if found is not None:
+                yield found
 
     def _compute_again(self, ways: Sequence[_Way]) -> None:
         """Of these, the fastest and the one that holds least, with ever more recomputed."""

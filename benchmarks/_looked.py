@@ -1,0 +1,25 @@
+"""A look at a model's step on ranks of this machine, the same in all processes that plan for it.
+
+Not for choosing a plan, nor for running one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def looked_at(make: Callable[[], Any], optimizer: Any, *, ranks: int, title: str) -> Any:
+    import steelyard as sy
+    from steelyard.api.look import Request
+    from steelyard.core.budget import Budget
+
+    torch.manual_seed(0)
+    model, loss, batch = make()
+    return Request(
+        model=model, loss=loss, batch=batch, optimizer=optimizer, budget=Budget(),
+        cluster=sy.Cluster.here(ranks=ranks), runner="python", title=title,
+        on_progress=lambda _: None,
+    ).looked_at()  # fmt: skip
