@@ -25,7 +25,7 @@ from benchmarks.published.mist import mist_rows
 from benchmarks.published.reaches import fitted_anew, reached_figures
 from benchmarks.published.rows import Row, block_of, peak_bytes, predicted, reaching
 from benchmarks.published.sailor import sailor_rows
-from benchmarks.published.scoring import figure, fitted, time_figures
+from benchmarks.published.scoring import figure, fitted, time_figures, with_fitted_ports
 from benchmarks.published.titan import llama_rows
 from steelyard.core.stack import Stack
 
@@ -33,6 +33,7 @@ from steelyard.core.stack import Stack
 def main() -> None:
     plans = sailor_rows()
     rows = [*megatron_rows(), *foundry_rows(), *llama_rows(), *plans, *mist_rows()]
+    rows = with_fitted_ports(rows)
     reached = fitted_anew(rows)
     figures = [
         *time_figures(rows),

@@ -55,4 +55,5 @@ def _row(line: dict[str, str]) -> Row:
         model_flops=3 * tokens * (2 * int(line["num_parameters"]) + attention),
         alike=line["recompute"],
         step_seconds=tokens / float(line["tokens_per_s"]),
+        fits_ports=True,
     )

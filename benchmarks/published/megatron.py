@@ -100,6 +100,7 @@ def _row(line: dict[str, str]) -> Row:
         model_flops=of_model,
         alike=line["recompute"],
         outside=line["system"] == "deepspeed",
+        fits_ports=line["system"] == "deepspeed",
         step_seconds=float(line["step_seconds"] or 0) or _printed_flops(shape, batch) / rate,
     )
 

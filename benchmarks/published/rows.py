@@ -44,6 +44,8 @@ class Row:
     step_seconds: float
     peak_bytes: float = 0.0
     outside: bool = False
+    # Weights in parts went through as many of a machine's ports as the table says: see scoring.py.
+    fits_ports: bool = False
     # What a printed peak has in it besides what the allocator gave out, in words; rows that say the
     # same share one figure for it, fitted where ``table`` has others than those that are scored.
     beside: str = ""
@@ -76,6 +78,13 @@ def block_of(row: Row, stack: Stack) -> Section:
 def _parts(row: Row, stack: Stack) -> Sections:
     costs = tensor_costs(row.cluster, row.layout)
     return sections(row.graph(), costs, row.layout, blocks=BLOCKS, stack=stack)
+
+
+def through_ports(row: Row, ports: int) -> Row:
+    """As if no more of a machine's ports were used."""
+    tree = row.cluster.tree
+    members = tuple(replace(m, ports=min(m.ports, ports)) for m in tree.members)
+    return replace(row, cluster=Cluster(tree=replace(tree, members=members)))
 
 
 def reaching(row: Row, share: float, call_seconds: float) -> Stack:

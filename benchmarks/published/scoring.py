@@ -1,5 +1,8 @@
 """How well published steps are predicted: two figures from half a table, errors on the rest.
 
+A third is the ports of a machine that weights in parts went through, where that is known of no
+cluster.
+
 Beside each error stands the naive one, from a constant efficiency. Not for what was published.
 """
 
@@ -10,10 +13,11 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.published.rows import Row, naive_seconds, predicted, reaching
+from benchmarks.published.rows import Row, naive_seconds, predicted, reaching, through_ports
 
 _SHARES = tuple(s / 100 for s in range(25, 101, 5))
 _CALL_SECONDS = (2.5e-6, 5e-6, 10e-6, 20e-6, 30e-6, 40e-6)
+_PORTS = (8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +43,54 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for source, of_source in tables.items():
         if of_source[0].outside:
             continue
-        used = tuple(of_source[::2])
+        used = half(of_source)
         found = fitted(used)
         print(f"from half of {source}: {found[0]:.0%} is reached, {found[1] * 1e6:g} us a call")
         for name, table in tables.items():
             if table[0].family == used[0].family:
                 # What a table of one row says by itself is that row.
                 alike = table if len(table) > 1 else [*table, *used]
-                scored = [_scored(r, found, alike) for r in table if r not in used]
+                seen = half(table) if table[0].fits_ports else used
+                scored = [_scored(r, found, alike) for r in table if r not in seen]
                 yield from _figures(f"{name} from half of {source}", scored)
+
+
+def half(table: Sequence[Row]) -> tuple[Row, ...]:
+    """What a table is fitted on."""
+    return tuple(table[::2])
+
+
+def with_fitted_ports(rows: Sequence[Row]) -> list[Row]:
+    """Each table's from its half, at the two figures that this half gives with all of them."""
+    tables: dict[str, list[Row]] = {}
+    for row in rows:
+        tables.setdefault(row.table, []).append(row)
+    return [row for table in tables.values() for row in _through_fitted(table)]
+
+
+def _through_fitted(table: Sequence[Row]) -> Sequence[Row]:
+    if not table[0].fits_ports:
+        return table
+    found = fitted(half(table))
+
+    def error(ports: int) -> float:
+        return _mean_error([through_ports(row, ports) for row in half(table)], found)
+
+    ports = min(_PORTS, key=error)
+    print(f"from half of {table[0].table}: {ports} of a machine's ports are used")
+    return [through_ports(row, ports) for row in table]
 
 
 @cache
 def fitted(rows: tuple[Row, ...]) -> tuple[float, float]:
     """The share and the seconds of a call at which the mean error of these rows is least."""
 
-    def error(found: tuple[float, float]) -> float:
-        times = (predicted(r, reaching(r, *found)).step_seconds / r.step_seconds for r in rows)
-        return mean(abs(time - 1) for time in times)
+    return min(product(_SHARES, _CALL_SECONDS), key=lambda found: _mean_error(rows, found))
 
-    return min(product(_SHARES, _CALL_SECONDS), key=error)
+
+def _mean_error(rows: Sequence[Row], found: tuple[float, float]) -> float:
+    times = (predicted(r, reaching(r, *found)).step_seconds / r.step_seconds for r in rows)
+    return mean(abs(time - 1) for time in times)
 
 
 def _scored(row: Row, found: tuple[float, float], table: Sequence[Row]) -> Scored:
