@@ -20,14 +20,14 @@ from benchmarks.published.scoring import figure
 from steelyard.core.deep_layout import MIXED, DeepLayout
 from steelyard.core.stack import Stack
 from steelyard.predict.deep import deep_step, tensor_costs
-from steelyard.predict.sections import Sections, sections
+from steelyard.predict.sections import sections
 
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=128, vocabulary=30528)
 _SHARES = tuple(s / 100 for s in range(30, 101, 2))
 # What LAMB reads and writes of each parameter, as optimization.py calls it: the gradient to half
 # precision and back (6 + 6), norms of gradient and weight (4 + 4), moments, gradient and weight
 # to a direction (4 + 4 + 8 + 8 + 4), its norm (4), the weight (4 + 8), and its half (6).
-_LAMB_BYTES = 70
+_FORMATS = replace(MIXED, update_bytes=70)
 _graph = cache(captured)
 
 
@@ -130,11 +130,5 @@ def _step_seconds(steps: Steps, share: float) -> float:
     stack = Stack(peak_share=share, bandwidth_share=share)
     graph = _graph(shape, micro_batch=steps.at_once, tensor=1)
     parts = sections(graph, tensor_costs(cluster, layout), layout, blocks=BLOCKS, stack=stack)
-    step = deep_step(parts, cluster, layout, MIXED, num_blocks=shape.layers, stack=stack)
-    lamb = _num_parameters(parts) * _LAMB_BYTES / (share * cluster.device.bytes_per_second)
-    return step.pipeline_seconds + step.exposed_seconds + lamb
-
-
-def _num_parameters(parts: Sections) -> int:
-    around = dict(parts.before.parameters) | dict(parts.after.parameters)
-    return _SHAPE.layers * parts.block.num_parameters + sum(around.values())
+    step = deep_step(parts, cluster, layout, _FORMATS, num_blocks=shape.layers, stack=stack)
+    return step.step_seconds

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from benchmarks.published import gpt, llama
+from benchmarks.published import gpt, llama, opt
 from benchmarks.published.gpt import GPT, Shape
 from benchmarks.published.llama import Llama, LlamaShape
+from benchmarks.published.opt import OPT
 from steelyard.capture.parted import parted
 from steelyard.capture.regions import regions
 from steelyard.capture.source import StepSource
@@ -39,6 +40,13 @@ def captured_llama(shape: LlamaShape, *, micro_batch: int, tensor: int) -> Graph
     with torch.device("meta"):
         model = Llama(replace(shape, layers=3)).to(torch.bfloat16)
     graph = _whole(model, llama.loss, micro_batch, shape.sequence)
+    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel=False)
+
+
+def captured_opt(shape: Shape, *, micro_batch: int, tensor: int) -> Graph:
+    with torch.device("meta"):
+        model = OPT(replace(shape, layers=3))
+    graph = _whole(model, opt.loss, micro_batch, shape.sequence)
     return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel=False)
 
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 class Shape:
     """``vocabulary`` is padded, as Megatron does it, so that each rank has as much of it.
 
-    ``flash``: attention is one kernel, as in "FlashAttention" (Dao et al., NeurIPS 2022).
+    ``flash``: attention is one kernel, as in "FlashAttention" (Dao et al., NeurIPS 2022). ``bare``:
+    products have no bias, and the head has weights of its own.
     """
 
     hidden: int
@@ -27,6 +28,7 @@ class Shape:
     vocabulary: int
     dropout: float = 0.1
     flash: bool = False
+    bare: bool = False
 
 
 def dropout(shape: Shape) -> nn.Module:
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.query, self.key, self.value, self.out = (
-            nn.Linear(shape.hidden, shape.hidden) for _ in range(4)
+            nn.Linear(shape.hidden, shape.hidden, bias=not shape.bare) for _ in range(4)
         )
         self.core = Core(shape)
 
@@ -74,8 +76,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(shape.hidden), nn.LayerNorm(shape.hidden)
         self.attention = Attention(shape)
-        self.up = nn.Linear(shape.hidden, 4 * shape.hidden)
-        self.down = nn.Linear(4 * shape.hidden, shape.hidden)
+        self.up = nn.Linear(shape.hidden, 4 * shape.hidden, bias=not shape.bare)
+        self.down = nn.Linear(4 * shape.hidden, shape.hidden, bias=not shape.bare)
         self.dropout1, self.dropout2 = (dropout(shape) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -94,6 +96,9 @@ class GPT(nn.Module):
         self.dropout = dropout(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        if not shape.bare:
+            self.head.weight = self.table.weight
         mask = torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1)
         self.register_buffer("mask", mask)
 
@@ -101,7 +106,8 @@ class GPT(nn.Module):
         x = self.dropout((self.table(tokens) + self.positions.weight).transpose(0, 1).contiguous())
         for block in self.blocks:
             x = block(x, self.mask)
-        return functional.linear(self.norm(x), self.table.weight)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ Korthikanti et al., 2022.
 Not for predicting them: see rows.py.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 
 from benchmarks.published.captured import captured
@@ -23,6 +24,10 @@ _STACKS = {
     "megatron-2022": Stack(fuses=True, overlaps_tensor=True),
     "deepspeed": Stack(fuses=True, flat=False, rings_only=True),
 }
+# Its optimizer, as megatron/optimizer/optimizer.py of NVIDIA/Megatron-LM at b4bc51b1 calls it: the
+# gradient to single precision (2 + 4), unscaled (4 + 4), its norm (4), Adam (16 + 12), and the
+# weight to half precision (4 + 2).
+_FORMATS = replace(MIXED, update_bytes=52)
 _graph = cache(captured)
 
 
@@ -78,6 +83,8 @@ def _row(line: dict[str, str]) -> Row:
         again=_AGAIN[line["recompute"]],
         draws_parts=True,
         gathers_again=parallel,
+        # --DDP-impl torch, in examples/sc21/run_table_1.sh at 6985e589.
+        overlaps=line["table"] == "sc21-1" and line["pipeline"] == "1",
     )
     of_model = _model_flops(shape, batch)
     rate = float(line["tflops_per_gpu"] or 0) * 1e12 * layout.num_ranks
@@ -94,7 +101,7 @@ def _row(line: dict[str, str]) -> Row:
         ),
         cluster=machines("dgx-a100-80gb", layout.num_ranks),
         layout=layout,
-        formats=MIXED,
+        formats=_FORMATS,
         stack=_STACKS[line["system"]],
         num_blocks=shape.layers,
         model_flops=of_model,

@@ -1,7 +1,9 @@
 """Plans for OPT-350M on up to 128 GH200, measured for the simulator of Sailor (SOSP 2025).
 
-Megatron-DeepSpeed; of eth-easl/sailor, sailor/Planner/simulations/validation. What matters here is
-which plan is quicker, as much as how quick. Not for predicting them: see rows.py.
+Megatron-DeepSpeed; of eth-easl/sailor, sailor/Planner/simulations/validation. It ran in single
+precision (ae_scripts/clariden_scripts/run_opt.slurm asks for no other), whose products NVIDIA's
+image of PyTorch 24.10 computes in TF32. What matters here is which plan is quicker, as much as how
+quick. Not for predicting them: see rows.py.
 """
 
 from collections import defaultdict
@@ -9,28 +11,36 @@ from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import combinations
 
-from benchmarks.published.captured import captured
+from benchmarks.published.captured import captured_opt
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
 from steelyard.core.cluster import Cluster
-from steelyard.core.deep_layout import MIXED_WIDE_GRADIENTS, DeepLayout
-from steelyard.core.stack import Stack
+from steelyard.core.deep_layout import SINGLE, DeepLayout
+from steelyard.core.stack import Handing, Stack
 
 # Padded to a multiple of 128 for each of four tensor ranks, as Megatron does it.
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=2048, vocabulary=50688)
-# A node of Alps: four GH200 of 96 GB at 4 TB/s, each with a port of 200 Gbit/s: remembered.
+# A node of Alps: four GH200 of 96 GB at 4 TB/s (remembered), and what a message takes to another as
+# its authors measured it (sailor/Planner/baselines/Aceso/profiler/GH-96/profiled-data-fp32,
+# p2p_inter_node.csv: 11.9 GB/s at 1 MiB to 23.5 at 256).
 _NODE = """
 [device.GH200-96GB]
 preset = "H100-SXM5"
 memory = "96 GiB"
 memory_bandwidth = "4000 GB/s"
+peak = { float32 = "494.7 TFLOP/s" }
+[link.between-nodes]
+curve = [
+    ["1 MiB", "87.9 us"], ["4 MiB", "249.4 us"], ["16 MiB", "823.6 us"], ["64 MiB", "2.9695 ms"],
+    ["256 MiB", "11.4215 ms"],
+]
 [scope.node]
 members = { GH200-96GB = 4 }
 link = "nvlink-h100"
-out_link = "infiniband-hdr"
+out_link = "between-nodes"
 out_ports = 4
 """
-_graph = cache(captured)
+_graph = cache(captured_opt)
 
 
 def sailor_rows() -> list[Row]:
@@ -78,9 +88,10 @@ def _row(line: dict[str, str]) -> Row:
         graph=partial(_graph, _SHAPE, micro_batch=micro, tensor=tensor),
         cluster=_nodes(layout.num_ranks // 4),
         layout=layout,
-        formats=MIXED_WIDE_GRADIENTS,
-        # Whether it fused is not said; as if it did, memory and time alike would be too small.
-        stack=Stack(fuses=False),
+        formats=SINGLE,
+        # Single precision has no fused kernels there, and no JIT is asked for. Its engine waits for
+        # each send and receive: deepspeed/pipe_engine.py.
+        stack=Stack(fuses=False, handing=Handing.IN_TURN),
         num_blocks=_SHAPE.layers,
         model_flops=72 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)),
         alike="",

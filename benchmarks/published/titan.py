@@ -11,7 +11,7 @@ from benchmarks.published.llama import LlamaShape
 from benchmarks.published.rows import Row, declared, facts, machines
 from steelyard.core.cluster import Cluster
 from steelyard.core.deep_layout import MIXED_WIDE_GRADIENTS, DeepLayout, Formats
-from steelyard.core.stack import Stack
+from steelyard.core.stack import Handing, Stack
 
 # Parts are kept in single precision, and gathered in half: both together are what is kept.
 _SINGLE_GATHERED_HALF = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=10)
@@ -70,6 +70,8 @@ def _row(line: dict[str, str]) -> Row:
             fuses=line["software"] != "eager",
             rings_only=True,
             attention_share=_HOPPER_ATTENTION,
+            # "We use asynchronous point-to-point communication in PP" (Llama 3, section 3.3.2).
+            handing=Handing.AT_ONCE if is_titan else Handing.BESIDE,
         ),
         num_blocks=shape.layers,
         model_flops=shape.model_flops(batch),

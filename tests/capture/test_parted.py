@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steelyard import _torch
 from steelyard.capture.parted import parted
@@ -34,8 +34,11 @@ _MODELS = ("gpt", "gpt_sdpa", "moe", "resnet_bn", "hf_llama", "hf_mixtral")
 class Whole:
     """A case of the zoo in double precision, what one device makes of it, and of its parts."""
 
-    def __init__(self, name: str) -> None:
-        model, loss, batch = zoo.case(name).make()
+    @classmethod
+    def named(cls, name: str) -> Whole:
+        return cls(*zoo.case(name).make())
+
+    def __init__(self, model: nn.Module, loss: Any, batch: Any) -> None:
         self.model = copy.deepcopy(model).double()
         self.batch = _torch.tree_map(_widened, batch)
         self.captured: Captured = StepSource(
@@ -102,7 +105,7 @@ class Whole:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _MODELS)
 def test_however_the_parts_lie_the_step_is_the_same(name: str) -> None:
-    whole = Whole(name)
+    whole = Whole.named(name)
     dtypes = {t.dtype for n in whole.graph.nodes if not n.is_input for t in n.outputs}
     bound = ROUNDING_SINGLE if "float32" in dtypes else ROUNDING
     for seed, num_ranks in enumerate((2, 4)):
@@ -117,7 +120,7 @@ def test_however_the_parts_lie_the_step_is_the_same(name: str) -> None:
 
 
 def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
-    whole = Whole("gpt")
+    whole = Whole.named("gpt")
     choice = Parting(axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=2)))
     graphs = whole.in_parts(choice)
     assert whole.error(choice, graphs) < ROUNDING
@@ -135,7 +138,7 @@ def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
 
 def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
     """Chosen for two values only, sequence parallelism follows (Korthikanti et al. 2022)."""
-    whole = Whole("gpt")
+    whole = Whole.named("gpt")
     weights = tuple(_columns_then_rows(layers=2))
     plain = Parting(axis="tensor", num_ranks=2, inputs=weights)
     cut = Parting(
@@ -154,7 +157,7 @@ def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
 
 
 def test_a_split_vocabulary_never_gathers_its_scores() -> None:
-    whole = Whole("gpt")
+    whole = Whole.named("gpt")
     choice = Parting(axis="tensor", num_ranks=2, inputs=(("parameter:token.weight", Shard(0)),))
     graphs = whole.in_parts(choice)
     assert whole.error(choice, graphs) < ROUNDING
@@ -167,8 +170,49 @@ def test_a_split_vocabulary_never_gathers_its_scores() -> None:
     assert [n.outputs[0].shape for n in gathered] == [(2, 64)]
 
 
+class Masked(nn.Module):
+    """Scores are written over where they lie, through a view of what made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).view(2, 6, 4, 4).transpose(1, 2).reshape(8, 6, 4)
+            for layer in (self.query, self.key, self.value)
+        )
+        scores = torch.bmm(q, k.transpose(1, 2)).view(2, 4, 6, 6)
+        scores.masked_fill_(torch.ones(6, 6, dtype=torch.bool).triu(1), -1e4)
+        mixed = torch.bmm(scores.softmax(-1).view(8, 6, 6), v)
+        out: Tensor = self.out(mixed.view(2, 4, 6, 4).transpose(1, 2).reshape(2, 6, 16))
+        return out
+
+
+def test_what_is_written_over_in_place_stays_in_parts() -> None:
+    """Its gradient is copied over a tensor of its form that holds nothing yet."""
+    batch = torch.randn(2, 6, 16)
+    whole = Whole(Masked(), lambda model, x: model(x).square().sum(), batch)
+    columns = [(f"parameter:{n}.weight", Shard(0)) for n in ("query", "key", "value")]
+    biases = [(f"parameter:{n}.bias", Shard(0)) for n in ("query", "key", "value")]
+    choice = Parting(
+        axis="tensor",
+        num_ranks=2,
+        inputs=(*columns, *biases, ("parameter:out.weight", Shard(1))),
+        values=(),
+    )
+    graphs = whole.in_parts(choice)
+    assert whole.error(choice, graphs) < ROUNDING
+    assert any(n.op == "aten.copy.default" for n in whole.graph.nodes), "nothing is copied over"
+    for graph in graphs:
+        exchanged = [n for n in graph.nodes if n.collective is not None]
+        # What the rows of the last product add up to: nothing reads a gradient of the batch.
+        assert [n.collective.kind for n in exchanged if n.collective] == [Exchange.ALL_REDUCE]
+        assert not any(n.op == "aten.new_empty_strided.default" for n in graph.nodes)
+
+
 def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
-    whole = Whole("gpt")
+    whole = Whole.named("gpt")
     assert whole.graph.runs
     for layers, left in ((1, ()), (2, whole.graph.runs)):
         choice = Parting(
@@ -178,7 +222,7 @@ def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
 
 
 def test_nothing_in_parts_is_the_captured_step() -> None:
-    whole = Whole("gpt")
+    whole = Whole.named("gpt")
     (graph, _) = whole.in_parts(Parting(axis="tensor", num_ranks=2))
     assert [(n.name, n.op, n.signature, n.nth) for n in graph.nodes] == [
         (n.name, n.op, n.signature, n.nth) for n in whole.graph.nodes
@@ -188,7 +232,7 @@ def test_nothing_in_parts_is_the_captured_step() -> None:
 
 
 def test_what_does_not_divide_is_refused_in_three_lines() -> None:
-    whole = Whole("mlp")
+    whole = Whole.named("mlp")
     for choice in (
         Parting(axis="tensor", num_ranks=3, inputs=(("parameter:0.weight", Shard(0)),)),
         Parting(axis="tensor", num_ranks=2, inputs=(("parameter:0.wieght", Shard(0)),)),
@@ -198,7 +242,7 @@ def test_what_does_not_divide_is_refused_in_three_lines() -> None:
 
 
 def test_gradients_lie_as_their_parameters() -> None:
-    whole = Whole("resnet_bn")
+    whole = Whole.named("resnet_bn")
     choice = whole.at_random(7, 2)
     for graph in whole.in_parts(choice):
         storages = []

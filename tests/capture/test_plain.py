@@ -105,6 +105,31 @@ def test_gradients_of_a_residual_belong_to_the_block_that_they_enter() -> None:
     ]
 
 
+class WrittenOver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.into(x).view(2, 2, 2)
+        made.masked_fill_(torch.eye(2, dtype=torch.bool), 0.0)
+        return made.reshape(2, 4)
+
+
+def squared(model: nn.Module, batch: Tensor) -> Tensor:
+    out: Tensor = model(batch).square().sum()
+    return out
+
+
+def test_gradients_of_what_is_written_over_belong_to_its_block() -> None:
+    graph = graph_of((nn.Sequential(WrittenOver(), WrittenOver()), squared, torch.randn(2, 4)))
+    backward = [n for n in graph.nodes if n.phase is Phase.BACKWARD]
+    copies = [n for n in backward if n.op == "aten.copy.default"]
+    assert {n.path for n in copies} == {"0", "1"}
+    filled = [n for n in backward if n.op == "aten.masked_fill.Scalar"]
+    assert [n.path for n in filled] == ["1", "0"]
+
+
 def test_a_forward_node_is_named_by_module_operator_and_count() -> None:
     for name in NAMED:
         graph = named(name)

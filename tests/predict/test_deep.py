@@ -12,13 +12,15 @@ import pytest
 from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
 from steelyard.core.cluster import Cluster
-from steelyard.core.deep_layout import MIXED, DeepLayout
+from steelyard.core.deep_layout import MIXED, DeepLayout, Formats
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
-from steelyard.core.stack import Stack
-from steelyard.predict.deep import DeepStep, deep_step, tensor_costs
+from steelyard.core.stack import Handing, Stack
+from steelyard.predict.collectives import all_gather
+from steelyard.predict.deep import DeepLaid, DeepStep, deep_step, tensor_costs
 from steelyard.predict.predict import predict
+from steelyard.predict.routes import route
 from steelyard.predict.sections import Sections, sections
 
 _SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
@@ -171,3 +173,45 @@ def test_rings_alone_are_never_quicker() -> None:
         return deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack).step_seconds
 
     assert took(Stack(rings_only=True)) >= took(Stack())
+
+
+def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
+    def took(handing: Handing, stages: int) -> float:
+        layout = DeepLayout(pipeline=stages, micro_batches=8)
+        stack = Stack(handing=handing)
+        costs = tensor_costs(_MACHINE, layout)
+        parts = sections(_graph(), costs, layout, blocks=BLOCKS, stack=stack)
+        step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
+        return step.pipeline_seconds
+
+    def handed(stages: int) -> float:
+        layout = DeepLayout(pipeline=stages, micro_batches=8)
+        once = DeepLaid(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
+        # Of all stages for the first micro-batch, and of the slowest for each that follows.
+        return (stages + 8 - 1) * once
+
+    for stages, ways in ((2, 2), (4, 4)):
+        beside = took(Handing.BESIDE, stages)
+        assert took(Handing.AT_ONCE, stages) - beside == pytest.approx(2 * handed(stages))
+        assert took(Handing.IN_TURN, stages) - beside == pytest.approx(ways * handed(stages))
+
+
+def test_what_was_sent_in_parts_is_gathered_where_it_arrives() -> None:
+    def handed(layout: DeepLayout) -> float:
+        return DeepLaid(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
+
+    split = DeepLayout(tensor=4, pipeline=2)
+    goes_on_split = replace(split, gathers_again=True)
+    gathered = all_gather(route(_MACHINE.tree, range(4)), 2 * _SBH)[0].seconds
+    assert handed(split) - handed(goes_on_split) == pytest.approx(gathered)
+
+
+def test_an_update_takes_what_its_optimizer_is_known_to_move() -> None:
+    layout = DeepLayout()
+
+    def took(formats: Formats) -> float:
+        return deep_step(_parts(layout), _MACHINE, layout, formats, num_blocks=24).update_seconds
+
+    # Gradient and weight once, what is kept there and back.
+    assert took(replace(MIXED, update_bytes=2 + 2 + 2 * 12)) == took(MIXED)
+    assert took(replace(MIXED, update_bytes=56)) == pytest.approx(2 * took(MIXED))

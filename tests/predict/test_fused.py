@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
 from steelyard.core.cluster import Cluster
+from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import MIXED, DeepLayout
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase, Role, Storage, Tensor
 from steelyard.core.stack import Stack
 from steelyard.predict.deep import deep_step, tensor_costs
 from steelyard.predict.fused import Kernel, fused, unfused
+from steelyard.predict.kernels import computed_flops, kernel_seconds
 from steelyard.predict.sections import sections
 
 _SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
@@ -143,15 +146,45 @@ def test_fusing_never_takes_more_time(tensor: int, again: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("name", ["peak_share", "bandwidth_share"])
 def test_a_stack_that_reaches_more_never_takes_more_time(name: str) -> None:
-    took = [_seconds(Stack(**{name: share})) for share in (0.25, 0.5, 0.75, 1.0)]
+    took = [_seconds(Stack(call_seconds=0.0, **{name: share})) for share in (0.25, 0.5, 0.75, 1.0)]
     assert took == sorted(took, reverse=True)
     assert took[0] > took[-1]
 
 
 def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
     # Roofline's bound is the larger of computing and moving; theirs is the sum.
-    plain = _seconds(None)
-    assert plain < _seconds(Stack(fuses=False)) < 2 * plain
+    costs = Costs(device=replace(_MACHINE.device, call_seconds=0.0))
+    stack = Stack(fuses=False)
+    for kernel in unfused(_captured(1).nodes):
+        if kernel.nodes[0].collective is None:
+            plain = kernel_seconds(kernel, costs, None)
+            assert plain * (1 - 1e-9) <= kernel_seconds(kernel, costs, stack) <= 2 * plain
+
+
+def test_a_call_is_hidden_by_what_runs_and_never_takes_less() -> None:
+    """It is made while the one before it runs."""
+    kernels = [k for k in unfused(_captured(1).nodes) if k.nodes[0].collective is None]
+    costs = tensor_costs(_MACHINE, DeepLayout())
+    for kernel in kernels:
+        running, called = (
+            kernel_seconds(kernel, costs, Stack(fuses=False, call_seconds=calling))
+            for calling in (0.0, 1e-6)
+        )
+        assert called == max(running, 1e-6)
+    assert _seconds(Stack(call_seconds=1e-3)) > 100 * _seconds(Stack(call_seconds=0.0))
+
+
+def test_attention_computes_whole_blocks_along_its_diagonal() -> None:
+    long, short = (
+        captured(replace(_SHAPE, flash=True, sequence=sequence), micro_batch=1, tensor=1)
+        for sequence in (1024, 64)
+    )
+    # Of 8 by 8 blocks of 128 queries 36 are there; fewer than 128 queries are one block.
+    for graph, share in ((long, 36 / 64), (short, 1.0)):
+        kernels = [n for n in graph.nodes if n.op.startswith("aten._scaled_dot_product")]
+        assert len(kernels) == 6
+        for node in kernels:
+            assert computed_flops(node) == pytest.approx(share * node.flops)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.35])

@@ -56,18 +56,27 @@ def short_file(filename: str) -> str:
     return "/".join(filename.rsplit("/", 2)[-2:])
 
 
+# How autograd begins to hand a gradient on through what was written over in place.
+_OVERWRITING = ("aten.new_empty_strided.", "aten.copy.")
+
+
 def with_paths(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Give each pathless sum of gradients to the module of the term that is computed last.
 
-    Where a residual joins, that is the block whose input's gradient is being summed.
+    Where a residual joins, that is the block whose input's gradient is being summed. So is what
+    autograd makes of the gradient of a view that was written over in place.
     """
     places: dict[str, int] = {}
     placed: list[Node] = []
+    copied: set[str] = set()
     for index, node in enumerate(nodes):
-        if node.phase is Phase.BACKWARD and not node.path and node.op.startswith("aten.add"):
+        if node.phase is Phase.BACKWARD and not node.path:
+            is_copy = node.op.startswith(_OVERWRITING) or not copied.isdisjoint(node.inputs)
             terms = [places[i] for i in node.inputs if i in places and placed[places[i]].path]
-            if terms:
+            if terms and (is_copy or node.op.startswith("aten.add")):
                 node = replace(node, path=placed[max(terms)].path)
+            if is_copy:
+                copied.add(node.name)
         if node.phase is Phase.BACKWARD:
             places[node.name] = index
         placed.append(node)

@@ -96,6 +96,10 @@ class _Parting:
         self._wanted = self._wanted_placements()
 
     def place(self, node: Node) -> None:
+        if self._is_overwritten(node):
+            return
+        if self._overwrites(node):
+            node = _copying(node)
         if node.is_input:
             self._place_input(node)
         elif node.is_getitem:
@@ -129,6 +133,22 @@ class _Parting:
         )
         assert not graph.problems(), graph.problems()
         return graph
+
+    def _overwrites(self, node: Node) -> bool:
+        """A copy over all of another value is one of what is copied, laid out as that was."""
+        if node.op != "aten.copy.default":
+            return False
+        over, copied = (self._graph.by_name[name].outputs[0] for name in tensors_of(node))
+        return (over.shape, over.dtype) == (copied.shape, copied.dtype)
+
+    def _is_overwritten(self, node: Node) -> bool:
+        """Made for nothing but that others are copied over all of it."""
+        users = [self._graph.by_name[user] for user in self._graph.users[node.name]]
+        return (
+            node.op in VALUELESS
+            and bool(users)
+            and all(self._overwrites(user) and user.args[0] == Ref(node.name) for user in users)
+        )
 
     # --- one node
 
@@ -341,6 +361,17 @@ class _Parting:
                 taken.add(by_name[output.node].outputs[0].storage)
             owned.append(output)
         return tuple(owned)
+
+
+def _copying(node: Node) -> Node:
+    made = node.outputs[0]
+    return replace(
+        node,
+        op="steelyard.copy_laid_out",
+        args=(node.args[1], made.shape, made.stride),
+        kwargs=(),
+        inputs=node.inputs[1:],
+    )
 
 
 def _still_equal(nodes: Sequence[Node], run: BlockRun) -> bool:

@@ -93,11 +93,21 @@ class DeepLayout:
 class Formats:
     """Bytes for each parameter: of the weights that are computed with, of the gradient that is kept
     and exchanged, and of what the optimizer keeps: its moments, and weights in a wider format.
+
+    ``update_bytes`` are what an update reads and writes, where it is known of an optimizer; else
+    weights and gradients are taken once, and what is kept twice.
     """
 
     weight_bytes: int
     gradient_bytes: int
     state_bytes: int
+    update_bytes: int | None = None
+
+    @property
+    def moved_by_update(self) -> int:
+        if self.update_bytes is not None:
+            return self.update_bytes
+        return self.gradient_bytes + self.weight_bytes + 2 * self.state_bytes
 
 
 # Weights and gradients in half precision, weights again and two moments in single.

@@ -4,9 +4,19 @@ For pricing steps that are nowhere run. Not for what a device could reach: see d
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 from steelyard.core.device import Device
 from steelyard.core.errors import BadInput
+
+
+class Handing(Enum):
+    """How stages wait for what they hand each other: for both ways at once, for one after another,
+    or not at all, since both go beside what is computed."""
+
+    AT_ONCE = "at once"
+    IN_TURN = "in turn"
+    BESIDE = "beside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +40,7 @@ class Stack:
     flat: bool = True
     rings_only: bool = False
     overlaps_tensor: bool = False
+    handing: Handing = Handing.AT_ONCE
 
     def __post_init__(self) -> None:
         shares = (self.peak_share, self.bandwidth_share, self.attention_share)

@@ -17,7 +17,7 @@ from steelyard.core.device import Device
 from steelyard.core.errors import BadInput
 from steelyard.core.far_memory import FAR_PIECE_BYTES
 from steelyard.core.layout import TENSOR
-from steelyard.core.stack import Stack
+from steelyard.core.stack import Handing, Stack
 from steelyard.predict.carried import carried
 from steelyard.predict.collectives import (
     Algorithm,
@@ -173,7 +173,17 @@ class DeepLaid:
     def ends_seconds(self, number: int) -> float:
         """What a stage takes besides its blocks."""
         ends = sum(self.in_turn(part) for part in self._around(number))
-        return ends + 2 * self._layout.virtual * self.hand_on_seconds
+        return ends + self._handing_seconds
+
+    @property
+    def _handing_seconds(self) -> float:
+        """A micro-batch comes and goes on, and its gradient comes and goes back. In turn, whoever
+        has one neighbour waits while that one hands on to its other.
+        """
+        if self._stack.handing is Handing.BESIDE:
+            return 0.0
+        in_turn = self._stack.handing is Handing.IN_TURN and self._layout.pipeline > 2
+        return (4 if in_turn else 2) * self._layout.virtual * self.hand_on_seconds
 
     def exposed_seconds(self, number: int, stage: Stage) -> float:
         """Gradients go once a step; with parts of the weights, they went block by block."""
@@ -252,11 +262,9 @@ class DeepLaid:
         return count * self._formats.state_bytes // self._share(from_stage=1)
 
     def _updating_seconds(self, number: int, num_blocks: int) -> float:
-        """Gradients and weights once, state there and back, at the pace of the memory."""
-        formats = self._formats
-        each = formats.gradient_bytes + formats.weight_bytes + 2 * formats.state_bytes
+        """At the pace of the memory."""
         count = self._num_parameters(number, num_blocks) / self._share(from_stage=1)
-        return count * each / self._bandwidth
+        return count * self._formats.moved_by_update / self._bandwidth
 
     def memory(self, number: int, stage: Stage) -> StageMemory:
         kept = sum(count * block.kept_bytes for block, count in stage.blocks)
@@ -376,7 +384,9 @@ class DeepLaid:
 
     @cached_property
     def hand_on_seconds(self) -> float:
-        """To the next stage, by each tensor rank its part (SC 2021, section 4.1)."""
+        """To the next stage, by each tensor rank its part, which are gathered there unless that
+        goes on in parts (SC 2021, section 4.1).
+        """
         layout = self._layout
         if layout.pipeline == 1:
             return 0.0
@@ -384,7 +394,11 @@ class DeepLaid:
         width = layout.tensor * layout.data
         step = width if self._first + width < width * layout.pipeline else -width
         way = self._route(sorted((self._first, self._first + step)))
-        return send(way, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
+        sent = send(way, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
+        if layout.tensor == 1 or layout.gathers_again:
+            return sent
+        among = route(self._cluster.tree, range(self._first, self._first + layout.tensor))
+        return sent + all_gather(among, self._parts.stream_bytes)[0].seconds
 
     @cached_property
     def _shared_table_seconds(self) -> float:

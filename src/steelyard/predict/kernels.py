@@ -30,16 +30,20 @@ def kernel_seconds(kernel: Kernel, costs: Costs, stack: Stack | None) -> float:
     calling = device.call_seconds if stack.call_seconds is None else stack.call_seconds
     if node.collective is not None:
         return calling  # what it reads and writes is in what its link takes
-    seconds = calling + (kernel.moved_bytes + _passing_bytes(node)) / bandwidth
-    if not node.flops:
-        return seconds
-    share = stack.peak_share * (stack.attention_share if _is_attention(node) else 1)
-    return seconds + computed_flops(node) / (share * device.flops_in(node.outputs[0].dtype))
+    seconds = (kernel.moved_bytes + _passing_bytes(node)) / bandwidth
+    if node.flops:
+        share = stack.peak_share * (stack.attention_share if _is_attention(node) else 1)
+        seconds += computed_flops(node) / (share * device.flops_in(node.outputs[0].dtype))
+    # While one runs, the next is called.
+    return max(calling, seconds)
 
 
 def computed_flops(node: Node) -> float:
-    """Kernels of attention leave out what a causal mask hides."""
-    return node.flops / 2 if _is_attention(node) and True in node.args else node.flops
+    """Kernels of attention leave out blocks that a causal mask hides, but not parts of them."""
+    if not _is_attention(node) or True not in node.args:
+        return node.flops
+    queries = node.outputs[0].shape[-2]
+    return node.flops * min(1.0, (1 + _QUERIES / queries) / 2)
 
 
 def _is_attention(node: Node) -> bool:
