@@ -13,7 +13,7 @@ from tests.capture.test_parted import ROUNDING, ROUNDING_SINGLE, Whole
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "moe", "hf_llama", "resnet_bn"])
 def test_a_region_cut_sends_what_it_says_and_computes_the_same(name: str) -> None:
-    whole = Whole(name)
+    whole = Whole.named(name)
     bound = ROUNDING_SINGLE if name == "hf_llama" else ROUNDING
     found = regions(whole.graph, num_ranks=2)
     for region in found:
@@ -31,7 +31,7 @@ def test_a_region_cut_sends_what_it_says_and_computes_the_same(name: str) -> Non
 
 
 def test_attention_and_mlp_are_found_in_every_block() -> None:
-    found = {r.path: dict(r.inputs) for r in regions(Whole("gpt").graph, num_ranks=2)}
+    found = {r.path: dict(r.inputs) for r in regions(Whole.named("gpt").graph, num_ranks=2)}
     for layer in range(2):
         at = f"blocks.{layer}"
         assert found[f"{at}.mlp"] == {
@@ -49,14 +49,16 @@ def test_attention_and_mlp_are_found_in_every_block() -> None:
 
 def test_a_tied_vocabulary_is_one_region_from_its_table_to_the_loss() -> None:
     (found,) = [
-        r for r in regions(Whole("gpt").graph, num_ranks=2) if "token.weight" in r.inputs[0][0]
+        r
+        for r in regions(Whole.named("gpt").graph, num_ranks=2)
+        if "token.weight" in r.inputs[0][0]
     ]
     assert found.inputs == (("parameter:token.weight", Shard(0)),)
     assert len(found.sums) == len(found.wholes) == 1
 
 
 def test_more_ranks_than_heads_cut_no_heads() -> None:
-    graph = Whole("gpt").graph  # of two heads
+    graph = Whole.named("gpt").graph  # of two heads
     attention = [r for r in regions(graph, num_ranks=4) if r.path.endswith("attention")]
     two = [r for r in regions(graph, num_ranks=2) if r.path.endswith("attention")]
     assert len(two) == 2
