@@ -12,8 +12,6 @@ clearly slow is dropped half by half. Figures are medians of paired ratios. Need
 cores that do nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
