@@ -3,8 +3,10 @@
     python benchmarks/published/all.py
 
 Two figures are fitted for each device and software, the share that kernels reach of it and what a
-call takes, on every second row of one table; and, where peaks were printed of more than what the
-allocator had given out, one for what else there was. Nothing is fitted to a row. Needs no GPU.
+call takes, on every second row of one table; where weights in parts went between machines whose
+network is only named, the ports that they went through, likewise; and, where peaks were printed of
+more than what the allocator had given out, one for what else there was. Nothing is fitted to a row.
+Needs no GPU.
 """
 
 import json
@@ -25,7 +27,7 @@ from benchmarks.published.mist import mist_rows
 from benchmarks.published.reaches import fitted_anew, reached_figures
 from benchmarks.published.rows import Row, block_of, peak_bytes, predicted, reaching
 from benchmarks.published.sailor import sailor_rows
-from benchmarks.published.scoring import figure, fitted, time_figures, with_fitted_ports
+from benchmarks.published.scoring import figure, fitted, half, time_figures, with_fitted_ports
 from benchmarks.published.titan import llama_rows
 from steelyard.core.stack import Stack
 
@@ -54,7 +56,7 @@ def main() -> None:
 def _layers(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """With what half of each of the software's tables of whole steps gave, as those are scored."""
     for source in ("sc21-1", "sc21-2", "korthikanti-5"):
-        yield from _layers_from(source, fitted(tuple([r for r in rows if r.table == source][::2])))
+        yield from _layers_from(source, fitted(half([r for r in rows if r.table == source])))
 
 
 def _layers_from(source: str, found: tuple[float, float]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from benchmarks.published import gpt, llama, opt
+from benchmarks.published import gpt, llama
 from benchmarks.published.gpt import GPT, Shape
 from benchmarks.published.llama import Llama, LlamaShape
 from benchmarks.published.opt import OPT
@@ -46,7 +46,7 @@ def captured_llama(shape: LlamaShape, *, micro_batch: int, tensor: int) -> Graph
 def captured_opt(shape: Shape, *, micro_batch: int, tensor: int) -> Graph:
     with torch.device("meta"):
         model = OPT(replace(shape, layers=3))
-    graph = _whole(model, opt.loss, micro_batch, shape.sequence)
+    graph = _whole(model, gpt.loss, micro_batch, shape.sequence)
     return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel=False)
 
 

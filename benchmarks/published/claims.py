@@ -11,12 +11,12 @@ from typing import Any
 from benchmarks.published.megatron import figure_rows
 from benchmarks.published.rows import Row, predicted, reaching
 from benchmarks.published.sailor import alternatives, ordered_wrongly, regret
-from benchmarks.published.scoring import figure, fitted
+from benchmarks.published.scoring import figure, fitted, half
 
 
 def ordering_figures(plans: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Of plans of which each one was measured."""
-    found = fitted(tuple(plans[::2]))
+    found = fitted(half(plans))
     seconds = {plan: predicted(plan, reaching(plan, *found)).step_seconds for plan in plans}
     groups = list(alternatives(plans))
     pairs = sum(len(group) * (len(group) - 1) // 2 for group in groups)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.published.bert import bert_fit, bert_step_errors
 from benchmarks.published.rows import Row, predicted, reaching
-from benchmarks.published.scoring import figure, fitted
+from benchmarks.published.scoring import figure, fitted, half
 from steelyard.core.cluster_file import decode_tree
 from steelyard.core.reached import Reached
 
@@ -43,7 +43,7 @@ def reached_figures(found: dict[str, dict[str, float | None]]) -> Iterator[dict[
 
 
 def _of_half(table: Sequence[Row]) -> dict[str, float | None]:
-    used = tuple(table[::2])
+    used = half(table)
     share, call_seconds = fitted(used)
     errors = (
         predicted(row, reaching(row, share, call_seconds)).step_seconds / row.step_seconds - 1

@@ -37,9 +37,7 @@ class Scored:
 
 def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Each table in turn gives its half; all others of its device and software are scored by it."""
-    tables: dict[str, list[Row]] = {}
-    for row in rows:
-        tables.setdefault(row.table, []).append(row)
+    tables = _by_table(rows)
     for source, of_source in tables.items():
         if of_source[0].outside:
             continue
@@ -62,10 +60,14 @@ def half(table: Sequence[Row]) -> tuple[Row, ...]:
 
 def with_fitted_ports(rows: Sequence[Row]) -> list[Row]:
     """Each table's from its half, at the two figures that this half gives with all of them."""
+    return [row for table in _by_table(rows).values() for row in _through_fitted(table)]
+
+
+def _by_table(rows: Sequence[Row]) -> dict[str, list[Row]]:
     tables: dict[str, list[Row]] = {}
     for row in rows:
         tables.setdefault(row.table, []).append(row)
-    return [row for table in tables.values() for row in _through_fitted(table)]
+    return tables
 
 
 def _through_fitted(table: Sequence[Row]) -> Sequence[Row]:
