@@ -47,7 +47,8 @@ FINER_SHARES = tuple(percent / 100 for percent in range(98, 40, -2))
 # The budgets under which a plan is chosen: none, and this share of what the leanest layout takes.
 TIGHT_SHARE = 0.85
 # Turns of all that are left, and the share of them that stays.
-ROUNDS = ((1, 0.6), (2, 0.4), (4, 0.4), (12, 0.0))
+Rounds = tuple[tuple[int, float], ...]
+ROUNDS: Rounds = ((1, 0.6), (2, 0.4), (4, 0.4), (12, 0.0))
 STEPS_IN_A_ROW, METERED = 2, 2
 TAKE_APART = frozenset({"shard_tensor", "shard_states", "shard_pipeline"})
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
@@ -247,12 +248,16 @@ def _peak(step: Any, batch: Any) -> int:
 
 
 def _contested(
-    steps: Sequence[Any], batch: Any, rank: int, contest: dict[str, Any]
+    steps: Sequence[Any],
+    batch: Any,
+    rank: int,
+    contest: dict[str, Any],
+    rounds: Rounds = ROUNDS,
 ) -> list[list[float]]:
     """Of each plan, what a step took in each turn that it was in."""
     seconds: list[list[float]] = [[] for _ in steps]
     left = [*range(len(steps))]
-    for turns, share in ROUNDS:
+    for turns, share in rounds:
         for turn in range(turns):
             for place in range(len(left)):
                 number = left[(place + turn) % len(left)]
@@ -344,8 +349,8 @@ def _judged(contest: Contest, folder: Path, name: str) -> Iterator[dict[str, Any
     }
 
 
-def _all_turns() -> int:
-    return sum(turns for turns, _ in ROUNDS)
+def _all_turns(rounds: Rounds = ROUNDS) -> int:
+    return sum(turns for turns, _ in rounds)
 
 
 def _correlation(left: Sequence[float], right: Sequence[float]) -> float:

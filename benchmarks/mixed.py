@@ -50,7 +50,7 @@ from steelyard.measure.exchanges import context_of, fitted
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-RANKS, TURNS, WARM_UP = 2, 24, 2
+RANKS, BATCH, TURNS, WARM_UP = 2, 48, 24, 2
 QUOTA, IDEAL, TARGET = 0.5, 1.5, 0.9
 # Short beside a step, so that no step falls into a spell without time.
 PERIOD_SECONDS = 0.01
@@ -226,7 +226,7 @@ def case(share: float = 1.0) -> tuple[nn.Module, Any, Any]:
     model = GPT(
         layers=4, width=256, heads=4, vocabulary=512, length=128, dropout=0.0, fused=True
     )  # fmt: skip
-    return model, next_token_loss, tokens(round(24 * share), 128, 512)
+    return model, next_token_loss, tokens(round(BATCH * share), 128, 512)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ class Costs:
         if collective is None or link is None:
             return FREE
         own = link.device_seconds(collective.sent_bytes, messages=collective.hops)
+        own /= self.device.speed
         return Estimate.within(own, share=_DECLARED_SHARE)
 
     def whole_step_in(self, parts: int) -> Estimate:

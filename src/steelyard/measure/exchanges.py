@@ -41,7 +41,8 @@ _FIGURES = ("latency", "rate", "call", "disturbs", "hop", "hand")
 _SLOTS = ("slot hop", "slot rate", "slot hand")
 # What is remembered is above zero.
 _NEXT_TO_NONE = 1e-12
-_COMPUTING_SECONDS, _PRODUCTS = 1.0, 64
+# As in a step, most of the time goes into products, and some into passes over memory.
+_COMPUTING_SECONDS, _PRODUCTS, _SWEEPS = 2.0, 64, 6
 # Ranks on equal cores differ by as much, by what else the machine does.
 _ALIKE_SHARE = 0.15
 
@@ -108,7 +109,7 @@ def context_of(num_ranks: int) -> str:
 def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """A line through the times of a small and two large exchanges, as a ring sends them, and what a
     small message takes from one rank to the next; of what each rank said, the slowest counts."""
-    num_ranks = len(said)
+    num_ranks, speeds = len(said), _speeds(said)
     timed = {name: max(one[name] for one in said) for name in said[0]}
     small, middle, large = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
@@ -116,16 +117,18 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
     )
     seconds = timed["large"] - timed["middle"]
     rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, _NEXT_TO_NONE)
+    # What is taken of a slow rank is priced by its speed again.
+    disturbs = max(one["disturbs"] * speed for one, speed in zip(said, speeds, strict=True))
     latency = (timed["small"] - small.sent_bytes / rate) / small.hops
     return {
         "latency": max(latency, _NEXT_TO_NONE),
         "rate": rate,
         "call": max(timed["call"] / small.hops, _NEXT_TO_NONE),
-        "disturbs": min(1.0, max(timed["disturbs"], _NEXT_TO_NONE)),
+        "disturbs": min(1.0, max(disturbs, _NEXT_TO_NONE)),
         "hop": max(timed["hop"] - _SMALL_BYTES / rate, _NEXT_TO_NONE),
         "hand": max(timed["hand"], _NEXT_TO_NONE),
         **_through_slots(timed),
-        **{_speed_of(rank): speed for rank, speed in enumerate(_speeds(said))},
+        **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
     }
 
 
@@ -219,16 +222,19 @@ def _figures() -> dict[str, float]:
 
 
 def _product_seconds() -> float:
-    """The processor's time of one product, while all ranks make them; more, where the quota of this
+    """The processor's time of some work, while all ranks do it; more, where the quota of this
     rank's control group is less than its cores. What others take of a core for a moment is not
     counted: it would be another figure the next time. For the same reason the least of a few, and
-    no figure at all of cores that the kernel says are alike: one whose other half is busy seems
-    to be half a core for as long as that lasts."""
+    no figure at all of cores that the kernel says are alike, of which none is withheld: one whose
+    other half is busy seems to be half a core for as long as that lasts. One that is withheld is
+    somebody else's meanwhile, and its caches too, so that there the usual time counts."""
     cores = len(os.sched_getaffinity(0))
-    withheld = max(1.0, cores / quota_cores())
-    if are_cores_alike():
+    withheld, alike = max(1.0, cores / quota_cores()), are_cores_alike()
+    most = torch.tensor(withheld)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if alike and most == 1:
         return withheld
-    matrix = torch.ones(_MATRIX, _MATRIX)
+    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(_LARGE_BYTES // 4)
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
     found: list[float] = []
@@ -236,8 +242,10 @@ def _product_seconds() -> float:
         begin = time.process_time()
         for _ in range(_PRODUCTS):
             torch.mm(matrix, matrix)
-        found.append((time.process_time() - begin) / _PRODUCTS)
-    return min(found) * withheld
+        for _ in range(_SWEEPS):
+            large.mul_(1.0)
+        found.append(time.process_time() - begin)
+    return (median(found) if alike else min(found)) * withheld
 
 
 def _seconds(x: torch.Tensor, rounds: int) -> float:

@@ -194,9 +194,10 @@ class Playing:
         link = self._costs.links.get(issued.axis)
         if link is None:
             return  # known as a whole, and nothing of what it takes of the device
-        self._spared += stall * self._whole * link.disturbs
+        disturbs = link.disturbs / self._costs.device.speed * self._whole
+        self._spared += stall * disturbs
         # Of a transfer: waiting may take longer.
-        self._at_most += issued.sent_bytes / link.bytes_per_second * self._whole * link.disturbs
+        self._at_most += issued.sent_bytes / link.bytes_per_second * disturbs
 
     def run(self, node: Node) -> None:
         beside = self._device(self._costs.beside_seconds(node)) * self._whole

@@ -5,7 +5,7 @@ what the shares are then predicted to take: small ones take longer than their pa
 capture at new sizes, so few are tried. Not for how the ranks exchange: see layouts.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 # Of whole batches shared out; from the second on they differ by little.
@@ -13,6 +13,8 @@ _TRIES = 3
 # Of fewer units a rank might be half of one off, some hundredths of a step; of more, shares have
 # less in common, and could be cut into fewer micro-batches.
 _UNITS_OF_A_RANK = 24
+# Prices at other sizes are measured anew: by what makes so little of a difference, none is chosen.
+_DOUBT = 0.02
 # Of a long list of speeds, what is still read.
 _MOST_SAID = 3
 
@@ -30,12 +32,19 @@ def units_for(ranks: int, possible: Sequence[int]) -> int:
 def unequal_shares(units: int, whole_seconds: Sequence[float], timed: Timed) -> Shares | None:
     """The fastest of those tried; None where equal ones are all that the speeds ask for.
     ``whole_seconds`` is what each rank would take for the whole batch."""
-    tried: dict[Shares, float] = {}
-    shares = in_whole_units(units, [1 / seconds for seconds in whole_seconds])
-    while len(tried) < _TRIES and shares not in tried and len(set(shares)) > 1:
-        tried[shares], works = timed(shares)
-        shares = _rebalanced(units, shares, works)
-    return min(tried, key=tried.__getitem__) if tried else None
+    tried: dict[Shares, tuple[float, Sequence[float]]] = {}
+    shares: Shares | None
+    shares = best = in_whole_units(units, [1 / seconds for seconds in whole_seconds])
+    if len(set(shares)) == 1:
+        return None
+    while shares is not None and len(tried) < _TRIES:
+        tried[shares] = timed(shares)
+        if tried[shares][0] < (1 - _DOUBT) * tried[best][0]:
+            best = shares
+        further = _near(units, best, tried[best][1])
+        unequal = (each for each in further if len(set(each)) > 1)
+        shares = next((each for each in unequal if each not in tried), None)
+    return best
 
 
 def in_whole_units(units: int, weights: Sequence[float]) -> Shares:
@@ -52,19 +61,18 @@ def in_whole_units(units: int, weights: Sequence[float]) -> Shares:
     return tuple(shares)
 
 
-def _rebalanced(units: int, shares: Shares, works: Sequence[float]) -> Shares:
-    """By what a unit was found to take on each rank; else one unit from where most is worked to
-    where least is."""
-    found = in_whole_units(units, [n / took for n, took in zip(shares, works, strict=True)])
-    if found != shares:
-        return found
-    moved = list(shares)
+def _near(units: int, shares: Shares, works: Sequence[float]) -> Iterator[Shares]:
+    """By what a unit was found to take on each rank; one unit from where most is worked to where
+    least is; and one back."""
+    yield in_whole_units(units, [n / took for n, took in zip(shares, works, strict=True)])
     longest = max(range(len(works)), key=works.__getitem__)
     shortest = min(range(len(works)), key=works.__getitem__)
-    if moved[longest] > 1:
-        moved[longest] -= 1
-        moved[shortest] += 1
-    return tuple(moved)
+    for source, target in ((longest, shortest), (shortest, longest)):
+        if shares[source] > 1:
+            moved = list(shares)
+            moved[source] -= 1
+            moved[target] += 1
+            yield tuple(moved)
 
 
 def speeds_said(whole_seconds: Sequence[float]) -> str:
