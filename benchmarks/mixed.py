@@ -50,7 +50,7 @@ from steelyard.measure.exchanges import context_of, fitted
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-RANKS, BATCH, TURNS, WARM_UP = 2, 48, 24, 2
+RANKS, BATCH, TURNS, WARM_UP = 2, 96, 16, 2
 QUOTA, IDEAL, TARGET = 0.5, 1.5, 0.9
 # Short beside a step, so that no step falls into a spell without time.
 PERIOD_SECONDS = 0.01

@@ -31,7 +31,7 @@ from steelyard.exchange.turns import take_turns
 from steelyard.measure.cache import CostCache
 
 _SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 4096, 1 << 20, 16 << 20
-_ROUNDS, _SECONDS = 9, 120
+_ROUNDS, _FEW_ROUNDS, _SECONDS = 9, 3, 120
 # What takes longer does not show more of how it disturbs.
 _LONG_SECONDS = 0.2
 _MATRIX = 256
@@ -42,7 +42,7 @@ _SLOTS = ("slot hop", "slot rate", "slot hand")
 # What is remembered is above zero.
 _NEXT_TO_NONE = 1e-12
 # As in a step, most of the time goes into products, and some into passes over memory.
-_COMPUTING_SECONDS, _PRODUCTS, _SWEEPS = 2.0, 64, 6
+_COMPUTING_SECONDS, _PRODUCTS, _SWEEPS = 4.0, 64, 6
 # Ranks on equal cores differ by as much, by what else the machine does.
 _ALIKE_SHARE = 0.15
 
@@ -221,13 +221,35 @@ def _figures() -> dict[str, float]:
     }
 
 
+def measured_now(before: Link) -> Link:
+    """What joins the ranks of this group, which all come together in the middle of a run; what an
+    exchange takes of a core is as ``before``. The same on each of them."""
+    num_ranks = dist.get_world_size()
+    with torch.no_grad():
+        small, middle = (torch.ones(nbytes // 4) for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES))
+        timed = torch.tensor(
+            [_seconds(small, _ROUNDS), _seconds(middle, _FEW_ROUNDS)], dtype=torch.float64
+        )
+        dist.all_reduce(timed, op=dist.ReduceOp.MAX)
+    least, more = map(float, timed)
+    sizes = (_SMALL_BYTES, _MIDDLE_BYTES)
+    one, other = (
+        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
+        for nbytes in sizes
+    )
+    rate = (other.sent_bytes - one.sent_bytes) / max(more - least, _NEXT_TO_NONE)
+    latency = max((least - one.sent_bytes / rate) / one.hops, _NEXT_TO_NONE)
+    return replace(before, latency_seconds=latency, bytes_per_second=rate, doubt=_DOUBT)
+
+
 def _product_seconds() -> float:
     """The processor's time of some work, while all ranks do it; more, where the quota of this
     rank's control group is less than its cores. What others take of a core for a moment is not
     counted: it would be another figure the next time. For the same reason the least of a few, and
     no figure at all of cores that the kernel says are alike, of which none is withheld: one whose
     other half is busy seems to be half a core for as long as that lasts. One that is withheld is
-    somebody else's meanwhile, and its caches too, so that there the usual time counts."""
+    somebody else's meanwhile, and its caches too: there the least is not what steps take, and the
+    usual is of what else goes on just then, so that a quarter of the way is taken."""
     cores = len(os.sched_getaffinity(0))
     withheld, alike = max(1.0, cores / quota_cores()), are_cores_alike()
     most = torch.tensor(withheld)
@@ -245,7 +267,7 @@ def _product_seconds() -> float:
         for _ in range(_SWEEPS):
             large.mul_(1.0)
         found.append(time.process_time() - begin)
-    return (median(found) if alike else min(found)) * withheld
+    return sorted(found)[len(found) // 4 if withheld > 1 else 0] * withheld
 
 
 def _seconds(x: torch.Tensor, rounds: int) -> float:
