@@ -20,8 +20,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -140,7 +140,7 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     unlike = {live._key(look, own): own for own in reversed(rules)}
     own_key = live._key(look, rules[0])
     ways = [rules[0], *(own for key, own in unlike.items() if key != own_key)]
-    for number, own in enumerate(ways):
+    for number, own in enumerate(map(_without_warm_up, ways)):
         made = Decisions(made_for=look.made_for(), budget=Budget(), rules=own)
         write_decisions(folder / f"{number}.plan.toml", made)
     quad = plan.predicted.quad
@@ -150,6 +150,13 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
         wire_share=quad.exposed_communication_seconds.value / quad.step_seconds.value,
         reason="; ".join(dict.fromkeys(refused)),
     )
+
+
+def _without_warm_up(rules: Sequence[Any]) -> tuple[Any, ...]:
+    """What comes first goes as it is, and is nobody's step."""
+    from steelyard.core.codec import CODE_TRADES
+
+    return tuple(replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules)
 
 
 # --- one rank -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,8 @@ def _decided(codec: str, count: int, micro_batches: int, bucket: int) -> Decisio
     if micro_batches > 1:
         rules += (Rule(trade="accumulate", degree=micro_batches),)
     offers, _ = CODECS[codec].offers(look.struck(rules), look.source)
-    rules += tuple(r for offer in offers for r in offer.rules if r.op in ("", codec))
+    own = (r for offer in offers for r in offer.rules if r.op in ("", codec))
+    rules += tuple(replace(rule, lead=0) for rule in own)
     lossy = Budget(accuracy_loss=0.5)
     return Decisions(made_for=look.made_for(), budget=lossy, rules=tuple(sorted(rules)))
 

@@ -313,7 +313,7 @@ def test_every_gradient_leaves_before_the_next_is_made() -> None:
     step.backward(batch)
     alive: list[int] = []
     total = sum(p.nbytes for p in model.parameters())
-    bound = step._bound[step._planned]
+    bound = step._bound[0, step._planned]
     inputs = bound.inputs(step._layout.leaves(batch), 0, torch.ones(()))
     import weakref
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from steelyard import _torch
 from steelyard.core.amounts import format_seconds
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODES
+from steelyard.core.codec import CODES, Codec
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
@@ -51,18 +51,26 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
     return replace(told, num_offers=told.num_offers + others), predicted
 
 
+def codecs_here(look: "Look") -> list[Codec]:
+    """The codes that can be had."""
+    trades = {trade.name for trade in look.request.trades}
+    is_compiling = _torch.cpp_compiler() is not None
+    return [
+        codec
+        for (trade, _, _), codec in CODES.items()
+        if trade in trades and (is_compiling or not codec.is_compiled)
+    ]
+
+
 def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
     """Of the codes that can be had here; of others it is told."""
-    trades = {trade.name for trade in look.request.trades}
-    codecs = []
-    for (trade, _, _), codec in CODES.items():
-        if trade not in trades:
-            continue
-        if not codec.is_compiled or _torch.cpp_compiler() is not None:
-            codecs.append(codec)
-        else:
-            reason = "Inductor finds no C++ compiler to make codes with"
-            refused.append(Refusal(trade=trade, label=codec.label, reason=reason, left=Left.NEVER))
+    codecs, trades = codecs_here(look), {trade.name for trade in look.request.trades}
+    reason = "Inductor finds no C++ compiler to make codes with"
+    refused += (
+        Refusal(trade=trade, label=codec.label, reason=reason, left=Left.NEVER)
+        for (trade, _, _), codec in CODES.items()
+        if trade in trades and codec not in codecs
+    )
     return Weighing(layouts=look.layouts, codecs=codecs)
 
 

@@ -23,6 +23,7 @@ from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import Captured, StepSource
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.cluster import FAR_PIECE_BYTES
+from steelyard.core.codec import CODE_TRADES, codec_of, ladder, warm_up_of
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import DATA, Layout, spelled
 from steelyard.core.plan import Plan
@@ -43,6 +44,7 @@ from steelyard.report.lines import plain
 from steelyard.report.text import render
 from steelyard.report.tree import tree_of
 from steelyard.run.emit import Emitted, emit
+from steelyard.run.guard import Guard
 from steelyard.run.inductor import compile_program
 from steelyard.run.lowered import lower
 from steelyard.run.ranks.together import begin_alike
@@ -88,6 +90,7 @@ class Step:
         if self.ranks.groups:
             begin_alike([*source.model.parameters(), *source.model.buffers()])
         self._parts: Parts | Layers | PartsOfLayers | None = None
+        self._ladder = ladder(plan.decisions.rules)
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far
@@ -119,6 +122,7 @@ class Step:
             rank=program.layout.place(self.ranks.rank, DATA),
             in_stages=self.ranks.in_stages,
             channels=self.ranks.channels,
+            guard=self._guard(),
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
@@ -137,12 +141,15 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         self._calls += 1
-        if self._calls == _METERED_CALL:
+        if self._calls == _METERED_CALL + warm_up_of(self.plan.decisions.rules):
             return self._metered_call(batch)
         begin = time.perf_counter()
         loss = self.live(batch)
-        self._seconds.append(time.perf_counter() - begin)
-        self._traffic.append(self.traffic())
+        if self.is_as_planned:
+            self._seconds.append(time.perf_counter() - begin)
+            self._traffic.append(self.traffic())
+        else:
+            self._traffic[-1] = self.traffic()
         self._note_loss(loss)
         return loss
 
@@ -187,6 +194,7 @@ class Step:
                     notes=(
                         *self.notes,
                         *self.notes_on_ranks(waited, sent),
+                        *self.notes_on_codes(),
                         *self._note_on_gradients(),
                     ),
                 ),
@@ -231,6 +239,37 @@ class Step:
         if sent is not None:
             own, said = format_bytes(sent), quad.communication_bytes.value
             notes.append(f"sent {own} of a step to other ranks (predicted {format_bytes(said)})")
+        return tuple(notes)
+
+    def turn_to(self, plan: Plan) -> None:
+        """From the next step on by this plan, in which ranks hold what they hold now; all turn."""
+        assert Layout.of(plan.decisions.rules) == Layout.of(self.plan.decisions.rules)
+        self.plan, self._ladder = plan, ladder(plan.decisions.rules)
+        self.live.begin_anew(self._guard())
+        self._seconds.clear()
+        self._traffic = [self.traffic()]
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether the last step's gradients went in the codes that the plan says."""
+        return self.live.rung == 0
+
+    def notes_on_codes(self) -> tuple[str, ...]:
+        """How many steps went without, what was held back, and which codes were given up."""
+        if self.live.guard is None:
+            return ()
+        seen, notes = self.live.guard.seen(), []
+        if seen.exact_steps:
+            notes.append(
+                f"{seen.exact_steps} steps went without codes, and are in no figure of a step"
+            )
+        if any(seen.held):
+            notes.append(
+                f"codes held back {max(seen.held):.2g} steps' worth of gradients at most, in "
+                f"{len(seen.held)} looks"
+            )
+        for number, reason in enumerate(seen.reasons, start=1):
+            notes.append(f"gradients went in {_coded_in(self._ladder[number])} from then: {reason}")
         return tuple(notes)
 
     def meter(self, call: Any) -> int:
@@ -282,6 +321,11 @@ class Step:
         parameters = dict(self._source.model.named_parameters())
         return FarStates(optimizer, program, parameters=parameters, memory=self.far)
 
+    def _guard(self) -> Guard | None:
+        if len(self._ladder) == 1:
+            return None
+        return Guard(len(self._ladder), warm_up=warm_up_of(self.plan.decisions.rules))
+
     def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
         if self.plan.decisions.made_for.runner == "inductor":
             return compile_program
@@ -292,9 +336,9 @@ class Step:
             tensors=states.tensors if states else None,
         )
 
-    def _program_at(self, source: StepSource) -> tuple[Program, Captured]:
-        """The plan's rules struck on the whole trace of this step."""
-        rules = [self._at(rule, source) for rule in self.plan.decisions.rules]
+    def _program_at(self, source: StepSource, rung: int = 0) -> tuple[Program, Captured]:
+        """The plan's rules struck on the whole trace of this step, in the codes of the next."""
+        rules = [self._at(rule, source) for rule in self._ladder[rung]]
         # A whole model is traced, of which there are parts once the first step is bound.
         with self._parts.imagined() if self._parts else contextlib.nullcontext():
             graph = source.captured().graph
@@ -326,7 +370,7 @@ class Step:
             )
         # A model of which this rank holds a part lends the forms of the whole, without values.
         source = self._source.at(batch, with_values=self._parts is None)
-        program, captured = self._program_at(source)
+        program, captured = self._program_at(source, self.live.rung)
         self._prices.know(program.graph)
         # Of the rank that needs most: all go on, or none does.
         nbytes = self.ranks.together.most(peak_bytes(program, self._prices.costs))
@@ -343,10 +387,18 @@ class Step:
                 expected=f"at most {format_bytes(self.far.far.size_bytes)}, what it may hold",
                 remedy="drop that batch, allow far memory a larger size, or plan for this shape",
             )
-        shapes = ", ".join(str(list(e.shape)) for e in self._source.at(batch).entries()[:2])
+        entries = self._source.at(batch).entries()
+        if [e.shape for e in entries] == [e.shape for e in self._source.entries()]:
+            return program, captured.constants, captured.reads  # in other codes alone
+        shapes = ", ".join(str(list(e.shape)) for e in entries[:2])
         cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
         self.notes.append(f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)})")
         return program, captured.constants, captured.reads
+
+
+def _coded_in(rules: Sequence[Rule]) -> str:
+    codes = {codec_of(rule).label for rule in rules if rule.trade in CODE_TRADES}
+    return " and ".join(sorted(label.removeprefix("gradients in ") for label in codes)) or "no code"
 
 
 class ShownReceipt:

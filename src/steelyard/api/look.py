@@ -23,6 +23,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import Mismatch
 from steelyard.core.layout import Layout
+from steelyard.core.link import Link
 from steelyard.core.plan import Decisions, MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
@@ -195,6 +196,10 @@ class Look:
     def far_for(self, rules: Sequence[Rule]) -> Far | None:
         """The far memory that these rules move values to."""
         return self.request.cluster.far if any(r.trade in FAR_TRADES for r in rules) else None
+
+    def over(self, link: Link) -> "Look":
+        """The same step on ranks of this machine that another link joins."""
+        return replace(self, prices=self.prices.over(link))
 
     def made_for(self) -> MadeFor:
         return MadeFor(

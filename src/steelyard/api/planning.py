@@ -265,6 +265,11 @@ class Planned:
         self._look = look
         self.plan = plan
 
+    @property
+    def look(self) -> Look:
+        """The step as it was captured and priced."""
+        return self._look
+
     def __str__(self) -> str:
         return plain(render(tree_of(self.plan)))
 

@@ -4,6 +4,7 @@ Not for measuring itself: see measure/.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -90,6 +91,13 @@ class Prices:
         )
         # What cannot even be called on its own.
         self.failed: set[str] = set()
+
+    def over(self, link: Link) -> "Prices":
+        """The same, where ranks are joined by another link; what is measured later is of both."""
+        other = copy.copy(self)
+        links = {**self.costs.links, DATA: link, TENSOR: link}
+        other.costs = replace(self.costs, links=links)
+        return other
 
     def know(self, *graphs: Graph) -> None:
         """Measure the operators of these graphs that are not on the list yet."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from steelyard.api.adapting import Adapting
 from steelyard.api.live import Step
 from steelyard.api.planning import Planned
 from steelyard.api.ranks import keep_to_own_cores
@@ -27,21 +28,29 @@ def run_workload(
     checkpoint: Path | None = None,
     checkpoint_every: int = 100,
     resume: Path | bool | None = None,
+    adapt: Path | None = None,
     on_step: OnStep = lambda _: None,
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
+    """``adapt`` is the plan's file, beside which those are written that take its place while it
+    runs; None where it stays."""
     step: Step = planned.apply(workload.model)
     if step.ranks.channels:
         keep_to_own_cores()
     log = _Log(step)
 
-    def seen(report: StepReport) -> None:
-        log.add(report)
-        on_step(report)
-
     def noted(note: str) -> None:
         log.notes.append(note)
         on_note(note)
+
+    adapting = None if adapt is None else Adapting(step, planned.look, adapt, noted)
+
+    def seen(report: StepReport) -> None:
+        log.add(report)
+        on_step(report)
+        if adapting is not None:
+            is_other = adapting.after(report.step, report.seconds)
+            log.begin_behind(anew=is_other)
 
     checkpoints = None
     if checkpoint is not None:
@@ -66,7 +75,8 @@ def run_workload(
     if finished.stopped_by == "SIGINT":
         raise KeyboardInterrupt
     log.notes += step.notes
-    return Receipt(plan=planned.plan, measured=log.measured(finished.step))
+    written = None if adapting is None else adapting.written
+    return Receipt(plan=step.plan, measured=log.measured(finished.step), written=written)
 
 
 class _Log:
@@ -85,7 +95,7 @@ class _Log:
     def add(self, report: StepReport) -> None:
         traffic = self._step.traffic()
         self._steps += 1
-        if report.seconds is not None:
+        if report.seconds is not None and self._step.is_as_planned:
             self._seconds.append(report.seconds)
             self._traffic.append(traffic)
         else:
@@ -94,6 +104,14 @@ class _Log:
             self._peak_bytes = report.peak_bytes
         self._first = report.loss if self._first is None else self._first
         self._last = report.loss
+
+    def begin_behind(self, *, anew: bool) -> None:
+        """What was sent between two steps is of neither; and figures are of the plan that runs."""
+        if anew:
+            self._seconds.clear()
+            self._peak_bytes = None
+            self._traffic = [self._step.traffic()]
+        self._traffic[-1] = self._step.traffic()
 
     def _of_all(self, nbytes: int | None) -> int | None:
         """Of the rank that held most; all took the same steps, so all ask or none does."""
@@ -111,6 +129,7 @@ class _Log:
         if self._step.are_unlike:
             waited = self._least(waited)
         self.notes += self._step.notes_on_ranks(waited, sent)
+        self.notes += self._step.notes_on_codes()
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,

@@ -35,6 +35,7 @@ class Training:
     resume: Path | bool
     seed: int
     strict: bool
+    adapt: bool
     rank_timeout: str
     html: Path | None
     shown: Shown
@@ -53,7 +54,7 @@ class Training:
             given += ["--resume", *([] if self.resume is True else [str(self.resume)])]
         given += ["--html", str(self.html)] if self.html else []
         flags = {"--strict": self.strict, "--json": self.shown.json, "--quiet": self.shown.quiet}
-        flags["--debug"] = self.shown.debug
+        flags |= {"--debug": self.shown.debug, "--adapt": self.adapt}
         return [*given, *(flag for flag, is_set in flags.items() if is_set)]
 
 
@@ -96,7 +97,8 @@ def _trained(asked: Training, num_ranks: int) -> int:
                 receipt = api.run_workload(
                     planned, workload, steps=asked.steps, seed=asked.seed,
                     checkpoint=asked.folder, checkpoint_every=asked.every, resume=resume,
-                    on_step=progress, on_note=progress.note,
+                    adapt=asked.path if asked.adapt else None, on_step=progress,
+                    on_note=progress.note,
                 )  # fmt: skip
             except KeyboardInterrupt as stop:
                 stop.args = (stopped_at(progress, asked.folder),)
@@ -116,7 +118,7 @@ def _told(asked: Training, receipt: "Receipt", progress: Progress) -> int:
     from steelyard.report.show import show, write_page
     from steelyard.report.tree import tree_of
 
-    path, shown = asked.path, asked.shown
+    path, shown = receipt.written or asked.path, asked.shown
     receipt = replace(receipt, plan=with_reasons(receipt.plan, path))
     tree = tree_of(receipt)
     show(tree, in_json=shown.json)

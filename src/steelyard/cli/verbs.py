@@ -221,6 +221,13 @@ def run(
     strict: Annotated[
         bool, Parameter(negative="", help="Exit with 5 if a prediction missed its interval.")
     ] = False,
+    adapt: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Send gradients another way where the link has become another; a plan file more.",
+        ),
+    ] = False,
     rank_timeout: Annotated[
         str, Parameter(help="How long one rank may wait for another, such as 5min.")
     ] = "5min",
@@ -238,8 +245,8 @@ def run(
     return run_by(
         Training(
             train=train, path=path, steps=steps, folder=folder, every=checkpoint_every,
-            resume=start, seed=seed, strict=strict, rank_timeout=rank_timeout, html=html,
-            shown=shown,
+            resume=start, seed=seed, strict=strict, adapt=adapt, rank_timeout=rank_timeout,
+            html=html, shown=shown,
         )
     )  # fmt: skip
 

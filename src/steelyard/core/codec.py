@@ -5,7 +5,8 @@ rounded by itself. Of low rank, two factors stand for a matrix. Not for carrying
 (operators/codes, operators/low_rank), nor for values that wait in memory (coding.py).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from steelyard.core.graph import Tensor
@@ -83,6 +84,29 @@ def codec_of(rule: Rule) -> Codec:
     if rule.trade == _LOW_RANK:
         return low_rank(rule.degree)
     return CODES[rule.trade, rule.op, rule.degree]
+
+
+def ladder(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+    """These, and the same with gradients in codes that lose less and less, down to none at all."""
+    rungs = [tuple(rules)]
+    while any(rule.trade in CODE_TRADES for rule in rungs[-1]):
+        milder = (_milder(rule) if rule.trade in CODE_TRADES else rule for rule in rungs[-1])
+        rungs.append(tuple(sorted(rule for rule in milder if rule is not None)))
+    return tuple(rungs)
+
+
+def _milder(rule: Rule) -> Rule | None:
+    """None where the gradient then goes as it is. What needs no compiler goes on without."""
+    codec = codec_of(rule)
+    if codec == BFLOAT16:
+        return None
+    milder = INT8 if codec == TERNARY else BFLOAT16
+    return replace(rule, trade="rounded_gradients", op=milder.name, degree=0)
+
+
+def warm_up_of(rules: Iterable[Rule]) -> int:
+    """How many steps go without codes first."""
+    return max((rule.lead for rule in rules if rule.trade in CODE_TRADES), default=0)
 
 
 def matrix_of(tensor: Tensor) -> tuple[int, int]:

@@ -134,6 +134,7 @@ class _CodedGradients(BaseModel):
 
     module: Annotated[str, Field(alias="parameter")]
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    lead: Annotated[_Whole, Field(alias="warm_up")] = 0
 
 
 class _RoundedGradients(_CodedGradients):
@@ -144,7 +145,12 @@ class _LowRankGradients(_CodedGradients):
     degree: Annotated[int, Field(ge=1, le=1024, alias="rank")]
 
 
-class _SparseGradients(_CodedGradients):
+class _SparseGradients(BaseModel):
+    model_config = STRICT
+    most: ClassVar[int] = 100_000
+
+    module: Annotated[str, Field(alias="parameter")]
+    count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
     op: Annotated[Literal["rows"], Field(alias="format")] = "rows"
 
 
@@ -205,7 +211,7 @@ class _OffloadState(BaseModel):
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
 _Table = (
     _Quantise | _Accumulate | _Stream | _ShardTensor | _ShardStates | _ShardBatch | _Overlap
-    | _OffloadState | _ShardPipeline | _PinnedTransfer | _CodedGradients
+    | _OffloadState | _ShardPipeline | _PinnedTransfer | _CodedGradients | _SparseGradients
 )  # fmt: skip
 _TABLES: dict[str, type[_Table]] = {
     "accumulate": _Accumulate,
@@ -475,6 +481,9 @@ _UNSAID = {
     ("overlap", "lead"): 0,
     ("overlap", "op"): "",
     ("shard_batch", "shares"): (),
+    ("rounded_gradients", "lead"): 0,
+    ("ternary_gradients", "lead"): 0,
+    ("low_rank_gradients", "lead"): 0,
 }
 
 

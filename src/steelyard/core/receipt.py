@@ -4,6 +4,7 @@ Not for measuring: see measure/ and run/.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from steelyard.core.plan import Plan
 
@@ -33,10 +34,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """A plan and what became of it."""
+    """A plan and what became of it; ``written``: where it is, if it took another one's place."""
 
     plan: Plan
     measured: Measured
+    written: Path | None = None
 
     @property
     def memory_miss(self) -> float | None:

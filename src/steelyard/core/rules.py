@@ -26,7 +26,7 @@ class Rule:
     how many operators run while a transfer is under way: after a value is sent, before it is
     wanted back.
     Where a trade is on parameters and not on calls, ``op`` says what of them; where it is on
-    exchanges, what bounds ``lead``.
+    exchanges, what bounds ``lead``; and of codes, ``lead`` is how many steps go without them first.
     ``times`` is how often at most a value is made again, or how often a weight is gathered.
     ``bucket_bytes`` is how much goes in one exchange, of what is sent together. ``dim`` and
     ``groups`` say along what a tensor is cut, ``shares`` how unequally the batch is.

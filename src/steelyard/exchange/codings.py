@@ -4,6 +4,7 @@ What two trades share that send gradients in few bits. Plain data, without torch
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from steelyard.core.codec import CODES, Codec, codec_of, is_worth_factors
@@ -20,6 +21,8 @@ from steelyard.exchange.coded import coded
 
 # What has one dimension scales or shifts whole channels: a few numbers, and much hangs on each.
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
+# The first gradients are the largest, and what an optimizer keeps of them is of few.
+_WARM_UP = 5
 
 
 class SendsCodes:
@@ -48,7 +51,8 @@ def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[R
         if own != trade:
             continue
         if names := _codable(program.graph, codec):
-            rules = _rules_for(trade, program.graph, names, op=op, degree=degree)
+            lead = _WARM_UP if codec.has_residual else 0
+            rules = _rules_for(trade, program.graph, names, op=op, degree=degree, lead=lead)
             offers.append(Offer(trade=trade, label=codec.label, rules=rules))
         else:
             reason = "no gradient that ranks sum up is a large matrix of float32"
@@ -67,7 +71,7 @@ def _codable(graph: Graph, codec: Codec) -> list[str]:
 
 
 def _rules_for(
-    trade: str, graph: Graph, names: Iterable[str], *, op: str, degree: int = 0
+    trade: str, graph: Graph, names: Iterable[str], *, op: str, degree: int = 0, lead: int = 0
 ) -> tuple[Rule, ...]:
     """The fewest that name exactly these."""
     names = list(names)
@@ -76,13 +80,12 @@ def _rules_for(
         pattern = pattern_of(name.removeprefix(WEIGHT), graph.runs)
         by_pattern.setdefault(pattern, []).append(name)
     found = []
+    rule = Rule(trade=trade, op=op, degree=degree, lead=lead)
     for pattern, own in by_pattern.items():
         if len(own) == len(parameters_of(graph, pattern)):
-            found.append(Rule(trade=trade, module=pattern, op=op, degree=degree, count=len(own)))
+            found.append(replace(rule, module=pattern, count=len(own)))
         else:
-            found += [
-                Rule(trade=trade, module=n.removeprefix(WEIGHT), op=op, degree=degree) for n in own
-            ]
+            found += [replace(rule, module=name.removeprefix(WEIGHT)) for name in own]
     return tuple(sorted(found))
 
 

@@ -1,10 +1,11 @@
 """What codes of gradients have lost and not made up for yet, of each parameter: kept from step to
-step, put together from all ranks for a checkpoint, and shared out again, also to other ranks.
+step, put together from all ranks for a checkpoint, shared out again, also to other ranks, and paid
+back at once where codes change.
 
 Not for how it comes about: see operators/codes.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,10 @@ from steelyard.operators import all_gather, low_rank
 # what the next step's factors start with, which all ranks have.
 _OF_RANKS, _OF_SUMS, _STARTS = "of ranks/", "of sums/", "starts/"
 _OWN = ":own"
+# How much is looked at, of all parameters together.
+_SAMPLE = 16 << 10
 _Member = tuple[str, int, int]
+Gradients = Mapping[str, torch.Tensor]
 _LeftArguments = tuple[Any, Ref, Ref, tuple[tuple[int, int], ...], int]
 
 
@@ -31,6 +35,9 @@ class Residuals:
         self._tensors: dict[str, torch.Tensor] = {}
         self._members: dict[str, tuple[_Member, ...]] = {}
         self._starts: dict[str, tuple[_Member, ...]] = {}
+        self._looks = 0
+        # Of parameters whose gradients this program sends otherwise: what is to be paid back.
+        self._owed: dict[str, torch.Tensor] = {}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -99,10 +106,95 @@ class Residuals:
                     self._tensors[name][start : start + count] = begun
         return sorted(left)
 
+    def owe(self, saved: Mapping[str, torch.Tensor], gradients: Gradients) -> list[str]:
+        """Of what was saved of parameters that have no codes here: to be paid back in the next
+        step. Those of which this rank has no whole gradient."""
+        cannot = []
+        for name, lost in saved.items():
+            kind, _, target = name.partition("/")
+            if f"{kind}/" == _STARTS:
+                continue
+            parameter = gradients.get(target)
+            if parameter is None or parameter.numel() != lost.shape[-1]:
+                cannot.append(target)
+                continue
+            total = lost.sum(0) if f"{kind}/" == _OF_RANKS else lost
+            self._owed[target] = self._owed.get(target, 0) + total
+        return sorted({*cannot})
+
+    @property
+    def is_owing(self) -> bool:
+        return bool(self._owed)
+
+    def pay(self, gradients: Gradients) -> None:
+        """What is owed, to the sums of all ranks' gradients."""
+        for target, lost in self._owed.items():
+            _flat(gradients[target]).add_(lost)
+        self._owed.clear()
+
+    def pay_all(self, gradients: Gradients) -> None:
+        """All that is held back, by all ranks at once; then nothing is."""
+        self.owe_all()
+        self.pay(gradients)
+
+    def owe_all(self) -> None:
+        """All that is held back is to be paid in the next step."""
+        for name, members in self._members.items():
+            total = self._gathered(self._tensors[name]).sum(0)
+            if (own := self._tensors.get(f"{name}{_OWN}")) is not None:
+                total += self._gathered(own).flatten()
+            for target, start, count in members:
+                self._owed[target] = total[start : start + count]
+        self.forget()
+
+    def forget(self) -> None:
+        for held in (self._tensors, self._members, self._starts):
+            held.clear()
+
+    def held_back(self, gradients: Gradients) -> float:
+        """What all ranks hold back of a sample, as a share of this step's sum; the same on every
+        rank, for which all come together."""
+        each = max(1, _SAMPLE // max(1, sum(map(len, self._members.values()))))
+        held, summed = [], []
+        for name, members in self._members.items():
+            own = self._tensors.get(f"{name}{_OWN}")
+            for target, start, count in members:
+                size = min(each, count)
+                first = self._looks * each % (count - size + 1)
+                here = self._tensors[name][start + first : start + first + size].clone()
+                if own is not None:
+                    self._add_own(own, here, start + first)
+                held.append(here)
+                summed.append(_flat(gradients[target])[first : first + size])
+        self._looks += 1
+        if not held:
+            return 0.0
+        total = self._gathered(torch.cat(held)).sum(0)
+        norm = torch.cat(summed).norm()
+        # Where nothing is finite, and where there is no gradient, nothing is said.
+        return float(total.norm() / norm) if norm.isfinite() and norm > 0 else 0.0
+
+    def agreed(self, figures: Sequence[float]) -> list[float]:
+        """The most that any rank says."""
+        said = self._gathered(torch.tensor(figures, dtype=torch.float64))
+        return [float(most) for most in said.amax(0)]
+
+    def _add_own(self, own: torch.Tensor, here: torch.Tensor, start: int) -> None:
+        """What this rank lost of the sums that it makes, where it makes those that begin there."""
+        begin = self._channels[DATA].rank * own.numel()
+        low, high = max(start, begin), min(start + here.numel(), begin + own.numel())
+        if low < high:
+            here[low - start : high - start] += own[low - begin : high - begin]
+
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         channel = self._channels[DATA]
         gather = channel.calls.get("steelyard.all_gather", all_gather)
         return channel.waiting(gather(tensor.unsqueeze(0), channel.num_ranks, channel.group))
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    """As it lies in memory, which is how it went."""
+    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
 
 def _members(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
@@ -136,4 +228,4 @@ def _decoded(graph: Graph, coded: Node) -> tuple[_Member, ...]:
     return tuple(sorted(found, key=lambda member: member[1]))
 
 
-__all__ = ["Residuals"]
+__all__ = ["Gradients", "Residuals"]

@@ -98,11 +98,11 @@ def train(
     stopped_by = ""
     with run.holding_folder(), run.counting_updates(), _Signals() as signals:
         run.begin()
-        first = run.step
+        first, exact = run.step, step.guard.warm_up if step.guard else 0
         if first >= steps:
             run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
         while run.step < steps and not (stopped_by := together.stopping(signals.received)):
-            metered = meter if run.step == first + 1 else None
+            metered = meter if run.step == first + 1 + exact else None
             report = _one_step(run, metered, steps, predicted_bytes)
             run.save_if_due()
             if on_step is not None:
@@ -267,7 +267,7 @@ class _Run:
         if self.live.needs_all_ranks and not self._together.same(is_due):
             return
         with self.live.whole():
-            lost = self.live.residuals.whole()
+            lost = self.live.lost()
             if is_due:
                 self._save(position, lost)
 
@@ -324,10 +324,10 @@ class _Run:
                 optimizer=self.live.optimizer,
                 empty_for=empty_for,
             )
-        if stays := self.live.residuals.put_back(checkpoint.lost_in(chosen)):
+        if stays := self.live.put_back_lost(checkpoint.lost_in(chosen)):
             self.tell(
                 f"what codes had lost of {len(stays)} gradients is not made up for: this plan "
-                "sends them otherwise"
+                "leaves no rank all of them"
             )
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)

@@ -15,6 +15,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.program import Program
+from steelyard.core.updates import WEIGHT
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.residuals import Residuals
 from steelyard.exchange.states import FarStates
@@ -28,6 +29,7 @@ from steelyard.run.bind import (
 )
 from steelyard.run.counting import shares
 from steelyard.run.emit import Emitted, emit
+from steelyard.run.guard import Guard
 from steelyard.run.randomness import drawing_apart
 from steelyard.run.watch import ModelWatch, OptimizerWatch
 
@@ -86,7 +88,8 @@ class LiveStep:
     ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which of the ranks
     that share the batch this one is: every rank is given the whole batch. ``in_stages`` makes what
     carries a program out whose layers lie on several ranks. Over ``channels`` ranks put together
-    what each has lost of its gradients, where they go in codes.
+    what each has lost of its gradients, where they go in codes. ``guard`` says in which codes:
+    ``program`` is of the first, and ``other_shape`` is asked for the others too.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class LiveStep:
         rank: int = 0,
         in_stages: Callable[[Program, Mapping[str, Any]], InStages] | None = None,
         channels: Mapping[str, Channel] = MappingProxyType({}),
+        guard: Guard | None = None,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput(
@@ -135,8 +139,11 @@ class LiveStep:
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
         self.residuals = Residuals(channels)
-        self._bound = {self._planned: self._bind(program, constants, self._planned)}
-        self._reads = {self._planned: reads}
+        self._guard_by(guard)
+        # In which codes the last step was.
+        self.rung = 0
+        self._bound = {(0, self._planned): self._bind(program, constants, self._planned)}
+        self._reads = {(0, self._planned): reads}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
         self._tangents: dict[tuple[int, float, float], torch.Tensor] = {}
 
@@ -145,6 +152,7 @@ class LiveStep:
         bound, leaves = self._ready(batch)
         self.zero_grad()
         loss = self._accumulate(bound, leaves, 1.0)
+        self._look_at_codes(loss)
         if self.optimizer is not None:
             self.optimizer.step()
         return loss
@@ -161,7 +169,9 @@ class LiveStep:
                 remedy="step.backward(batch, 0.5), for example",
             )
         bound, leaves = self._ready(batch)
-        return self._accumulate(bound, leaves, scale)
+        loss = self._accumulate(bound, leaves, scale)
+        self._look_at_codes(loss)
+        return loss
 
     def zero_grad(self) -> None:
         if self.optimizer is not None:
@@ -223,10 +233,11 @@ class LiveStep:
         if shapes != self._last:
             self._on_change(shapes)
             self._last = shapes
-        bound = self._bound.get(shapes)
+        self.rung = self.guard.rung if self.guard else 0
+        bound = self._bound.get((self.rung, shapes))
         if bound is None:
-            bound = self._bound[shapes] = self._bind_other(batch, shapes)
-        if (reads := self._reads[shapes]) is not None:
+            bound = self._bound[self.rung, shapes] = self._bind_other(batch, shapes)
+        if (reads := self._reads[self.rung, shapes]) is not None:
             reads.check()
         bound.check_strides(leaves)
         if bound.repeats > 1 and self._any_hooks():
@@ -286,10 +297,70 @@ class LiveStep:
                 remedy="leave it out of the batch, or give it as a tensor",
             )
         check_trained(program, self.model)
-        self._reads[shapes] = reads
+        self._reads[self.rung, shapes] = reads
         bound = self._bind(program, constants, shapes)
-        self.other[shapes] = program
+        if shapes != self._planned:
+            self.other[shapes] = program
+        elif self.rung == 0:
+            self.program = program
         return bound
+
+    def _look_at_codes(self, loss: torch.Tensor) -> None:
+        """Behind a step: what an earlier plan's codes held back is paid, and what these do, where
+        they are given up."""
+        if self.residuals.is_owing:
+            self.residuals.pay(self._whole_gradients())
+        if self.guard is None:
+            return
+        gradients = self._whole_gradients
+        if self.guard.is_to_give_up(float(loss), lambda: self.residuals.held_back(gradients())):
+            self.residuals.pay_all(gradients())
+            for key in [key for key in self._bound if key[0] <= self.rung]:
+                del self._bound[key], self._reads[key]
+            self._tangents.clear()  # by what is no longer there
+
+    def _whole_gradients(self) -> dict[str, torch.Tensor]:
+        named = self.model.named_parameters()
+        return {f"{WEIGHT}{name}": p.grad for name, p in named if p.grad is not None}
+
+    def begin_anew(self, guard: Guard | None) -> None:
+        """From the next step on, in which what codes hold back is paid, with the programs that
+        ``other_shape`` then gives, at each shape."""
+        self.residuals.owe_all()
+        self._guard_by(guard)
+        self.rung = 0
+        for held in (self._bound, self._reads, self._tangents, self.other):
+            held.clear()
+
+    def _guard_by(self, guard: Guard | None) -> None:
+        self.guard = guard
+        if guard is not None:
+            guard.agreed = self.residuals.agreed
+
+    def lost(self) -> dict[str, torch.Tensor]:
+        """What codes have lost on all ranks, and in which they are: for a checkpoint."""
+        found = self.residuals.whole()
+        if self.guard is not None:
+            found[_GUARD] = torch.tensor(self.guard.state)
+        return found
+
+    def put_back_lost(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
+        """The parameters of which something stays lost: what went in other codes is paid in the
+        next step, where this rank has all of the gradient."""
+        saved = dict(saved)
+        state = saved.pop(_GUARD, None)
+        if self.guard is not None and state is not None:
+            self.guard.go_on(*map(int, state))
+            if self.guard.rung != 0 and not self.guard.warm_up:
+                self.residuals.forget()
+        stays = {*self.residuals.put_back(saved)}
+        named = self.model.named_parameters()
+        # What lies in parts or far has no gradient here that anything could be added to.
+        has_all = self.parts is None and self.states is None and not self._stages
+        return self.residuals.owe(
+            {name: x for name, x in saved.items() if name.partition("/")[2] in stays},
+            {f"{WEIGHT}{name}": p for name, p in named if has_all and p.requires_grad},
+        )
 
     def _bind(self, program: Program, constants: Constants, shapes: Shapes) -> BoundProgram:
         live = live_tensors(self.model, constants)
@@ -404,6 +475,10 @@ class LiveStep:
             tangent = torch.full(planned.shape, scale, dtype=dtype, device=device)
             tangent = self._tangents[key] = _times(tangent, share)
         return tangent
+
+
+# In a checkpoint, among what codes have lost.
+_GUARD = "guard"
 
 
 @contextlib.contextmanager

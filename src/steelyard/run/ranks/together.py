@@ -30,6 +30,10 @@ class Together(Protocol):
 
     def most(self, number: int) -> int: ...
 
+    def words(self, text: str) -> str:
+        """What the first rank says."""
+        ...
+
     def check_alike(self, item: str, words: str) -> None:
         """That all came here, with the same words. Who comes alone makes an exchange that nobody
         else makes, and is found out by that when the others' wait ends."""
@@ -47,6 +51,9 @@ class Alone:
 
     def most(self, number: int) -> int:
         return number
+
+    def words(self, text: str) -> str:
+        return text
 
     def check_alike(self, item: str, words: str) -> None:
         pass
@@ -71,6 +78,14 @@ class InGroup:
         held = torch.tensor(int(number))
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
         return int(held)
+
+    def words(self, text: str) -> str:
+        said = text.encode() if self.saves else b""
+        held = torch.zeros(self.same(len(said)), dtype=torch.uint8)
+        if self.saves and said:
+            held.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        dist.broadcast(held, src=0)
+        return bytes(held.tolist()).decode()
 
     def check_alike(self, item: str, words: str) -> None:
         digest = torch.frombuffer(

@@ -1,0 +1,141 @@
+"""Whether a run still sends its gradients the fastest way, over the link that there is by now.
+
+Where ranks wait for another time than was predicted, the link is measured again; and where another
+way is faster by enough, twice in a row, it takes the place of the plan's, and is a plan file. Not
+for which ways there are: see search/adapting.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from steelyard.api.coded import codecs_here
+from steelyard.api.live import Step
+from steelyard.api.look import Look
+from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.errors import BadInput
+from steelyard.core.explanation import write_plan
+from steelyard.core.layout import DATA
+from steelyard.core.link import Link
+from steelyard.core.plan import Decisions
+from steelyard.core.planfile import decode_decisions, encode_decisions
+from steelyard.core.rules import Rule
+from steelyard.measure.exchanges import measured_now
+from steelyard.search.adapting import otherwise, why_not_otherwise
+
+# Steps from one look to the next; after a look that found nothing, twice as many, and so on.
+_EVERY, _MOST_EVERY = 20, 640
+# Of a step: what ranks wait longer, or less long, than was predicted.
+_OFF = 0.25
+# What is not faster by so much, so often in a row, is left alone.
+_LEAST_GAIN, _TIMES = 0.10, 2
+
+
+class Adapting:
+    """All ranks do the same: what the first one finds is told to the others."""
+
+    def __init__(self, step: Step, look: Look, path: Path, tell: Callable[[str], None]) -> None:
+        rules = step.plan.decisions.rules
+        reason = why_not_otherwise(rules)
+        if step.plan.decisions.made_for.runner != "python":
+            reason = "Inductor takes no plans for ranks"
+        if reason:
+            raise BadInput(
+                f"how gradients are sent cannot change while this plan runs: {reason}",
+                expected="a plan in which ranks share the batch equally, each with the whole model",
+                remedy="leave out --adapt",
+            )
+        self._step, self._look, self._path, self._tell = step, look, path, tell
+        self._together = step.ranks.together
+        self._every, self._in_a_row = _EVERY, 0
+        self.written: Path | None = None
+        self._window: list[tuple[float, float]] = []
+        self._waited = step.traffic().waited
+
+    def after(self, number: int, seconds: float | None) -> bool:
+        """Behind each step, which all take; whether the plan is another one from here on."""
+        waited = self._step.traffic().waited
+        if seconds is not None and self._step.is_as_planned:
+            self._window.append((seconds, waited - self._waited))
+        self._waited = waited
+        if len(self._window) < self._every:
+            return False
+        took, waits = map(median, zip(*self._window))
+        self._window.clear()
+        quad = self._step.plan.predicted.quad
+        foreseen, step = quad.exposed_communication_seconds.value, quad.step_seconds.value
+        off = abs(waits - foreseen) / max(took, step)
+        if self._together.most(round(off * 1e6)) < _OFF * 1e6:
+            self._in_a_row = 0
+            return False
+        return self._looked(number)
+
+    def _looked(self, number: int) -> bool:
+        before = self._look.prices.costs.links[DATA]
+        link = measured_now(before)
+        look = self._look.over(link)
+        found = self._better(look) if self._together.saves else None
+        text = self._together.words("" if found is None else encode_decisions(found))
+        self._waited = self._step.traffic().waited
+        if not text:
+            self._in_a_row, self._every = 0, min(2 * self._every, _MOST_EVERY)
+            return False
+        self._in_a_row += 1
+        if self._in_a_row < _TIMES:
+            return False
+        self._turn(number, look, decode_decisions(text), before, link)
+        return True
+
+    def _better(self, look: Look) -> Decisions | None:
+        """What is to take the plan's place; None where nothing is worth it."""
+        decisions = self._step.plan.decisions
+        budget = decisions.budget
+        codecs = codecs_here(look) if budget.accuracy_loss else []
+        most = math.inf if budget.memory_bytes is None else budget.memory_bytes
+        now, ways = otherwise(look.layouts, decisions.rules, codecs, most_bytes=most)
+        for way in ways:
+            if now.seconds < (1 + _LEAST_GAIN) * way.seconds:
+                return None
+            if self._is_near_enough(look, way.rules, budget.accuracy_loss):
+                return replace(decisions, rules=way.rules)
+        return None
+
+    def _is_near_enough(self, look: Look, rules: tuple[Rule, ...], allowed: float) -> bool:
+        program = look.struck(rules)
+        if not program.is_lossy:
+            return True
+        seen = look.lossy.drift_of(rules, program)
+        return not isinstance(seen, str) and seen.largest <= allowed
+
+    def _turn(
+        self, number: int, look: Look, decisions: Decisions, before: Link, link: Link
+    ) -> None:
+        program = look.struck(decisions.rules)
+        was = look.priced(look.struck(self._step.plan.decisions.rules)).quad.step_seconds.value
+        predicted = look.priced(program)
+        plan = replace(
+            self._step.plan, decisions=decisions, predicted=predicted, taken=(), refused=(),
+            num_offers=0,
+        )  # fmt: skip
+        self._step.turn_to(plan)
+        self._look, self._every, self._in_a_row = look, _EVERY, 0
+        name = self._path.name.removesuffix(".toml").removesuffix(".plan")
+        path = self._path.with_name(f"{name.partition('.adapted-')[0]}.adapted-{number}.plan.toml")
+        self.written = path
+        if self._together.saves:
+            write_plan(path, plan)
+        self._tell(
+            f"after step {number} gradients go otherwise: the link gives "
+            f"{_rate(link.bytes_per_second)}, and {_rate(before.bytes_per_second)} was "
+            f"planned for; ~{format_seconds(predicted.quad.step_seconds.value)} a step in place of "
+            f"{format_seconds(was)}; written: {path.name}"
+        )
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{format_bytes(bytes_per_second)}/s"
+
+
+__all__ = ["Adapting"]

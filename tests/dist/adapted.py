@@ -1,0 +1,117 @@
+"""Plans that change while they run, through the public API, between ranks of gloo.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import steelyard as sy
+from steelyard.api import adapting
+from steelyard.api.training import run_workload
+from steelyard.core.budget import Budget
+from steelyard.core.codec import CODE_TRADES
+from steelyard.core.link import Link
+from steelyard.core.planfile import read_decisions, write_decisions
+from steelyard.core.rules import Rule
+from tests.dist import coded
+from tests.harness import in_a_hurry
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+EVERY, STEPS = 4, 24
+# A hundred times slower than any loopback, where what goes on between two ranks is all there is.
+SLOW = 2e5
+
+
+def adapted(rank: int) -> dict[str, Any]:
+    """One link becomes slow, as the ranks measure it; another plan is for a slow one, and it is
+    not; the last is as it was said to be."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths: list[Any] = [folder]
+        dist.broadcast_object_list(paths)
+        with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
+            found = {
+                "slower": _run(rank, Path(paths[0]) / "slower", codes=False, now=SLOW),
+                "faster": _run(rank, Path(paths[0]) / "faster", codes=True, now=None),
+                "same": _run(rank, Path(paths[0]) / "same", codes=False, now=None),
+            }
+            dist.barrier()
+    return found
+
+
+def _run(rank: int, folder: Path, *, codes: bool, now: float | None) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "train.plan.toml"
+    workload = _workload()
+    if rank == 0:
+        rules: tuple[Rule, ...] = (
+            Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16), Rule(trade="overlap", lag=2),
+        )  # fmt: skip
+        decided = coded._decided("ternary", 2, 1, 1 << 16)
+        kept = tuple(r for r in decided.rules if r.trade in CODE_TRADES) if codes else ()
+        allowed = Budget(accuracy_loss=0.5)
+        write_decisions(path, replace(decided, rules=(*rules, *kept), budget=allowed))
+    dist.barrier()
+    planned = sy.load(
+        path, workload.model, workload.loss, workload.first_batch(), optimizer=OPTIMIZER
+    )
+    if codes:  # it was made where exchanges took most of the step
+        planned = _for_a_slow_link(planned)
+    measured = adapting.measured_now
+
+    def link(before: Link) -> Link:
+        return replace(measured(before), **({} if now is None else {"bytes_per_second": now}))
+
+    # Where the link is as it was, whether it is looked at hangs on how busy this machine is.
+    off = 0.0 if now else adapting._OFF
+    # What codes take of so small a model is next to nothing.
+    gain = 0.0 if codes else adapting._LEAST_GAIN
+    losses: list[float] = []
+    settings: dict[str, Any] = {"_EVERY": EVERY, "_OFF": off, "_LEAST_GAIN": gain}
+    with mock.patch.multiple(adapting, **settings, measured_now=link):
+        receipt = run_workload(
+            planned, workload, steps=STEPS, adapt=path,
+            on_step=lambda report: losses.append(report.loss),
+        )  # fmt: skip
+    files = sorted(p.name for p in folder.glob("*.adapted-*.plan.toml"))
+    written = read_decisions(folder / files[0]).rules if files else ()
+    return {
+        "losses": losses,
+        "codes": sorted({r.trade for r in receipt.plan.decisions.rules if r.trade in CODE_TRADES}),
+        "files": files,
+        "as_written": not files or written == receipt.plan.decisions.rules,
+        "named": receipt.written.name if receipt.written else None,
+        "notes": receipt.measured.notes,
+        "predicted": planned.predicted.step_seconds.value,
+        "predicted_then": receipt.plan.predicted.quad.step_seconds.value,
+        "measured": receipt.measured.step_seconds,
+        "old": sorted(r.trade for r in read_decisions(path).rules),
+    }
+
+
+def _for_a_slow_link(planned: Any) -> Any:
+    from steelyard.api.planning import Planned
+
+    links = planned.look.prices.costs.links
+    look = planned.look.over(replace(links["data"], bytes_per_second=SLOW))
+    predicted = look.priced(look.struck(planned.plan.decisions.rules))
+    return Planned(look, replace(planned.plan, predicted=predicted))
+
+
+def _workload() -> sy.Workload:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    batch = tokens(12, 16, 96)
+    return sy.Workload(model, next_token_loss, [batch], optimizer=OPTIMIZER)

@@ -1,0 +1,40 @@
+"""Plans that change while they run: on all ranks at once, where the link did, and into a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.adapted import EVERY, STEPS
+from tests.dist.ranks import on_two_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def test_ranks_send_gradients_otherwise_where_the_link_becomes_another(
+    costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
+    ranks = on_two_ranks("tests.dist.adapted:adapted")
+    one, other = ranks
+    for name, found in one.items():
+        assert found["losses"] == other[name]["losses"], name
+        assert len(found["losses"]) == STEPS
+        assert found["losses"][-1] < found["losses"][0], name
+        assert found["codes"] == other[name]["codes"], name
+        assert found["as_written"], name
+        assert len(found["files"]) <= 1, "it went to and fro"
+        # The file that was asked for is as it was.
+        assert ("ternary_gradients" in found["old"]) == (name == "faster")
+    # Twice in a row, and not before; one step is metered, and no other is like it.
+    slower = one["slower"]
+    assert slower["files"] == [f"train.adapted-{2 * EVERY + 1}.plan.toml"] == [slower["named"]]
+    assert slower["codes"], "at a hundredth of the rate codes are faster"
+    assert any("gradients go otherwise" in note for note in slower["notes"])
+    assert any("went without codes" in note for note in slower["notes"])
+    faster = one["faster"]
+    assert faster["files"]
+    assert not faster["codes"]
+    assert faster["predicted_then"] < faster["predicted"] / 2
+    assert not one["same"]["codes"]
