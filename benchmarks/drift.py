@@ -1,0 +1,192 @@
+"""What gradients in codes do to the loss on text that was not trained on, beside the same training
+without.
+
+    python benchmarks/drift.py [sgd] [adamw]
+
+Two ranks of gloo on this machine train a small transformer, byte by byte, on the Python modules of
+the standard library; for each of five seeds once with gradients as they are and once in each code,
+each by a plan file and with everything else alike: weights, batches, steps. The figure is by how
+much the mean loss of 4,096 held-out pieces of 64 bytes is higher with codes, over that without;
+paired by seed, the mean of five and their extremes. Needs a C++ compiler; the text is of whatever
+Python runs this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._looked import looked_at
+from tests.zoo.case import next_token_loss
+from tests.zoo.own import GPT
+
+RANKS, SEEDS, STEPS, TARGET = 2, range(5), 300, 0.02
+BATCH, LENGTH, HELD_OUT = 32, 64, 4096
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.2, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+}
+BUCKET = 1 << 20
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    optimizers = [name for name in OPTIMIZERS if name in sys.argv[1:]] or list(OPTIMIZERS)
+    figures = [figure for optimizer in optimizers for figure in measured(optimizer)]
+    worst = max(figures, key=lambda figure: abs(figure["value"]))
+    print(
+        json.dumps(
+            {
+                "name": f"drift: the largest of the held-out loss, {worst['name']}",
+                "value": worst["value"],
+                "interval": worst["interval"],
+                "target": TARGET,
+                "ok": all(figure["ok"] for figure in figures),
+                "figures": figures,
+            }
+        )
+    )
+
+
+def measured(optimizer: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="steelyard-drift-") as name:
+        folder = Path(name)
+        codes = _prepared(optimizer, folder)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, __file__, "--rank", optimizer, name]
+        ranks = [subprocess.Popen([*command, str(rank)], env=environ) for rank in range(RANKS)]
+        codes_left = [rank.wait() for rank in ranks]
+        if any(codes_left):
+            raise SystemExit(f"{optimizer}: a rank failed")
+        losses = json.loads((folder / "losses.json").read_text())
+    plain = losses["0"]
+    figures = []
+    for number, code in enumerate(codes, start=1):
+        drifts = [own / other - 1 for own, other in zip(losses[str(number)], plain, strict=True)]
+        figures.append(
+            {
+                "name": f"{code}, {optimizer}",
+                "value": round(mean(drifts), 4),
+                "interval": [round(min(drifts), 4), round(max(drifts), 4)],
+                "target": TARGET,
+                "ok": abs(mean(drifts)) <= TARGET,
+                "losses": [round(mean(losses[str(number)]), 4), round(mean(plain), 4)],
+            }
+        )
+        print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
+    return figures
+
+
+# --- the plans ------------------------------------------------------------------------------------
+
+
+def _prepared(optimizer: str, folder: Path) -> list[str]:
+    """One plan without codes, and one for each code, all that can be in it; their names."""
+    from steelyard.core.budget import Budget
+    from steelyard.core.codec import CODE_TRADES
+    from steelyard.core.plan import Decisions
+    from steelyard.core.planfile import write_decisions
+    from steelyard.core.rules import Rule
+
+    look = looked_at(partial(case, 0), OPTIMIZERS[optimizer], ranks=RANKS, title="drift")
+    shared = (
+        Rule(trade="shard_batch", degree=RANKS, bucket_bytes=BUCKET), Rule(trade="overlap", lag=2),
+    )  # fmt: skip
+    program, source = look.struck(shared), look.source
+    trades = [trade for trade in look.request.trades if trade.name in CODE_TRADES]
+    offers = [offer for trade in trades for offer in trade.offers(program, source)[0]]
+    for number, codes in enumerate([(), *(offer.rules for offer in offers)]):
+        made = Decisions(
+            made_for=look.made_for(), budget=Budget(accuracy_loss=0.5), rules=(*shared, *codes)
+        )
+        write_decisions(folder / f"{number}.plan.toml", made)
+    return [offer.label for offer in offers]
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+def work(optimizer: str, folder: Path, rank: int) -> None:
+    import steelyard as sy
+
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    losses: dict[str, list[float]] = {}
+    plans = sorted(folder.glob("*.plan.toml"))
+    for seed in SEEDS:
+        for path in plans:
+            model, loss, batch = case(seed)
+            planned = sy.load(path, model, loss, batch, optimizer=OPTIMIZERS[optimizer])
+            step = planned.apply()
+            drawn = torch.Generator().manual_seed(seed)
+            trained, _ = text()
+            for _ in range(STEPS):
+                step(_batch(trained, drawn))
+            number = path.name.partition(".")[0]
+            losses.setdefault(number, []).append(_held_out(model))
+            dist.barrier()
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _held_out(model: nn.Module) -> float:
+    _, held = text()
+    pieces = held.unfold(0, LENGTH + 1, LENGTH)[:HELD_OUT].long()
+    assert len(pieces) == HELD_OUT, "too little text"
+    with torch.no_grad():
+        found = [float(next_token_loss(model, _split(part))) for part in pieces.split(64)]
+    return mean(found)
+
+
+def _batch(trained: Tensor, drawn: torch.Generator) -> dict[str, Tensor]:
+    starts = torch.randint(0, len(trained) - LENGTH, (BATCH,), generator=drawn)
+    return _split(torch.stack([trained[s : s + LENGTH + 1] for s in starts]).long())
+
+
+def _split(pieces: Tensor) -> dict[str, Tensor]:
+    return {"x": pieces[:, :-1].contiguous(), "y": pieces[:, 1:].contiguous()}
+
+
+@cache
+def text() -> tuple[Tensor, Tensor]:
+    """The bytes of whole modules: four fifths of them to train on, every fifth to be held out."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    held = b"".join(path.read_bytes() for path in modules[::5])
+    trained = b"".join(path.read_bytes() for n, path in enumerate(modules) if n % 5)
+    as_bytes = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (trained, held))
+    return next(as_bytes), next(as_bytes)
+
+
+def case(seed: int) -> tuple[nn.Module, Any, dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    model = GPT(
+        layers=2, width=128, heads=4, vocabulary=256, length=LENGTH, dropout=0.0, fused=True
+    )  # fmt: skip
+    return model, next_token_loss, _batch(text()[0], torch.Generator().manual_seed(seed))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        work(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()
