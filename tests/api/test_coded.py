@@ -23,7 +23,9 @@ _LINK = {
     "speed of rank 1": 1.0,
 }  # fmt: skip
 _SLOW, _FAST = 12.5e6, 1e12
-_TRADES = ("ternary_gradients", "rounded_gradients", "low_rank_gradients")
+_TRADES = (
+    "ternary_gradients", "rounded_gradients", "low_rank_gradients", "largest_gradients",
+)  # fmt: skip
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

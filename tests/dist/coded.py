@@ -27,6 +27,7 @@ from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
+from steelyard.trades.largest_gradients import LargestGradients
 from steelyard.trades.low_rank_gradients import LowRankGradients
 from steelyard.trades.rounded_gradients import RoundedGradients
 from steelyard.trades.ternary_gradients import TernaryGradients
@@ -39,12 +40,12 @@ OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS, BLOCK, STRETCH = 8, 1024, 512 * 1024
 CODECS = {
     "ternary": TernaryGradients(), "int8": RoundedGradients(), "bfloat16": RoundedGradients(),
-    "factors": LowRankGradients(),
+    "factors": LowRankGradients(), "largest": LargestGradients(),
 }  # fmt: skip
 RANK = 4
 # Micro-batches, and how much of the gradients goes in one bucket.
 CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
-         "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18)}
+         "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18), "largest": (1, 1 << 16)}
 # Of more ranks, those that go otherwise there than between two: in parts, or all-reduced.
 MANY = ("ternary", "bfloat16", "factors")
 
@@ -234,7 +235,7 @@ def _summed(
 def _told(value: Tensor, codec: str, lost: list[Tensor], number: int, parts: int) -> Tensor:
     """What others make of it; what is lost is kept. A block is as much of each of the four quarters
     of a stretch of a part."""
-    if codec == "ternary":
+    if codec in ("ternary", "largest"):
         value = value + lost[number] if lost[number].numel() else value
     stretches = [x for part in value.chunk(parts) for x in part.split(STRETCH)]
     told = torch.cat([_told_of(stretch, codec) for stretch in stretches])
@@ -248,6 +249,12 @@ def _told_of(stretch: Tensor, codec: str) -> Tensor:
     if codec == "ternary":
         scale = 1.22 * rows.square().mean(1, keepdim=True).sqrt()
         told = torch.sign(rows) * (rows.abs() > scale / 2) * scale
+    elif codec == "largest":
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        parts = rows.view(-1, 4, BLOCK // 4)
+        places = parts.abs().topk(4, dim=2).indices
+        kept = torch.zeros_like(parts).scatter(2, places, parts.gather(2, places)).view(rows.shape)
+        told = torch.round(kept / scale.clamp_min(1e-30)) * scale
     else:
         scale = rows.abs().amax(1, keepdim=True) / 127
         told = torch.round(rows / scale.clamp_min(1e-30)) * scale

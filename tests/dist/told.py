@@ -30,6 +30,7 @@ def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
         "sent_bytes": program.sent_bytes,
         "counted_bytes": receipt.measured.communication_bytes,
         "peak_bytes": receipt.measured.memory_bytes,
+        "notes": receipt.measured.notes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
 

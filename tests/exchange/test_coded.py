@@ -14,6 +14,7 @@ from steelyard.core.codec import (
     CODE_TRADES,
     ENCODE,
     INT8,
+    LARGEST,
     RESIDUAL,
     TERNARY,
     Codec,
@@ -62,7 +63,7 @@ def _struck(source: StepSource, rules: list[Rule]) -> Program:
     return strike(Program.plain(source.captured().graph), rules, trades=TRADES, source=source)
 
 
-@pytest.mark.parametrize("codec", [TERNARY, INT8], ids=["ternary", "int8"])
+@pytest.mark.parametrize("codec", [TERNARY, INT8, LARGEST], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("numel", [5, BLOCK, 7 * BLOCK + 3, 1500 * BLOCK + 1])
 def test_what_is_read_back_and_what_was_lost_are_what_was_written(
@@ -93,13 +94,40 @@ def _stretches(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
     return [x.view(4, -1, BLOCK // 4) for x in every]
 
 
+@pytest.mark.parametrize("numel", [BLOCK, 600 * BLOCK + 7])
+def test_of_each_quarter_the_largest_go_and_all_else_stays(numel: int) -> None:
+    x = torch.randn(numel)
+    blocks = blocks_of(numel, parts=1)
+    lost = torch.zeros(blocks * BLOCK)
+    back = decode_sum(encode_gradients([x], lost, LARGEST.name, 1), LARGEST.name)
+    whole = torch.cat([x, torch.zeros(blocks * BLOCK - numel)])
+    for values, read in zip(_stretches(whole, 1), _stretches(back, 1), strict=True):
+        sizes = values.abs()
+        least = sizes.topk(LARGEST.kept, dim=2).values[..., -1:]
+        assert ((read != 0) <= (sizes >= least)).all()
+        scale = sizes.amax((0, 2), keepdim=True) / 127
+        assert ((read - values).abs() <= scale * 0.51)[sizes >= least].all()
+    # Sent when it has grown: nothing waits for ever.
+    for _ in range(BLOCK):
+        encode_gradients([torch.zeros(numel)], lost, LARGEST.name, 1)
+    assert lost.norm() < 0.01 * whole.norm()
+
+
+def test_what_is_nothing_is_sent_as_nothing() -> None:
+    lost = torch.zeros(BLOCK)
+    coded = encode_gradients([torch.zeros(BLOCK)], lost, LARGEST.name, 1)
+    assert not decode_sum(coded, LARGEST.name).any()
+    assert not lost.any()
+
+
+@pytest.mark.parametrize("codec", ["ternary", "largest"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float) -> None:
+def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float, codec: str) -> None:
     x = torch.randn(2 * BLOCK)
     x[3] = bad
     lost = torch.ones(2 * BLOCK)
-    coded = encode_gradients([x], lost, "ternary", 1)
-    back = decode_sum(coded, "ternary")
+    coded = encode_gradients([x], lost, codec, 1)
+    back = decode_sum(coded, codec)
     assert not back[3].isfinite()
     assert lost.isfinite().all()
     assert back.isfinite().sum() == BLOCK  # the other block

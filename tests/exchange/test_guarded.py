@@ -25,7 +25,10 @@ from tests.zoo.own import GPT
 
 _STEPS = 3
 _CODED = ("blocks.*.mlp.up.weight", "blocks.*.mlp.down.weight")
-_KINDS = {"ternary": ("ternary_gradients", 0), "factors": ("low_rank_gradients", 4)}
+_KINDS = {
+    "ternary": ("ternary_gradients", 0), "factors": ("low_rank_gradients", 4),
+    "largest": ("largest_gradients", 0),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import Captured, StepSource
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.cluster import FAR_PIECE_BYTES
-from steelyard.core.codec import CODE_TRADES, codec_of, ladder, warm_up_of
+from steelyard.core.codec import CODE_TRADES, CODED_CALLS, codec_of, ladder, warm_up_of
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import DATA, Layout, spelled
 from steelyard.core.plan import Plan
@@ -59,11 +59,13 @@ _LOOKS = 4
 
 class Traffic(NamedTuple):
     """Seconds that values were on their way to far memory or back; that they, or other ranks, were
-    waited for; and bytes that this rank has sent to others."""
+    waited for; bytes that this rank has sent to others; and seconds in which it wrote gradients
+    down and read them back."""
 
     busy: float
     waited: float
     sent: float
+    coded: float
 
 
 class Step:
@@ -194,7 +196,7 @@ class Step:
                     notes=(
                         *self.notes,
                         *self.notes_on_ranks(waited, sent),
-                        *self.notes_on_codes(),
+                        *self.notes_on_codes(self._traffic),
                         *self._note_on_gradients(),
                     ),
                 ),
@@ -209,16 +211,17 @@ class Step:
 
     def traffic(self) -> Traffic:
         """So far: see there."""
-        busy = waited = sent = 0.0
+        busy = waited = sent = coded = 0.0
         if self.ranks.channels:
             if self._looks < _LOOKS:  # connections come about when they are first used
                 self._looks += 1
                 self._wire.look()
             waited = sum(channel.waiting.seconds for channel in self.ranks.channels.values())
+            coded = sum(channel.coding.seconds for channel in self.ranks.channels.values())
             sent = self._wire.sent_bytes + self.live.moved_bytes
         if self.far is not None:
             busy, waited = self.far.busy_seconds, self.far.waited_seconds + waited
-        return Traffic(busy, waited, sent)
+        return Traffic(busy, waited, sent, coded)
 
     def exchanged(self, traffic: Sequence[Traffic]) -> tuple[float | None, float, int | None]:
         """Of a step: seconds in which something was on its way, None where nobody knows; in which
@@ -254,11 +257,20 @@ class Step:
         """Whether the last step's gradients went in the codes that the plan says."""
         return self.live.rung == 0
 
-    def notes_on_codes(self) -> tuple[str, ...]:
-        """How many steps went without, what was held back, and which codes were given up."""
+    def notes_on_codes(self, traffic: Sequence[Traffic]) -> tuple[str, ...]:
+        """What coding took, how many steps went without, what was held back, and which codes were
+        given up."""
         if self.live.guard is None:
             return ()
-        seen, notes = self.live.guard.seen(), []
+        seen, notes, found = self.live.guard.seen(), list[str](), between(traffic)
+        if found is not None and found.coded:
+            costs = self._prices.costs.of_rank(self.ranks.rank)
+            nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
+            said = sum(costs.seconds(node).value for node in nodes)
+            notes.append(
+                f"wrote gradients down and read them back in {format_seconds(found.coded)} of a "
+                f"step (predicted ~{format_seconds(said)})"
+            )
         if seen.exact_steps:
             notes.append(
                 f"{seen.exact_steps} steps went without codes, and are in no figure of a step"

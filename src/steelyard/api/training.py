@@ -129,7 +129,7 @@ class _Log:
         if self._step.are_unlike:
             waited = self._least(waited)
         self.notes += self._step.notes_on_ranks(waited, sent)
-        self.notes += self._step.notes_on_codes()
+        self.notes += self._step.notes_on_codes(self._traffic)
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,

@@ -1,8 +1,9 @@
 """Gradients in few bits, as they go over a wire: the codes there are, their sizes, their calls.
 
-In 8 bits and fewer, a scale of four bytes stands for each block of elements; in 16 bits each is
-rounded by itself. Of low rank, two factors stand for a matrix. Not for carrying it out
-(operators/codes, operators/low_rank), nor for values that wait in memory (coding.py).
+In 8 bits and fewer, a scale of four bytes stands for each block of elements, of all of them or of
+the largest; in 16 bits each is rounded by itself. Of low rank, two factors stand for a matrix. Not
+for carrying it out (operators/codes, operators/low_rank), nor for values that wait in memory
+(coding.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,32 +37,42 @@ _WORTH_FACTORS = 4
 class Codec:
     """``has_residual``: what is lost in one step is added in the next. ``is_linear``: what is
     written down is added up on its way, and has no blocks. ``rank``: of so many columns are the
-    factors, where there are any."""
+    factors, where there are any. ``kept``: of each quarter of a block go so many elements, the
+    largest, with their places; else all, in so many bits."""
 
     name: str
     bits: int
     has_residual: bool = False
     is_linear: bool = False
     rank: int = 0
+    kept: int = 0
 
     @property
     def label(self) -> str:
+        if self.kept:
+            return f"the largest {4 * self.kept} of {BLOCK:,} gradients"
         return f"gradients of rank {self.rank}" if self.rank else f"gradients in {self.bits} bits"
 
     @property
     def is_compiled(self) -> bool:
         return not (self.is_linear or self.rank)
 
+    @property
+    def block_bytes(self) -> int:
+        """Of the codes of a block."""
+        return 8 * self.kept if self.kept else BLOCK * self.bits // 8
+
     def row_bytes(self, blocks: int) -> int:
         """All scales, then all codes."""
-        return blocks * (4 + BLOCK * self.bits // 8)
+        return blocks * (4 + self.block_bytes)
 
 
 # By the name of torch's format.
 BFLOAT16 = Codec(name="bfloat16", bits=16, is_linear=True)
 INT8 = Codec(name="int8", bits=8)
 TERNARY = Codec(name="ternary", bits=2, has_residual=True)
-CODECS = {codec.name: codec for codec in (BFLOAT16, INT8, TERNARY)}
+LARGEST = Codec(name="largest", bits=8, has_residual=True, kept=4)
+CODECS = {codec.name: codec for codec in (BFLOAT16, INT8, TERNARY, LARGEST)}
 _LOW_RANK, _RANK = "low_rank_gradients", 4
 
 
@@ -76,6 +87,7 @@ CODES = {
     ("rounded_gradients", INT8.name, 0): INT8,
     ("ternary_gradients", "", 0): TERNARY,
     (_LOW_RANK, "", _RANK): low_rank(_RANK),
+    ("largest_gradients", "", 0): LARGEST,
 }
 CODE_TRADES = tuple(dict.fromkeys(trade for trade, _, _ in CODES))
 
@@ -100,6 +112,8 @@ def _milder(rule: Rule) -> Rule | None:
     codec = codec_of(rule)
     if codec == BFLOAT16:
         return None
+    if codec == LARGEST:
+        return replace(rule, trade="ternary_gradients")
     milder = INT8 if codec == TERNARY else BFLOAT16
     return replace(rule, trade="rounded_gradients", op=milder.name, degree=0)
 

@@ -223,6 +223,7 @@ _TABLES: dict[str, type[_Table]] = {
     "rounded_gradients": _RoundedGradients,
     "ternary_gradients": _CodedGradients,
     "low_rank_gradients": _LowRankGradients,
+    "largest_gradients": _CodedGradients,
     "shard_pipeline": _ShardPipeline,
     "pinned_transfer": _PinnedTransfer,
     "overlap": _Overlap,
@@ -484,6 +485,7 @@ _UNSAID = {
     ("rounded_gradients", "lead"): 0,
     ("ternary_gradients", "lead"): 0,
     ("low_rank_gradients", "lead"): 0,
+    ("largest_gradients", "lead"): 0,
 }
 
 

@@ -6,6 +6,7 @@ Not for bringing ranks up.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,22 @@ class Waiting:
         return arrived
 
 
+class Coding:
+    """Says how long what writes gradients down and reads them back took in all."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any) -> torch.Tensor:
+            begin = time.perf_counter()
+            found = call(*args)
+            self.seconds += time.perf_counter() - begin
+            return found
+
+        return run
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
     """``group`` is the name under which torch's collectives find the process group; ``calls`` stand
@@ -50,6 +67,7 @@ class Channel:
     num_ranks: int
     rank: int
     waiting: Waiting = field(default_factory=Waiting)
+    coding: Coding = field(default_factory=Coding)
     calls: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
 
     @classmethod

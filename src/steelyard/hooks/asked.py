@@ -42,9 +42,10 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
     """Send the gradients of ``module`` in this code from its next backward pass on.
 
     ``module`` is a DistributedDataParallel, or has been given to ``fully_shard``; all ranks call
-    this. ``code`` is "int8", or under DistributedDataParallel also "bfloat16" and "ternary" (two
-    bits; what it loses is sent later). Of one dimension or of less than 4 KiB, and in other formats
-    than float32, gradients go as they are. ``scaler`` is the one that scales the loss, if any does.
+    this. ``code`` is "int8", or under DistributedDataParallel also "bfloat16", "ternary" (two
+    bits) and "largest" (sixteen of 1,024), which send later what they lose. Of one dimension or of
+    less than 4 KiB, and in other formats than float32, gradients go as they are. ``scaler`` is the
+    one that scales the loss, if any does.
     """
     codec = CODECS.get(code)
     if codec is None:

@@ -139,7 +139,7 @@ class _Written:
     """Rows of bytes: all scales of a part, then all its codes."""
 
     def __init__(self, codec: str, parts: int, blocks: int, device: torch.device) -> None:
-        self._codec, self._width = codec, BLOCK * CODECS[codec].bits // 8
+        self._codec, self._width = codec, CODECS[codec].block_bytes
         self._blocks = blocks
         nbytes = blocks * (4 + self._width)
         self.coded = torch.empty(parts, nbytes, dtype=torch.uint8, device=device)
@@ -153,7 +153,7 @@ class _Written:
 
 
 def _blocks_in(coded: torch.Tensor, codec: str) -> int:
-    return coded.shape[-1] // (4 + BLOCK * CODECS[codec].bits // 8)
+    return coded.shape[-1] // (4 + CODECS[codec].block_bytes)
 
 
 def _decoded(coded: torch.Tensor, codec: str) -> torch.Tensor:
@@ -181,7 +181,7 @@ def _taken_apart(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of each block of a stretch."""
     ranks, parts, nbytes = coded.shape
-    width = BLOCK * CODECS[codec].bits // 8
+    width = CODECS[codec].block_bytes
     # By strides: a view would choose those of a dim of one as it likes.
     row = coded.storage_offset() + part * nbytes
     start = row + 4 * _blocks_in(coded, codec) + first * width
@@ -198,7 +198,7 @@ _Quarters = Sequence[torch.Tensor]
 
 @cache
 def _encoder(codec: str, keeps: bool) -> _Compiled:
-    encode = {"ternary": _ternary, "int8": _int8}[codec]
+    encode = {"ternary": _ternary, "int8": _int8, "largest": _largest}[codec]
 
     def run(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert (values.shape[0], values.shape[2]) == (4, _QUARTER)
@@ -212,8 +212,8 @@ def _encoder(codec: str, keeps: bool) -> _Compiled:
 
 @cache
 def _decoder(codec: str, adds: bool) -> _Compiled:
-    read = {"ternary": _ternary_read, "int8": _int8_read}[codec]
-    width = BLOCK * CODECS[codec].bits // 8
+    read = {"ternary": _ternary_read, "int8": _int8_read, "largest": _largest_read}[codec]
+    width = CODECS[codec].block_bytes
 
     def run(codes: torch.Tensor, scales: torch.Tensor, *quarters: torch.Tensor) -> tuple[()]:
         assert codes.shape[2] == width
@@ -272,3 +272,41 @@ def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
     # A byte holds one code: they lie as the values do.
     values = codes.view(codes.shape[0], 4, -1, _QUARTER).to(torch.float32) - 128
     return (values * scales.unsqueeze(1)).sum(0).unbind()
+
+
+def _largest(v: torch.Tensor) -> _Three:
+    """Of each quarter of a block the largest, one after the other: where it is, and how many of 255
+    multiples of a scale. Places are found by comparing: nothing is taken out of between others."""
+    scale = v.abs().amax((0, 2), keepdim=True) * (1 / 127)
+    places, values, left = [], [], v
+    at = torch.arange(_QUARTER, dtype=torch.float32, device=v.device)
+    for _ in range(CODECS["largest"].kept):
+        size = left.abs()
+        found = torch.where(size == size.amax(2, keepdim=True), at, float(_QUARTER))
+        # Of what is not a number there is none.
+        place = found.amin(2, keepdim=True).clamp_max(_QUARTER - 1)
+        is_there = (at == place).to(torch.float32)
+        value = (left * is_there).sum(2, keepdim=True)
+        code = torch.round(value / scale.clamp_min(_LEAST)).clamp(-127, 127)
+        left = left - is_there * (code * scale)
+        places.append(place)
+        values.append(code + 128)
+    codes = torch.cat([*places, *values], 2).permute(1, 0, 2)
+    return scale, codes.reshape(v.shape[1], -1).to(torch.uint8), left
+
+
+def _largest_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
+    kept = CODECS["largest"].kept
+    taken = codes.to(torch.float32).reshape(*codes.shape[:2], 4, 2 * kept)
+    places, values = taken[..., :kept], (taken[..., kept:] - 128) * scales.unsqueeze(-1)
+    at = torch.arange(_QUARTER, dtype=torch.float32, device=codes.device)
+    found = []
+    for quarter in range(4):
+        # A product, so that a scale that is not finite leaves nothing finite.
+        each = [
+            (at == places[:, :, quarter, n : n + 1]).to(torch.float32)
+            * values[:, :, quarter, n : n + 1]
+            for n in range(kept)
+        ]
+        found.append(sum(each[1:], each[0]).sum(0))
+    return found

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from steelyard.core.codec import CODED_CALLS
 from steelyard.core.collective import Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.graph import FAR_CALLS, SENT_PRODUCTS, Argument, Axis, Node, Ref, Symbol
+from steelyard.core.layout import DATA
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory
@@ -20,7 +22,7 @@ from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.exchange.slots import Slots
 from steelyard.exchange.tensors import FarTensors
 from steelyard.exchange.turns import Turns
-from steelyard.operators import copy_laid_out
+from steelyard.operators import copy_laid_out, operator_named
 from steelyard.run.calls import quickest
 
 _ALONE: Mapping[str, Channel] = MappingProxyType({})
@@ -201,10 +203,12 @@ class _Writer:
         return bound
 
     def _exchanging(self, node: Node) -> Callable[..., Any] | None:
-        """What waits for other ranks, and counts for how long; and what stands in place of torch's
-        own calls."""
+        """What waits for other ranks or codes for them, and counts for how long; and what stands in
+        place of torch's own calls."""
         if node.is_far:
             return None
+        if node.op in CODED_CALLS and DATA in self._channels:
+            return self._channels[DATA].coding.timed(operator_named(node.op))
         if node.collective is not None:
             return self._channels[node.collective.axis].calls.get(node.op)
         if not node.waits_for:

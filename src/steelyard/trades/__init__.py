@@ -3,6 +3,7 @@ Not for prices, and not for what two trades share: that is exchange."""
 
 from steelyard.core.trade import Trade
 from steelyard.trades.accumulate import Accumulate
+from steelyard.trades.largest_gradients import LargestGradients
 from steelyard.trades.low_rank_gradients import LowRankGradients
 from steelyard.trades.offload import Offload
 from steelyard.trades.offload_state import OffloadState
@@ -24,6 +25,6 @@ __all__ = ["TRADES"]
 # In the order they are struck: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
     Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), SparseGradients(),
-    RoundedGradients(), TernaryGradients(), LowRankGradients(), Overlap(), Recompute(),
-    Quantise(), Offload(), OffloadState(), ShardPipeline(), PinnedTransfer(),
+    RoundedGradients(), TernaryGradients(), LowRankGradients(), LargestGradients(), Overlap(),
+    Recompute(), Quantise(), Offload(), OffloadState(), ShardPipeline(), PinnedTransfer(),
 )  # fmt: skip
