@@ -94,6 +94,7 @@ def _run(rank: int, folder: Path, *, codes: bool, now: float | None) -> dict[str
         "as_written": not files or written == receipt.plan.decisions.rules,
         "named": receipt.written.name if receipt.written else None,
         "notes": receipt.measured.notes,
+        "loses": receipt.plan.predicted.quad.accuracy_loss,
         "predicted": planned.predicted.step_seconds.value,
         "predicted_then": receipt.plan.predicted.quad.step_seconds.value,
         "measured": receipt.measured.step_seconds,

@@ -33,6 +33,7 @@ def test_ranks_send_gradients_otherwise_where_the_link_becomes_another(
     assert slower["codes"], "at a hundredth of the rate codes are faster"
     assert any("gradients go otherwise" in note for note in slower["notes"])
     assert any("went without codes" in note for note in slower["notes"])
+    assert "probe" in slower["loses"]
     faster = one["faster"]
     assert faster["files"]
     assert not faster["codes"]

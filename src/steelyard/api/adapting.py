@@ -32,6 +32,9 @@ _OFF = 0.25
 # What is not faster by so much, so often in a row, is left alone.
 _LEAST_GAIN, _TIMES = 0.10, 2
 
+# Between what is told to other ranks.
+_SIDE = "\0"
+
 
 class Adapting:
     """All ranks do the same: what the first one finds is told to the others."""
@@ -77,7 +80,7 @@ class Adapting:
         link = measured_now(before)
         look = self._look.over(link)
         found = self._better(look) if self._together.saves else None
-        text = self._together.words("" if found is None else encode_decisions(found))
+        text = self._together.words("" if found is None else _SIDE.join(found))
         self._waited = self._step.traffic().waited
         if not text:
             self._in_a_row, self._every = 0, min(2 * self._every, _MOST_EVERY)
@@ -85,11 +88,13 @@ class Adapting:
         self._in_a_row += 1
         if self._in_a_row < _TIMES:
             return False
-        self._turn(number, look, decode_decisions(text), before, link)
+        drift, _, written = text.partition(_SIDE)
+        self._turn(number, look, decode_decisions(written), drift, before, link)
         return True
 
-    def _better(self, look: Look) -> Decisions | None:
-        """What is to take the plan's place; None where nothing is worth it."""
+    def _better(self, look: Look) -> tuple[str, str] | None:
+        """The drift that a probe saw of what is to take the plan's place, and its file; None where
+        nothing is worth it."""
         decisions = self._step.plan.decisions
         budget = decisions.budget
         codecs = codecs_here(look) if budget.accuracy_loss else []
@@ -98,23 +103,33 @@ class Adapting:
         for way in ways:
             if now.seconds < (1 + _LEAST_GAIN) * way.seconds:
                 return None
-            if self._is_near_enough(look, way.rules, budget.accuracy_loss):
-                return replace(decisions, rules=way.rules)
+            drift = self._drift(look, way.rules, budget.accuracy_loss)
+            if drift is not None:
+                return drift, encode_decisions(replace(decisions, rules=way.rules))
         return None
 
-    def _is_near_enough(self, look: Look, rules: tuple[Rule, ...], allowed: float) -> bool:
+    def _drift(self, look: Look, rules: tuple[Rule, ...], allowed: float) -> str | None:
+        """None where it is more than is allowed, or unknown; nothing is said of what is exact."""
         program = look.struck(rules)
         if not program.is_lossy:
-            return True
+            return ""
         seen = look.lossy.drift_of(rules, program)
-        return not isinstance(seen, str) and seen.largest <= allowed
+        return None if isinstance(seen, str) or seen.largest > allowed else str(seen)
 
     def _turn(
-        self, number: int, look: Look, decisions: Decisions, before: Link, link: Link
+        self,
+        number: int,
+        look: Look,
+        decisions: Decisions,
+        drift: str,
+        before: Link,
+        link: Link,
     ) -> None:
         program = look.struck(decisions.rules)
         was = look.priced(look.struck(self._step.plan.decisions.rules)).quad.step_seconds.value
         predicted = look.priced(program)
+        if drift:
+            predicted = replace(predicted, quad=replace(predicted.quad, accuracy_loss=drift))
         plan = replace(
             self._step.plan, decisions=decisions, predicted=predicted, taken=(), refused=(),
             num_offers=0,
