@@ -199,3 +199,29 @@ def test_what_another_plan_lost_is_paid_in_the_first_step(source: StepSource, ra
     for first in together.run(resume):
         both = {name: first[name] + sent[name] for name in exact}
         assert _apart(both, {name: 2 * x for name, x in exact.items()}) < 1e-4
+
+
+@pytest.mark.parametrize("others", [2, 3])
+def test_what_is_owed_when_a_run_is_stopped_is_in_its_checkpoint(
+    source: StepSource, others: int
+) -> None:
+    """Between the step that ended a code and the next, which would have paid."""
+
+    def lose(step: LiveStep, _: int) -> dict[str, torch.Tensor]:
+        step.backward(source.batch)
+        step.begin_anew(None)
+        return {**step.lost(), **_gradients(step)}
+
+    def resume(step: LiveStep, _: int) -> dict[str, torch.Tensor]:
+        assert step.put_back_lost(saved) == []
+        step.backward(source.batch)
+        step.residuals.pay_all(step._whole_gradients())
+        return _gradients(step)
+
+    exact = _exact(source)
+    saved = _on_each(source, "ternary", 2, lose)[0]
+    sent = {name: saved.pop(name) for name in exact}
+    assert _apart(sent, exact) > 0.1
+    for then in _on_each(source, "ternary", others, resume):
+        both = {name: then[name] + sent[name] for name in exact}
+        assert _apart(both, {name: 2 * x for name, x in exact.items()}) < 1e-4

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from steelyard import _torch
-from steelyard.core.amounts import format_seconds
+from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODES, Codec
+from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
 from steelyard.core.trade import Left, Refusal
+from steelyard.predict import peak_bytes
 from steelyard.search.coded import CodedWay, Weighing
 from steelyard.search.found import Found
 
@@ -117,6 +118,9 @@ def _tried(
     seconds = found.prediction.quad.step_seconds.value
     if seconds >= best.prediction.quad.step_seconds.value:
         return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
+    most = _most_without(look, found)
+    if budget.memory_bytes is not None and most > budget.memory_bytes:
+        return f"with it first steps, which go without, would take {format_bytes(most)}"
     seen = look.lossy.drift_of(found.rules, found.program)
     if isinstance(seen, str):
         return f"is lossy, and {seen}"
@@ -126,3 +130,11 @@ def _tried(
         )
     quad = replace(found.prediction.quad, accuracy_loss=str(seen))
     return found, replace(found.prediction, quad=quad)
+
+
+def _most_without(look: "Look", found: Found) -> int:
+    """What a step takes that goes without codes, beside the room for what they hold back."""
+    exact = look.struck([rule for rule in found.rules if rule.trade not in CODE_TRADES])
+    inputs = found.program.graph.inputs()
+    held = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
+    return peak_bytes(exact, look.prices.costs) + held

@@ -58,8 +58,8 @@ class Residuals:
         return self._tensors[node.name]
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Of all ranks, who come together for it."""
-        found: dict[str, torch.Tensor] = {}
+        """Of all ranks, who come together for it; and what all of them know is owed."""
+        found = {f"{_OF_RANKS}{target}": lost[None].clone() for target, lost in self._owed.items()}
         for name, members in self._members.items():
             rows = self._gathered(self._tensors[name])
             own = self._tensors.get(f"{name}{_OWN}")
@@ -128,9 +128,8 @@ class Residuals:
 
     def pay(self, gradients: Gradients) -> None:
         """What is owed, to the sums of all ranks' gradients."""
-        for target, lost in self._owed.items():
-            _flat(gradients[target]).add_(lost)
-        self._owed.clear()
+        for target in [target for target in self._owed if target in gradients]:
+            _flat(gradients[target]).add_(self._owed.pop(target))
 
     def pay_all(self, gradients: Gradients) -> None:
         """All that is held back, by all ranks at once; then nothing is."""
