@@ -33,7 +33,7 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
 ) -> None:
     link = Link(kind="", latency_seconds=latency, bytes_per_second=rate)
     slow = _said(link, num_ranks)
-    quick = {name: seconds / 2 for name, seconds in slow.items()}
+    quick = {name: seconds / 2 for name, seconds in slow.items()} | {"product": slow["product"]}
     found = fitted([quick] * (num_ranks - 1) + [slow])
     assert found["rate"] == pytest.approx(rate, rel=1e-6)
     assert found["latency"] == pytest.approx(latency, rel=1e-3)
@@ -41,6 +41,15 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     assert found["hop"] == pytest.approx(3 * latency, rel=1e-3)
     assert found["hand"] == 2e-5
     assert found["disturbs"] == 0.25
+
+
+def test_what_an_exchange_takes_of_a_slow_rank_is_priced_by_its_speed_and_not_twice() -> None:
+    link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
+    fast = _said(link, 2)
+    half = {**fast, "product": 2 * fast["product"], "disturbs": 3 * fast["disturbs"]}
+    found = fitted([fast, half])
+    assert found["speed of rank 1"] == 0.5
+    assert found["disturbs"] == 1.5 * fast["disturbs"]
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-4), st.floats(1e8, 1e11))
