@@ -115,3 +115,19 @@ def test_waiting_later_never_takes_longer(
         assert exposed.value <= quad.communication_seconds.value * slack
     program = reduced(window=window, gradients=gradients, after=after)
     assert step_seconds(program, price) == sooner.step_seconds
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.5, 0.25])
+def test_what_an_exchange_takes_of_a_slow_device_takes_longer_there(speed: float) -> None:
+    """Where it is hidden, what goes on is slowed by all of it; of half a device by twice that."""
+    program = reduced(window=None, after=3)
+    price = costs(exchange_seconds=0.5)
+    slow = replace(price, device=price.device.at_speed(speed))
+    disturbing = replace(slow.links["data"], disturbs=1.0)
+    alone = step_seconds(program, slow).value
+    beside = step_seconds(program, replace(slow, links={"data": disturbing})).value
+    assert beside - alone == pytest.approx(3 * 0.5 / speed)
+    # Waited for at once there is nothing that it could disturb.
+    program = reduced(window=0)
+    at_once = step_seconds(program, replace(slow, links={"data": disturbing})).value
+    assert at_once == pytest.approx(step_seconds(program, slow).value)
