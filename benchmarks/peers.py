@@ -374,7 +374,7 @@ def _convolutions() -> Any:
         one(3, 32), one(32, 32), one(32, 64, 2), one(64, 64), one(64, 128, 2), one(128, 128),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
     )  # fmt: skip
-    return model, class_loss, {"x": torch.randn(16, 3, 32, 32), "y": torch.randint(0, 10, (16,))}
+    return model, class_loss, {"x": torch.randn(48, 3, 32, 32), "y": torch.randint(0, 10, (48,))}
 
 
 MODELS: dict[str, Callable[[], Any]] = {
