@@ -112,7 +112,7 @@ def _prepared(optimizer: str, folder: Path) -> list[str]:
     offers = [offer for trade in trades for offer in trade.offers(program, source)[0]]
     for number, codes in enumerate([(), *(offer.rules for offer in offers)]):
         made = Decisions(
-            made_for=look.made_for(), budget=Budget(accuracy_loss=0.5), rules=(*shared, *codes)
+            made_for=look.made_for(), budget=Budget(accuracy_loss=1.0), rules=(*shared, *codes)
         )
         write_decisions(folder / f"{number}.plan.toml", made)
     return [offer.label for offer in offers]
