@@ -142,6 +142,9 @@ def work(optimizer: str, folder: Path, rank: int) -> None:
                 step(_batch(trained, drawn))
             number = path.name.partition(".")[0]
             losses.setdefault(number, []).append(_held_out(model))
+            if rank == 0:
+                said = {"seed": seed, "plan": number, "held_out": losses[number][-1]}
+                print(json.dumps(said), file=sys.stderr, flush=True)
             dist.barrier()
     if rank == 0:
         (folder / "losses.json").write_text(json.dumps(losses))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from steelyard.api.coded import codecs_here
+from steelyard.api.coded import codecs_here, most_without
 from steelyard.api.live import Step
 from steelyard.api.look import Look
 from steelyard.core.amounts import format_bytes, format_seconds
@@ -103,16 +103,21 @@ class Adapting:
         for way in ways:
             if now.seconds < (1 + _LEAST_GAIN) * way.seconds:
                 return None
-            drift = self._drift(look, way.rules, budget.accuracy_loss)
+            drift = self._drift(look, way.rules, budget.accuracy_loss, most)
             if drift is not None:
                 return drift, encode_decisions(replace(decisions, rules=way.rules))
         return None
 
-    def _drift(self, look: Look, rules: tuple[Rule, ...], allowed: float) -> str | None:
-        """None where it is more than is allowed, or unknown; nothing is said of what is exact."""
+    def _drift(
+        self, look: Look, rules: tuple[Rule, ...], allowed: float, most_bytes: float
+    ) -> str | None:
+        """None where it is more than is allowed, or unknown, or where first steps without codes do
+        not fit; nothing is said of what is exact."""
         program = look.struck(rules)
         if not program.is_lossy:
             return ""
+        if most_without(look, rules, program) > most_bytes:
+            return None
         seen = look.lossy.drift_of(rules, program)
         return None if isinstance(seen, str) or seen.largest > allowed else str(seen)
 

@@ -4,6 +4,7 @@ probe drifts no further than the budget allows; and if not, the reason with its 
 Not for how a step is fastest with a code: see search/coded.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
 from steelyard.predict import peak_bytes
 from steelyard.search.coded import CodedWay, Weighing
@@ -118,7 +121,7 @@ def _tried(
     seconds = found.prediction.quad.step_seconds.value
     if seconds >= best.prediction.quad.step_seconds.value:
         return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
-    most = _most_without(look, found)
+    most = most_without(look, found.rules, found.program)
     if budget.memory_bytes is not None and most > budget.memory_bytes:
         return f"with it first steps, which go without, would take {format_bytes(most)}"
     seen = look.lossy.drift_of(found.rules, found.program)
@@ -132,9 +135,9 @@ def _tried(
     return found, replace(found.prediction, quad=quad)
 
 
-def _most_without(look: "Look", found: Found) -> int:
+def most_without(look: "Look", rules: Sequence[Rule], program: Program) -> int:
     """What a step takes that goes without codes, beside the room for what they hold back."""
-    exact = look.struck([rule for rule in found.rules if rule.trade not in CODE_TRADES])
-    inputs = found.program.graph.inputs()
+    exact = look.struck([rule for rule in rules if rule.trade not in CODE_TRADES])
+    inputs = program.graph.inputs()
     held = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
     return peak_bytes(exact, look.prices.costs) + held
