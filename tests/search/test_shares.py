@@ -79,6 +79,17 @@ def test_where_working_less_takes_longer_one_unit_is_moved_the_other_way() -> No
     assert asked == [(16, 8), (15, 9), (17, 7)]
 
 
+def test_prices_by_which_a_smaller_share_takes_less_than_its_part_move_nothing() -> None:
+    fast, slow = {32: 2.70, 33: 2.78, 34: 2.87}, {16: 2.70, 15: 2.62, 14: 2.5}
+
+    def timed(shares: Shares) -> tuple[float, Sequence[float]]:
+        works = fast[shares[0]], slow[shares[1]]
+        return max(works), works
+
+    assert min(fast, key=lambda n: timed((n, 48 - n))[0]) == 32  # as they are priced
+    assert unequal_shares(48, [4.05, 4.05 / 0.463], timed) == (33, 15)
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_that_are_alike_take_equal_shares(count: int) -> None:
     ranks = _Ranks([0] * count, [1] * count)

@@ -13,7 +13,7 @@ _TRIES = 3
 # Of fewer units a rank might be half of one off, some hundredths of a step; of more, shares have
 # less in common, and could be cut into fewer micro-batches.
 _UNITS_OF_A_RANK = 24
-# Prices at other sizes are measured anew: by what makes so little of a difference, none is chosen.
+# Prices at other sizes are measured anew: for so little of a difference, no others are taken.
 _DOUBT = 0.02
 # Of a long list of speeds, what is still read.
 _MOST_SAID = 3
@@ -38,7 +38,7 @@ def unequal_shares(units: int, whole_seconds: Sequence[float], timed: Timed) -> 
     if len(set(shares)) == 1:
         return None
     while shares is not None and len(tried) < _TRIES:
-        tried[shares] = timed(shares)
+        tried[shares] = _put_right(units, whole_seconds, shares, *timed(shares))
         if tried[shares][0] < (1 - _DOUBT) * tried[best][0]:
             best = shares
         further = _near(units, best, tried[best][1])
@@ -61,12 +61,30 @@ def in_whole_units(units: int, weights: Sequence[float]) -> Shares:
     return tuple(shares)
 
 
+def _put_right(
+    units: int,
+    whole_seconds: Sequence[float],
+    shares: Shares,
+    seconds: float,
+    works: Sequence[float],
+) -> tuple[float, list[float]]:
+    """No share takes less than its part of a larger one: where prices of two sizes say so, they
+    were measured while the machine was not as fast, and it is the larger price that is believed."""
+    larger = 1 / units
+    least = list(works)
+    for n in sorted(range(len(shares)), key=lambda n: -shares[n]):
+        of_unit = works[n] / whole_seconds[n] / shares[n]
+        larger = max(larger, of_unit)
+        least[n] *= larger / of_unit
+    return seconds + max(least) - max(works), least
+
+
 def _near(units: int, shares: Shares, works: Sequence[float]) -> Iterator[Shares]:
     """By what a unit was found to take on each rank; one unit from where most is worked to where
     least is; and one back."""
     yield in_whole_units(units, [n / took for n, took in zip(shares, works, strict=True)])
     longest = max(range(len(works)), key=works.__getitem__)
-    shortest = min(range(len(works)), key=works.__getitem__)
+    shortest = min(reversed(range(len(works))), key=works.__getitem__)
     for source, target in ((longest, shortest), (shortest, longest)):
         if shares[source] > 1:
             moved = list(shares)
