@@ -4,8 +4,9 @@ and what does a step in stages?
     python benchmarks/transfer.py [messages] [stages]
 
 Each rank has a core. A message is a float32 tensor into room made beforehand, in turn through
-slots, gloo's send and recv, and a TCP connection of the loopback; it ends when a byte has come back
-that says it is there, over another connection, the same for all. Steps are those of plans of this
+slots, gloo's send and recv, and a TCP connection of the loopback, eight of a way in a row, as those
+of micro-batches are; it ends when a byte has come back that says it is there, over another
+connection, the same for all. Steps are those of plans of this
 machine, as the search makes them, with [[pinned_transfer]] and without, in turn in the same
 processes: of a model whose messages take half of its step, and of a GPT, whose are small. The
 figures are medians of paired ratios. Needs two cores that do nothing else.
@@ -39,7 +40,7 @@ from benchmarks.runner import interval
 from steelyard.core.rules import Rule
 from steelyard.trades.shard_pipeline import rules_for
 
-RANKS, TURNS, WARM_UP = 2, 40, 4
+RANKS, TURNS, WARM_UP, IN_A_ROW = 2, 40, 4, 8
 KIB, MIB = 2**10, 2**20
 SIZES = {
     "4 KiB": 4 * KIB, "64 KiB": 64 * KIB, "1 MiB": MIB, "8 MiB": 8 * MIB, "64 MiB": 64 * MIB,
@@ -132,9 +133,7 @@ def messages(folder: Path, rank: int) -> dict[str, Any]:
     seconds: dict[str, dict[str, list[float]]] = {}
     allocated = rings = 0
     for size, nbytes in SIZES.items():
-        edge = Edge(
-            stage=1, is_back=False, source=0, target=1, sizes=(nbytes,), count=2, holds_all=False
-        )
+        edge = Edge(source=0, target=1, sizes=(nbytes,), count=2, holds_all=False)
         assert dist.group.WORLD is not None
         x = torch.randn(nbytes // 4)
         slots = Pinned([edge], group=dist.group.WORLD)
@@ -145,15 +144,16 @@ def messages(folder: Path, rank: int) -> dict[str, Any]:
             for way, carry in ways.items():
                 dist.barrier()
                 begin = time.perf_counter()
-                carry(turn)
-                if rank == 0:
-                    back.recv(1)
-                else:
-                    back.sendall(b".")
+                for number in range(turn * IN_A_ROW, (turn + 1) * IN_A_ROW):
+                    carry(number)
+                    if rank == 0:
+                        back.recv(1)
+                    else:
+                        back.sendall(b".")
                 if turn >= WARM_UP:
-                    took[way].append(time.perf_counter() - begin)
+                    took[way].append((time.perf_counter() - begin) / IN_A_ROW)
         seconds[size] = took
-        number = WARM_UP + TURNS
+        number = (WARM_UP + TURNS) * IN_A_ROW
         metered = meter_once(lambda n=number, carry=ways["slots"]: carry(n))
         allocated += metered.peak_bytes
         rings = slots._to[1].sent / (number + 1) if rank == 0 else 1

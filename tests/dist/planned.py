@@ -48,7 +48,7 @@ STEPS = 20
 class Case:
     """``share_of_plain``: the budget, as a share of what a rank takes without recomputing.
     ``together``: weights are gathered several at once, and ahead of what reads them. ``in_slots``:
-    stages send each other their messages through memory that they share."""
+    ranks send each other what they do through memory that they share."""
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
     layout: Layout
@@ -157,6 +157,26 @@ UNEQUAL = {
         partial(_padded, 12), Layout(batch=2, shares=(2, 1)), micro_batches=2, with_states=True
     ),
 }
+THROUGH_SLOTS = {
+    "random and summed, in less memory": Case(
+        _random_and_summed, _BATCH, share_of_plain=0.9, in_slots=True
+    ),
+    "padded, with states in shares, in micro-batches": Case(
+        _padded, _BATCH, micro_batches=2, with_states=True, in_slots=True
+    ),
+    "normalised": Case(_normalised, _BATCH, in_slots=True),
+    "padded tensors in parts, in micro-batches": Case(
+        _padded, _TENSOR, micro_batches=2, in_slots=True
+    ),
+}
+THROUGH_SLOTS_ON_THREE = {
+    "padded, unequal": Case(
+        partial(_padded, 12), Layout(batch=3, shares=(1, 3, 2)), in_slots=True
+    ),
+    "random and padded, with states in shares": Case(
+        partial(_random_and_padded, 12), Layout(batch=3), with_states=True, in_slots=True
+    ),
+}
 UNEQUAL_ON_THREE = {
     "mean": Case(partial(_mean, 12), Layout(batch=3, shares=(3, 2, 1))),
     "padded": Case(partial(_padded, 12), Layout(batch=3, shares=(1, 3, 2))),
@@ -214,6 +234,14 @@ def unequal(rank: int) -> dict[str, Any]:
 
 def unequal_on_three(rank: int) -> dict[str, Any]:
     return _all_trained(UNEQUAL_ON_THREE, rank)
+
+
+def through_slots(rank: int) -> dict[str, Any]:
+    return _all_trained(THROUGH_SLOTS, rank)
+
+
+def through_slots_on_three(rank: int) -> dict[str, Any]:
+    return _all_trained(THROUGH_SLOTS_ON_THREE, rank)
 
 
 def in_parts(rank: int) -> dict[str, Any]:
@@ -358,9 +386,12 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         for way in look.layouts.ways(case.layout)
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
         and any(r.trade == "shard_states" and r.bucket_bytes for r in way.rules) == case.together
+        and not any(r.trade == "pinned_transfer" for r in way.rules)
     ]
     laid = min(ways, key=lambda way: way.nbytes).rules
     laid = ahead(laid, is_alike=True) if case.together else laid
+    if case.in_slots:
+        laid = (*laid, Rule(trade="pinned_transfer", op="exchanges"))
     search, budget = look.layouts.search_by(laid), Budget()
     if case.share_of_plain is not None:
         plain = search.explored().plain.peak_bytes

@@ -29,11 +29,7 @@ MESSAGES = 40
 
 
 def edge(source: int, *sizes: int, slots: int = 2, holds_all: bool = False) -> Edge:
-    target = 1 - source
-    return Edge(
-        stage=target, is_back=source == 1, source=source, target=target, sizes=sizes, count=slots,
-        holds_all=holds_all,
-    )  # fmt: skip
+    return Edge(source=source, target=1 - source, sizes=sizes, count=slots, holds_all=holds_all)
 
 
 def _of_all_kinds(number: int) -> list[torch.Tensor]:
@@ -47,7 +43,7 @@ def _of_all_kinds(number: int) -> list[torch.Tensor]:
 def exchanged(rank: int) -> dict[str, Any]:
     """More messages than slots, all sent before any is read, the last of them read first and two
     kept for good: what came otherwise than it was sent, and what is left open."""
-    begun = _open_files()
+    begun = open_files()
     own = _of_all_kinds(0)
     likes = [(x.shape, x.dtype) for x in own]
     edges = [edge(source, *(x.nbytes for x in own)) for source in (0, 1)]
@@ -76,7 +72,7 @@ def exchanged(rank: int) -> dict[str, Any]:
         "changed": changed,
         "moved": moved == 3 * MESSAGES * sum(x.nbytes for x in own),
         "held": held == sum(e.nbytes for e in edges if e.target == rank),
-        "left open": sorted(_open_files() - begun),
+        "left open": sorted(open_files() - begun),
     }
 
 
@@ -129,7 +125,7 @@ def refused(rank: int) -> dict[str, str]:
     }
     said = {}
     for name, fault in faults.items():
-        begun = _open_files()
+        begun = open_files()
         if rank == 1:
             fault.start()
         try:
@@ -140,7 +136,7 @@ def refused(rank: int) -> dict[str, str]:
         if rank == 1:
             fault.stop()
         gc.collect()
-        said[name] += f" {sorted(_open_files() - begun) or ''}"
+        said[name] += f" {sorted(open_files() - begun) or ''}"
     return said
 
 
@@ -195,7 +191,7 @@ def _everyone() -> dist.ProcessGroup:
     return group
 
 
-def _open_files() -> set[str]:
+def open_files() -> set[str]:
     """Of memory and pipes, which are all that slots are made of."""
     found = set()
     for number in Path("/proc/self/fd").iterdir():

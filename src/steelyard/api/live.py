@@ -218,7 +218,8 @@ class Step:
                 self._wire.look()
             waited = sum(channel.waiting.seconds for channel in self.ranks.channels.values())
             coded = sum(channel.coding.seconds for channel in self.ranks.channels.values())
-            sent = self._wire.sent_bytes + self.live.moved_bytes
+            moved = sum(channel.waiting.moved_bytes for channel in self.ranks.channels.values())
+            sent = self._wire.sent_bytes + self.live.moved_bytes + moved
         if self.far is not None:
             busy, waited = self.far.busy_seconds, self.far.waited_seconds + waited
         return Traffic(busy, waited, sent, coded)

@@ -16,7 +16,7 @@ from steelyard import _torch
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster, Link
-from steelyard.core.collective import Exchange
+from steelyard.core.collective import SLOTS, Exchange
 from steelyard.core.costs import Costs, Missing, OperatorCost
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
@@ -71,6 +71,8 @@ class Prices:
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
             if measured.slots is not None:
                 links[PINNED] = measured.slots
+            if measured.slotted is not None:
+                links[SLOTS] = measured.slotted
             if measured.speeds and not cluster.speeds:
                 cluster = cluster.at_speeds(measured.speeds)
         self.cluster = cluster

@@ -6,6 +6,9 @@ Not for how long it takes (costs.py), nor for putting it into a step: see exchan
 from dataclasses import dataclass
 from enum import StrEnum
 
+# The link of what goes through memory that ranks share, whichever axis it goes along.
+SLOTS = "slots"
+
 
 class Exchange(StrEnum):
     """What is done with one tensor among the ranks of a mesh axis."""
@@ -25,7 +28,7 @@ class Collective:
 
     Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other. ``held_bytes`` are
     the backend's own, besides arguments and results, until the wait is over. Of all ranks there are
-    every ``stride``-th takes part.
+    every ``stride``-th takes part. What ``is_pinned`` goes through memory that they share.
     """
 
     kind: Exchange
@@ -35,6 +38,12 @@ class Collective:
     hops: int
     held_bytes: int = 0
     stride: int = 1
+    is_pinned: bool = False
+
+    @property
+    def link(self) -> str:
+        """By which name a machine's costs have what carries it."""
+        return SLOTS if self.is_pinned else self.axis
 
     @property
     def whole_bytes(self) -> int:
@@ -52,13 +61,15 @@ class Transport:
     """How a backend carries exchanges out, as seen from the rank that asks for them.
 
     ``keeps_input``: the argument must stay until the wait is over. ``copies``: a copy of the whole
-    tensor is held until then. ``reduces_all``: carried out as an all-reduce.
+    tensor is held until then. ``reduces_all``: carried out as an all-reduce. ``is_pinned``: through
+    memory that ranks share.
     """
 
     name: str
     keeps_input: frozenset[Exchange] = frozenset()
     copies: frozenset[Exchange] = frozenset()
     reduces_all: frozenset[Exchange] = frozenset()
+    is_pinned: bool = False
 
     def collective(
         self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int, stride: int = 1
@@ -75,6 +86,7 @@ class Transport:
             hops=hops,
             held_bytes=nbytes if kind in self.copies else 0,
             stride=stride,
+            is_pinned=self.is_pinned,
         )
 
 
@@ -86,5 +98,7 @@ GLOO = Transport(
     copies=frozenset({Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER}),
     reduces_all=frozenset({Exchange.REDUCE_SCATTER}),
 )
+# Each writes to the others what is theirs, and reads what came where it lies: nothing is copied.
+THROUGH_SLOTS = Transport(name="slots", is_pinned=True)
 # Nothing of it was metered here: what it holds besides arguments and results is not reckoned.
 NCCL = Transport(name="nccl")

@@ -73,7 +73,7 @@ class Costs:
     def beside_seconds(self, node: Node) -> Estimate:
         """What of them an exchange takes of the device while it is under way."""
         collective = node.collective
-        link = self.links.get(collective.axis) if collective else None
+        link = self.links.get(collective.link) if collective else None
         if collective is None or link is None:
             return FREE
         own = link.device_seconds(collective.sent_bytes, messages=collective.hops)
@@ -111,14 +111,14 @@ class Costs:
     def exchange_seconds(self, collective: Collective) -> Estimate:
         """What the exchange takes on its link, apart from the call that issues it."""
         ranks = collective.num_ranks, collective.stride
-        whole = self.carried.get((collective.axis, collective.kind, *ranks))
+        whole = self.carried.get((collective.link, collective.kind, *ranks))
         if whole is not None:
             seconds = whole.seconds(collective.whole_bytes, messages=1)
             return Estimate.within(seconds, share=whole.doubt)
-        link = self.links.get(collective.axis)
+        link = self.links.get(collective.link)
         if link is None:
             raise BadInput(
-                f"the step exchanges data over the axis {collective.axis!r}, whose link is unknown",
+                f"the step exchanges data over the axis {collective.link!r}, whose link is unknown",
                 expected=f"a link for each axis; there is one for {sorted(self.links) or 'none'}",
                 remedy="name a folder for far memory"
                 if collective.is_far

@@ -169,7 +169,7 @@ class _PinnedTransfer(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 1
 
-    op: Annotated[Literal["stages"], Field(alias="messages")] = "stages"
+    op: Annotated[Literal["stages", "exchanges"], Field(alias="messages")] = "stages"
 
 
 class _Overlap(BaseModel):

@@ -23,10 +23,12 @@ _PAUSE_SECONDS = 2e-5
 
 
 class Waiting:
-    """Waits for what was sent, and says how long that took in all."""
+    """Waits for what was sent, and says how long that took in all; ``moved_bytes`` went to other
+    ranks over no connection."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.moved_bytes = 0
         self._wait = operator_named("_c10d_functional.wait_tensor.default")
 
     def __call__(self, sent: torch.Tensor) -> torch.Tensor:
@@ -69,6 +71,7 @@ class Channel:
     waiting: Waiting = field(default_factory=Waiting)
     coding: Coding = field(default_factory=Coding)
     calls: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
+    process_group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Channel":
@@ -77,6 +80,7 @@ class Channel:
             backend=dist.get_backend(group),
             num_ranks=group.size(),
             rank=group.rank(),
+            process_group=group,
         )
 
     def own_rows(self, sent: torch.Tensor) -> torch.Tensor:

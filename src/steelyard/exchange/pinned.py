@@ -8,6 +8,7 @@ run/pipeline.py.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import select
@@ -179,7 +180,7 @@ class Pinned:
             number, values = outlet.waiting.popleft()
             slot = outlet.free.popleft()
             outlet.write(slot, values)
-            self.moved_bytes += sum(outlet.edge.sizes)
+            self.moved_bytes += sum(value.nbytes for value in values)
             try:
                 to.bell.write(_BELL.pack(to.sent, index, self._step, number, slot))
             except BrokenPipeError:
@@ -306,10 +307,10 @@ class _Room:
     def _on(self, view: memoryview, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
         sizes = self.edge.sizes
         for (shape, dtype), size, offset in zip(likes, sizes, self._offsets, strict=True):
-            if size:  # tensors hold what they are made of
-                flat = torch.frombuffer(
-                    view, dtype=dtype, count=size // dtype.itemsize, offset=offset
-                )
+            count = math.prod(shape)
+            assert count * dtype.itemsize <= size, f"{list(shape)} is read where {size} bytes lie"
+            if count:  # tensors hold what they are made of
+                flat = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
                 yield flat.view(list(shape))
             else:
                 yield torch.empty(list(shape), dtype=dtype)
@@ -335,20 +336,21 @@ class _Outlet:
             for slot in range(edge.count)
         ]
         # The same as tensors of what goes there.
-        self._places: dict[tuple[int, int], torch.Tensor] = {}
+        self._places: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
 
     def write(self, slot: int, values: Sequence[torch.Tensor]) -> None:
         for number, value in enumerate(values):
-            place = self._places.get((slot, number))
-            if place is None or (place.dtype, place.shape) != (value.dtype, value.shape):
+            if not value.nbytes:
+                continue
+            key = slot, number, value.dtype, value.shape
+            place = self._places.get(key)
+            if place is None:
                 room = self._rooms[slot][number]
                 said = f"a value of {value.nbytes} bytes is sent where {room.nbytes} go"
-                assert value.nbytes == room.nbytes, said
-                # A view of no bytes as another dtype is refused.
-                place = room.view(value.dtype).view(value.shape) if room.nbytes else value
-                self._places[slot, number] = place
-            if place is not value:
-                place.copy_(value)
+                assert value.nbytes <= room.nbytes, said
+                place = room[: value.nbytes].view(value.dtype).view(value.shape)
+                self._places[key] = place
+            place.copy_(value)
 
 
 @dataclass(slots=True)

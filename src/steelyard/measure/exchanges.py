@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,11 +23,13 @@ import torch
 import torch.distributed as dist
 
 from steelyard.core.cluster import Link
-from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import are_cores_alike, cores_of, quota_cores
-from steelyard.core.pinned import Edge
+from steelyard.core.pinned import Edge, Rounds
+from steelyard.exchange.channel import Channel
 from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.slotted import Slotted
 from steelyard.exchange.turns import take_turns
 from steelyard.measure.cache import CostCache
 
@@ -39,10 +42,12 @@ _DOUBT = 0.15
 _FIGURES = ("latency", "rate", "call", "disturbs", "hop", "hand")
 # Of messages through slots in memory that ranks share.
 _SLOTS = ("slot hop", "slot rate", "slot hand")
+# Of what all exchange so.
+_SLOTTED = ("slotted call", "slotted hop", "slotted rate")
 # What is remembered is above zero.
 _NEXT_TO_NONE = 1e-12
 # As in a step, most of the time goes into products, and some into passes over memory.
-_COMPUTING_SECONDS, _PRODUCTS, _SWEEPS = 4.0, 64, 6
+_COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
 # Ranks on equal cores differ by as much, by what else the machine does.
 _ALIKE_SHARE = 0.15
 
@@ -50,20 +55,22 @@ _ALIKE_SHARE = 0.15
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Of the ranks of this machine: what joins them where all exchange something, and where one
-    hands something to another, also through memory that they share, where they can; and how fast
-    each computes beside the fastest, no speeds where they do not differ by more than the doubt."""
+    hands something to another, and both through memory that they share, where they can; and how
+    fast each computes beside the fastest, no speeds where they do not differ by more than the
+    doubt."""
 
     link: Link
     handing: Link
     speeds: tuple[float, ...]
     slots: Link | None
+    slotted: Link | None
 
 
 def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measured:
     """So many ranks of gloo on this machine; measured once and remembered."""
     context = context_of(num_ranks)
     found = cache.read_rates(context) if cache else {}
-    if not found.keys() >= {*_FIGURES, *_SLOTS, *map(_speed_of, range(num_ranks))}:
+    if not found.keys() >= {*_FIGURES, *_SLOTS, *_SLOTTED, *map(_speed_of, range(num_ranks))}:
         found = fitted(_said(num_ranks))
         if cache:
             # Another process may have been first.
@@ -88,11 +95,19 @@ def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measure
         # Who sends a message writes it itself.
         disturbs=1.0,
     )
+    slotted = replace(
+        slots,
+        latency_seconds=found["slotted hop"],
+        bytes_per_second=found["slotted rate"],
+        call_seconds=found["slotted call"],
+    )
+    are_slots = slots.bytes_per_second > _NEXT_TO_NONE
     return Measured(
         link=link,
         handing=handing,
         speeds=speeds if min(speeds) < 1 else (),
-        slots=slots if slots.bytes_per_second > _NEXT_TO_NONE else None,
+        slots=slots if are_slots else None,
+        slotted=slotted if are_slots else None,
     )
 
 
@@ -128,6 +143,7 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "hop": max(timed["hop"] - _SMALL_BYTES / rate, _NEXT_TO_NONE),
         "hand": max(timed["hand"], _NEXT_TO_NONE),
         **_through_slots(timed),
+        **_exchanged_through_slots(timed, num_ranks),
         **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
     }
 
@@ -142,6 +158,22 @@ def _through_slots(timed: Mapping[str, float]) -> dict[str, float]:
         "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], _NEXT_TO_NONE),
         "slot rate": (_MIDDLE_BYTES - _SMALL_BYTES) / seconds,
         "slot hand": max(timed["slot hand"], _NEXT_TO_NONE),
+    }
+
+
+def _exchanged_through_slots(timed: Mapping[str, float], num_ranks: int) -> dict[str, float]:
+    if "slotted small" not in timed:
+        return dict.fromkeys(_SLOTTED, _NEXT_TO_NONE)
+    small, middle = (
+        THROUGH_SLOTS.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
+        for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES)
+    )
+    seconds = max(timed["slotted middle"] - timed["slotted small"], _NEXT_TO_NONE)
+    call = timed["slotted call"] / small.hops
+    return {
+        "slotted call": max(call, _NEXT_TO_NONE),
+        "slotted hop": max(timed["slotted small"] / small.hops - call, _NEXT_TO_NONE),
+        "slotted rate": (middle.sent_bytes - small.sent_bytes) / seconds,
     }
 
 
@@ -199,7 +231,11 @@ def main(folder: str, num_ranks: int, rank: int) -> None:
     )
     take_turns()  # as in a step
     with torch.no_grad():
-        figures = {**_figures(), "product": _product_seconds()}
+        # What neighbours do of a few seconds is another figure some seconds later.
+        products = [_product_seconds()]
+        figures = _figures()
+        products += [_product_seconds() for _ in range(_WINDOWS - 1)]
+        figures["product"] = median(products)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
@@ -214,6 +250,7 @@ def _figures() -> dict[str, float]:
     seconds["call"] = (time.thread_time() - begin) / calls
     seconds |= {"middle": _seconds(middle, calls), "large": _seconds(large, _ROUNDS)}
     seconds |= _handed(small, calls) | _handed_in_slots({"small": small, "large": middle}, calls)
+    seconds |= _exchanged_in_slots(small, large, calls)
     long = "middle" if seconds["large"] > _LONG_SECONDS else "large"
     return {
         **seconds,
@@ -300,10 +337,7 @@ def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, f
     """The same through slots; nothing where these ranks share no memory."""
     ends = ((0, 1), (1, 0))
     edges = [
-        Edge(
-            stage=target, is_back=target == 0, source=source, target=target, sizes=(x.nbytes,),
-            count=1, holds_all=True,
-        )
+        Edge(source=source, target=target, sizes=(x.nbytes,), count=1, holds_all=True)
         for x in xs.values()
         for source, target in ends
     ]  # fmt: skip
@@ -324,6 +358,38 @@ def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, f
     dist.barrier()
     pinned.close()
     return found
+
+
+def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) -> dict[str, float]:
+    """All-reduces through slots; nothing where these ranks share no memory. One after another part
+    of what is large, as gradients are that no cache holds any more."""
+    parts = large.split(_MIDDLE_BYTES // 4)
+    assert dist.group.WORLD is not None
+    over = Channel.of(dist.group.WORLD)
+    rounds = Rounds(
+        num_ranks=over.num_ranks, part_bytes=_MIDDLE_BYTES, sum_bytes=_MIDDLE_BYTES, count=2
+    )
+    try:
+        slotted = Slotted(rounds, over)
+    except BadInput:
+        return {}
+    through, op = slotted.channel, "_c10d_functional.all_reduce_.default"
+
+    def exchange(x: torch.Tensor) -> None:
+        through.waiting(through.calls[op](x, "sum", ""))
+
+    for _ in range(2):  # memory is there from when it is first written
+        exchange(parts[0])
+    begin = time.thread_time()
+    for _ in range(calls):
+        exchange(small)
+    own = (time.thread_time() - begin) / calls
+    found = [_took(partial(exchange, small)) for _ in range(calls)]
+    exchanged = [_took(partial(exchange, part)) for _ in range(2) for part in parts]
+    dist.barrier()
+    slotted.close()
+    middle = median(exchanged[len(parts) :])
+    return {"slotted small": median(found), "slotted middle": middle, "slotted call": own}
 
 
 def _there_and_back(

@@ -11,6 +11,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase, Role
 from steelyard.core.layout import PIPELINE
 from steelyard.core.peak import PIECES, Holding, Peak, Timeline
+from steelyard.core.pinned import rounds_of
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import EXACT, UNKNOWN, Estimate, Quad
@@ -160,12 +161,17 @@ def _resident_bytes(program: Program) -> int:
     held += program.batch_bytes
     if program.update is not None:
         held += program.update.graph.resident_bytes(Role.STATE)
-    return held + _pieces_bytes(program)
+    return held + _pieces_bytes(program) + _slots_bytes(program)
 
 
 def _pieces_bytes(program: Program) -> int:
     """What moving values to far memory and back takes for itself."""
     return 2 * FAR_PIECE_BYTES if program.is_moving else 0
+
+
+def _slots_bytes(program: Program) -> int:
+    """Room for what other ranks of this host write here."""
+    return sum(rounds.held_bytes for rounds in rounds_of(program.graph).values())
 
 
 def _durations(program: Program, costs: Costs) -> Durations:
@@ -210,6 +216,8 @@ def _residents(program: Program) -> list[Holding]:
     ]
     if lost := graph.resident_bytes(Role.STATE):
         held.append(Holding.of(lost, "what codes of gradients have lost", Role.STATE))
+    if slots := _slots_bytes(program):
+        held.append(Holding.of(slots, "room for what other ranks write", Role.BUFFER))
     if pieces := _pieces_bytes(program):
         held.append(Holding.of(pieces, PIECES, Role.BUFFER))
     if program.update is not None:

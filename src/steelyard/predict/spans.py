@@ -91,7 +91,7 @@ class _Recording(Playing):
     def issue(self, collective: Collective, *, not_before: float = 0.0) -> float:
         begin = max(self.begins(collective), not_before)
         arrival = super().issue(collective, not_before=not_before)
-        self._note(f"link {collective.axis}", collective.kind.value, "", begin, arrival)
+        self._note(f"link {collective.link}", collective.kind.value, "", begin, arrival)
         return arrival
 
     def _note(self, stream: str, name: str, where: str, begin: float, end: float) -> None:

@@ -191,7 +191,7 @@ class Playing:
         stall = max(0.0, arrival - self.clock)
         self._exposed += stall
         self.clock += stall
-        link = self._costs.links.get(issued.axis)
+        link = self._costs.links.get(issued.link)
         if link is None:
             return  # known as a whole, and nothing of what it takes of the device
         disturbs = link.disturbs / self._costs.device.speed * self._whole
@@ -213,12 +213,12 @@ class Playing:
         """When it arrives."""
         begin = max(self.begins(collective), not_before)
         arrival = begin + self._link(self._costs.exchange_seconds(collective))
-        self._idle_from[collective.axis] = arrival
+        self._idle_from[collective.link] = arrival
         return arrival
 
     def begins(self, collective: Collective) -> float:
         """When one that is issued now has the link."""
-        return max(self.clock, self._idle_from.get(collective.axis, 0.0))
+        return max(self.clock, self._idle_from.get(collective.link, 0.0))
 
     def begin_slices(self, node: Node) -> None:
         """The first two; each further one when the room of the last but one is free."""

@@ -15,11 +15,13 @@ from steelyard.core.collective import Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.graph import FAR_CALLS, SENT_PRODUCTS, Argument, Axis, Node, Ref, Symbol
 from steelyard.core.layout import DATA
+from steelyard.core.pinned import rounds_of
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.exchange.slots import Slots
+from steelyard.exchange.slotted import SUM_OF_OWN_ROWS, Slotted
 from steelyard.exchange.tensors import FarTensors
 from steelyard.exchange.turns import Turns
 from steelyard.operators import copy_laid_out, operator_named
@@ -32,12 +34,14 @@ _GIVE_WAY = "give_way"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
     """``run(inputs, sinks)`` takes the inputs in the order of ``inputs``, and a callable a sink.
-    ``earlier`` is what micro-batches before the last carry out, where that is less."""
+    ``earlier`` is what micro-batches before the last carry out, where that is less; ``slotted``
+    what is exchanged through memory that ranks share."""
 
     source: str
     inputs: tuple[str, ...]
     run: Callable[[Sequence[torch.Tensor], Sequence[Callable[[torch.Tensor], None]]], torch.Tensor]
     earlier: "Emitted | None" = None
+    slotted: tuple[Slotted, ...] = ()
 
 
 def emit(
@@ -51,7 +55,15 @@ def emit(
     ``tensors`` the weights and gradients that lie in far memory."""
     check_channels(program, channels)
     slots = _slots(program, far)
+    # Where nothing is really exchanged, there are calls already.
+    slotted = {
+        axis: Slotted(rounds, channels[axis])
+        for axis, rounds in sorted(rounds_of(program.graph).items())
+        if program.exchanges and not channels[axis].calls
+    }
+    channels = {**channels, **{axis: through.channel for axis, through in slotted.items()}}
     whole = _emitted(program, channels, slots, tensors)
+    whole = replace(whole, slotted=tuple(slotted.values()))
     if program.earlier is program:
         return whole
     return replace(whole, earlier=_emitted(program.earlier, channels, slots, tensors))
@@ -210,7 +222,10 @@ class _Writer:
         if node.op in CODED_CALLS and DATA in self._channels:
             return self._channels[DATA].coding.timed(operator_named(node.op))
         if node.collective is not None:
-            return self._channels[node.collective.axis].calls.get(node.op)
+            calls = self._channels[node.collective.axis].calls
+            # Where it lies a sum is made of all rows, although only one's own are read.
+            is_of_own = node.collective.kind is Exchange.REDUCE_SCATTER and node.mutates
+            return (calls.get(SUM_OF_OWN_ROWS) if is_of_own else None) or calls.get(node.op)
         if not node.waits_for:
             return None
         collective = self._program.graph.by_name[node.waits_for].collective

@@ -187,7 +187,9 @@ class LiveStep:
     @property
     def shared_bytes(self) -> int:
         """Memory that this rank keeps for what others send."""
-        return sum(stages.held_bytes for stages in self._stages.values())
+        exchanged = (slots for bound in self._bound.values() for slots in bound.emitted.slotted)
+        stages = sum(stages.held_bytes for stages in self._stages.values())
+        return stages + sum(slots.held_bytes for slots in exchanged)
 
     @property
     def moved_bytes(self) -> int:
@@ -385,6 +387,8 @@ class LiveStep:
         shares = self._shares(bound, leaves)
         if bound.program.pipeline is not None:
             return self._accumulate_in_stages(bound, leaves, shares, scale)
+        for slotted in bound.emitted.slotted:
+            slotted.begin()
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
         own = self._own_parts(bound)

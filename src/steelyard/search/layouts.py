@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from steelyard.core.amounts import format_bytes
+from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
+from steelyard.core.collective import SLOTS
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.graph import path_matches
@@ -36,9 +37,10 @@ from steelyard.search.unlike import Unlike
 from steelyard.search.wording import called, layers, slower, stages_refused, tensors, too_late
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_PIPELINE, _ROWS = "shard_pipeline", "sparse_gradients"
+_PIPELINE, _ROWS, _SLOTS = "shard_pipeline", "sparse_gradients", "pinned_transfer"
 # How much is sent at once: what hides best depends on the model's layers and on the link.
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
+_THROUGH_SLOTS = "exchanges through shared memory"
 # A way that holds this much less is worth a search of its own where memory is short.
 _LEANER = 0.98
 # Stages are worth it where they take no more than this of a step without: each of their actions
@@ -256,12 +258,30 @@ class Layouts:
     def ways(self, layout: Layout) -> list["Way"]:
         """With each bucket, each time to wait for one, and more and more of the tensors cut; with
         weights in shares too, where several have the same, and with rows of gradients in place of
-        tables, where there are fewer."""
+        tables, where there are fewer; all of it through a link, or through memory that ranks
+        share."""
         if layout not in self._ways:
             ways = [self.counted(rules) for rules in self._rules(layout)]
             ways += [*self._with_states(ways), *self._with_rows(ways)]
+            ways += self._through_slots(ways)
             self._ways[layout] = ways
         return self._ways[layout]
+
+    def _through_slots(self, ways: Sequence["Way"]) -> Iterator["Way"]:
+        """The fastest with each size of what is sent at once, and the leanest, where there are
+        slots."""
+        if SLOTS not in self.costs.links or ways[0].layout == ALONE:
+            return
+        by_size: dict[int, Way] = {}
+        for way in sorted(ways, key=lambda way: (way.seconds, way.nbytes)):
+            by_size.setdefault(_at_once(way.rules), way)
+        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
+        for way in dict.fromkeys((*by_size.values(), leanest)):
+            yield self.counted((*way.rules, *self._slots_of(way.rules)))
+
+    def _slots_of(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        offers, _ = self._trade(_SLOTS).offers(self.strike(rules), self.source)
+        return tuple(rule for offer in offers for rule in offer.rules)
 
     def _with_states(self, ways: Sequence["Way"]) -> Iterator["Way"]:
         """Added to the fastest and to the leanest."""
@@ -357,7 +377,7 @@ class Layouts:
         refused = [*self.refusals, *(self._why_not(layout, found) for layout in others)]
         refused += [self._why_whole(offer, found, way) for offer in whole]
         rows, never = self._rows_of(way)
-        refused += [*never, *self._why_not_rows(rows, found, way)]
+        refused += [*never, *self._why_not_rows(rows, found, way), *self._why_no_slots(way)]
         offers = len(self.layouts) - (ALONE in self.layouts) + len(whole) + len(rows)
         return replace(
             found,
@@ -408,6 +428,9 @@ class Layouts:
         if of_rows := tuple(r for r in way.rules if r.trade == _ROWS):
             label = f"rows of {tensors(of_rows)}, {way.layout.batch} ranks'"
             yield self.sent_otherwise(label, before, of_rows)
+        if of_slots := tuple(r for r in way.rules if r.trade == _SLOTS):
+            rest = tuple(r for r in way.rules if r not in of_slots)
+            yield self._gained(_SLOTS, _THROUGH_SLOTS, rest, way.rules)
 
     def sent_otherwise(
         self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]
@@ -469,6 +492,19 @@ class Layouts:
                 reason = slower(seconds, found, than=way.seconds) or "no faster plan has it"
                 yield Refusal(trade=_ROWS, label=offer.label, reason=reason)
 
+    def _why_no_slots(self, way: "Way") -> Iterator[Refusal]:
+        if way.layout == ALONE or any(rule.trade == _SLOTS for rule in way.rules):
+            return
+        if SLOTS not in self.costs.links:
+            reason = "these ranks are not known to be on one host and to share its memory"
+            yield Refusal(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason, left=Left.NEVER)
+        elif rules := self._slots_of(way.rules):
+            tried = self.counted((*way.rules, *rules))
+            said = f"{format_seconds(tried.seconds)} a step and {format_bytes(tried.nbytes)}"
+            beside = f"{format_seconds(way.seconds)} and {format_bytes(way.nbytes)}"
+            reason = f"would take ~{said}, without them ~{beside}"
+            yield Refusal(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason)
+
     def _trade(self, name: str) -> Trade:
         return next(trade for trade in self.trades if trade.name == name)
 
@@ -484,6 +520,10 @@ class Way:
     layout: Layout
     seconds: float
     nbytes: int
+
+
+def _at_once(rules: Iterable[Rule]) -> int:
+    return max((rule.bucket_bytes for rule in rules if rule.trade == _BATCH), default=0)
 
 
 def _never(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:

@@ -1,16 +1,19 @@
-"""Pinned transfer: stages of one host hand their messages on through memory that they share.
+"""Pinned transfer: ranks of one host send one another what they do through memory that they share.
 
-What a step sends between stages has the same shape every time. So whoever reads it makes room once,
-and whoever sends it writes it there: no copy through a connection on either side, and no room made
-in any step. Fixed slots ahead of the transfer are the mechanism of Xue et al. (EuroSys 2019), there
-over RDMA. Not for the slots themselves: see exchange/pinned.py.
+What a step sends has the same shape every time, between stages as well as of gradients that are
+summed up. So whoever reads it makes room once, and whoever sends it writes it there: no copy
+through a connection on either side, no thread that takes a turn, and no room made in any step.
+Fixed slots ahead of the transfer are the mechanism of Xue et al. (EuroSys 2019), there over RDMA.
+Not for the slots themselves: see exchange/pinned.py, and exchange/slotted.py for what is exchanged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from steelyard.core.collective import THROUGH_SLOTS
 from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph, Node
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
@@ -29,14 +32,18 @@ class PinnedTransfer:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - the stages say what is sent
+        source: Source,  # noqa: ARG002 - the program says what is sent
     ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
-        if program.pipeline is None:
+        if program.pipeline is not None:
+            what, op = "messages of stages", STAGES
+        elif _among_ranks(program.graph):
+            what, op = "exchanges", EXCHANGES
+        else:
             return (), ()
         offer = Offer(
             trade=self.name,
-            label="messages of stages through shared memory",
-            rules=(Rule(trade=self.name, op=STAGES),),
+            label=f"{what} through shared memory",
+            rules=(Rule(trade=self.name, op=op),),
         )
         return (offer,), ()
 
@@ -48,14 +55,44 @@ class PinnedTransfer:
     ) -> Program:
         if not rules:
             return program
-        if program.pipeline is None:
-            raise Mismatch(
-                "the plan has pinned_transfer for the messages of stages, and lays no stages",
-                expected="[[shard_pipeline]] rules beside it",
-                remedy="take the pinned_transfer rule out of the plan, or plan again",
-            )
-        return replace(program, pipeline=replace(program.pipeline, is_pinned=True))
+        op, pipeline, graph = rules[0].op, program.pipeline, program.graph
+        if op == STAGES and pipeline is not None:
+            return replace(program, pipeline=replace(pipeline, is_pinned=True))
+        if op == EXCHANGES and pipeline is None and (exchanged := _among_ranks(graph)):
+            return replace(program, graph=_pinned(graph, exchanged))
+        what, needs = _NEEDS[op]
+        raise Mismatch(
+            f"the plan has pinned_transfer for {what}",
+            expected=f"{needs} beside it",
+            remedy="take the pinned_transfer rule out of the plan, or plan again",
+        )
+
+
+def _among_ranks(graph: Graph) -> frozenset[str]:
+    """The calls that issue exchanges among ranks."""
+    issued = ((name, graph.by_name[name].collective) for name in graph.collectives)
+    return frozenset(name for name, c in issued if c is not None and not c.is_far)
+
+
+def _pinned(graph: Graph, exchanged: Container[str]) -> Graph:
+    nodes = tuple(_through_slots(n) if n.name in exchanged else n for n in graph.nodes)
+    return replace(graph, nodes=nodes)
+
+
+def _through_slots(node: Node) -> Node:
+    by_torch = node.collective
+    assert by_torch is not None
+    pinned = THROUGH_SLOTS.collective(
+        by_torch.kind, axis=by_torch.axis, num_ranks=by_torch.num_ranks,
+        nbytes=by_torch.whole_bytes, stride=by_torch.stride,
+    )  # fmt: skip
+    return replace(node, collective=pinned)
 
 
 # What the rule says is sent so.
-STAGES = "stages"
+STAGES, EXCHANGES = "stages", "exchanges"
+_NEEDS = {
+    STAGES: ("the messages of stages, and lays no stages", "[[shard_pipeline]] rules"),
+    EXCHANGES: ("exchanges, and ranks do not share its batch or its tensors, or do so in stages",
+                "[[shard_batch]] or [[shard_tensor]] rules and no [[shard_pipeline]]"),
+}  # fmt: skip
