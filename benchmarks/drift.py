@@ -7,8 +7,9 @@ Two ranks of gloo on this machine train a small transformer, byte by byte, on th
 the standard library; for each of five seeds once with gradients as they are and once in each code,
 each by a plan file and with everything else alike: weights, batches, steps. The figure is by how
 much the mean loss of 4,096 held-out pieces of 64 bytes is higher with codes, over that without;
-paired by seed, the mean of five and their extremes. Needs a C++ compiler; the text is of whatever
-Python runs this.
+paired by seed, the mean of five and their extremes. It is judged of the codes that a plan would
+have where 2 % may be lost: those whose probe drifts no further. Of the others it is told. A run
+that diverges is said, and misses. Needs a C++ compiler; the text is of whatever Python runs this.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,6 +34,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._looked import looked_at
+from steelyard.core.accuracy import Drift
+from steelyard.core.rules import Rule
 from tests.zoo.case import next_token_loss
 from tests.zoo.own import GPT
 
@@ -48,7 +52,9 @@ def main() -> None:
     torch.set_num_threads(1)
     optimizers = [name for name in OPTIMIZERS if name in sys.argv[1:]] or list(OPTIMIZERS)
     figures = [figure for optimizer in optimizers for figure in measured(optimizer)]
-    worst = max(figures, key=lambda figure: abs(figure["value"]))
+    judged = [figure for figure in figures if figure["target"] is not None]
+    # One that diverges is the worst.
+    worst = max(judged, key=lambda figure: (figure["diverged"], abs(figure["value"] or 0)))
     print(
         json.dumps(
             {
@@ -66,7 +72,7 @@ def main() -> None:
 def measured(optimizer: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="steelyard-drift-") as name:
         folder = Path(name)
-        codes = _prepared(optimizer, folder)
+        probes = _prepared(optimizer, folder)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, __file__, "--rank", optimizer, name]
         ranks = [subprocess.Popen([*command, str(rank)], env=environ) for rank in range(RANKS)]
@@ -76,32 +82,39 @@ def measured(optimizer: str) -> list[dict[str, Any]]:
         losses = json.loads((folder / "losses.json").read_text())
     plain = losses["0"]
     figures = []
-    for number, code in enumerate(codes, start=1):
-        drifts = [own / other - 1 for own, other in zip(losses[str(number)], plain, strict=True)]
-        figures.append(
-            {
-                "name": f"{code}, {optimizer}",
-                "value": round(mean(drifts), 4),
-                "interval": [round(min(drifts), 4), round(max(drifts), 4)],
-                "target": TARGET,
-                "ok": abs(mean(drifts)) <= TARGET,
-                "losses": [round(mean(losses[str(number)]), 4), round(mean(plain), 4)],
-            }
-        )
+    for number, (code, probe) in enumerate(probes.items(), start=1):
+        found = _drift(losses[str(number)], plain, is_judged=probe <= TARGET)
+        figures.append({"name": f"{code}, {optimizer}", **found, "probe": round(probe, 4)})
         print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
     return figures
+
+
+def _drift(coded: list[float], plain: list[float], *, is_judged: bool) -> dict[str, Any]:
+    """Of the runs that end in a number, in both; it holds only if all of them do."""
+    assert all(map(isfinite, plain)), f"training without codes diverges: {plain}"
+    pairs = [(own, other) for own, other in zip(coded, plain, strict=True) if isfinite(own)]
+    drifts = [own / other - 1 for own, other in pairs]
+    diverged = len(plain) - len(pairs)
+    return {
+        "value": round(mean(drifts), 4) if pairs else None,
+        "interval": [round(min(drifts), 4), round(max(drifts), 4)] if pairs else None,
+        "target": TARGET if is_judged else None,
+        "diverged": diverged,
+        "ok": not is_judged or (not diverged and abs(mean(drifts)) <= TARGET),
+        "losses": [round(mean(side), 4) for side in zip(*pairs, strict=True)],
+    }
 
 
 # --- the plans ------------------------------------------------------------------------------------
 
 
-def _prepared(optimizer: str, folder: Path) -> list[str]:
-    """One plan without codes, and one for each code, all that can be in it; their names."""
+def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
+    """One plan without codes, and one for each code, all that can be in it; how far a probe of
+    each drifts."""
     from steelyard.core.budget import Budget
     from steelyard.core.codec import CODE_TRADES
     from steelyard.core.plan import Decisions
     from steelyard.core.planfile import write_decisions
-    from steelyard.core.rules import Rule
 
     look = looked_at(partial(case, 0), OPTIMIZERS[optimizer], ranks=RANKS, title="drift")
     shared = (
@@ -115,7 +128,13 @@ def _prepared(optimizer: str, folder: Path) -> list[str]:
             made_for=look.made_for(), budget=Budget(accuracy_loss=1.0), rules=(*shared, *codes)
         )
         write_decisions(folder / f"{number}.plan.toml", made)
-    return [offer.label for offer in offers]
+    return {offer.label: _probed(look, (*shared, *offer.rules)) for offer in offers}
+
+
+def _probed(look: Any, rules: Sequence[Rule]) -> float:
+    seen = look.lossy.drift_of(rules, look.struck(rules))
+    assert isinstance(seen, Drift), seen
+    return seen.largest
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -142,7 +161,7 @@ def work(optimizer: str, folder: Path, rank: int) -> None:
                 step(_batch(trained, drawn))
             number = path.name.partition(".")[0]
             losses.setdefault(number, []).append(_held_out(model))
-            if rank == 0:
+            if rank == 0:  # as it goes: five seeds take long
                 said = {"seed": seed, "plan": number, "held_out": losses[number][-1]}
                 print(json.dumps(said), file=sys.stderr, flush=True)
             dist.barrier()

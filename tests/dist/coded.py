@@ -247,7 +247,7 @@ def _told_of(stretch: Tensor, codec: str) -> Tensor:
     of_quarters = stretch.view(4, -1, BLOCK // 4).transpose(0, 1)
     rows = of_quarters.reshape(-1, BLOCK)
     if codec == "ternary":
-        scale = 1.22 * rows.square().mean(1, keepdim=True).sqrt()
+        scale = 2.5 * rows.square().mean(1, keepdim=True).sqrt()
         told = torch.sign(rows) * (rows.abs() > scale / 2) * scale
     elif codec == "largest":
         scale = rows.abs().amax(1, keepdim=True) / 127
