@@ -20,7 +20,7 @@ from steelyard.measure.exchanges import context_of
 _LINK = {
     "latency": 1e-4, "call": 6e-5, "disturbs": 0.05, "hop": 1e-4, "hand": 5e-5,
     "slot hop": 1e-4, "slot rate": 4e9, "slot hand": 5e-5, "speed of rank 0": 1.0,
-    "speed of rank 1": 1.0,
+    "speed of rank 1": 1.0, "slotted call": 1e-12, "slotted hop": 1e-12, "slotted rate": 1e-12,
 }  # fmt: skip
 _SLOW, _FAST = 12.5e6, 1e12
 _TRADES = (

@@ -101,13 +101,12 @@ def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measure
         bytes_per_second=found["slotted rate"],
         call_seconds=found["slotted call"],
     )
-    are_slots = slots.bytes_per_second > _NEXT_TO_NONE
     return Measured(
         link=link,
         handing=handing,
         speeds=speeds if min(speeds) < 1 else (),
-        slots=slots if are_slots else None,
-        slotted=slotted if are_slots else None,
+        slots=slots if slots.bytes_per_second > _NEXT_TO_NONE else None,
+        slotted=slotted if slotted.bytes_per_second > _NEXT_TO_NONE else None,
     )
 
 

@@ -379,6 +379,7 @@ class Layouts:
         rows, never = self._rows_of(way)
         refused += [*never, *self._why_not_rows(rows, found, way), *self._why_no_slots(way)]
         offers = len(self.layouts) - (ALONE in self.layouts) + len(whole) + len(rows)
+        offers += way.layout != ALONE and SLOTS in self.costs.links
         return replace(
             found,
             taken=(*self.taken(way), *found.taken),
@@ -429,8 +430,19 @@ class Layouts:
             label = f"rows of {tensors(of_rows)}, {way.layout.batch} ranks'"
             yield self.sent_otherwise(label, before, of_rows)
         if of_slots := tuple(r for r in way.rules if r.trade == _SLOTS):
-            rest = tuple(r for r in way.rules if r not in of_slots)
-            yield self._gained(_SLOTS, _THROUGH_SLOTS, rest, way.rules)
+            yield self._slots_taken(way, of_slots)
+
+    def _slots_taken(self, way: "Way", slots: tuple[Rule, ...]) -> Taken:
+        """Beside the same through the link: of a rank's own work, too, exchanges take less."""
+        without = self.counted(tuple(rule for rule in way.rules if rule not in slots))
+        return Taken(
+            trade=_SLOTS,
+            label=_THROUGH_SLOTS,
+            rules=slots,
+            buys_bytes=without.nbytes - way.nbytes,
+            buys_seconds=max(0.0, without.seconds - way.seconds),
+            pays_seconds=max(0.0, way.seconds - without.seconds),
+        )
 
     def sent_otherwise(
         self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]

@@ -1,0 +1,76 @@
+"""Whether ranks exchange through memory that they share: where that is faster; else why not."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import steelyard as sy
+from steelyard.core.planfile import read_decisions
+from steelyard.core.rules import Rule
+from steelyard.core.trade import Left
+from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import context_of
+from tests.api.test_coded import _LINK
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+_RULE = Rule(trade="pinned_transfer", op="exchanges")
+_FAST = {"slotted call": 1e-5, "slotted hop": 1e-5, "slotted rate": 8e9}
+_SLOW = {"slotted call": 1e-3, "slotted hop": 1e-1, "slotted rate": 1e7}
+
+
+def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: dict[str, float]) -> sy.Planned:
+    """Ranks that gloo joins at 100 MB/s."""
+    monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
+    CostCache().write_rates(context_of(2), {**_LINK, "rate": 1e8, **slots})
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=2, vocabulary=256, length=32, dropout=0.0)
+    optimizer, cluster = partial(torch.optim.SGD, lr=0.1), sy.Cluster.here(ranks=2)
+    return sy.plan(
+        model, next_token_loss, tokens(64, 32, 256), optimizer=optimizer, cluster=cluster
+    )
+
+
+def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _planned(tmp_path, monkeypatch, _FAST)
+    assert _RULE in plan.plan.decisions.rules
+    (taken,) = (t for t in plan.plan.taken if t.trade == "pinned_transfer")
+    assert taken.rules == (_RULE,)
+    assert taken.label == "exchanges through shared memory"
+    assert taken.buys_seconds > 1e-3
+    assert taken.buys_bytes < 0, "the slots are there all the time"
+    left = [refusal.left for refusal in plan.plan.refused]
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+    peak = plan.plan.predicted.peak
+    assert any(h.what == "room for what other ranks write" for h in peak.alive)
+    plan.save(path := tmp_path / "train.plan.toml")
+    assert '[[pinned_transfer]]\nmessages = "exchanges"' in path.read_text()
+    assert read_decisions(path).rules == plan.plan.decisions.rules
+
+
+def test_where_it_is_slower_the_plan_says_by_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _planned(tmp_path, monkeypatch, _SLOW)
+    assert _RULE not in plan.plan.decisions.rules
+    (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
+    assert refusal.left is Left.WHOLE
+    assert "would take ~" in refusal.reason
+    assert "without them ~" in refusal.reason
+    left = [r.left for r in plan.plan.refused]
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+
+
+def test_ranks_that_share_no_memory_are_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _planned(tmp_path, monkeypatch, {})
+    (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
+    assert refusal.left is Left.NEVER
+    assert refusal.reason == ("these ranks are not known to be on one host and to share its memory")
