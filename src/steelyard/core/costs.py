@@ -116,9 +116,16 @@ class Costs:
             seconds = whole.seconds(collective.whole_bytes, messages=1)
             return Estimate.within(seconds, share=whole.doubt)
         link = self.links.get(collective.link)
+        if link is None and collective.is_pinned:
+            raise BadInput(
+                "the plan's exchanges go through memory that ranks share, and these are not known "
+                "to share any",
+                expected="ranks of one host, as Cluster.here finds them",
+                remedy="take the pinned_transfer rule out of the plan, or plan again",
+            )
         if link is None:
             raise BadInput(
-                f"the step exchanges data over the axis {collective.link!r}, whose link is unknown",
+                f"the step exchanges data over the axis {collective.axis!r}, whose link is unknown",
                 expected=f"a link for each axis; there is one for {sorted(self.links) or 'none'}",
                 remedy="name a folder for far memory"
                 if collective.is_far
