@@ -40,8 +40,9 @@ def table(file: Path) -> str:
     for figure in figures:
         interval = figure.get("interval")
         shown = f"{_number(interval[0])} to {_number(interval[1])}" if interval else ""
-        target = _number(figure["target"])
-        verdict = "met" if figure["ok"] else "**missed**"
+        is_asked = figure["target"] is not None
+        target = _number(figure["target"]) if is_asked else ""
+        verdict = ("met" if figure["ok"] else "**missed**") if is_asked else "told"
         value = _number(figure["value"])
         lines.append(f"| {figure['name']} | {value} | {shown} | {target} | {verdict} |")
     return "\n".join(lines) + "\n"
