@@ -65,6 +65,18 @@ FAULTS = {
     "another batch at first": Fault(says="rank 1 differs from rank 0 in the batch", code=BAD_INPUT),
     "other values at first": Fault(says="rank 1 differs.*values of the first", code=BAD_INPUT),
     "another batch later": Fault(says="rank 1 .*batches of the same form", code=RUN_FAILED),
+    **{
+        f"{case}, in slots": Fault(
+            says=says, code=code, restarts=restarts, command=_planned_by("slots.plan.toml"),
+            environ={"FAULT": case},
+        )
+        for case, says, code, restarts in (
+            ("killed", "rank 1 was killed", OK, 1),
+            ("stopped", r"rank 1 is stopped \(SIGSTOP\)", OK, 1),
+            ("out of memory", r"rank 1 failed.*out of memory", RUN_FAILED, 0),
+            ("another batch later", "rank 1 .*batches of the same form", RUN_FAILED, 0),
+        )
+    },
     "another plan": Fault(
         says="rank 1 differs from rank 0 in the plan", code=BAD_INPUT,
         by_hand=(_planned_by("train.plan.toml"), _planned_by("small.plan.toml")),
@@ -123,7 +135,7 @@ def _tried(case: str, folder: Path) -> dict[str, Any]:
         old.unlink(missing_ok=True)
     for old in folder.glob("saved/step-*"):
         old.rmdir()
-    environ = {**os.environ, **fault.environ, "FAULT": case, "MARK": mark}
+    environ = {**os.environ, "FAULT": case, **fault.environ, "MARK": mark}
     begin = time.time()
     if fault.by_hand:
         places = [{**environ, **place} for place in _places(len(fault.by_hand))]
@@ -334,6 +346,10 @@ def _prepare(folder: Path) -> None:
         )  # fmt: skip
         if "[[shard_batch]]" not in plan.read_text():  # one rank would be faster
             plan.write_text(plan.read_text() + _ON_RANKS.format(ranks=ranks, bucket=bucket))
+    said = (folder / "train.plan.toml").read_text()
+    if "[[pinned_transfer]]" not in said:
+        said += '\n[[pinned_transfer]]\nmessages = "exchanges"\n'
+    (folder / "slots.plan.toml").write_text(said)
     loop = _CLUSTER.format(member="rack", link='link = "wire"')
     (folder / "loop.toml").write_text(loop)
     (folder / "unlinked.toml").write_text(_CLUSTER.format(member="mine", link=""))

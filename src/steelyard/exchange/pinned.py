@@ -239,11 +239,13 @@ class Pinned:
             self._came[step, index, number] = slot
 
     def _silent(self, ranks: Collection[int]) -> RankFailed:
-        among = ", ".join(str(dist.get_global_rank(self._group, r)) for r in sorted(ranks))
+        among = [dist.get_global_rank(self._group, r) for r in sorted(ranks)]
+        said = ", ".join(map(str, among))
         return RankFailed(
-            f"nothing came from rank {among} within {format_seconds(self._timeout)}",
+            f"nothing came from rank {said} within {format_seconds(self._timeout)}",
             expected="ranks that all take the same steps",
             remedy="look at what it does, or allow ranks to wait longer",
+            rank=among[0],
         )
 
     def _gone(self, rank: int) -> RankFailed:

@@ -152,6 +152,22 @@ def test_what_only_one_rank_cannot_honour_is_told_of_that_rank() -> None:
     assert str(at_once(case(refused(2.0), refused(1.0)))).startswith("no\n")
 
 
+def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_named() -> None:
+    missing = Statement(kind="RankFailed", text="nothing came", of_exchange=True, missed=1)
+    waits = {"statement": missing}
+    elsewhere = lost(progress=at(5, "all_gather Byte [64]"))
+    found = verdict(case(waits, elsewhere))
+    assert isinstance(found, RankFailed)
+    assert (found.rank, found.cause) == (1, "other exchange")
+    assert "all_gather Byte [64], where rank 0 waited for what it sends through" in found.happened
+    assert "batches of the same form" in found.remedy
+    # Who is stopped, or has ended by itself, is so named; two that miss each other are not told.
+    assert getattr(verdict(case(waits, {"is_stopped": True})), "cause", "") == "stopped"
+    other = {"statement": Statement(kind="RankFailed", text="", of_exchange=True, missed=0)}
+    assert getattr(verdict(case(waits, other)), "cause", "") == "exchange"
+    assert Statement.of_json(json.loads(json.dumps(missing.to_json()))) == missing
+
+
 def test_a_rank_that_was_never_there_is_absent_unless_more_is_known() -> None:
     said = Statement(kind="RankFailed", text="", of_exchange=True, absent=1)
     missed = {"statement": said}

@@ -49,7 +49,8 @@ class Statement:
 
     ``of_input``: what was asked for cannot be honoured, on no rank and at no second try.
     ``of_exchange``: it came from talking to the others, who may be to blame. ``differs`` is the
-    rank that does not hold what the others hold, and in what; ``absent`` one that never came.
+    rank that does not hold what the others hold, and in what; ``absent`` one that never came,
+    ``missed`` one that sent nothing through memory that ranks share.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Statement:
     remedy: str = ""
     differs: tuple[int, str] | None = None
     absent: int | None = None
+    missed: int | None = None
     progress: Progress = field(default_factory=Progress)
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class Statement:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> "Statement":
-        differs, absent, progress = (found.get(n) for n in ("differs", "absent", "progress"))
+        differs, progress = found.get("differs"), found.get("progress")
         seconds = found.get("at_seconds")
         return cls(
             kind=_text(found, "kind"),
@@ -83,7 +85,8 @@ class Statement:
             expected=_text(found, "expected"),
             remedy=_text(found, "remedy"),
             differs=_differs(differs),
-            absent=absent if isinstance(absent, int) else None,
+            absent=_rank(found, "absent"),
+            missed=_rank(found, "missed"),
             progress=Progress.of_json(progress if isinstance(progress, dict) else {}),
         )
 
@@ -94,6 +97,11 @@ def _issued(found: Any) -> tuple[Issued, ...]:
         for entry in (found if isinstance(found, list) else ())
         if isinstance(entry, dict) and isinstance(entry.get("number"), int)
     )
+
+
+def _rank(found: Mapping[str, Any], name: str) -> int | None:
+    rank = found.get(name)
+    return rank if isinstance(rank, int) else None
 
 
 def _differs(found: Any) -> tuple[int, str] | None:

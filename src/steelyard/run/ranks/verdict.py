@@ -75,7 +75,9 @@ def at_once(case: Case) -> SteelyardError | None:
 
 def verdict(case: Case) -> SteelyardError:
     # Whoever runs on is blamed last: others may be slow to say what they know.
-    rules = (_ended_early, _absent, _other_exchange, _aborted, _behind, _not_waiting, _left)
+    rules = (
+        _ended_early, _absent, _other_exchange, _aborted, _behind, _not_waiting, _elsewhere, _left,
+    )  # fmt: skip
     found = at_once(case) or _refusal(case) or _first(case, rules)
     assert found is not None, case
     return found
@@ -270,6 +272,22 @@ def _hanging(case: Case, one: Evidence, missed: Issued | None) -> RankFailed:
     text = f"did not come to {what}in which others waited {case.timeout_seconds:g} s: {where}"
     remedy = "mend what keeps it there, or allow ranks to wait longer"
     return _failed(case, one, "hanging", text, remedy=remedy)
+
+
+def _elsewhere(case: Case) -> SteelyardError | None:
+    """What goes through memory that ranks share is in no list of torch's: one rank waited there
+    for another, and that one for an exchange of torch's."""
+    for other in case.ranks:
+        missed = other.statement.missed if other.statement else None
+        if missed is None or not 0 <= missed < len(case.ranks):
+            continue
+        one = case.ranks[missed]
+        if one.is_witness and one.statement is not None and one.statement.missed is None:
+            words = [issued.words for issued in one.progress.issued if issued.group == _ALL]
+            text = f"exchanges {', '.join(words) or 'something else'}, where rank {other.rank} "
+            text += "waited for what it sends through shared memory"
+            return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
+    return None
 
 
 def _left(case: Case) -> SteelyardError | None:

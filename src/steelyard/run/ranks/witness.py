@@ -81,6 +81,7 @@ def _as_error_file(error: BaseException, said: Statement) -> dict[str, Any]:
 def statement_of(error: BaseException) -> Statement:
     of_exchange = any(map(_is_of_exchange, _chain(error)))
     ours = error if isinstance(error, SteelyardError) else None
+    failed = error if isinstance(error, RankFailed) else None
     return Statement(
         kind=type(error).__name__,
         text=ours.happened if ours else str(error),
@@ -92,7 +93,8 @@ def statement_of(error: BaseException) -> Statement:
         expected=ours.expected if ours else "",
         remedy=ours.remedy if ours else "",
         differs=(error.rank, error.item) if isinstance(error, RanksDiffer) else None,
-        absent=error.rank if isinstance(error, RankFailed) and error.cause == "absent" else None,
+        absent=failed.rank if failed and failed.cause == "absent" else None,
+        missed=failed.rank if failed and failed.cause == "exchange" and failed.rank >= 0 else None,
         progress=progress() if of_exchange else Progress(),
     )
 
