@@ -380,6 +380,7 @@ class Layouts:
         refused += [*never, *self._why_not_rows(rows, found, way), *self._why_no_slots(way)]
         offers = len(self.layouts) - (ALONE in self.layouts) + len(whole) + len(rows)
         offers += way.layout != ALONE and SLOTS in self.costs.links
+        offers += any(rule.trade == _STATES for rule in way.rules)
         return replace(
             found,
             taken=(*self.taken(way), *found.taken),
