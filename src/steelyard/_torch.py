@@ -100,6 +100,7 @@ __all__ = [
     "reads_data",
     "storage_key",
     "supervised_agent",
+    "taken_apart",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -540,6 +541,19 @@ def inductor_settings() -> Iterator[Any]:
     settings = {"fallback_random": True, "cpp.enable_tiling_heuristics": False}
     with torch._inductor.config.patch(settings), torch._guards.tracing(context):
         yield mode
+
+
+def taken_apart(
+    function: Callable[..., Any],
+    fakes: Sequence[torch.Tensor],
+    table: Mapping[Any, Callable[..., Any]],
+) -> torch.fx.Graph:
+    """What a function of fake tensors calls, none of it in place, by what the table makes of it."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    functional = torch.func.functionalize(function)
+    with torch.no_grad(), below_autograd():
+        return make_fx(functional, decomposition_table=dict(table))(*fakes).graph
 
 
 def inductor_compiled(

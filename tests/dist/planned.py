@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.look import Look, Request
+from steelyard.api.look import Look, Request, Runner
 from steelyard.core.budget import Budget
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import PIPELINE, Layout
@@ -48,7 +48,8 @@ STEPS = 20
 class Case:
     """``share_of_plain``: the budget, as a share of what a rank takes without recomputing.
     ``together``: weights are gathered several at once, and ahead of what reads them. ``in_slots``:
-    ranks send each other what they do through memory that they share."""
+    ranks send each other what they do through memory that they share. ``runner`` carries out what
+    lies between exchanges."""
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
     layout: Layout
@@ -59,6 +60,7 @@ class Case:
     together: bool = False
     schedule: str = "1F1B"
     in_slots: bool = False
+    runner: Runner = "python"
 
 
 def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
@@ -177,6 +179,19 @@ THROUGH_SLOTS_ON_THREE = {
         partial(_random_and_padded, 12), Layout(batch=3), with_states=True, in_slots=True
     ),
 }
+COMPILED = {
+    "random and padded, states gathered again, in micro-batches and less memory": Case(
+        _random_and_padded, _BATCH, micro_batches=2, with_states=True, gathers=2,
+        share_of_plain=0.95, runner="inductor",
+    ),
+    "normalised, in slots": Case(_normalised, _BATCH, in_slots=True, runner="inductor"),
+    "padded, in unequal shares": Case(
+        partial(_padded, 12), Layout(batch=2, shares=(2, 1)), runner="inductor"
+    ),
+    "padded tensors in parts, in slots and micro-batches": Case(
+        _padded, _TENSOR, micro_batches=2, in_slots=True, runner="inductor"
+    ),
+}  # fmt: skip
 UNEQUAL_ON_THREE = {
     "mean": Case(partial(_mean, 12), Layout(batch=3, shares=(3, 2, 1))),
     "padded": Case(partial(_padded, 12), Layout(batch=3, shares=(1, 3, 2))),
@@ -242,6 +257,10 @@ def through_slots(rank: int) -> dict[str, Any]:
 
 def through_slots_on_three(rank: int) -> dict[str, Any]:
     return _all_trained(THROUGH_SLOTS_ON_THREE, rank)
+
+
+def compiled(rank: int) -> dict[str, Any]:
+    return _all_trained(COMPILED, rank)
 
 
 def in_parts(rank: int) -> dict[str, Any]:
@@ -376,7 +395,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     """On all ranks, also where one alone would be faster: these models are tiny."""
     look = Request(
         model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
-        cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner="python", title="",
+        cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner=case.runner, title="",
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
     if case.layout.pipeline > 1:
@@ -399,6 +418,8 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     rules = search.find(budget).rules
     if case.micro_batches > 1:
         rules = (*rules, Rule(trade="accumulate", degree=case.micro_batches))
+    if case.runner != "python":
+        budget = Budget()  # It holds what Python does, and what a loop of several calls holds.
     return Decisions(made_for=look.made_for(), budget=budget, rules=rules)
 
 

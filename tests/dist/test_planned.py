@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dist.planned import (
+    COMPILED,
     GATHERED_AGAIN,
     STAGES_OF_GROUPS,
     IN_PARTS,
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
         ("unequal", UNEQUAL, 2),
         ("unequal_on_three", UNEQUAL_ON_THREE, 3),
         ("in_parts", IN_PARTS, 2),
+        ("compiled", COMPILED, 2),
         ("in_stages", IN_STAGES, 2),
         ("through_slots", THROUGH_SLOTS, 2),
         ("through_slots_on_three", THROUGH_SLOTS_ON_THREE, 3),

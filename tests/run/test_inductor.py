@@ -17,14 +17,14 @@ from steelyard.core.cluster import Device
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import OutputKind, Phase
-from steelyard.core.program import Program
+from steelyard.core.program import Instruction, Program
 from steelyard.measure.meter import meter
 from steelyard.predict.liveness import liveness
 from steelyard.run import inductor
 from steelyard.run.emit import Emitted
 from steelyard.run.inductor import compile_program
 from steelyard.run.lowered import lower
-from steelyard.run.segments import segments
+from steelyard.run.segments import Segment, segments
 from steelyard.run.step import LiveStep
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.zoo import case as case_named
@@ -132,31 +132,40 @@ def compiled(case: Case) -> dict[str, Emitted]:
 # --- without compiling
 
 
+def compiled_parts(program: Program) -> tuple[Segment, Segment]:
+    forward, backward = (part for part in segments(program) if isinstance(part, Segment))
+    return forward, backward
+
+
 def test_the_backward_segment_takes_no_views_and_makes_every_copy(case: Case) -> None:
-    parts = segments(case.programs["copies"])
+    forward, backward = compiled_parts(case.programs["copies"])
     nodes = case.programs["plain"].graph.by_name
-    views = [n for n in parts.backward.takes if nodes[n].is_view and not nodes[n].is_getitem]
+    views = [n for n in backward.takes if nodes[n].is_view and not nodes[n].is_getitem]
     again = {i.value for i in case.programs["copies"].again}
     assert views == []
     assert again
-    assert again <= {i.value for i in parts.backward.instructions}
-    assert not again & {i.value for i in parts.forward.instructions}
+    assert again <= {i.value for i in backward.instructions}
+    assert not again & {i.value for i in forward.instructions}
 
 
 def test_buffers_are_updated_before_the_backward_pass_and_gradients_after(case: Case) -> None:
     parts = segments(case.programs["plain"])
+    backward = parts.index(compiled_parts(case.programs["plain"])[1])
+    early, late = (
+        [part.sink for part in some if isinstance(part, Instruction)]
+        for some in (parts[:backward], parts[backward:])
+    )
+    assert {sink.kind for sink in early} == {OutputKind.UPDATE}
+    assert {sink.kind for sink in late} == {OutputKind.GRADIENT}
     sinks = [i.sink for i in case.programs["plain"].instructions if i.sink is not None]
-    assert {sinks[k].kind for k in parts.late} == {OutputKind.GRADIENT}
-    assert {sinks[k].kind for k in parts.early} == {OutputKind.UPDATE}
-    assert sorted((*parts.early, *parts.late)) == list(range(len(sinks)))
+    assert [*early, *late] == sinks
 
 
 def test_what_is_drawn_is_one_opaque_call(case: Case) -> None:
     """Upstream's own bernoulli was fused with its readers: they read before it was drawn."""
     with _torch.inductor_settings() as mode:
-        written = inductor.FxSegments(
-            case.programs["plain"], segments(case.programs["plain"]), mode
-        ).forward
+        program = case.programs["plain"]
+        written = inductor.FxSegments(program, mode).write(compiled_parts(program)[0])
     targets = [str(n.target) for n in written.module.graph.nodes]
     assert targets.count("steelyard.bernoulli.default") == 4
     assert not [t for t in targets if t.startswith("aten.bernoulli") or "empty" in t]
@@ -170,7 +179,7 @@ def test_a_draw_that_nothing_reads_still_moves_the_generator_on() -> None:
     traced = trace(nn.Linear(4, 4), loss, torch.randn(2, 4), decompositions=table("inductor-1"))
     program = Program.plain(to_graph(traced, decomposition="inductor-1"))
     with _torch.inductor_settings() as mode:
-        written = inductor.FxSegments(program, segments(program), mode).forward
+        written = inductor.FxSegments(program, mode).write(compiled_parts(program)[0])
     assert any("bernoulli" in str(n.target) for n in written.module.graph.nodes)
 
 
@@ -180,12 +189,14 @@ def test_a_gradient_keeps_its_layout_whatever_the_forward_pass_chose() -> None:
     batch = torch.randn(2, 4, 8, 8)
     traced = trace(model, loss_of, batch, decompositions=table("inductor-1"))
     program = Program.plain(to_graph(traced, decomposition="inductor-1"))
-    parts = segments(program)
+    first, second = compiled_parts(program)
     with _torch.inductor_settings() as mode:
-        written = inductor.FxSegments(program, parts, mode)
-        fakes = [written.forward.writer.fake(name) for name in parts.forward.gives]
+        written = inductor.FxSegments(program, mode)
+        forward = written.write(first)
+        fakes = [forward.writer.given(name) for name in first.gives]
         chosen = [_channels_last(fake) for fake in fakes]
-        backward = written.backward_after(SimpleNamespace(output_strides=chosen))
+        written.know(forward, SimpleNamespace(output_strides=chosen))
+        backward = written.write(second)
     assert any(c != tuple(f.stride()) for c, f in zip(chosen, fakes, strict=True))
     (gradients,) = backward.module.graph.output_node().args
     planned = {n.name: n.outputs[0].stride for n in program.graph.inputs() if n.outputs}

@@ -341,7 +341,7 @@ class Step:
 
     def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
         if self.plan.decisions.made_for.runner == "inductor":
-            return compile_program
+            return partial(compile_program, channels=self.ranks.channels)
         return partial(
             emit,
             channels=self.ranks.channels,

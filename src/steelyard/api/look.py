@@ -42,7 +42,7 @@ from steelyard.trades import TRADES
 Runner = Literal["python", "inductor"]
 _NO_PROBE = "is not probed on several ranks"
 # Of each runner, the tables that it can run; new plans are made on the first.
-DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1",)}
+DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1", "inductor-2")}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ class Request:
             model=self.model,
             loss=self.loss,
             batch=self.batch,
-            decomposition=self.decomposition or DECOMPOSITIONS[self.runner][0],
+            decomposition=self.decomposition or self._table(),
             optimizer=self.optimizer,
         )
         if source.is_imagined:
@@ -93,6 +93,12 @@ class Request:
         prices.check(source, base)
         watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
         return Look(request=self, source=source, base=base, prices=prices, watch=watch)
+
+    def _table(self) -> str:
+        """For one device Inductor's own: what parts there are can be kept or computed again."""
+        tables = DECOMPOSITIONS[self.runner]
+        is_one = self.runner == "python" or self.cluster.num_devices == 1
+        return tables[0] if is_one else "inductor-2"
 
     def _uncut(self, update: Program) -> dict[str, str]:
         """Why some parameters are not updated some rows at a time, by parameter."""
@@ -220,28 +226,34 @@ class Look:
         return self.priced(self.base)
 
     def priced(self, program: Program) -> Prediction:
-        """What the runner makes of a program is what is priced: Inductor makes another one."""
+        """What the runner makes of a program is what is priced."""
+        return predict(self.as_run(program), self.prices.costs)
+
+    def as_run(self, program: Program) -> Program:
+        """What the runner makes of a program: Inductor makes another one."""
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
             program = lower(program)
             self.prices.know_compiled(program.graph)
-        return predict(program, self.prices.costs)
+        return program
 
     def find(self, budget: Budget) -> tuple[Found, Prediction]:
         """The fastest plan whose program, as its runner runs it, stays within the budget."""
-        if self.request.runner == "inductor" and budget.memory_bytes is not None:
+        if self.request.runner == "inductor":
             return find_lowered(self, budget)
         if self.request.cluster.num_devices > 1:
             found = self.layouts.find(
                 budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
             )
-            if self.request.runner != "python" or not self.request.cluster.is_here:
-                return found, found.prediction
-            return with_codes(self, budget, found)
-        if self.request.runner == "python" and budget.accuracy_loss:
+            return (
+                with_codes(self, budget, found)
+                if self.request.cluster.is_here
+                else (found, found.prediction)
+            )
+        if budget.accuracy_loss:
             return self.lossy.find(budget)
         found = self.search.find(budget)
-        return found, found.prediction if self.request.runner == "python" else self.unplanned
+        return found, found.prediction
 
     def before(self) -> Prediction:
         """Eager PyTorch: the same operators, what its own autograd keeps alive."""

@@ -7,12 +7,15 @@ search itself.
 
 import math
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
+from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
 from steelyard.core.plan import FrontierPoint, Prediction
+from steelyard.core.trade import Left, Refusal
 from steelyard.search import Found
 
 if TYPE_CHECKING:
@@ -24,16 +27,37 @@ _TRIES = 5
 _MARGIN = 0.05
 # What a plan may leave unused before another try is made to use it.
 _UNUSED_SHARE = 0.04
-# Of the curve; each is a lowering.
-_POINTS = 6
+# Of the curve, and of ways to lie on ranks; each is a lowering.
+_POINTS, _RIVALS = 6, 4
+
+_NO_CODES = tuple(
+    Refusal(
+        trade=trade,
+        label="gradients in codes",
+        reason="what Inductor compiles is sent as it is; generated Python codes it",
+        left=Left.NEVER,
+    )
+    for trade in CODE_TRADES
+)
 
 
 def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
+    if budget.memory_bytes is not None:
+        return _find_within(look, budget)
+    if look.request.cluster.num_devices == 1:
+        return look.search.find(budget), look.unplanned
+    found = look.layouts.find(budget)
+    rivals = islice(look.layouts.rivals(found, budget), _RIVALS)
+    priced = [(each, look.priced(each.program)) for each in (found, *rivals)]
+    found, predicted = min(priced, key=lambda pair: pair[1].quad.step_seconds.value)
+    return replace(found, refused=(*found.refused, *_NO_CODES)), predicted
+
+
+def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     assert budget.memory_bytes is not None
     margin = _MARGIN if any("convolution" in n.op for n in look.base.graph.nodes) else 0.0
     limit = int(budget.memory_bytes / (1 + margin))
-    captured = look.search.explored().plain.peak_bytes
-    asked = limit + captured - look.unplanned.peak.nbytes
+    asked = limit + _saved_bytes(look)
     fits: tuple[Found, Prediction] | None = None
     too_much: int | None = None
     least: Prediction | None = None
@@ -88,11 +112,20 @@ def lowered_frontier(look: "Look") -> tuple[FrontierPoint, ...]:
     return tuple(best)
 
 
+def _saved_bytes(look: "Look") -> int:
+    """How much less than what was captured a step holds that is fused, nothing being done to it."""
+    if look.request.cluster.num_devices == 1:
+        return look.search.explored().plain.peak_bytes - look.unplanned.peak.nbytes
+    found = look.layouts.find(Budget())
+    return found.prediction.peak.nbytes - look.priced(found.program).peak.nbytes
+
+
 def _at_most(look: "Look", budget: Budget, nbytes: int) -> Found:
     """The search at this memory, or at the least it can do."""
+    find = look.layouts.find if look.request.cluster.num_devices > 1 else look.search.find
     try:
-        return look.search.find(replace(budget, memory_bytes=max(nbytes, 1)))
+        return find(replace(budget, memory_bytes=max(nbytes, 1)))
     except Infeasible as refusal:
         if refusal.least_bytes is None:
             raise
-        return look.search.find(replace(budget, memory_bytes=refusal.least_bytes))
+        return find(replace(budget, memory_bytes=refusal.least_bytes))

@@ -106,12 +106,8 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any, minimize:
     _check("cluster", cluster, fine=known, expected="Cluster.here(), or another Cluster")
     _check("budget", budget, fine=bound, expected='Budget(memory="2 GiB")')
     _check("runner", runner, fine=runner in DECOMPOSITIONS, expected=" or ".join(DECOMPOSITIONS))
-    if cluster is not None and cluster.num_devices > 1 and (runner == "inductor" or maximize):
-        raise BadInput(
-            f"several ranks are planned for without {'--maximize' if maximize else 'Inductor'}",
-            expected="one rank, or the python runner and a budget",
-            remedy="leave out --ranks, or the other",
-        )
+    if cluster is not None and cluster.num_devices > 1:
+        _check_ranks(cluster, runner, maximize)
     asked = maximize is None or maximize in [*Maximize]
     _check("maximize", maximize, fine=asked, expected=" or ".join(Maximize))
     asked = minimize is None or minimize in [*Minimize]
@@ -122,6 +118,21 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any, minimize:
             "the fewest devices are asked for " + ("of this machine" if is_here else "twice over"),
             expected="a declared cluster, and one question",
             remedy="name one with --cluster, such as dgx-h100, and leave out --maximize",
+        )
+
+
+def _check_ranks(cluster: Cluster, runner: Any, maximize: Any) -> None:
+    if maximize:
+        raise BadInput(
+            "several ranks are planned for without --maximize",
+            expected="one rank, or a budget",
+            remedy="leave out --ranks, or --maximize",
+        )
+    if runner == "inductor" and not cluster.is_here:
+        raise BadInput(
+            "a declared cluster is planned for without Inductor",
+            expected="ranks of this machine, or the python runner",
+            remedy="leave out --cluster, or --runner",
         )
 
 
@@ -310,7 +321,7 @@ class Planned:
     def simulated(self) -> tuple[Span, ...]:
         """What each rank does when, as it is predicted: the step drawn out."""
         look = self._look
-        return spans(look.struck(self.plan.decisions.rules), look.prices.costs)
+        return spans(look.as_run(look.struck(self.plan.decisions.rules)), look.prices.costs)
 
     def save(self, path: str | Path) -> None:
         """Decisions as TOML to ``path``, predictions as JSON beside it."""

@@ -110,4 +110,7 @@ _TABLES: dict[str, Callable[[], Decompositions]] = {
     "python-1": partial(_python, in_two_products),
     "python-2": partial(_python, in_one_call),
     "inductor-1": _inductor,
+    # Operators whole, as trades over ranks look for them; they are taken apart where they are
+    # compiled.
+    "inductor-2": partial(_python, in_two_products),
 }

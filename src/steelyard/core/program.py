@@ -86,6 +86,7 @@ class Program:
 
     With a ``layout`` it is that of ``rank``; those of ranks that work on as many samples are
     alike, and of ranks that work on more or fewer may stand ``beside`` it, one of each number.
+    ``before`` is what micro-batches before the last carry out, where the lines do not tell.
     ``partings`` say which of the model's tensors it holds a part of, or a part of a part.
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
     ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot,
@@ -101,6 +102,7 @@ class Program:
     layout: Layout = ALONE
     rank: int = 0
     beside: tuple["Program", ...] = ()
+    before: "Program | None" = None
     partings: tuple[Parting, ...] = ()
     pipeline: Pipeline | None = None
     update: "Program | None" = None
@@ -213,6 +215,8 @@ class Program:
     @cached_property
     def earlier(self) -> "Program":
         """What micro-batches before the last one carry out: all but what exchanges their sums."""
+        if self.before is not None:
+            return self.before
         graph = self.graph
         behind = {n.name for n in graph.inputs() if n.name.startswith(SO_FAR)}
         if not behind:

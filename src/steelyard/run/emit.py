@@ -3,8 +3,9 @@
 Takes no decisions; the order and the copies are the program's. Not for calling it: see step.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,21 @@ from steelyard.run.calls import quickest
 
 _ALONE: Mapping[str, Channel] = MappingProxyType({})
 _GIVE_WAY = "give_way"
+# Takes values in a list that it empties, so that what it reads last is freed.
+Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """Lines that are carried out in one go; ``source`` is what a compiler made of them."""
+
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    run: Run
+    source: str
+
+
+Line = Instruction | Fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +66,10 @@ def emit(
     channels: Mapping[str, Channel] = _ALONE,
     far: FarMemory | None = None,
     tensors: FarTensors | None = None,
+    fusing: Callable[[Program], Iterable[Line]] = lambda program: program.instructions,
 ) -> Emitted:
     """``channels`` are the live process groups of the mesh axes that the program speaks over,
-    ``tensors`` the weights and gradients that lie in far memory."""
+    ``tensors`` the weights and gradients that lie in far memory; ``fusing`` puts lines together."""
     check_channels(program, channels)
     slots = _slots(program, far)
     # Where nothing is really exchanged, there are calls already.
@@ -62,23 +79,21 @@ def emit(
         if program.exchanges and not channels[axis].calls
     }
     channels = {**channels, **{axis: through.channel for axis, through in slotted.items()}}
-    whole = _emitted(program, channels, slots, tensors)
-    whole = replace(whole, slotted=tuple(slotted.values()))
+
+    def emitted(program: Program) -> Emitted:
+        return _emitted(_Writer(program, tuple(fusing(program)), channels, slots, tensors))
+
+    whole = replace(emitted(program), slotted=tuple(slotted.values()))
     if program.earlier is program:
         return whole
-    return replace(whole, earlier=_emitted(program.earlier, channels, slots, tensors))
+    return replace(whole, earlier=emitted(program.earlier))
 
 
-def _emitted(
-    program: Program,
-    channels: Mapping[str, Channel],
-    slots: Slots | None,
-    tensors: FarTensors | None,
-) -> Emitted:
-    writer = _Writer(program, channels, slots, tensors)
+def _emitted(writer: "_Writer") -> Emitted:
     source = writer.source()
     scope: dict[str, Any] = dict(writer.scope)
     exec(compile(source, "<steelyard program>", "exec"), scope)
+    source = "\n".join((source, *(line.source for line in writer.fused)))
     return Emitted(source=source, inputs=tuple(writer.inputs), run=scope["run"])
 
 
@@ -108,11 +123,14 @@ class _Writer:
     def __init__(
         self,
         program: Program,
+        lines: Sequence[Line],
         channels: Mapping[str, Channel],
         slots: Slots | None,
         tensors: FarTensors | None,
     ) -> None:
         self._program = program
+        self._lines = lines
+        self.fused = tuple(line for line in lines if isinstance(line, Fused))
         self._channels = channels
         self._slots = slots
         self._tensors = tensors
@@ -126,36 +144,85 @@ class _Writer:
         lines = ["def run(inputs, sinks):"]
         if arguments:
             lines.append(f"    {', '.join(arguments)}, = inputs")
-        deaths, giving = _deaths(self._program), self._gives_way()
+        deaths, giving = self._deaths(), self._gives_way()
         if giving:
             self.scope[_GIVE_WAY] = Turns()
         sinks = 0
-        for index, instruction in enumerate(self._program.instructions):
-            if instruction.sink is not None:
-                lines.append(f"    sinks[{sinks}]({self._name(instruction.inputs[0])})")
+        for index, line in enumerate(self._lines):
+            dead = deaths[index]
+            if isinstance(line, Fused):
+                lines += self._go(line, dead)
+                dead = [value for value in dead if value in line.gives]
+            elif line.sink is not None:
+                lines.append(f"    sinks[{sinks}]({self._name(line.inputs[0])})")
                 sinks += 1
             else:
-                lines.append(f"    {self._name(instruction.value)} = {self._call(instruction)}")
+                lines.append(f"    {self._name(line.value)} = {self._call(line)}")
             if index in giving:
                 lines.append(f"    {_GIVE_WAY}()")
-            if deaths[index]:
-                lines.append(f"    del {', '.join(self._name(v) for v in deaths[index])}")
+            if dead:
+                lines.append(f"    del {', '.join(self._name(v) for v in dead)}")
         lines.append(f"    return {self._name(self._program.loss) if self._program.loss else None}")
         return "\n".join(lines) + "\n"
 
+    def _go(self, line: Fused, dead: Sequence[str]) -> list[str]:
+        """The call, after which nothing here holds what it reads last."""
+        name = f"go_{self.fused.index(line)}"
+        self.scope[name] = line.run
+        last = [self._name(value) for value in dead if value not in line.gives]
+        return [
+            f"    taken = [{', '.join(map(self._as_compiled, line.takes))}]",
+            *([f"    del {', '.join(last)}"] if last else []),
+            f"    {', '.join(map(self._name, line.gives))}, = {name}(taken)",
+        ]
+
+    def _as_compiled(self, value: str) -> str:
+        """What was made by a line that stands alone lies as it was captured, as those lines that
+        are compiled were told."""
+        node = self._standing.get(value)
+        if node is None or node.is_free or node.collective is not None or node.waits_for:
+            return self._name(value)
+        return self._laid_out(self._name(value), node.name)
+
+    @cached_property
+    def _standing(self) -> dict[str, Node]:
+        nodes = self._program.graph.by_name
+        return {
+            line.value: nodes[line.node] for line in self._lines if isinstance(line, Instruction)
+        }
+
     def _gives_way(self) -> frozenset[int]:
         """Behind which lines those have a turn who carry what is on its way: such as take time."""
-        nodes, instructions = self._program.graph.by_name, self._program.instructions
+        nodes = self._program.graph.by_name
+        issued: dict[str, int] = {}
         moving: set[int] = set()
-        for exchange in self._program.exchanges:
-            collective = nodes[instructions[exchange.issue].node].collective
-            if collective is not None and not collective.is_far and exchange.wait is not None:
-                moving.update(range(exchange.issue + 1, exchange.wait))
-        return frozenset(
-            i
-            for i in moving
-            if instructions[i].sink is None and not nodes[instructions[i].node].is_free
-        )
+        for index, line in enumerate(self._lines):
+            if isinstance(line, Fused) or line.sink is not None:
+                continue
+            node = nodes[line.node]
+            if node.collective is not None and not node.collective.is_far:
+                issued[line.value] = index
+            elif node.waits_for and (issue := issued.get(line.inputs[0])) is not None:
+                moving.update(range(issue + 1, index))
+        return frozenset(i for i in moving if self._takes_time(self._lines[i]))
+
+    def _takes_time(self, line: Line) -> bool:
+        if isinstance(line, Fused):
+            return True
+        return line.sink is None and not self._program.graph.by_name[line.node].is_free
+
+    def _deaths(self) -> list[list[str]]:
+        """The values that nothing reads after each line; the loss and the inputs live on."""
+        last: dict[str, int] = {}
+        for index, line in enumerate(self._lines):
+            made, read = _made_and_read(line)
+            last.update(dict.fromkeys((*made, *read), index))
+        kept = {node.name for node in self._program.graph.inputs()} | {self._program.loss}
+        deaths: list[list[str]] = [[] for _ in self._lines]
+        for name, index in last.items():
+            if name not in kept:
+                deaths[index].append(name)
+        return deaths
 
     def _call(self, instruction: Instruction) -> str:
         node = self._program.graph.by_name[instruction.node]
@@ -273,17 +340,7 @@ def _is_identity(program: Program, node: Node) -> bool:
     return node.outputs == program.graph.by_name[node.inputs[0]].outputs
 
 
-def _deaths(program: Program) -> list[list[str]]:
-    """The values that nothing reads after each line; the loss and the inputs live on."""
-    last: dict[str, int] = {}
-    for index, instruction in enumerate(program.instructions):
-        if instruction.sink is None:
-            last[instruction.value] = index
-        for name in instruction.inputs:
-            last[name] = index
-    kept = {node.name for node in program.graph.inputs()} | {program.loss}
-    deaths: list[list[str]] = [[] for _ in program.instructions]
-    for name, index in last.items():
-        if name not in kept:
-            deaths[index].append(name)
-    return deaths
+def _made_and_read(line: Line) -> tuple[Sequence[str], Sequence[str]]:
+    if isinstance(line, Fused):
+        return line.gives, line.takes
+    return ([] if line.sink is not None else [line.value]), line.inputs

@@ -1,4 +1,4 @@
-"""The second runner: a program compiled with Inductor, forward and backward apart.
+"""The second runner: a program compiled with Inductor, piece by piece between what is exchanged.
 
 Fuses what generated Python calls one by one, and needs a C++ compiler and its time. Its memory
 differs from the program's own: what it will hold is in lowered.py. Not for where the program is
@@ -6,37 +6,55 @@ cut, nor why: see segments.py.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from steelyard import _torch
-from steelyard.core.errors import BadInput
-from steelyard.core.program import Program
-from steelyard.run.emit import Emitted
-from steelyard.run.segments import Segment, Segments, Writer, segments
+from steelyard.core.errors import BadInput, RunFailed
+from steelyard.core.graph import Phase
+from steelyard.core.program import Instruction, Program
+from steelyard.exchange.channel import Channel
+from steelyard.run.emit import Emitted, Fused, Run, emit
+from steelyard.run.segments import Segment, Writer, segments
+
+_ALONE: Mapping[str, Channel] = MappingProxyType({})
 
 
-def compile_program(program: Program) -> Emitted:
+def compile_program(program: Program, *, channels: Mapping[str, Channel] = _ALONE) -> Emitted:
     """As ``emit``, through Inductor; seconds the first time, less where its caches know the code.
 
     Bitwise equal to the same graph compiled without trades wherever that was tried; to generated
     Python within rounding, since fused loops sum in another order.
     """
     check_compiler()
-    parts = segments(program)
     with _reading_failures(), _torch.inductor_settings() as mode:
-        written = FxSegments(program, parts, mode)
-        forward = _compiled(written.forward, mode, is_backward=False)
-        backward = _compiled(written.backward_after(forward), mode, is_backward=True)
-    inputs = tuple(node.name for node in program.graph.inputs())
-    return Emitted(
-        source="\n".join((forward.source_code, backward.source_code)),
-        inputs=inputs,
-        run=_runner(inputs, parts, forward, backward),
-    )
+        return emit(program, channels=channels, fusing=partial(_fused, mode=mode))
+
+
+def _fused(program: Program, *, mode: Any) -> Iterator[Fused | Instruction]:
+    parts = segments(program)
+    written = FxSegments(program, mode)
+    for part in parts:
+        if isinstance(part, Instruction):
+            yield part
+            continue
+        one = written.write(part)
+        compiled = _torch.inductor_compiled(
+            one.module, one.fakes, mode=mode, is_backward=part.phase is Phase.BACKWARD
+        )
+        written.know(one, compiled)
+        yield Fused(
+            takes=part.takes,
+            gives=part.gives,
+            run=_checked(compiled, _written_into(program, part, parts)),
+            source=compiled.source_code,
+        )
 
 
 def check_compiler() -> None:
@@ -74,26 +92,19 @@ class Written:
 
 
 class FxSegments:
-    """Both segments as fx graphs; the backward one once it is known how the forward lays out."""
+    """Segments as fx graphs, each once it is known how those before it lay out what they give."""
 
-    def __init__(self, program: Program, parts: Segments, mode: Any) -> None:
-        self._program, self._parts, self._mode = program, parts, mode
-        self._fakes = _fake_inputs(program, mode)
-        self.forward = self._write(parts.forward)
+    def __init__(self, program: Program, mode: Any) -> None:
+        self._program, self._mode = program, mode
+        self._node_of = {i.value: i.node for i in program.instructions if i.sink is None}
+        self._fakes = {
+            node.name: self._planned(node.name) for node in program.graph.inputs() if node.outputs
+        }
 
-    def backward_after(self, compiled: Any) -> Written:
-        """``compiled`` says with which strides the forward segment returns what is saved."""
-        for name, strides in zip(self._parts.forward.gives, compiled.output_strides, strict=True):
-            fake = self.forward.writer.fake(name)
-            if strides is not None and tuple(map(int, strides)) != tuple(fake.stride()):
-                with self._mode:
-                    fake = torch.empty_strided(
-                        fake.shape, tuple(map(int, strides)), dtype=fake.dtype, device=fake.device
-                    )
-            self._fakes[name] = fake
-        return self._write(self._parts.backward)
-
-    def _write(self, segment: Segment) -> Written:
+    def write(self, segment: Segment) -> Written:
+        for name in segment.takes:
+            if name not in self._fakes:  # made by a line that is carried out as it stands
+                self._fakes[name] = self._planned(name)
         writer = Writer(self._program.graph, self._mode)
         return Written(
             segment=segment,
@@ -102,45 +113,63 @@ class FxSegments:
             writer=writer,
         )
 
+    def know(self, written: Written, compiled: Any) -> None:
+        """``compiled`` says with which strides the segment returns what others take."""
+        for name, strides in zip(written.segment.gives, compiled.output_strides, strict=True):
+            fake = written.writer.given(name)
+            if strides is not None and tuple(map(int, strides)) != tuple(fake.stride()):
+                with self._mode:
+                    fake = torch.empty_strided(
+                        fake.shape, tuple(map(int, strides)), dtype=fake.dtype, device=fake.device
+                    )
+            self._fakes[name] = fake
 
-def _fake_inputs(program: Program, mode: Any) -> dict[str, torch.Tensor]:
-    with mode:
-        return {
-            node.name: torch.empty_strided(
+    def _planned(self, value: str) -> torch.Tensor:
+        node = self._program.graph.by_name[self._node_of.get(value, value)]
+        (tensor,) = node.outputs
+        with self._mode:
+            return torch.empty_strided(
                 tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype)
             )
-            for node in program.graph.inputs()
-            for tensor in node.outputs[:1]
-        }
 
 
-def _compiled(written: Written, mode: Any, *, is_backward: bool) -> Any:
-    return _torch.inductor_compiled(
-        written.module, written.fakes, mode=mode, is_backward=is_backward
-    )
+def _written_into(
+    program: Program, part: Segment, parts: Sequence[Segment | Instruction]
+) -> tuple[int, ...]:
+    """Which of what a segment gives is summed where it lies."""
+    nodes = program.graph.by_name
+    written = {
+        each.inputs[0]
+        for each in parts
+        if isinstance(each, Instruction) and each.sink is None and nodes[each.node].mutates
+    }
+    return tuple(place for place, name in enumerate(part.gives) if name in written)
 
 
-def _runner(inputs: Sequence[str], parts: Segments, forward: Any, backward: Any) -> Any:
-    """Calls the segments with lists that they empty, so that they free what they read last."""
-    slots = {name: slot for slot, name in enumerate(inputs)}
-    takes = [slots[name] for name in parts.forward.takes]
-    given = {name: place for place, name in enumerate(parts.forward.gives)}
-    # From the program's inputs, or (below zero) from what the forward segment gave.
-    saved = [slots[n] if n in slots else ~given[n] for n in parts.backward.takes]
-    early, late = tuple(enumerate(parts.early)), parts.late
+def _checked(compiled: Any, written: Sequence[int]) -> Run:
+    """What is written into must lie apart from all else; how results lie does not change from one
+    step to the next, so it is seen once."""
+    has_been_seen = not written
 
-    def run(
-        inputs: Sequence[torch.Tensor], sinks: Sequence[Callable[[torch.Tensor], None]]
-    ) -> torch.Tensor:
-        results = list(forward([inputs[slot] for slot in takes]))
-        loss: torch.Tensor = results[0]
-        for place, sink in early:
-            sinks[sink](results[1 + place])
-        taken = [inputs[slot] if slot >= 0 else results[~slot] for slot in saved]
-        results.clear()
-        gradients = backward(taken)
-        for gradient, sink in zip(gradients, late, strict=True):
-            sinks[sink](gradient)
-        return loss
+    def run(taken: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        nonlocal has_been_seen
+        if has_been_seen:
+            return _results(compiled, taken)
+        kept = list(taken)  # a storage that is freed would lend its key to another
+        results = _results(compiled, taken)
+        lying = Counter(_torch.storage_key(x) for x in (*kept, *results))
+        if any(lying[_torch.storage_key(results[place])] > 1 for place in written):
+            raise RunFailed(
+                "Inductor laid what is summed over ranks on memory of another value",
+                expected="gradients on memory of their own",
+                remedy="report this model, and take runner='python' meanwhile",
+            )
+        has_been_seen = True
+        return results
 
     return run
+
+
+def _results(compiled: Any, taken: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    results: Sequence[torch.Tensor] = compiled(taken)
+    return results

@@ -7,8 +7,9 @@ calls allocate themselves. Not for running it: inductor.py; not for the plain da
 """
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,36 +19,46 @@ from steelyard.core.graph import Phase
 from steelyard.core.program import Program
 from steelyard.run.inductor import FxSegments, Written, check_compiler
 from steelyard.run.scribe import Scribe
-from steelyard.run.segments import segments
+from steelyard.run.segments import Segment, segments
 
 
 def lower(program: Program) -> Program:
-    """The lines that ``compile_program(program)`` would run, on storages of their own.
-
-    Sinks stand where the runner serves them: after the segment that makes what they take.
-    """
+    """The lines that ``compile_program(program)`` would run, on storages of their own."""
     check_compiler()
-    parts = segments(program)
     with _torch.inductor_settings() as mode:
-        written = FxSegments(program, parts, mode)
-        with mode:
-            scribe = Scribe(program)
-            inputs = {name: scribe.input(name) for name in parts.forward.takes}
-        forward = _lowered(written.forward, mode)
-        given = _walk(forward, list(inputs.values()), scribe, mode)
-        known = {**inputs, **dict(zip(parts.forward.gives, given, strict=True))}
-        scribe.serve(zip(parts.early, given[1:]), phase=Phase.FORWARD)
-        backward = _lowered(written.backward_after(forward.compiled), mode)
-        taken = [known[name] for name in parts.backward.takes]
-        left = _walk(backward, taken, scribe, mode)
-        scribe.serve(zip(parts.late, left, strict=True), phase=Phase.BACKWARD)
-        return scribe.program(loss=given[0])
+        lowered = _lower(program, mode)
+        before = None if program.earlier is program else _lower(program.earlier, mode)
+    return replace(lowered, before=before, beside=tuple(map(lower, program.beside)))
+
+
+def _lower(program: Program, mode: Any) -> Program:
+    written = FxSegments(program, mode)
+    with mode:
+        scribe = Scribe(program)
+        known = {node.name: scribe.input(node.name) for node in program.graph.inputs()}
+    places: Counter[Phase] = Counter()
+    for part in segments(program):
+        if isinstance(part, Segment):
+            one = written.write(part)
+            places[part.phase] += 1
+            source = _lowered(one, mode, place=places[part.phase])
+            given = _walk(source, [known[name] for name in part.takes], scribe, mode)
+            known.update(zip(part.gives, given, strict=True))
+            written.know(one, source.compiled)
+        elif part.sink is not None:
+            scribe.serve(known[part.inputs[0]], part)
+        else:
+            with mode:
+                known[part.value] = scribe.line(part, [known[name] for name in part.inputs])
+    return scribe.program(loss=known[program.loss])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """One segment as Inductor wrote it; ``origins`` says of a buffer which values it computes."""
+    """One segment as Inductor wrote it; ``origins`` says of a buffer which values it computes.
+    ``name`` sets its buffers apart from those of others."""
 
+    name: str
     compiled: Any
     text: str
     constants: Mapping[str, torch.Tensor]
@@ -55,13 +66,14 @@ class _Source:
     phase: Phase
 
 
-def _lowered(written: Written, mode: Any) -> _Source:
+def _lowered(written: Written, mode: Any, *, place: int) -> _Source:
     phase = written.segment.phase
     values = written.writer.value_names()
     compiled, text, lowering = _torch.inductor_lowered(
         written.module, written.fakes, mode=mode, is_backward=phase is Phase.BACKWARD
     )
     return _Source(
+        name=f"{phase}" if place == 1 else f"{phase}.{place}",
         compiled=compiled,
         text=text,
         constants=dict(lowering.constants),
@@ -88,7 +100,7 @@ def _walk(
             scope.update(recorder.stubs())
     for name, constant in source.constants.items():
         with mode:
-            scope[name] = scribe.constant(f"constant:{source.phase}.{name}", constant)
+            scope[name] = scribe.constant(f"constant:{source.name}.{name}", constant)
     call = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "call")
     scope["args"] = taken
     with mode, recorder:
@@ -164,7 +176,7 @@ class _Recorder(_torch.TorchDispatchMode):
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         fresh = torch.empty_strided(shape, stride, dtype=dtype)
-        self._scribe.allocate(fresh, name=f"{self._source.phase}.{self._target}")
+        self._scribe.allocate(fresh, name=f"{self._source.name}.{self._target}")
         return fresh
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +187,7 @@ class _Recorder(_torch.TorchDispatchMode):
                 args,
                 kwargs or {},
                 result,
-                name=f"{self._source.phase}.{self._target}" if self._target else "",
+                name=f"{self._source.name}.{self._target}" if self._target else "",
                 origins=self._origins(),
                 phase=self._source.phase,
             )

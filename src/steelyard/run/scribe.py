@@ -28,7 +28,7 @@ from steelyard.core.graph import (
 )
 from steelyard.core.program import Instruction, Program
 
-_MOST_NAMED = 4
+_MOST_NAMED, _SEVERAL = 4, 2
 
 
 class Scribe:
@@ -36,7 +36,6 @@ class Scribe:
         self._program = program
         self._node_of = {i.value: i.node for i in program.instructions if i.sink is None}
         self._line_of = {i.value: k for k, i in enumerate(program.instructions)}
-        self._sinks = [i.sink for i in program.instructions if i.sink is not None]
         self._storages: list[Storage] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # a freed storage would lend its key to another
@@ -145,17 +144,52 @@ class Scribe:
             origins,
         )
 
-    def serve(self, leaving: Iterable[tuple[int, torch.Tensor]], *, phase: Phase) -> None:
-        """Values that leave the program, each for the sink of that number."""
-        for number, tensor in leaving:
-            output = self._sinks[number]
-            assert output is not None
-            name = self._name(tensor)
-            output = replace(output, node=name)
-            self._outputs.append(output)
-            self._instructions.append(
-                Instruction(node=name, value="", inputs=(name,), phase=phase, sink=output)
+    def line(self, line: Instruction, values: Sequence[Any]) -> Any:
+        """A call that is carried out as it stands; a tensor for its result, a tuple for several.
+
+        What it is given is written down by the names that it has here.
+        """
+        old = self._program.graph
+        node = old.by_name[line.node]
+        given = dict(zip(node.inputs, values, strict=True))
+        if node.is_getitem:
+            return values[0][node.args[1]]
+        results = tuple(self._lying(tensor, given) for tensor in node.outputs)
+        if not node.is_view:
+            self._stand(
+                line, node.reading({n: self._name(fake) for n, fake in given.items()}), results
             )
+        return results[0] if len(results) == 1 else results
+
+    def _lying(self, planned: Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Where the graph says: on what the call is given, or on memory of its own."""
+        old = self._program.graph
+        for name, fake in given.items():
+            (base,) = old.by_name[name].outputs
+            if base.storage == planned.storage:
+                offset = int(fake.storage_offset()) + planned.offset - base.offset
+                return torch.as_strided(fake, planned.shape, planned.stride, offset)
+        fake = torch.empty_strided(
+            planned.shape, planned.stride, dtype=getattr(torch, planned.dtype)
+        )
+        self._tensor(fake, role=Role.ACTIVATION, nbytes=old.storages[planned.storage].nbytes)
+        return fake
+
+    def _stand(self, line: Instruction, node: Node, results: Sequence[torch.Tensor]) -> None:
+        tensors = tuple(self._tensor(fake, role=Role.ACTIVATION) for fake in results)
+        node = replace(node, name=line.value, outputs=tensors, phase=line.phase)
+        self._append(node)
+        self._take_apart(node, [f"{line.value}.{place}" for place in range(len(tensors))])
+        if len(tensors) == 1:
+            self._bases[tensors[0].storage] = (line.value, tensors[0])
+
+    def serve(self, tensor: torch.Tensor, line: Instruction) -> None:
+        """A value that leaves the program."""
+        assert line.sink is not None
+        name = self._name(tensor)
+        output = replace(line.sink, node=name)
+        self._outputs.append(output)
+        self._instructions.append(replace(line, node=name, inputs=(name,), sink=output))
 
     def program(self, *, loss: torch.Tensor) -> Program:
         name = self._name(loss)
@@ -168,13 +202,7 @@ class Scribe:
             decomposition=f"{old.graph.decomposition} lowered",
             runs=(),
         )
-        return Program(
-            graph=graph,
-            instructions=tuple(self._instructions),
-            loss=name,
-            repeats=old.repeats,
-            update=old.update,
-        )
+        return replace(old, graph=graph, instructions=tuple(self._instructions), loss=name)
 
     # --- values and storages
 
@@ -192,21 +220,28 @@ class Scribe:
             node = replace(node, name=made[0][0])
         node = replace(node, outputs=tuple(tensors), path=path, line=line)
         self._append(node)
-        for place, ((name, _), tensor) in enumerate(zip(made, tensors, strict=True)):
-            if several:
-                self._append(
-                    Node(
-                        name=name,
-                        op="getitem",
-                        args=(Ref(node.name), place),
-                        inputs=(node.name,),
-                        outputs=(tensor,),
-                        phase=node.phase,
-                        is_view=True,
-                        path=path,
-                        line=line,
-                    )
+        self._take_apart(node, [name for name, _ in made])
+        if made and not several:
+            self._bases[tensors[0].storage] = (node.name, tensors[0])
+
+    def _take_apart(self, node: Node, names: Sequence[str]) -> None:
+        """Several results by these names."""
+        if len(node.outputs) < _SEVERAL:
+            return
+        for place, (name, tensor) in enumerate(zip(names, node.outputs, strict=True)):
+            self._append(
+                Node(
+                    name=name,
+                    op="getitem",
+                    args=(Ref(node.name), place),
+                    inputs=(node.name,),
+                    outputs=(tensor,),
+                    phase=node.phase,
+                    is_view=True,
+                    path=node.path,
+                    line=node.line,
                 )
+            )
             self._bases[tensor.storage] = (name, tensor)
 
     def _append(self, node: Node) -> None:

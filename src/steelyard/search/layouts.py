@@ -43,6 +43,8 @@ _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 _THROUGH_SLOTS = "exchanges through shared memory"
 # A way that holds this much less is worth a search of its own where memory is short.
 _LEANER = 0.98
+# What takes this many times as long in one runner may be the faster in another.
+_RIVAL = 1.2
 # Stages are worth it where they take no more than this of a step without: each of their actions
 # waits for another rank, and what that takes is known least (docs/log.md, 2026-11-24: 1.05 to 1.3
 # times what was said, where other steps took 0.98 to 1.17 times that).
@@ -194,6 +196,18 @@ class Layouts:
                 told, refused=(*told.refused, *refused), num_offers=told.num_offers + more
             )
         raise min((e for e in (tightest, *too_tight) if e is not None), key=_least)
+
+    def rivals(self, found: Found, budget: Budget) -> Iterator[Found]:
+        """What is hardly slower with nothing else done: on other ranks, or by other sizes of what
+        is sent at once. For a runner whose own prices are known of single plans only."""
+        ways = [way for layout in self.layouts for way in self.ways(layout)]
+        ways.sort(key=lambda way: (way.seconds, way.nbytes))
+        apart = {(way.layout, way.seconds, way.nbytes): way for way in reversed(ways)}
+        for way in sorted(apart.values(), key=lambda way: (way.seconds, way.nbytes)):
+            if way.seconds > _RIVAL * _seconds(found):
+                return
+            if not set(way.rules) <= set(found.rules):
+                yield self._told(way, self._search_by(way.rules).find(budget))
 
     def _in_stages(
         self, budget: Budget, best: Found | None

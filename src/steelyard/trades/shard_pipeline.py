@@ -103,6 +103,8 @@ def _why_not(program: Program) -> str:
         return "values that wait in far memory or in 8 bits do not go through stages yet"
     if program.update is not None and program.update.undivided:
         return program.update.undivided
+    if program.graph.decomposition.startswith("inductor"):
+        return "stages are run by generated Python, not by Inductor"
     return ""
 
 
