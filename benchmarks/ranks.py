@@ -4,14 +4,14 @@
 
 All sides train the same model on the same batches in the same processes, one step in turn, and a
 step takes as long as its slowest rank; the figure is the median of the paired ratios with its 95 %
-interval. DistributedDataParallel is the best of its stock setting, of tuned buckets and of
-torch.compile around it; FSDP2 shards block by block. Ours is the fastest way that the search has
-for two ranks, also where one rank would be faster; beside FSDP2 the fastest with states in shares
-that is predicted to hold no more than FSDP2 was metered to. Each model in fresh processes; peaks
-are what the allocator adds in a step, gradients among it, and what outlives one without them. Ours
-runs in Python: Inductor, which would reorder exchanges, does not take it, so only a peer is
-compiled. Over a loopback, and between hosts (see hosts.py) joined by 1 Gbit/s, whose link is
-measured before planning. Needs two cores that do nothing else, and root for hosts.
+interval. DistributedDataParallel is the best of its stock setting and of tuned buckets beside our
+generated Python, and torch.compile around it beside our Inductor runner: the same compiler on both
+sides. FSDP2 shards block by block. Ours is the fastest way that the search has for two ranks, also
+where one rank would be faster; beside FSDP2 the fastest with states in shares that is predicted to
+hold no more than FSDP2 was metered to. Each model in fresh processes; peaks are what the allocator
+adds in a step, gradients among it, and what outlives one without them. Over a loopback, and between
+hosts (see hosts.py) joined by 1 Gbit/s, whose link is measured before planning. Needs two cores
+that do nothing else, and root for hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,10 @@ def _beside_ddp(
     name: str, model: nn.Module, loss: Any, batch: Any, rank: int, folder: Path
 ) -> list[dict[str, Any]]:
     ours = _ours(model, loss, batch, rank, folder / "batch.plan.toml", states=False)
-    sides: dict[str, Step] = {"ours": lambda: ours(batch)}
+    compiled = _ours(
+        model, loss, batch, rank, folder / "compiled.plan.toml", states=False, runner="inductor"
+    )
+    sides: dict[str, Step] = {"ours": lambda: ours(batch), "compiled": lambda: compiled(batch)}
     sides["stock"] = _ddp(model, loss, batch, rank)
     for size in BUCKETS_MB:
         sides[f"{size} MB"] = _ddp(
@@ -127,8 +130,16 @@ def _beside_ddp(
     sides["torch.compile"] = _ddp(model, loss, batch, rank, compiled=True)
     _same(sides)
     seconds = in_turn(sides, PAIRS, warm_up=WARM_UP)
-    best = min((s for s in sides if s != "ours"), key=lambda s: median(seconds[s]))
-    return [_ratio(f"{name}: seconds / DDP ({best})", seconds["ours"], seconds[best])]
+    plain = (side for side in sides if side not in ("ours", "compiled", "torch.compile"))
+    best = min(plain, key=lambda side: median(seconds[side]))
+    return [
+        _ratio(f"{name}: seconds / DDP ({best})", seconds["ours"], seconds[best]),
+        _ratio(
+            f"{name}, compiled: seconds / torch.compile(DDP)",
+            seconds["compiled"],
+            seconds["torch.compile"],
+        ),
+    ]
 
 
 def _beside_fsdp(
@@ -167,6 +178,7 @@ def _ours(
     *,
     states: bool,
     limit: float = math.inf,
+    runner: Literal["python", "inductor"] = "python",
 ) -> Any:
     """The fastest way on two ranks that fits, else the leanest: rank 0 plans, both read it."""
     import steelyard as sy
@@ -184,7 +196,7 @@ def _ours(
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         look = Request(
             model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
-            cluster=sy.Cluster.here(ranks=RANKS), runner="python", title="",
+            cluster=sy.Cluster.here(ranks=RANKS), runner=runner, title="",
             on_progress=lambda _: None,
         ).looked_at()  # fmt: skip
         ways = [
@@ -252,7 +264,7 @@ def _same(sides: dict[str, Step]) -> None:
         losses = {}
         for side, step in sides.items():
             value = step().clone()
-            if side != "ours":  # theirs is of a rank's own share
+            if side not in ("ours", "compiled"):  # theirs is of a rank's own share
                 dist.all_reduce(value)
                 value /= RANKS
             losses[side] = float(value)

@@ -79,6 +79,7 @@ __all__ = [
     "captured_and_guarded",
     "checkpoints",
     "compiled",
+    "compiled_kernels",
     "cpp_compiler",
     "cpp_errors",
     "draws",
@@ -625,6 +626,19 @@ def inductor_lowered(
         setattr(GraphLowering, method, original)
     ((source, lowering),) = written
     return result, source, lowering
+
+
+def compiled_kernels(
+    sources: Mapping[str, tuple[Sequence[str], str]],
+) -> dict[str, Callable[..., None]]:
+    """Kernels as Inductor writes them down, the types of their arguments and C++; those of a step
+    that has run are on disk, and one that runs later finds these there."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    pool = AsyncCompile()
+    scope = {name: pool.cpp_pybinding(list(kinds), text) for name, (kinds, text) in sources.items()}
+    pool.wait(scope)
+    return scope
 
 
 def exchanges_issued() -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster, Far
+from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
 from steelyard.core.layout import Layout
 from steelyard.core.link import Link
@@ -34,7 +35,8 @@ from steelyard.exchange.parts import why_unparted
 from steelyard.exchange.states import why_uncut, why_undivided
 from steelyard.operators import is_pointwise
 from steelyard.predict import predict
-from steelyard.run.lowered import lower
+from steelyard.run.lowered import compiled, lower
+from steelyard.run.scribe import Kernel
 from steelyard.run.watch import ModelWatch
 from steelyard.search import ALLOWS_NONE, Found, Layouts, Pipelines, Search
 from steelyard.trades import TRADES
@@ -227,14 +229,35 @@ class Look:
 
     def priced(self, program: Program) -> Prediction:
         """What the runner makes of a program is what is priced."""
-        return predict(self.as_run(program), self.prices.costs)
+        base = self._base_as_run  # checked first, whatever is priced
+        lowered = base if program is self.base else self.as_run(program)
+        return predict(lowered, self.costs)
+
+    @property
+    def costs(self) -> Costs:
+        """The price list of what runs."""
+        is_compiled = self.request.runner == "inductor"
+        return self.prices.compiled_costs if is_compiled else self.prices.costs
+
+    @cached_property
+    def _base_as_run(self) -> Program:
+        lowered = self.as_run(self.base)
+        if self.request.runner == "inductor":
+            self.prices.check_compiled(self.source, self.base, lowered)
+        return lowered
 
     def as_run(self, program: Program) -> Program:
         """What the runner makes of a program: Inductor makes another one."""
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
-            program = lower(program)
-            self.prices.know_compiled(program.graph)
+            kernels: dict[str, Kernel] = {}
+            program = lower(program, kernels)
+
+            def calls(names: Sequence[str]) -> dict[str, Any]:
+                return compiled({name: kernels[name] for name in names if name in kernels})
+
+            for each in program.passes[-2:]:
+                self.prices.know_compiled(each.graph, calls)
         return program
 
     def find(self, budget: Budget) -> tuple[Found, Prediction]:

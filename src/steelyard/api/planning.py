@@ -321,7 +321,7 @@ class Planned:
     def simulated(self) -> tuple[Span, ...]:
         """What each rank does when, as it is predicted: the step drawn out."""
         look = self._look
-        return spans(look.as_run(look.struck(self.plan.decisions.rules)), look.prices.costs)
+        return spans(look.as_run(look.struck(self.plan.decisions.rules)), look.costs)
 
     def save(self, path: str | Path) -> None:
         """Decisions as TOML to ``path``, predictions as JSON beside it."""

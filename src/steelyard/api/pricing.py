@@ -29,10 +29,12 @@ from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import measured_ranks
 from steelyard.measure.far import measured_links
-from steelyard.measure.operators import context_of, measure_operators
+from steelyard.measure.operators import Calls, context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
 from steelyard.measure.whole_step import Runnable, beside, whole_step
 from steelyard.predict import carried, peak_bytes
+from steelyard.run.emit import emit
+from steelyard.run.inductor import compile_program
 from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
@@ -91,6 +93,7 @@ class Prices:
             far_bytes=cluster.far.size_bytes if cluster.far else 0,
             carried=_carried(cluster),
         )
+        self.compiled_step = self.costs.whole_step
         # What cannot even be called on its own.
         self.failed: set[str] = set()
 
@@ -116,29 +119,25 @@ class Prices:
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
         self.notes += [note for note in survey.notes if note not in self.notes]
 
-    def know_compiled(self, graph: Graph) -> None:
-        """Meter what convolutions hold beside results where Inductor has laid their arguments
-        out anew. Times are left alone, as those of its kernels are declared; and so is what the
-        backward calls hold: torch 2.13 crashes in that of a 1x1 convolution with a stride.
-        """
+    def know_compiled(self, graph: Graph, calls: Calls) -> None:
+        """Measure what a compiler made of a step, where ``calls`` has kernels of its own. Not what
+        calls the backward kernels of convolutions, of which Inductor has laid the arguments out
+        anew: torch 2.13 crashes in that of a 1x1 convolution with a stride."""
 
         def is_wanted(node: Node) -> bool:
-            return node.op == "aten.convolution.default" and node.signature not in self._known
+            is_known = node.signature in self._known
+            return not is_known and node.op != "aten.convolution_backward.default"
 
         if not self._is_here or not any(is_wanted(n) for n in graph.nodes if not n.is_free):
             return
-        self._on_progress("metering compiled calls")
+        self._on_progress("compiling and measuring kernels")
         with self._as_a_rank():
-            costs, _ = measure_operators(
-                [graph], self._device, cache=self._cache, is_wanted=is_wanted
+            costs, survey = measure_operators(
+                [graph], self._device, cache=self._cache, is_wanted=is_wanted, calls=calls
             )
-        for node in graph.nodes:
-            known = costs.operators.get(node.signature)
-            if known is not None and node.signature not in self._known:
-                self._operators[node.signature] = replace(
-                    known, seconds=self.costs.declared_seconds(node), is_measured=False
-                )
+        self._operators.update(costs.operators)
         self._known |= costs.operators.keys()
+        self.notes += [note for note in survey.notes if note not in self.notes]
 
     def know_update(self, make: OptimizerFactory, update: Program) -> None:
         """Measure the optimizer's operators, and its own Python between them."""
@@ -170,6 +169,28 @@ class Prices:
         )
         if whole is not None:
             self.costs = replace(self.costs, whole_step=whole)
+
+    def check_compiled(self, source: StepSource, base: Program, lowered: Program) -> None:
+        """The same of a step that is compiled, and of what the compiler made of it."""
+        if not self._can_run(source, lowered):
+            return
+        self.compiled_step = (
+            self._checked(
+                source,
+                f"{base.graph.fingerprint} compiled",
+                "compiling a whole step, and checking them against it",
+                lambda: whole_step(
+                    self._runnable(source, base, lowered=lowered), seconds_budget=_CHECK_SECONDS
+                ),
+                operators=self._operator_seconds(lowered),
+            )
+            or self.compiled_step
+        )
+
+    @property
+    def compiled_costs(self) -> Costs:
+        """The list for what a compiler made of a step, which compares otherwise with whole ones."""
+        return replace(self.costs, whole_step=self.compiled_step, cut_steps={})
 
     def check_cut(self, source: StepSource, cut: Program) -> None:
         """The same for the step in micro-batches, beside the whole one, once for each number.
@@ -251,8 +272,10 @@ class Prices:
             and peak_bytes(program, self.costs) < _SHARE_OF_FREE_MEMORY * available_bytes()
         )
 
-    def _runnable(self, source: StepSource, program: Program) -> Runnable:
-        """The step on the user's model, within ``_untouched``."""
+    def _runnable(
+        self, source: StepSource, program: Program, *, lowered: Program | None = None
+    ) -> Runnable:
+        """The step on the user's model, within ``_untouched``; compiled, where it is lowered."""
         parts = program.repeats
         step = LiveStep(
             source.model,
@@ -260,13 +283,14 @@ class Prices:
             constants=source.captured(micro_batches=parts).constants,
             batch=source.batch,
             reduction=source.reduction().value if parts > 1 else "mean",
+            runner=compile_program if lowered else emit,
         )
 
         def run() -> None:
             step.backward(source.batch)
             step.zero_grad()
 
-        return Runnable(run=run, operator_seconds=self._operator_seconds(program))
+        return Runnable(run=run, operator_seconds=self._operator_seconds(lowered or program))
 
     def _operator_seconds(self, program: Program) -> float:
         nodes = program.graph.by_name

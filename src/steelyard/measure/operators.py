@@ -8,7 +8,7 @@ remains is whole_step.py's. Not for remembering costs: see cache.py.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,6 +47,7 @@ _MOST_TOGETHER_BYTES = 4 << 30
 _PAGE_BYTES = 4096
 # A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
 _PART_SHARE = 0.25
+Calls = Callable[[Sequence[str]], Mapping[str, Callable[..., object]]]
 _EXCHANGES = ("_c10d_functional.", "steelyard.all_gather", OWN_ROWS)
 
 
@@ -82,14 +83,17 @@ def measure_operators(
     seconds_budget: float = 20.0,
     torch_device: torch.device | None = None,
     is_wanted: Callable[[Node], bool] = lambda _: True,
+    calls: Calls = lambda _: {},
 ) -> tuple[Costs, Survey]:
-    """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared."""
+    """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared.
+    ``calls`` makes, of signatures, what no operator of torch carries out."""
     begin = time.perf_counter()
     subjects = [s for s in distinct(graphs) if is_wanted(s.node)]
     context = context_of(device)
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
-    table = _Table(device, torch_device or torch.device("cpu"), seconds_budget)
     new = [s for s in subjects if s.node.signature not in known]
+    made = calls([s.node.signature for s in new])
+    table = _Table(device, torch_device or torch.device("cpu"), seconds_budget, made)
     # What reads far memory is called with what lies there near: a part of it has room.
     table.measure([s for s in new if not s.node.is_far_product])
     table.measure_parts([s for s in new if s.node.body is not None])
@@ -143,7 +147,14 @@ def context_of(device: Device) -> str:
 class _Table:
     """Measures subjects until the deadline, those first in which most time is thought to go."""
 
-    def __init__(self, device: Device, torch_device: torch.device, seconds_budget: float) -> None:
+    def __init__(
+        self,
+        device: Device,
+        torch_device: torch.device,
+        seconds_budget: float,
+        calls: Mapping[str, Callable[..., object]],
+    ) -> None:
+        self._calls = calls
         self._plain = Costs(device=device)
         self._device = torch_device
         self._budget = seconds_budget
@@ -178,7 +189,7 @@ class _Table:
                 continue
             few = body.parts < 4 and not is_far
             part = shortened(subject.graph, subject.node, parts=1 if few else 2)
-            alone = _Table(self._plain.device, self._device, self._budget)
+            alone = _Table(self._plain.device, self._device, self._budget, self._calls)
             alone.measure(distinct([part]))
             (node,) = (n for n in part.nodes if n.body is not None)
             cost = alone.costs.get(node.signature)
@@ -245,11 +256,11 @@ class _Table:
     def _called(self, subject: _Subject) -> _Call:
         graph, node = subject.graph, subject.node
         try:
-            call = _call_of(subject, self._source.arguments(graph, node))
+            call = self._call_of(subject, self._source.arguments(graph, node))
             results = call.run()
         except RuntimeError:
             # What fails here for good is reported by the caller.
-            call = _call_of(subject, self._source.produced_arguments(graph, node))
+            call = self._call_of(subject, self._source.produced_arguments(graph, node))
             results = call.run()
         if not _lie_as_described(results, node):
             self.notes.append(
@@ -257,6 +268,14 @@ class _Table:
                 " may lack a copy of them"
             )
         return call
+
+    def _call_of(self, subject: _Subject, given: Arguments) -> _Call:
+        operator = self._calls.get(subject.node.signature) or callable_of(subject.node)
+        inputs = [given.tensors[name] for name in subject.node.inputs]
+        return _Call(
+            run=lambda: operator(*given.args, **given.kwargs),
+            prepare=preparation(list(zip(inputs, subject.ages, strict=True))),
+        )
 
     def _take_turns(self, subjects: list[_Subject]) -> None:
         begin = time.perf_counter()
@@ -277,15 +296,6 @@ class _Table:
 
     def _give_up(self, subject: _Subject, why: Missing, detail: str = "") -> None:
         self.unmeasured.append(Unmeasured(signature=subject.node.signature, why=why, detail=detail))
-
-
-def _call_of(subject: _Subject, given: Arguments) -> _Call:
-    operator = callable_of(subject.node)
-    inputs = [given.tensors[name] for name in subject.node.inputs]
-    return _Call(
-        run=lambda: operator(*given.args, **given.kwargs),
-        prepare=preparation(list(zip(inputs, subject.ages, strict=True))),
-    )
 
 
 def _result_bytes(subject: _Subject) -> int:

@@ -18,20 +18,30 @@ from steelyard import _torch
 from steelyard.core.graph import Phase
 from steelyard.core.program import Program
 from steelyard.run.inductor import FxSegments, Written, check_compiler
-from steelyard.run.scribe import Scribe
+from steelyard.run.scribe import Kernel, Scribe
 from steelyard.run.segments import Segment, segments
 
 
-def lower(program: Program) -> Program:
-    """The lines that ``compile_program(program)`` would run, on storages of their own."""
+def lower(program: Program, kernels: dict[str, Kernel] | None = None) -> Program:
+    """The lines that ``compile_program(program)`` would run, on storages of their own; ``kernels``
+    is told of those that Inductor wrote."""
     check_compiler()
+    kernels = {} if kernels is None else kernels
     with _torch.inductor_settings() as mode:
-        lowered = _lower(program, mode)
-        before = None if program.earlier is program else _lower(program.earlier, mode)
-    return replace(lowered, before=before, beside=tuple(map(lower, program.beside)))
+        lowered = _lower(program, kernels, mode)
+        before = None if program.earlier is program else _lower(program.earlier, kernels, mode)
+    beside = tuple(lower(other, kernels) for other in program.beside)
+    return replace(lowered, before=before, beside=beside)
 
 
-def _lower(program: Program, mode: Any) -> Program:
+def compiled(kernels: Mapping[str, Kernel]) -> dict[str, Callable[..., Any]]:
+    """Each as something to call."""
+    with _torch.inductor_settings():
+        made = _torch.compiled_kernels({n: (k.kinds, k.text) for n, k in kernels.items()})
+    return {name: kernel.on(made[name]) for name, kernel in kernels.items()}
+
+
+def _lower(program: Program, kernels: dict[str, Kernel], mode: Any) -> Program:
     written = FxSegments(program, mode)
     with mode:
         scribe = Scribe(program)
@@ -50,6 +60,7 @@ def _lower(program: Program, mode: Any) -> Program:
         else:
             with mode:
                 known[part.value] = scribe.line(part, [known[name] for name in part.inputs])
+    kernels.update(scribe.kernels)
     return scribe.program(loss=known[program.loss])
 
 
@@ -155,13 +166,17 @@ class _Recorder(_torch.TorchDispatchMode):
             "assert_alignment": _nothing,
         }
 
-    def cpp_pybinding(self, _: Any, text: str) -> Callable[..., None]:
+    def cpp_pybinding(self, kinds: Sequence[str], text: str) -> Callable[..., None]:
         """A stub for a kernel: Inductor calls this to have one compiled."""
 
         def kernel(*args: Any) -> None:
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
             self._scribe.kernel(
-                tensors, text=text, origins=self._origins(), phase=self._source.phase
+                tensors,
+                kinds=kinds,
+                text=text,
+                origins=self._origins(),
+                phase=self._source.phase,
             )
 
         return kernel

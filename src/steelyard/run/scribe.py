@@ -5,8 +5,8 @@ writes it. Not for where the calls come from: see lowered.py.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -31,8 +31,34 @@ from steelyard.core.program import Instruction, Program
 _MOST_NAMED, _SEVERAL = 4, 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A generated kernel: what it is called with, its source, and the buffers it is the first to
+    write."""
+
+    kinds: tuple[str, ...]
+    text: str
+    fresh: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], ...]
+
+    def on(self, function: Callable[..., None]) -> Callable[..., Any]:
+        """A call as others are: of arguments, for results on memory of their own."""
+
+        def run(*args: torch.Tensor | int) -> Any:
+            made = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride, dtype, device in self.fresh
+            ]
+            function(*(made[a] if isinstance(a, int) else a for a in args))
+            return made[0] if len(made) == 1 else tuple(made)
+
+        return run
+
+
 class Scribe:
+    """``kernels`` are those written down so far, by their signatures."""
+
     def __init__(self, program: Program) -> None:
+        self.kernels: dict[str, Kernel] = {}
         self._program = program
         self._node_of = {i.value: i.node for i in program.instructions if i.sink is None}
         self._line_of = {i.value: k for k, i in enumerate(program.instructions)}
@@ -83,24 +109,37 @@ class Scribe:
         self,
         tensors: Sequence[torch.Tensor],
         *,
+        kinds: Sequence[str],
         text: str,
         origins: Sequence[str],
         phase: Phase,
     ) -> None:
-        """A generated kernel: it reads or writes each of these."""
+        """A generated kernel: it reads or writes each of these; of what it is the first to touch,
+        the number stands among its arguments."""
         made = self._made(tensors)
-        self._add(
-            Node(
-                name=self._unique("kernel", phase),
-                op=f"inductor.fused.{self._described(origins)}",
-                inputs=self._read(tensors, made),
-                phase=phase,
-                moved_bytes=sum(map(_nbytes, tensors)),
-                signature=f"kernel {sha256(text.encode()).hexdigest()[:16]}",
-            ),
-            made,
-            origins,
+        places = {_torch.storage_key(fake): place for place, (_, fake) in enumerate(made)}
+        inputs = self._read(tensors, made)
+        args: list[Ref | int] = []
+        for tensor in tensors:
+            place = places.get(_torch.storage_key(tensor))
+            args.append(Ref(self._name(tensor)) if place is None else place)
+        # Of one text, what one call is the first to write another may find written.
+        written = [a if isinstance(a, int) else inputs.index(a.name) - len(inputs) for a in args]
+        known = sha256(f"{text} {written}".encode()).hexdigest()[:16]
+        node = Node(
+            name=self._unique("kernel", phase),
+            op=f"inductor.fused.{self._described(origins)}",
+            args=tuple(args),
+            inputs=inputs,
+            phase=phase,
+            moved_bytes=sum(map(_nbytes, tensors)),
+            signature=f"kernel {known}",
         )
+        fresh = tuple(
+            (tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device) for _, fake in made
+        )
+        self.kernels.setdefault(node.signature, Kernel(kinds=tuple(kinds), text=text, fresh=fresh))
+        self._add(node, made, origins)
 
     def call(
         self,
