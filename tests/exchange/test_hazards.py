@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from steelyard.core.collective import GLOO
-from steelyard.core.errors import BadInput, Mismatch
+from steelyard.core.errors import Mismatch
 from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.gradients import bucketed_all_reduce
@@ -15,7 +15,6 @@ from steelyard.exchange.hazards import refuse_hazards
 from steelyard.exchange.parameters import gathered
 from steelyard.exchange.windows import issued_ahead
 from steelyard.run.emit import emit
-from steelyard.run.segments import segments
 from tests.exchange.made_up import chain
 
 _PLAIN = "_c10d_functional.all_gather_into_tensor.default"
@@ -64,11 +63,6 @@ def test_our_gather_goes_by_way_of_the_other_operator() -> None:
     program = two_gathers("", "", overlapping=True)
     emitted = emit(issued_ahead(program, 3), channels={"data": channel("gloo")})
     assert emitted.source.count("all_gather") == 2
-
-
-def test_the_inductor_runner_takes_no_exchanges() -> None:
-    with pytest.raises(BadInput, match="which Inductor would reorder"):
-        segments(two_gathers("", "", overlapping=False))
 
 
 def test_a_program_for_other_ranks_is_refused() -> None:

@@ -12,7 +12,7 @@ from steelyard.core.graph import Graph, Role
 from steelyard.core.program import Program
 from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
-from steelyard.exchange.windows import issued_ahead, waits_within
+from steelyard.exchange.windows import issued_ahead, sent_first, waits_within
 from steelyard.predict.liveness import liveness
 from steelyard.trades.recompute import with_copies
 from tests.exchange.made_up import chain, costs
@@ -56,13 +56,17 @@ def lines(program: Program) -> list[str]:
 
 
 @settings(deadline=None, max_examples=80)
-@given(seed=st.integers(0, 10_000), again=st.booleans(), window=_WINDOWS, ahead=st.integers(0, 9))
+@given(
+    seed=st.integers(0, 10_000), again=st.booleans(), window=_WINDOWS, ahead=st.integers(0, 9),
+    first=st.booleans(),
+)  # fmt: skip
 def test_moving_lines_keeps_the_program(
-    seed: int, again: bool, window: int | None, ahead: int
+    seed: int, again: bool, window: int | None, ahead: int, first: bool
 ) -> None:
     before = exchanging(seed, again=again)
     assert before.problems() == []
-    after = issued_ahead(waits_within(before, window), ahead)
+    after = sent_first(before) if first else before
+    after = issued_ahead(waits_within(after, window), ahead)
     assert after.problems() == []
     assert sorted(lines(after)) == sorted(lines(before))
     assert after.sent_bytes == before.sent_bytes

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.core.codec import CODED_CALLS, FIRST_CALLS
-from steelyard.core.graph import JOINED_ROWS, Graph, Node, OutputKind
+from steelyard.core.graph import JOINED_ROWS, Graph, Node, OutputKind, Phase
 from steelyard.core.program import SO_FAR, Instruction, Program
 
 
@@ -93,6 +93,51 @@ def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Prog
     return _reordered(program, lines, places.values())
 
 
+def sent_first(program: Program) -> Program:
+    """Of what the backward pass computes between two issues, first what the second one sends: it
+    goes on its way beside the rest, such as the gradient of what a layer was given. What is waited
+    for, and what comes of that, stays where it is."""
+    nodes = program.graph.by_name
+    makes = {added: gradient for gradient, added in _added(program.graph)}
+    ordered: list[Instruction] = []
+    waiting: dict[str, Instruction] = {}
+    arrived: set[str] = set()
+    for line in (i for i in program.instructions if i.sink is None):
+        node = nodes[line.node]
+        if node.collective is not None and line.phase is Phase.BACKWARD:
+            ordered += [*_needed_first(line, waiting, makes), line]
+        elif node.waits_for or not arrived.isdisjoint(line.inputs):
+            arrived.add(line.value)
+            if not waiting.keys().isdisjoint(line.inputs):
+                ordered += _all(waiting)
+            ordered.append(line)
+        elif line.phase is not Phase.BACKWARD or node.is_random or node.mutates:
+            ordered += [*_all(waiting), line]
+        else:
+            waiting[line.value] = line
+    return program.with_lines([*ordered, *_all(waiting)], on=program.graph)
+
+
+def _needed_first(
+    issue: Instruction, waiting: dict[str, Instruction], makes: Mapping[str, str]
+) -> list[Instruction]:
+    """Of the lines that wait, taken from them, those that this exchange sends something of."""
+    needed = {*issue.inputs, *(makes[name] for name in issue.inputs if name in makes)}
+    found: list[Instruction] = []
+    for value, line in reversed([*waiting.items()]):
+        if value in needed:
+            needed.update(line.inputs)
+            needed.update(makes[name] for name in line.inputs if name in makes)
+            found.append(waiting.pop(value))
+    return found[::-1]
+
+
+def _all(waiting: dict[str, Instruction]) -> list[Instruction]:
+    found = [*waiting.values()]
+    waiting.clear()
+    return found
+
+
 _Place = tuple[int, int, int]
 
 
@@ -140,13 +185,16 @@ def _reordered(program: Program, lines: list[Instruction], places: Iterable[_Pla
     return moved
 
 
+def _added(graph: Graph) -> list[tuple[str, str]]:
+    """Each gradient, and the sum of those so far that it is added to as it leaves."""
+    return [(o.node, f"{SO_FAR}{o.target}") for o in graph.outputs if o.kind is OutputKind.GRADIENT]
+
+
 def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[list[int], int]:
     """The wait with the views of its result, and the first line that does more than look at it, or
     reads what it is added to."""
     graph, nodes = program.graph, program.graph.by_name
-    added = [
-        (o.node, f"{SO_FAR}{o.target}") for o in graph.outputs if o.kind is OutputKind.GRADIENT
-    ]
+    added = _added(graph)
     values = {lines[wait].value}
     follow = [wait]
     for index in range(wait + 1, len(lines)):

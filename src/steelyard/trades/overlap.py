@@ -14,7 +14,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import WITHIN_PEAK, Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Offer, Refusal
-from steelyard.exchange.windows import issued_ahead, waits_within
+from steelyard.exchange.windows import issued_ahead, sent_first, waits_within
 from steelyard.predict.liveness import liveness
 
 
@@ -53,12 +53,19 @@ class Overlap:
         if not rules or not program.exchanges:
             return program
         assert not program.again, "overlap orders the graph, so it is struck before copies are made"
+        if not program.layout.shares:  # where these differ, so may what ranks find, and they speak
+            first = sent_first(program)
+            program = first if _peak(first) <= _peak(program) else program
         late = waits_within(program, max(rule.lag for rule in rules))
         ahead = max(rule.lead for rule in rules)
         if ahead:
             room = _room(late) if any(rule.op == WITHIN_PEAK for rule in rules) else ()
             late = issued_ahead(late, ahead, room)
         return program.with_graph(_in_order_of(late))
+
+
+def _peak(program: Program) -> int:
+    return liveness(program, None).peak_bytes
 
 
 def _room(program: Program) -> tuple[int, ...]:
