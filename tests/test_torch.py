@@ -604,6 +604,8 @@ def test_inductor_lowered_writes_source_and_inductor_compiled_runs() -> None:
                 pytest.skip("no C++ compiler here")
             graph, fakes = _small(mode)
             run = _torch.inductor_compiled(graph, fakes, mode=mode, is_backward=False)
+            (written,) = re.findall(r"cpp_pybinding\((\[.*?\]), r\'\'\'(.*?)\'\'\'\)", source, re.S)
+            kernels = _torch.compiled_kernels({"one": (ast.literal_eval(written[0]), written[1])})
     x = torch.randn(8, 4)
     given = [x]
     (result,) = run(given)
@@ -611,6 +613,22 @@ def test_inductor_lowered_writes_source_and_inductor_compiled_runs() -> None:
     assert torch.allclose(result, 3 * x)
     assert run.source_code
     assert len(run.output_strides) == 1
+    # The same kernel by itself.
+    again = torch.empty(8, 4)
+    kernels["one"](x, again)
+    assert torch.equal(again, result)
+
+
+def test_taken_apart_are_the_operators_that_a_table_makes_of_one_and_none_writes() -> None:
+    def changed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.nn.functional.gelu(x), x.add(1).mul_(2)
+
+    with _torch.FakeTensorMode(static_shapes=True):
+        graph = _torch.taken_apart(changed, [torch.empty(3)], _torch.inductor_decompositions())
+    called = [n.target for n in graph.nodes if n.op == "call_function"]
+    assert aten.erf.default in called
+    assert aten.mul.Tensor in called
+    assert not [t for t in called if "gelu" in str(t) or _torch.mutates(t)]
 
 
 # --- what modules keep private, read by the watch on a live model ---------------------------------

@@ -17,7 +17,7 @@ from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import context_of
 
 # As `measured_ranks` would say of a link.
-_LINK = {
+LINK = {
     "latency": 1e-4, "call": 6e-5, "disturbs": 0.05, "hop": 1e-4, "hand": 5e-5,
     "slot hop": 1e-4, "slot rate": 4e9, "slot hand": 5e-5, "speed of rank 0": 1.0,
     "speed of rank 1": 1.0, "slotted call": 1e-12, "slotted hop": 1e-12, "slotted rate": 1e-12,
@@ -36,7 +36,7 @@ def _planned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rate: float, accuracy_loss: str, optimizer: Any
 ) -> sy.Planned:
     monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
-    CostCache().write_rates(context_of(2), {**_LINK, "rate": rate})
+    CostCache().write_rates(context_of(2), {**LINK, "rate": rate})
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(256, 256), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(256, 10))

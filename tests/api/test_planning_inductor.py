@@ -12,8 +12,13 @@ from torch import nn
 
 import steelyard as sy
 from steelyard import _torch
-from steelyard.core.errors import Infeasible
+from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.layout import Layout
+from steelyard.core.rules import Rule
+from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import context_of
 from tests import zoo
+from tests.api.test_coded import LINK
 from tests.harness import in_a_hurry
 
 pytestmark = [
@@ -64,3 +69,56 @@ def test_each_point_of_the_curve_is_what_inductor_makes_of_its_rules() -> None:
     assert points[-1].rules == ()
     within = look.what_if(memory=points[1].memory_bytes).plan
     assert within.predicted.peak.nbytes <= points[1].memory_bytes
+
+
+@pytest.fixture
+def on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sy.Planned:
+    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
+    CostCache().write_rates(context_of(2), {**LINK, "rate": 1e9})
+    torch.manual_seed(0)
+    model, loss, batch = zoo.case("gpt").make()
+    return sy.plan(
+        model, loss, batch, optimizer=partial(torch.optim.SGD, lr=1e-2), runner="inductor",
+        cluster=sy.Cluster.here(ranks=2),
+    )  # fmt: skip
+
+
+def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.Planned) -> None:
+    look, plan = on_two_ranks.look, on_two_ranks.plan
+    assert plan.decisions.made_for.decomposition == "inductor-2"
+    assert "stages are run by generated Python" in on_two_ranks.why_not("shard_pipeline")
+    assert "sent as it is" in on_two_ranks.why_not("ternary_gradients")
+    batch = Rule(trade="shard_batch", degree=2, bucket_bytes=2**20)
+    lowered = look.as_run(look.struck([Rule(trade="overlap", lag=1), batch]))
+    assert lowered.problems() == []
+    assert lowered.layout == Layout(batch=2)
+    nodes = [lowered.graph.by_name[i.node] for i in lowered.instructions if i.sink is None]
+    kernels = [node for node in nodes if node.op.startswith("inductor.fused.")]
+    assert len(kernels) > 10
+    assert len(lowered.exchanges) > 1
+    # Each kernel was compiled, called alone and timed, and all of them beside a whole step.
+    known = look.costs.operators
+    assert all(known[node.signature].is_measured for node in kernels)
+    assert look.costs.whole_step != look.prices.costs.whole_step
+    # What leaves the program is what left it.
+    assert len(lowered.graph.outputs) == len(look.struck([batch]).graph.outputs)
+
+
+def test_a_budget_on_ranks_holds_of_what_inductor_makes(on_two_ranks: sy.Planned) -> None:
+    whole = on_two_ranks.plan.predicted.peak
+    limit = whole.nbytes - (whole.nbytes - whole.resident_bytes) // 5
+    within = on_two_ranks.what_if(memory=limit).plan
+    assert within.predicted.peak.nbytes <= limit
+    assert within.taken
+    with pytest.raises(Infeasible, match="no plan for Inductor was found"):
+        on_two_ranks.what_if(memory=whole.resident_bytes // 8)
+
+
+def test_inductor_is_for_ranks_that_are_here() -> None:
+    declared = sy.Cluster.named("dgx-h100")
+    with pytest.raises(BadInput, match="a declared cluster is planned for without Inductor"):
+        sy.plan(nn.Linear(4, 4), _mean, torch.randn(4, 4), runner="inductor", cluster=declared)
+
+
+def _mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()

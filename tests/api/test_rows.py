@@ -14,7 +14,7 @@ from steelyard.core.planfile import read_decisions
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import context_of
-from tests.api.test_coded import _LINK
+from tests.api.test_coded import LINK
 
 _OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
 
@@ -39,7 +39,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, words: int) -> sy.Planned:
     monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
-    CostCache().write_rates(context_of(2), {**_LINK, "rate": 5e7})
+    CostCache().write_rates(context_of(2), {**LINK, "rate": 5e7})
     torch.manual_seed(0)
     batch = {"x": torch.randint(words, (256, 32)), "y": torch.randint(64, (256,))}
     return sy.plan(Bag(words), _loss, batch, optimizer=_OPTIMIZER, cluster=sy.Cluster.here(ranks=2))

@@ -14,7 +14,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import context_of
-from tests.api.test_coded import _LINK
+from tests.api.test_coded import LINK
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -26,7 +26,7 @@ _SLOW = {"slotted call": 1e-3, "slotted hop": 1e-1, "slotted rate": 1e7}
 def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: dict[str, float]) -> sy.Planned:
     """Ranks that gloo joins at 100 MB/s."""
     monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
-    CostCache().write_rates(context_of(2), {**_LINK, "rate": 1e8, **slots})
+    CostCache().write_rates(context_of(2), {**LINK, "rate": 1e8, **slots})
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=256, length=32, dropout=0.0)
     optimizer, cluster = partial(torch.optim.SGD, lr=0.1), sy.Cluster.here(ranks=2)

@@ -2,7 +2,9 @@
 
 import copy
 import re
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from steelyard.capture.plain import to_graph
 from steelyard.capture.trace import trace
 from steelyard.core.cluster import Device
 from steelyard.core.costs import Costs
-from steelyard.core.errors import BadInput
+from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.graph import OutputKind, Phase
 from steelyard.core.program import Instruction, Program
 from steelyard.measure.meter import meter
@@ -208,6 +210,28 @@ def _channels_last(fake: torch.Tensor) -> tuple[int, ...]:
     like = torch.empty(fake.shape, device="meta")
     layout = torch.channels_last if fake.dim() == 4 else torch.contiguous_format
     return like.contiguous(memory_format=layout).stride()
+
+
+def test_what_is_summed_where_it_lies_may_lie_on_nothing_that_stays() -> None:
+    """And of what a stretch reads last, nothing is held while that is looked at."""
+    alive: list[bool] = []
+
+    def compiled(taken: list[torch.Tensor]) -> list[torch.Tensor]:
+        first, second = taken
+        ended = weakref.ref(second)
+        taken.clear()
+        del second
+        alive.append(ended() is not None)
+        return [torch.ones(2), first.view(2)]
+
+    apart = inductor._Apart(place=0, taken=(0,), given=(1,))
+    staying = torch.ones(2)
+    run = inductor._checked(compiled, [apart])
+    assert len(run([staying, torch.ones(2)])) == 2
+    assert alive == [False]
+    shared = inductor._checked(compiled, [replace(apart, place=1, given=(0,))])
+    with pytest.raises(RunFailed, match="on memory of another value"):
+        shared([staying, torch.ones(2)])
 
 
 @pytest.mark.parametrize("use", [compile_program, lower])

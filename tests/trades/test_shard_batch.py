@@ -219,6 +219,33 @@ def test_what_is_sent_is_computed_before_what_is_not() -> None:
     assert liveness(ordered, None).peak_bytes <= liveness(waits_within(plain, 2), None).peak_bytes
 
 
+class Adapted(nn.Module):
+    """The gradient of ``weight`` is sent, and read again for those of what is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.weight = nn.Linear(16, 32), nn.Parameter(torch.randn(32, 32))
+        self.left = nn.Parameter(torch.randn(32, 2))
+        self.right = nn.Parameter(torch.randn(2, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).relu() @ (self.weight + self.left @ self.right)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_is_read_again_is_added_before_its_sum_is_sent(micro_batches: int) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    rules = [
+        Rule(trade="shard_batch", degree=2, bucket_bytes=KIB), Rule(trade="overlap", lag=1),
+        *([Rule(trade="accumulate", degree=micro_batches)] if micro_batches > 1 else []),
+    ]  # fmt: skip
+    program = Trial(Adapted(), loss, torch.randn(8, 16)).struck(rules)
+    assert program.repeats == micro_batches
+    assert program.problems() == []
+
+
 def _unsent(program: Program) -> list[list[str]]:
     """Before each issue of the backward pass, since the last one, what it sends nothing of."""
     nodes, found, since = program.graph.by_name, list[list[str]](), list[Instruction]()
@@ -278,6 +305,22 @@ def layouts(price: Costs, *, num_ranks: int = 4) -> Layouts:
     return Layouts(
         plain, trades=ON_BATCH, source=source, costs=price, num_ranks=num_ranks, searching=searching
     )
+
+
+def test_rivals_are_of_other_kinds_and_may_be_one_rank() -> None:
+    both = layouts(costs(1e7), num_ranks=2)
+    found = both.find(Budget())
+    assert ranks_of(found) == 2
+    alone = step_seconds(trial().plain, costs(1e7)).value
+    rivals = [*both.rivals(found, Budget())]
+    seconds = [rival.prediction.quad.step_seconds.value for rival in rivals]
+    assert rivals
+    assert all(took <= 1.2 * found.prediction.quad.step_seconds.value for took in seconds)
+    is_near = alone <= 1.2 * found.prediction.quad.step_seconds.value
+    assert (1 in map(ranks_of, rivals)) == is_near
+    # What is too slow for a budget is nobody's rival, and no reason to refuse.
+    most = f"{found.prediction.quad.step_seconds.value} s"
+    assert [*both.rivals(found, Budget(step_time=most))] == []
 
 
 def ranks_of(found: Found) -> int:

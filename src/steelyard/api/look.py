@@ -251,13 +251,15 @@ class Look:
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
             kernels: dict[str, Kernel] = {}
-            program = lower(program, kernels)
+            with self.prices.as_a_rank():  # its threads are in what Inductor writes
+                program = lower(program, kernels)
 
             def calls(names: Sequence[str]) -> dict[str, Any]:
                 return compiled({name: kernels[name] for name in names if name in kernels})
 
-            for each in program.passes[-2:]:
-                self.prices.know_compiled(each.graph, calls)
+            for one in (program, *program.beside):
+                for each in one.passes[-2:]:
+                    self.prices.know_compiled(each.graph, calls)
         return program
 
     def find(self, budget: Budget) -> tuple[Found, Prediction]:

@@ -1,8 +1,8 @@
 """Plans for Inductor: found on the captured graph, priced as the program Inductor makes of it.
 
 Fusion lowers the peak by an amount that only lowering tells, so the search is asked for more or
-less memory until what comes out fits. Each try costs a lowering; no C++ is compiled. Not for the
-search itself.
+less memory until what comes out fits. Each try costs a lowering, and its kernels are compiled to be
+timed. Not for the search itself.
 """
 
 import math
@@ -16,7 +16,7 @@ from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
 from steelyard.core.plan import FrontierPoint, Prediction
 from steelyard.core.trade import Left, Refusal
-from steelyard.search import Found
+from steelyard.search import Found, Search
 
 if TYPE_CHECKING:
     from steelyard.api.look import Look
@@ -43,14 +43,21 @@ _NO_CODES = tuple(
 
 def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     if budget.memory_bytes is not None:
-        return _find_within(look, budget)
-    if look.request.cluster.num_devices == 1:
-        return look.search.find(budget), look.unplanned
+        found, predicted = _find_within(look, budget)
+    elif look.request.cluster.num_devices == 1:
+        found, predicted = look.search.find(budget), look.unplanned
+    else:
+        found, predicted = _find_fastest(look, budget)
+    if look.request.cluster.num_devices > 1:
+        found = replace(found, refused=(*found.refused, *_NO_CODES))
+    return found, predicted
+
+
+def _find_fastest(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     found = look.layouts.find(budget)
     rivals = islice(look.layouts.rivals(found, budget), _RIVALS)
     priced = [(each, look.priced(each.program)) for each in (found, *rivals)]
-    found, predicted = min(priced, key=lambda pair: pair[1].quad.step_seconds.value)
-    return replace(found, refused=(*found.refused, *_NO_CODES)), predicted
+    return min(priced, key=lambda pair: pair[1].quad.step_seconds.value)
 
 
 def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
@@ -78,7 +85,8 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
         else:
             too_much = asked
             is_least = not found.least_within and found.prediction.peak.nbytes == found.least.nbytes
-            if fits is not None or is_least:
+            # On ranks another layout may hold less than the least of this one.
+            if fits is not None or (is_least and look.request.cluster.num_devices == 1):
                 break
             asked = min(asked, found.prediction.peak.nbytes) - (nbytes - limit)
     if fits is None:
@@ -95,11 +103,11 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     return fits
 
 
-def lowered_frontier(look: "Look") -> tuple[FrontierPoint, ...]:
+def lowered_frontier(look: "Look", search: Search) -> tuple[FrontierPoint, ...]:
     """The curve of the captured graph, a few of its points, each as Inductor runs it."""
     points = [
         replace(point, memory_bytes=lowered.peak.nbytes, step_seconds=step.value)
-        for point in look.search.frontier(points=_POINTS)
+        for point in search.frontier(points=_POINTS)
         for lowered in (look.priced(look.struck(point.rules)),)
         for step in (lowered.quad.step_seconds,)
     ]

@@ -39,6 +39,7 @@ from steelyard.report.html import to_html
 from steelyard.report.lines import plain
 from steelyard.report.text import render
 from steelyard.report.tree import tree_of
+from steelyard.search import Search
 from steelyard.trades import TRADES
 
 
@@ -310,7 +311,8 @@ class Planned:
         search = look.search_for(self.plan.decisions)
         search.explore_all()
         if look.request.runner == "inductor":
-            curve = lowered_frontier(look)
+            assert isinstance(search, Search), "stages are run by generated Python"
+            curve = lowered_frontier(look, search)
         elif self.plan.frontier:
             return planned(look, self.plan.decisions.budget)
         else:

@@ -113,7 +113,7 @@ class Prices:
             return
         self._on_progress("measuring operators")
         self._known |= new
-        with self._as_a_rank():
+        with self.as_a_rank():
             costs, survey = measure_operators(graphs, self._device, cache=self._cache)
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
@@ -131,7 +131,7 @@ class Prices:
         if not self._is_here or not any(is_wanted(n) for n in graph.nodes if not n.is_free):
             return
         self._on_progress("compiling and measuring kernels")
-        with self._as_a_rank():
+        with self.as_a_rank():
             costs, survey = measure_operators(
                 [graph], self._device, cache=self._cache, is_wanted=is_wanted, calls=calls
             )
@@ -147,7 +147,7 @@ class Prices:
         dims = dims_of(update)
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
         name = f"between the calls of {update.graph.fingerprint}"
-        with self._as_a_rank():
+        with self.as_a_rank():
             context = context_of(self._device)
             seconds = self._cache.read_whole(context, name)
             if seconds is None:
@@ -239,7 +239,7 @@ class Prices:
         It is found once and remembered: two plans of a step, and its run, say the same of it. What
         is remembered is the step's own, as operators not yet measured may be so the next time.
         """
-        with self._as_a_rank():
+        with self.as_a_rank():
             context = context_of(self._device)
             found = self._cache.read_whole(context, name)
             if found is None or not found.low:
@@ -252,7 +252,7 @@ class Prices:
         return found.scaled(1 / operators)
 
     @contextlib.contextmanager
-    def _as_a_rank(self) -> Iterator[None]:
+    def as_a_rank(self) -> Iterator[None]:
         """Within it operators run on as many threads as a rank has."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads or before)

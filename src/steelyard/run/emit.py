@@ -170,17 +170,18 @@ class _Writer:
         name = f"go_{self.fused.index(line)}"
         self.scope[name] = line.run
         last = [self._name(value) for value in dead if value not in line.gives]
+        given = f"{', '.join(map(self._name, line.gives))}, = " if line.gives else ""
         return [
             f"    taken = [{', '.join(map(self._as_compiled, line.takes))}]",
             *([f"    del {', '.join(last)}"] if last else []),
-            f"    {', '.join(map(self._name, line.gives))}, = {name}(taken)",
+            f"    {given}{name}(taken)",
         ]
 
     def _as_compiled(self, value: str) -> str:
         """What was made by a line that stands alone lies as it was captured, as those lines that
         are compiled were told."""
         node = self._standing.get(value)
-        if node is None or node.is_free or node.collective is not None or node.waits_for:
+        if node is None or node.collective is not None or node.waits_for:
             return self._name(value)
         return self._laid_out(self._name(value), node.name)
 

@@ -6,7 +6,6 @@ cut, nor why: see segments.py.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +32,14 @@ def compile_program(program: Program, *, channels: Mapping[str, Channel] = _ALON
     Python within rounding, since fused loops sum in another order.
     """
     check_compiler()
-    with _reading_failures(), _torch.inductor_settings() as mode:
+    with reading_failures(), _torch.inductor_settings() as mode:
         return emit(program, channels=channels, fusing=partial(_fused, mode=mode))
 
 
 def _fused(program: Program, *, mode: Any) -> Iterator[Fused | Instruction]:
     parts = segments(program)
     written = FxSegments(program, mode)
-    for part in parts:
+    for at, part in enumerate(parts):
         if isinstance(part, Instruction):
             yield part
             continue
@@ -52,7 +51,7 @@ def _fused(program: Program, *, mode: Any) -> Iterator[Fused | Instruction]:
         yield Fused(
             takes=part.takes,
             gives=part.gives,
-            run=_checked(compiled, _written_into(program, part, parts)),
+            run=_checked(compiled, _apart(program, parts, at)),
             source=compiled.source_code,
         )
 
@@ -69,7 +68,8 @@ def check_compiler() -> None:
 
 
 @contextlib.contextmanager
-def _reading_failures() -> Iterator[None]:
+def reading_failures() -> Iterator[None]:
+    """Of a compiler that is there, and not whole."""
     try:
         yield
     except _torch.cpp_errors() as error:
@@ -133,43 +133,62 @@ class FxSegments:
             )
 
 
-def _written_into(
-    program: Program, part: Segment, parts: Sequence[Segment | Instruction]
-) -> tuple[int, ...]:
-    """Which of what a segment gives is summed where it lies."""
-    nodes = program.graph.by_name
-    written = {
-        each.inputs[0]
-        for each in parts
-        if isinstance(each, Instruction) and each.sink is None and nodes[each.node].mutates
-    }
-    return tuple(place for place, name in enumerate(part.gives) if name in written)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Apart:
+    """What lies on memory of its own where a segment gives it: ``place`` of what it gives is summed
+    where it lies, and neither others that it gives nor such of what it takes as are read later, or
+    stay, may lie there. What the graph has on one storage may."""
+
+    place: int
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
 
 
-def _checked(compiled: Any, written: Sequence[int]) -> Run:
-    """What is written into must lie apart from all else; how results lie does not change from one
-    step to the next, so it is seen once."""
-    has_been_seen = not written
+def _apart(program: Program, parts: Sequence[Segment | Instruction], at: int) -> list[_Apart]:
+    part, later = parts[at], parts[at + 1 :]
+    assert isinstance(part, Segment)
+    graph = program.graph
+    node_of = {i.value: i.node for i in program.instructions if i.sink is None}
+
+    def lying(value: str) -> tuple[int, ...]:
+        return graph.storages_of(node_of.get(value, value))
+
+    standing = [each for each in later if isinstance(each, Instruction) and each.sink is None]
+    written = {x.inputs[0] for x in standing if graph.by_name[x.node].mutates}
+    read = {n for x in later for n in (x.takes if isinstance(x, Segment) else x.inputs)}
+    read.update(node.name for node in graph.inputs())
+    return [
+        _Apart(
+            place=place,
+            taken=tuple(
+                n for n, t in enumerate(part.takes) if t in read and lying(t) != lying(value)
+            ),
+            given=tuple(n for n, g in enumerate(part.gives) if lying(g) != lying(value)),
+        )
+        for place, value in enumerate(part.gives)
+        if value in written
+    ]
+
+
+def _checked(compiled: Any, apart: Sequence[_Apart]) -> Run:
+    """How results lie does not change from one step to the next, so it is looked at once."""
+    has_been_seen = not apart
 
     def run(taken: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         nonlocal has_been_seen
-        if has_been_seen:
-            return _results(compiled, taken)
-        kept = list(taken)  # a storage that is freed would lend its key to another
-        results = _results(compiled, taken)
-        lying = Counter(_torch.storage_key(x) for x in (*kept, *results))
-        if any(lying[_torch.storage_key(results[place])] > 1 for place in written):
-            raise RunFailed(
-                "Inductor laid what is summed over ranks on memory of another value",
-                expected="gradients on memory of their own",
-                remedy="report this model, and take runner='python' meanwhile",
-            )
-        has_been_seen = True
+        # Only of what others hold too: what ends here would else not be freed.
+        staying = [] if has_been_seen else [[taken[n] for n in one.taken] for one in apart]
+        results: Sequence[torch.Tensor] = compiled(taken)
+        if not has_been_seen:
+            for one, stays in zip(apart, staying, strict=True):
+                others = (*stays, *(results[n] for n in one.given))
+                if _torch.storage_key(results[one.place]) in map(_torch.storage_key, others):
+                    raise RunFailed(
+                        "Inductor laid what is summed over ranks on memory of another value",
+                        expected="gradients on memory of their own",
+                        remedy="report this model, and take runner='python' meanwhile",
+                    )
+            has_been_seen = True
         return results
 
     return run
-
-
-def _results(compiled: Any, taken: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    results: Sequence[torch.Tensor] = compiled(taken)
-    return results

@@ -17,7 +17,7 @@ import torch
 from steelyard import _torch
 from steelyard.core.graph import Phase
 from steelyard.core.program import Program
-from steelyard.run.inductor import FxSegments, Written, check_compiler
+from steelyard.run.inductor import FxSegments, Written, check_compiler, reading_failures
 from steelyard.run.scribe import Kernel, Scribe
 from steelyard.run.segments import Segment, segments
 
@@ -36,7 +36,7 @@ def lower(program: Program, kernels: dict[str, Kernel] | None = None) -> Program
 
 def compiled(kernels: Mapping[str, Kernel]) -> dict[str, Callable[..., Any]]:
     """Each as something to call."""
-    with _torch.inductor_settings():
+    with reading_failures(), _torch.inductor_settings():
         made = _torch.compiled_kernels({n: (k.kinds, k.text) for n, k in kernels.items()})
     return {name: kernel.on(made[name]) for name, kernel in kernels.items()}
 

@@ -7,7 +7,7 @@ merged. Not for compiling: see inductor.py.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,8 +115,9 @@ def _stretches(program: Program) -> Iterator[_Stretch | Instruction]:
             current.lines.append(line)
             made_in[line.value] = current
     close()
+    again = {line.node for line in program.again}
     for each in found:
-        if isinstance(each, _Stretch) and _num_kernels(graph, each.lines) < _LEAST_KERNELS:
+        if isinstance(each, _Stretch) and _is_little(graph, each.lines, again):
             yield from each.lines
         else:
             yield each
@@ -127,8 +128,10 @@ def _stands_alone(node: Node) -> bool:
     return node.collective is not None or node.op == WHOLE_ROWS or node.op in CODED_CALLS
 
 
-def _num_kernels(graph: Graph, lines: Sequence[Instruction]) -> int:
-    return sum(not graph.by_name[line.node].is_free for line in lines)
+def _is_little(graph: Graph, lines: Sequence[Instruction], again: Set[str]) -> bool:
+    """One kernel, whose bits hang on nothing: what is computed twice is compiled both times."""
+    kernels = sum(not graph.by_name[line.node].is_free for line in lines)
+    return kernels < _LEAST_KERNELS and again.isdisjoint(line.node for line in lines)
 
 
 class _Cut:

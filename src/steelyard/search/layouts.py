@@ -198,16 +198,20 @@ class Layouts:
         raise min((e for e in (tightest, *too_tight) if e is not None), key=_least)
 
     def rivals(self, found: Found, budget: Budget) -> Iterator[Found]:
-        """What is hardly slower with nothing else done: on other ranks, or by other sizes of what
-        is sent at once. For a runner whose own prices are known of single plans only."""
+        """What is hardly slower with nothing else done: on other ranks, or with other sizes of what
+        is sent at once, or otherwise sent. For a runner whose own prices are known of single plans
+        only."""
+        own = {rule for rule in found.rules if rule.trade in LAYOUT_TRADES}
         ways = [way for layout in self.layouts for way in self.ways(layout)]
-        ways.sort(key=lambda way: (way.seconds, way.nbytes))
-        apart = {(way.layout, way.seconds, way.nbytes): way for way in reversed(ways)}
-        for way in sorted(apart.values(), key=lambda way: (way.seconds, way.nbytes)):
-            if way.seconds > _RIVAL * _seconds(found):
-                return
-            if not set(way.rules) <= set(found.rules):
+        known = {_kind(own)}
+        for way in sorted(ways, key=lambda way: (way.seconds, way.nbytes)):
+            if way.seconds > _RIVAL * _seconds(found) or _kind(way.rules) in known:
+                continue
+            known.add(_kind(way.rules))
+            try:
                 yield self._told(way, self._search_by(way.rules).find(budget))
+            except Infeasible:
+                continue  # it was one to compare with
 
     def _in_stages(
         self, budget: Budget, best: Found | None
@@ -547,6 +551,11 @@ class Way:
     layout: Layout
     seconds: float
     nbytes: int
+
+
+def _kind(rules: Iterable[Rule]) -> object:
+    """What sets ways apart for whoever compares a few."""
+    return Layout.of(rules), _at_once(rules), frozenset(rule.trade for rule in rules) - {_OVERLAP}
 
 
 def _at_once(rules: Iterable[Rule]) -> int:

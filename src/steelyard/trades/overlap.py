@@ -55,7 +55,8 @@ class Overlap:
         assert not program.again, "overlap orders the graph, so it is struck before copies are made"
         if not program.layout.shares:  # where these differ, so may what ranks find, and they speak
             first = sent_first(program)
-            program = first if _peak(first) <= _peak(program) else program
+            is_whole = not first.problems()  # a sum that is sent has what else reads it behind it
+            program = first if is_whole and _peak(first) <= _peak(program) else program
         late = waits_within(program, max(rule.lag for rule in rules))
         ahead = max(rule.lead for rule in rules)
         if ahead:

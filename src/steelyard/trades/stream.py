@@ -99,7 +99,7 @@ def _stretch(graph: Graph, maker: Node) -> Stretch:
     from steelyard.operators import is_pointwise
 
     if graph.decomposition.startswith("inductor"):
-        raise Unsliceable("Inductor compiles each pass as one, and would merge slices again")
+        raise Unsliceable("Inductor, which compiles a stretch as one, would merge slices again")
     return stretch_around(graph, maker, is_pointwise=is_pointwise)
 
 
