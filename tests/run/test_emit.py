@@ -13,7 +13,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
 from steelyard.exchange.together import Together
-from steelyard.run.emit import emit
+from steelyard.run.emit import as_told, emit
 from steelyard.trades import TRADES
 from tests.run.live import captured, live
 from tests.zoo import case
@@ -94,3 +94,15 @@ def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() ->
         underway |= {sent[1]} if sent else set()
         underway -= {waited[1]} if waited else set()
     assert turns > 10
+
+
+def test_what_compiled_lines_are_given_has_the_strides_they_were_told() -> None:
+    """Wherever on its storage it begins; a dim of one has any stride."""
+    whole = torch.arange(24.0).view(4, 6)
+    inside = whole[1:3]
+    assert as_told(inside, (6, 1)) is inside
+    single = whole[:1]
+    assert as_told(single, (99, 1)) is single
+    turned = as_told(whole.t(), (4, 1))
+    assert turned.stride() == (4, 1)
+    assert torch.equal(turned, whole.t())

@@ -270,11 +270,9 @@ class Look:
             found = self.layouts.find(
                 budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
             )
-            return (
-                with_codes(self, budget, found)
-                if self.request.cluster.is_here
-                else (found, found.prediction)
-            )
+            if self.request.cluster.is_here:
+                return with_codes(self, budget, found)
+            return found, found.prediction
         if budget.accuracy_loss:
             return self.lossy.find(budget)
         found = self.search.find(budget)

@@ -178,12 +178,14 @@ class _Writer:
         ]
 
     def _as_compiled(self, value: str) -> str:
-        """What was made by a line that stands alone lies as it was captured, as those lines that
-        are compiled were told."""
+        """What was made by a line that stands alone has the strides that it was captured with, as
+        those lines that are compiled were told; where its storage begins, they do not ask."""
         node = self._standing.get(value)
         if node is None or node.collective is not None or node.waits_for:
             return self._name(value)
-        return self._laid_out(self._name(value), node.name)
+        (planned,) = node.outputs
+        self.scope["as_told"] = as_told
+        return f"as_told({self._name(value)}, {planned.stride!r})"
 
     @cached_property
     def _standing(self) -> dict[str, Node]:
@@ -324,6 +326,12 @@ def as_captured(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.
             expected=f"strides {stride} at {offset}, as torch described it when it was captured",
             remedy="report this model: an operator in it is described wrongly",
         )
+    return copy_laid_out(x, list(x.shape), list(stride))
+
+
+def as_told(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
+        return x
     return copy_laid_out(x, list(x.shape), list(stride))
 
 
