@@ -5,11 +5,13 @@ and what does a step in stages?
 
 Each rank has a core. A message is a float32 tensor into room made beforehand, in turn through
 slots, gloo's send and recv, and a TCP connection of the loopback, eight of a way in a row, as those
-of micro-batches are; it ends when a byte has come back that says it is there, over another
-connection, the same for all. Steps are those of plans of this
-machine, as the search makes them, with [[pinned_transfer]] and without, in turn in the same
-processes: of a model whose messages take half of its step, and of a GPT, whose are small. The
-figures are medians of paired ratios. Needs two cores that do nothing else.
+of micro-batches are, each when the one before is there; it takes from when it is sent until it can
+be read, by the clock that both processes have. Either it lies there, or it is made for each
+message, by torch.neg, as stages make theirs: in its slot, or in room of the sender; then it is what
+the message adds to what making it takes alone. Steps are those of plans of this machine, as the
+search makes them, with [[pinned_transfer]] and without, in turn in the same processes: of a model
+whose messages take half of its step, and of a GPT, whose are small. The figures are medians of
+paired ratios. Needs two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,14 +108,19 @@ def _figure(name: str, ratios: list[float], target: float | None, **more: Any) -
 def of_messages() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         found = _on_ranks("messages", Path(folder))
-    for size, seconds in found["seconds"].items():
+    for (kind, size), seconds in (
+        ((kind, size), seconds)
+        for kind, sizes in found["seconds"].items()
+        for size, seconds in sizes.items()
+    ):
         for other, target in (
             ("gloo", GLOO_TARGET if SIZES[size] >= MIB else None),
             ("TCP", TCP_TARGETS.get(size)),
         ):
             ratios = [a / b for a, b in zip(seconds["slots"], seconds[other], strict=True)]
             micros = {way: round(1e6 * median(took), 1) for way, took in seconds.items()}
-            name = f"{size} through slots / {'gloo' if other == 'gloo' else 'a raw connection'}"
+            beside = "gloo" if other == "gloo" else "a raw connection"
+            name = f"{size}, {kind}, through slots / {beside}"
             yield _figure(name, ratios, target, microseconds=micros)
     yield {
         "name": "bytes allocated by a message through slots",
@@ -130,29 +138,22 @@ def messages(folder: Path, rank: int) -> dict[str, Any]:
     from steelyard.measure.meter import meter_once
 
     link, back = _connected(folder / "port", rank), _connected(folder / "back", rank)
-    seconds: dict[str, dict[str, list[float]]] = {}
+    seconds: dict[str, dict[str, dict[str, list[float]]]] = {"that lies there": {}, "made": {}}
     allocated = rings = 0
-    for size, nbytes in SIZES.items():
+    for (kind, found), (size, nbytes) in product(seconds.items(), SIZES.items()):
         edge = Edge(source=0, target=1, sizes=(nbytes,), count=2, holds_all=False)
         assert dist.group.WORLD is not None
         x = torch.randn(nbytes // 4)
         slots = Pinned([edge], group=dist.group.WORLD)
         slots.begin()
-        ways = _ways(slots, x, link, rank)
-        took: dict[str, list[float]] = {way: [] for way in ways}
+        ways = (_ways if kind == "that lies there" else _making_ways)(slots, x, link, rank)
+        took = found[size] = {way: [] for way in ways}
         for turn in range(WARM_UP + TURNS):
+            making = _making(x) if kind == "made" and rank == 0 else 0.0
             for way, carry in ways.items():
-                dist.barrier()
-                begin = time.perf_counter()
-                for number in range(turn * IN_A_ROW, (turn + 1) * IN_A_ROW):
-                    carry(number)
-                    if rank == 0:
-                        back.recv(1)
-                    else:
-                        back.sendall(b".")
+                each = _carried(carry, range(turn * IN_A_ROW, (turn + 1) * IN_A_ROW), back, rank)
                 if turn >= WARM_UP:
-                    took[way].append((time.perf_counter() - begin) / IN_A_ROW)
-        seconds[size] = took
+                    took[way].append(each - making)
         number = (WARM_UP + TURNS) * IN_A_ROW
         metered = meter_once(lambda n=number, carry=ways["slots"]: carry(n))
         allocated += metered.peak_bytes
@@ -161,6 +162,35 @@ def messages(folder: Path, rank: int) -> dict[str, Any]:
         dist.barrier()
         slots.close()
     return {"seconds": seconds, "allocated": allocated, "rings": rings}
+
+
+def _carried(
+    carry: Callable[[int], object], numbers: range, back: socket.socket, rank: int
+) -> float:
+    """Seconds from when one is sent until it can be read; on rank 0."""
+    times = []
+    dist.barrier()
+    for number in numbers:
+        if rank == 0:
+            times.append(time.perf_counter())
+            carry(number)
+            back.recv(1)
+        else:
+            carry(number)
+            times.append(time.perf_counter())
+            back.sendall(b".")
+    both: list[list[float]] = [[], []]
+    dist.all_gather_object(both, times)
+    return sum(end - begin for begin, end in zip(*both, strict=True)) / len(numbers)
+
+
+def _making(x: Tensor) -> float:
+    """What a value takes that goes nowhere."""
+    made = torch.neg(x)
+    begin = time.perf_counter()
+    for _ in range(IN_A_ROW):
+        torch.neg(x, out=made)
+    return (time.perf_counter() - begin) / IN_A_ROW
 
 
 def _ways(
@@ -179,6 +209,27 @@ def _ways(
         "gloo": lambda _: dist.recv(x, 0),
         "TCP": lambda _: _fill(link, room),
     }
+
+
+def _making_ways(
+    slots: Any, x: Tensor, link: socket.socket, rank: int
+) -> dict[str, Callable[[int], object]]:
+    """The same, of what rank 0 makes of ``x`` just then."""
+    made = torch.empty_like(x)
+    ways = _ways(slots, made, link, rank)
+    if rank == 1:
+        return ways
+
+    def make(way: str, number: int) -> None:
+        torch.neg(x, out=made)
+        ways[way](number)
+
+    def make_in_slot(number: int) -> None:
+        place = slots.place(0, 0, (x.shape, x.dtype))
+        assert place is not None, "each was read before the next is made"
+        slots.send(0, number, [torch.neg(x, out=place)])
+
+    return {"slots": make_in_slot, "gloo": partial(make, "gloo"), "TCP": partial(make, "TCP")}
 
 
 def _connected(path: Path, rank: int) -> socket.socket:

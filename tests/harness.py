@@ -37,6 +37,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.trade import Trade, strike
 from steelyard.exchange.far import FarMemory
 from steelyard.measure import far, operators
+from steelyard.measure.company import Company
 from steelyard.measure.meter import meter_once
 from steelyard.predict import predict
 from steelyard.run.emit import emit
@@ -82,6 +83,8 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
         mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
         mock.patch.object(far, "_ROUNDS", 6),
+        # Beside nobody: two workers of tests are at work as it is.
+        mock.patch.object(Company, "at_work", return_value=contextlib.nullcontext()),
         looking_less_far(),
     ):
         yield

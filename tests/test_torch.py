@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from steelyard import _torch
+from steelyard.core.in_place import WRITING
+from steelyard.operators import operator_named
 
 aten = torch.ops.aten
 _SOURCE = Path(__file__).resolve().parents[1] / "src" / "steelyard"
@@ -689,3 +691,16 @@ def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
     # It runs in tests/run/ranks/test_launch.py; here: torch's own loop calls what is replaced.
     assert "self._monitor_workers(" in inspect.getsource(LocalElasticAgent._invoke_run)
     assert "_torch.supervised_agent(" in (_SOURCE / "run/ranks/launch.py").read_text()
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_an_operator_that_is_told_where_to_write_has_a_kernel_that_does(op: str) -> None:
+    """And is otherwise the same. The others' variants are the plain operator and a copy."""
+    writing, keyword = WRITING[op]
+    plain, told = (operator_named(name)._schema for name in (op, writing))
+    assert [a.name for a in told.arguments if a.is_out] == [keyword]
+    given = [(a.name, str(a.type)) for a in told.arguments if not a.is_out]
+    assert given == [(a.name, str(a.type)) for a in plain.arguments]
+    name = ".".join(filter(None, (told.name, told.overload_name)))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: TID251 - asked of this torch
+    assert has_kernel(name, "CPU")

@@ -5,8 +5,9 @@ Not the judgement: that is the tests'.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.exchange.parts import Way
+from steelyard.exchange.pinned import Like, Pinned
 from steelyard.measure.meter import meter_once
 from steelyard.predict.schedule import replay
 from steelyard.predict.stages import stage_cost
@@ -174,8 +176,26 @@ def _run(
     found = {s: one.differences(s, case.ends[count], how) for s, count in schedules.items()}
     for schedule in in_slots:
         ends, also = case.ends[schedules[schedule]], {**how, "is_pinned": True}
-        found[f"{schedule} through slots"] = one.differences(schedule, ends, also)
+        with _counting_places() as places:
+            found[f"{schedule} through slots"] = one.differences(schedule, ends, also)
+        found[f"{schedule} through slots"]["made there"] = len(places)
     return found
+
+
+@contextlib.contextmanager
+def _counting_places() -> Iterator[list[int]]:
+    """Values that are made in the slots in which they are sent."""
+    places: list[int] = []
+    place = Pinned.place
+
+    def counting(pinned: Pinned, index: int, number: int, like: Like) -> torch.Tensor | None:
+        found = place(pinned, index, number, like)
+        if found is not None:
+            places.append(found.data_ptr())
+        return found
+
+    with mock.patch.object(Pinned, "place", counting):
+        yield places
 
 
 class _OneDevice:

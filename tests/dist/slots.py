@@ -95,6 +95,54 @@ def kept_away(rank: int) -> dict[str, Any]:
     return {"peak": metered.peak_bytes, "left": metered.left_bytes}
 
 
+def made_there(rank: int) -> dict[str, Any]:
+    """Messages of two values of which rank 0 makes one where it goes: what came, whether anything
+    was copied, and when there was no such place."""
+    sizes = (64, 4)
+    slots = Pinned([edge(0, *sizes)], group=_everyone())
+    likes = [((16,), torch.float32), ((1,), torch.int32)]
+    places: dict[str, bool] = {}
+
+    def number_of(place: torch.Tensor | None, number: int) -> torch.Tensor:
+        return torch.full((16,), float(number), out=place)
+
+    def send(number: int, value: torch.Tensor) -> None:
+        slots.send(0, number, [value, torch.tensor([number], dtype=torch.int32)])
+
+    def sent() -> None:
+        place = slots.place(0, 0, likes[0])
+        places["at first"] = place is not None
+        places["of the message behind it"] = slots.place(0, 0, likes[0]) is not None
+        with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError):
+            slots.send(0, 0, [number_of(place, 0), torch.empty(0, dtype=torch.int32)])
+        place = slots.place(0, 0, likes[0])  # the last slot
+        send(2, number_of(None, 2))  # overtakes, and has none
+        places["of its second value"] = slots.place(0, 1, likes[1]) is not None
+        send(1, number_of(place, 1))
+        send(3, number_of(slots.place(0, 0, likes[0]), 3))
+        slots.settle()
+
+    slots.begin()
+    came = []
+    if rank == 0:
+        sent()
+    else:
+        came = [
+            [x.tolist() for x in slots.receive(0, n, [likes[0], ((min(n, 1),), torch.int32)])]
+            for n in range(4)
+        ]
+    dist.barrier()
+    slots.begin()
+    if rank == 0:  # given up while two are made
+        slots.place(0, 0, likes[0])
+        slots.begin()
+        slots._hear(1)
+        places["after one that was given up"] = len(slots._written[0].free) == 2
+    dist.barrier()
+    expected = [[[float(n)] * 16, [n] if n else []] for n in range(4)]
+    return {"places": places, "came": rank == 0 or came == expected}
+
+
 def broken_off(rank: int) -> bool:
     """A step that is given up leaves messages behind, which the next does not take for its own."""
     slots = Pinned([edge(0, 4, slots=3), edge(1, 4, slots=3)], group=_everyone())

@@ -28,6 +28,20 @@ def test_no_memory_is_taken_for_a_message() -> None:
     assert on_two_ranks("tests.dist.slots:kept_away") == [{"peak": 0, "left": 0}] * 2
 
 
+def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
+    one, other = on_two_ranks("tests.dist.slots:made_there")
+    assert one == {
+        "places": {
+            "at first": True,
+            "of the message behind it": False,
+            "of its second value": True,
+            "after one that was given up": True,
+        },
+        "came": True,
+    }
+    assert other["came"]
+
+
 def test_what_a_broken_step_has_left_is_nobodys() -> None:
     assert on_two_ranks("tests.dist.slots:broken_off") == [True, True]
 

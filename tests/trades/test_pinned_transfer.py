@@ -5,6 +5,7 @@ What live ranks send each other so: see tests/dist/test_slots.py and test_pipeli
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -152,13 +153,22 @@ def test_slots_are_there_all_the_time() -> None:
     assert resident[1] > resident[0]
 
 
-def test_who_sends_writes_and_does_nothing_else_meanwhile() -> None:
+@pytest.mark.parametrize("is_made_there", [True, False])
+def test_who_sends_writes_what_is_not_made_there_and_does_nothing_else_meanwhile(
+    is_made_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = pinned(stages("blocks.1"))
     assert program.pipeline is not None
     pipeline = program.pipeline
     _, forward = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
+    if not is_made_there:
+        module = importlib.import_module("steelyard.predict.pipelined")
+        monkeypatch.setattr(module, "written_in_place", lambda *_, **__: {})
     fast, slow = (
         predict(program, with_slots(costs(), rate=rate)).quad.step_seconds.value
         for rate in (1e12, 1e6)
     )
-    assert slow - fast >= 4 * sum(forward.sizes) / 1e6
+    if is_made_there:
+        assert slow == fast
+    else:
+        assert slow - fast >= 4 * sum(forward.sizes) / 1e6

@@ -23,8 +23,11 @@ from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.costs import Costs
 from steelyard.core.errors import Mismatch
+from steelyard.core.graph import Graph, Role
+from steelyard.core.heap import keep_what_is_freed
 from steelyard.core.layout import Layout
 from steelyard.core.link import Link
+from steelyard.core.machine import available_bytes
 from steelyard.core.plan import Decisions, MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
@@ -79,6 +82,8 @@ class Request:
         graph = source.graph(micro_batches=1)
         update = source.update()
         base = Program.plain(graph, update=update)
+        if self.cluster.is_here and self._has_room_for(graph):
+            keep_what_is_freed()
         prices = Prices(self.cluster, on_progress=self.on_progress)
         prices.know(graph)
         if update is not None:
@@ -95,6 +100,12 @@ class Request:
         prices.check(source, base)
         watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
         return Look(request=self, source=source, base=base, prices=prices, watch=watch)
+
+    def _has_room_for(self, graph: Graph) -> bool:
+        """On each rank for the step as plain PyTorch takes it, and as much again: blocks that are
+        kept for the next step leave gaps."""
+        held = graph.resident_bytes(*Role) + graph.eager_peak_bytes
+        return 2 * held * self.cluster.num_devices < available_bytes()
 
     def _table(self) -> str:
         """For one device Inductor's own: what parts there are can be kept or computed again."""

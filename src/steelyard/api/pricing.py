@@ -5,9 +5,10 @@ Not for measuring itself: see measure/.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster, Link
 from steelyard.core.collective import SLOTS, Exchange
-from steelyard.core.costs import Costs, Missing, OperatorCost
+from steelyard.core.costs import Costs, Missing, OperatorCost, Survey
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
 from steelyard.core.layout import DATA, PIPELINE, TENSOR
@@ -27,6 +28,7 @@ from steelyard.core.pinned import PINNED
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
+from steelyard.measure.company import Company
 from steelyard.measure.exchanges import measured_ranks
 from steelyard.measure.far import measured_links
 from steelyard.measure.operators import Calls, context_of, measure_operators
@@ -79,6 +81,7 @@ class Prices:
                 cluster = cluster.at_speeds(measured.speeds)
         self.cluster = cluster
         self._device = cluster.fastest
+        self._company = Company(cluster.num_devices if self._is_here else 1, self._device)
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
@@ -114,7 +117,7 @@ class Prices:
         self._on_progress("measuring operators")
         self._known |= new
         with self.as_a_rank():
-            costs, survey = measure_operators(graphs, self._device, cache=self._cache)
+            costs, survey = self._measured(graphs)
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
         self.notes += [note for note in survey.notes if note not in self.notes]
@@ -132,12 +135,21 @@ class Prices:
             return
         self._on_progress("compiling and measuring kernels")
         with self.as_a_rank():
-            costs, survey = measure_operators(
-                [graph], self._device, cache=self._cache, is_wanted=is_wanted, calls=calls
-            )
+            costs, survey = self._measured([graph], is_wanted=is_wanted, calls=calls)
         self._operators.update(costs.operators)
         self._known |= costs.operators.keys()
         self.notes += [note for note in survey.notes if note not in self.notes]
+
+    def _measured(self, graphs: Sequence[Graph], **how: Any) -> tuple[Costs, Survey]:
+        """Beside others, where there will be others."""
+        return measure_operators(
+            graphs,
+            self._device,
+            cache=self._cache,
+            sharers=self._company.num_ranks,
+            beside=self._company.at_work,
+            **how,
+        )
 
     def know_update(self, make: OptimizerFactory, update: Program) -> None:
         """Measure the optimizer's operators, and its own Python between them."""
@@ -148,7 +160,7 @@ class Prices:
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
         name = f"between the calls of {update.graph.fingerprint}"
         with self.as_a_rank():
-            context = context_of(self._device)
+            context = self._context()
             seconds = self._cache.read_whole(context, name)
             if seconds is None:
                 seconds = update_call_seconds(make, dims=dims, calls=calls)
@@ -240,16 +252,19 @@ class Prices:
         is remembered is the step's own, as operators not yet measured may be so the next time.
         """
         with self.as_a_rank():
-            context = context_of(self._device)
+            context = self._context()
             found = self._cache.read_whole(context, name)
             if found is None or not found.low:
                 self._on_progress(doing)
-                with _untouched(source.model):
+                with _untouched(source.model), self._company.at_work([self._base.graph]):
                     over = run()
                 if over is None:
                     return None
                 found = self._cache.settle_whole(context, name, over.scaled(operators))
         return found.scaled(1 / operators)
+
+    def _context(self) -> str:
+        return context_of(self._device, sharers=self._company.num_ranks)
 
     @contextlib.contextmanager
     def as_a_rank(self) -> Iterator[None]:

@@ -34,7 +34,8 @@ from steelyard.core.pinned import Edge
 # that is free again: the edge, the slot.
 _BELL, _CREDIT = struct.Struct("<QIQQI"), struct.Struct("<II")
 # Of these, as many as are read at once.
-_MANY = 512
+_MANY = 16
+_WATCHED_SECONDS = 200e-6
 _FILES = count()
 
 # The shape and the dtype of a value.
@@ -54,6 +55,9 @@ class Pinned:
         self._timeout: float = backend.options._timeout.total_seconds()
         self.held_bytes = sum(edge.nbytes for edge in edges if edge.target == self._rank)
         self.moved_bytes = 0
+        # Where ranks share a core, it is the other one's meanwhile.
+        has_a_core = (os.cpu_count() or 1) >= dist.get_world_size()
+        self._watched_seconds = _WATCHED_SECONDS if has_a_core else 0.0
         self._step = 0
         self._read: dict[int, _Room] = {}
         self._written: dict[int, _Outlet] = {}
@@ -78,7 +82,7 @@ class Pinned:
         """A step; what was left behind by one that was broken off is nobody's."""
         self._step += 1
         for outlet in self._written.values():
-            outlet.waiting.clear()
+            outlet.begin()
         for key in [key for key in self._came if key[0] < self._step]:
             self._given_back(key[1], self._came.pop(key))()
 
@@ -159,12 +163,22 @@ class Pinned:
 
     # --- sending
 
+    def place(self, index: int, number: int, like: Like) -> torch.Tensor | None:
+        """Where to make what is the how-manieth value of the next message along this edge; nowhere
+        while there is no slot, or somebody waits for one."""
+        return self._outlet(index).place(number, *like)
+
     def send(self, index: int, number: int, values: Sequence[torch.Tensor]) -> None:
         """Along the edge of this index; what has no slot yet is held until it has one."""
-        outlet = self._written[index]
-        outlet.waiting.append((number, tuple(values)))
-        self._hear(outlet.edge.target)
+        self._outlet(index).put(number, values)
         self._push(index)
+
+    def _outlet(self, index: int) -> "_Outlet":
+        """With a slot, if one is known to be free."""
+        outlet = self._written[index]
+        if not outlet.free:
+            self._hear(outlet.edge.target)
+        return outlet
 
     def settle(self) -> None:
         """All that was sent lies in its slot."""
@@ -176,11 +190,9 @@ class Pinned:
         outlet = self._written[index]
         to = self._to[outlet.edge.target]
         assert to.bell is not None
-        while outlet.waiting and outlet.free:
-            number, values = outlet.waiting.popleft()
-            slot = outlet.free.popleft()
-            outlet.write(slot, values)
-            self.moved_bytes += sum(value.nbytes for value in values)
+        while (written := outlet.written()) is not None:
+            number, slot, nbytes = written
+            self.moved_bytes += nbytes
             try:
                 to.bell.write(_BELL.pack(to.sent, index, self._step, number, slot))
             except BrokenPipeError:
@@ -213,7 +225,7 @@ class Pinned:
 
     def _await(self, ranks: Collection[int], until: float) -> None:
         """Something that is heard of any rank; those that are waited for are to be there."""
-        heard = self._asked.poll(1000 * max(0.0, until - time.monotonic()))
+        heard = self._watched() or self._asked.poll(1000 * max(0.0, until - time.monotonic()))
         if not heard:
             raise self._silent(ranks)
         for number, _ in heard:
@@ -231,6 +243,13 @@ class Pinned:
         for index, outlet in self._written.items():
             if outlet.waiting:
                 self._push(index)
+
+    def _watched(self) -> list[tuple[int, int]]:
+        """What is heard within a moment: a core that sleeps takes some time to wake."""
+        end = time.perf_counter() + self._watched_seconds
+        while not (heard := self._asked.poll(0)) and time.perf_counter() < end:
+            pass
+        return heard
 
     def _answer(self, rank: int, source: "_From") -> None:
         for order, index, step, number, slot in _BELL.iter_unpack(_read(source, _BELL.size)):
@@ -291,7 +310,8 @@ class _Room:
         whole = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
         size = edge.slot_bytes
         self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
-        self._held: set[int] = set()
+        # What lies in a slot that is held; it says when it goes.
+        self._held: dict[int, weakref.ref[memoryview]] = {}
 
     @property
     def is_full(self) -> bool:
@@ -302,8 +322,12 @@ class _Room:
     ) -> list[torch.Tensor]:
         """On the slot itself, which is given back when the last of them is gone."""
         view = self._slots[slot][:]  # one of its own, which goes with the tensors
-        self._held.add(slot)
-        weakref.finalize(view, self._let_go, give_back).atexit = False
+
+        def let_go(_: object) -> None:
+            del self._held[slot]
+            give_back()
+
+        self._held[slot] = weakref.ref(view, let_go)
         return [*self._on(view, likes)]
 
     def _on(self, view: memoryview, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
@@ -317,18 +341,17 @@ class _Room:
             else:
                 yield torch.empty(list(shape), dtype=dtype)
 
-    def _let_go(self, give_back: "_GiveBack") -> None:
-        self._held.discard(give_back.slot)
-        give_back()
-
 
 class _Outlet:
-    """The slots of an edge, where they are written; ``waiting`` are messages without one."""
+    """The slots of an edge, where they are written; ``waiting`` are messages that were not rung
+    for. What the next one holds may be made in a slot that is taken for it before it is sent."""
 
     def __init__(self, edge: Edge, memory: FileIO) -> None:
         self.edge = edge
         self.free = deque(range(edge.count))
-        self.waiting: deque[tuple[int, tuple[torch.Tensor, ...]]] = deque()
+        self.waiting: deque[tuple[int, tuple[torch.Tensor, ...], int | None]] = deque()
+        self._taken: int | None = None
+        self._made: dict[int, int] = {}  # where, by which value of the message
         whole = torch.frombuffer(mmap.mmap(memory.fileno(), edge.nbytes), dtype=torch.uint8)
         self._rooms = [
             [
@@ -340,19 +363,59 @@ class _Outlet:
         # The same as tensors of what goes there.
         self._places: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
 
-    def write(self, slot: int, values: Sequence[torch.Tensor]) -> None:
-        for number, value in enumerate(values):
-            if not value.nbytes:
-                continue
-            key = slot, number, value.dtype, value.shape
-            place = self._places.get(key)
-            if place is None:
-                room = self._rooms[slot][number]
-                said = f"a value of {value.nbytes} bytes is sent where {room.nbytes} go"
-                assert value.nbytes <= room.nbytes, said
-                place = room[: value.nbytes].view(value.dtype).view(value.shape)
-                self._places[key] = place
-            place.copy_(value)
+    def begin(self) -> None:
+        """Without what was left behind."""
+        self.free += [slot for _, _, slot in self.waiting if slot is not None]
+        self.waiting.clear()
+        if self._taken is not None:
+            self.free.append(self._taken)
+        self._let_go()
+
+    def place(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """In the slot of the next message."""
+        if self._taken is None and self.free and not self.waiting:
+            self._taken = self.free.popleft()
+        if self._taken is None or number in self._made:
+            return None
+        place = self._place(self._taken, number, torch.Size(shape), dtype)
+        self._made[number] = place.data_ptr()
+        return place
+
+    def put(self, number: int, values: Sequence[torch.Tensor]) -> None:
+        is_made = any(values[n].data_ptr() == at for n, at in self._made.items())
+        self.waiting.append((number, tuple(values), self._taken if is_made else None))
+        if is_made:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._taken = None
+        self._made.clear()
+
+    def written(self) -> tuple[int, int, int] | None:
+        """Of the next message, which now lies in a slot, its number, the slot, and its bytes; None
+        while there is neither."""
+        if not self.waiting or (self.waiting[0][2] is None and not self.free):
+            return None
+        number, values, made = self.waiting.popleft()
+        slot = self.free.popleft() if made is None else made
+        for position, value in enumerate(values):
+            if value.nbytes:
+                place = self._place(slot, position, value.shape, value.dtype)
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+        return number, slot, sum(value.nbytes for value in values)
+
+    def _place(
+        self, slot: int, position: int, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
+        key = slot, position, dtype, shape
+        place = self._places.get(key)
+        if place is None:
+            room, nbytes = self._rooms[slot][position], math.prod(shape) * dtype.itemsize
+            said = f"a value of {nbytes} bytes is sent where {room.nbytes} go"
+            assert nbytes <= room.nbytes, said
+            place = self._places[key] = room[:nbytes].view(dtype).view(shape)
+        return place
 
 
 @dataclass(slots=True)

@@ -117,7 +117,8 @@ def _speed_of(rank: int) -> str:
 def context_of(num_ranks: int) -> str:
     """Under which the figures of so many ranks are remembered."""
     cores = len(cores_of(0, 1))
-    return f"{num_ranks} ranks of gloo in turn on {cores} cores, torch {torch.__version__}"
+    said = f"{num_ranks} ranks of gloo in turn, slots watched, on {cores} cores"
+    return f"{said}, torch {torch.__version__}"
 
 
 def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ remains is whole_step.py's. Not for remembering costs: see cache.py.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from steelyard.core.amounts import format_bytes
 from steelyard.core.cluster import Device
 from steelyard.core.costs import Costs, Missing, OperatorCost, Survey, Unmeasured
 from steelyard.core.graph import Graph, Node
+from steelyard.core.heap import is_kept
 from steelyard.core.machine import available_bytes
 from steelyard.core.quad import Estimate
 from steelyard.exchange.rewriting import OWN_ROWS
@@ -30,6 +32,8 @@ from steelyard.measure.warmth import distances, preparation
 from steelyard.operators import callable_of
 
 _MOST_ROUNDS = 15
+# To make what operators read that are only to be at work.
+_BUSY_SECONDS = 10.0
 _FEWEST_ROUNDS = 3
 # To warm up, to meter, and one round to be timed: less than this is no measurement.
 _FEWEST_CALLS = 3
@@ -48,6 +52,8 @@ _PAGE_BYTES = 4096
 # A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
 _PART_SHARE = 0.25
 Calls = Callable[[Sequence[str]], Mapping[str, Callable[..., object]]]
+# Within it others of as many sharers of this machine are at work on the same.
+Beside = Callable[[Sequence[Graph]], contextlib.AbstractContextManager[None]]
 _EXCHANGES = ("_c10d_functional.", "steelyard.all_gather", OWN_ROWS)
 
 
@@ -84,19 +90,25 @@ def measure_operators(
     torch_device: torch.device | None = None,
     is_wanted: Callable[[Node], bool] = lambda _: True,
     calls: Calls = lambda _: {},
+    sharers: int = 1,
+    beside: Beside = lambda _: contextlib.nullcontext(),
 ) -> tuple[Costs, Survey]:
     """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared.
-    ``calls`` makes, of signatures, what no operator of torch carries out."""
+    ``calls`` makes, of signatures, what no operator of torch carries out. The machine is one of
+    so many ``sharers``."""
     begin = time.perf_counter()
     subjects = [s for s in distinct(graphs) if is_wanted(s.node)]
-    context = context_of(device)
+    context = context_of(device, sharers=sharers)
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     new = [s for s in subjects if s.node.signature not in known]
     made = calls([s.node.signature for s in new])
-    table = _Table(device, torch_device or torch.device("cpu"), seconds_budget, made)
-    # What reads far memory is called with what lies there near: a part of it has room.
-    table.measure([s for s in new if not s.node.is_far_product])
-    table.measure_parts([s for s in new if s.node.body is not None])
+    with beside(graphs) if new else contextlib.nullcontext():
+        table = _Table(
+            device, torch_device or torch.device("cpu"), seconds_budget, made, sharers=sharers
+        )
+        # What reads far memory is called with what lies there near: a part of it has room.
+        table.measure([s for s in new if not s.node.is_far_product])
+        table.measure_parts([s for s in new if s.node.body is not None])
     found = cache.settle(context, table.costs) if cache and table.costs else table.costs
     costs = Costs(device=device, operators={**known, **found})
     nodes = [s.node for s in subjects]
@@ -109,6 +121,15 @@ def measure_operators(
         notes=(*(cache.notes if cache else ()), *table.notes, *_notes(table.unmeasured)),
     )
     return replace(costs, operators=operators), survey
+
+
+def busy_with(
+    graphs: Sequence[Graph], device: Device, *, sharers: int
+) -> Callable[[Callable[[], bool]], None]:
+    """What carries out the operators of ``graphs`` over and over, those in which most time is
+    thought to go, until what it is given says that it is over."""
+    table = _Table(device, torch.device("cpu"), _BUSY_SECONDS, {}, sharers=sharers)
+    return table.busy_with([s for s in distinct(graphs) if not s.node.is_far_product])
 
 
 def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
@@ -130,12 +151,13 @@ def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
     return list(found.values())
 
 
-def context_of(device: Device) -> str:
+def context_of(device: Device, *, sharers: int = 1) -> str:
     """What besides its signature decides what an operator costs."""
     return "|".join(
         (
             f"torch {torch.__version__}",
-            device.kind,
+            device.kind if sharers == 1 else f"{device.kind}, one of {sharers} at work",
+            f"heap kept {is_kept()}",
             f"threads {torch.get_num_threads()}",
             f"matmul {torch.get_float32_matmul_precision()}",
             f"mkldnn {torch.backends.mkldnn.enabled}",
@@ -153,8 +175,10 @@ class _Table:
         torch_device: torch.device,
         seconds_budget: float,
         calls: Mapping[str, Callable[..., object]],
+        *,
+        sharers: int = 1,
     ) -> None:
-        self._calls = calls
+        self._calls, self._sharers = calls, sharers
         self._plain = Costs(device=device)
         self._device = torch_device
         self._budget = seconds_budget
@@ -167,16 +191,36 @@ class _Table:
         self.notes: list[str] = []
 
     def measure(self, subjects: list[_Subject]) -> None:
-        free = _free_bytes(self._device)
-        together = min(int(free * _SHARE_TOGETHER), _MOST_TOGETHER_BYTES)
-        able = [s for s in subjects if self._is_able(s, int(free * _SHARE_ALONE))]
-        able.sort(key=lambda s: -s.count * self._plain.declared_seconds(s.node).value)
         with _undisturbed(self._device):
-            for group in _groups(able, together):
+            for group in self._groups(subjects):
                 ready = [s for s in group if self._prepare(s, group)]
                 self._take_turns(sorted(ready, key=lambda s: s.position))
                 for subject in ready:
                     subject.call = None
+
+    def busy_with(self, subjects: list[_Subject]) -> Callable[[Callable[[], bool]], None]:
+        with _undisturbed(self._device):
+            group = next(self._groups(subjects), [])
+            ready = [s for s in group if self._prepare(s, group)]
+        calls = [s.call for s in sorted(ready, key=lambda s: s.position) if s.call]
+
+        def work(is_over: Callable[[], bool]) -> None:
+            with _undisturbed(self._device):
+                for call in itertools.cycle(calls):
+                    if is_over():
+                        return
+                    call.prepare()
+                    call.run()
+
+        return work
+
+    def _groups(self, subjects: list[_Subject]) -> Iterator[list[_Subject]]:
+        """As many together as have room, those first in which most time is thought to go."""
+        free = _free_bytes(self._device) // self._sharers
+        together = min(int(free * _SHARE_TOGETHER), _MOST_TOGETHER_BYTES)
+        able = [s for s in subjects if self._is_able(s, int(free * _SHARE_ALONE))]
+        able.sort(key=lambda s: -s.count * self._plain.declared_seconds(s.node).value)
+        return _groups(able, together)
 
     def measure_parts(self, subjects: list[_Subject]) -> None:
         """What is carried out in slices and takes too long as a whole, or never is there whole: a
@@ -189,7 +233,9 @@ class _Table:
                 continue
             few = body.parts < 4 and not is_far
             part = shortened(subject.graph, subject.node, parts=1 if few else 2)
-            alone = _Table(self._plain.device, self._device, self._budget, self._calls)
+            alone = _Table(
+                self._plain.device, self._device, self._budget, self._calls, sharers=self._sharers
+            )
             alone.measure(distinct([part]))
             (node,) = (n for n in part.nodes if n.body is not None)
             cost = alone.costs.get(node.signature)

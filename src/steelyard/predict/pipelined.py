@@ -12,6 +12,7 @@ from steelyard.core.collective import Collective, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Phase, Role
+from steelyard.core.in_place import written_in_place
 from steelyard.core.layout import PIPELINE
 from steelyard.core.link import Link
 from steelyard.core.peak import Holding, Peak, Timeline
@@ -247,19 +248,36 @@ class Pipelined:
             Work.FORWARD: forward, Work.BACKWARD: backward, Work.BACK_TO_INPUTS: backward,
             Work.BACK_TO_WEIGHTS: ((), ()),
         }  # fmt: skip
-        own = {work: self._hands(*names, joins) for work, names in crossing.items()}
+        own = {
+            work: self._hands(come, go, joins, copied=self._copied(stage, work, go))
+            for work, (come, go) in crossing.items()
+        }
         return replace(cost, seconds={w: s + own[w] for w, s in cost.seconds.items()})
 
-    def _hands(self, come: Sequence[str], go: Sequence[str], joins: Link) -> float:
+    def _copied(self, stage: Stage, work: Work, sent: Sequence[str]) -> Sequence[str]:
+        """What is not made in its slot."""
+        if not sent or not self._edges:
+            return sent
+        part, kept = {
+            Work.FORWARD: (stage.forward, stage.kept),
+            Work.BACKWARD: (stage.backward, ()),
+            Work.BACK_TO_INPUTS: (stage.back_to_inputs, stage.kept_between),
+        }[work]
+        return [*set(sent).difference(written_in_place(part, sent, kept=kept))]
+
+    def _hands(
+        self, come: Sequence[str], go: Sequence[str], joins: Link, *, copied: Sequence[str]
+    ) -> float:
         """What an action takes of the device besides its own work. Through slots all values go as
-        one message, and who sends them writes them there."""
+        one message, and who sends them writes there what was not made there."""
         coming, going = self._sizes(come), self._sizes(go)
         if not self._edges:
             messages = len(coming) + len(going) + _CALLS_OF_ACTION
             return joins.device_seconds(sum(coming) + sum(going), messages=messages)
         slots = self._costs.links[PINNED]
         own = joins.device_seconds(0, messages=_CALLS_OF_ACTION)
-        return own + slots.device_seconds(sum(going), messages=bool(coming) + bool(going))
+        messages = bool(coming) + bool(going)
+        return own + slots.device_seconds(sum(self._sizes(copied)), messages=messages)
 
     def _sizes(self, names: Sequence[str]) -> list[int]:
         return [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]

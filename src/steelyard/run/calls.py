@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from steelyard import _torch
 from steelyard.core.graph import Node
+from steelyard.core.in_place import WRITING
 from steelyard.operators import callable_of, decode8, encode8, masked_scale, operator_named
 
 # Public builtins that take an overload's arguments in its own order; with these keywords, no other.
@@ -59,6 +60,26 @@ _BINDINGS: dict[str, tuple[_Binding, frozenset[str]]] = {
     "aten.empty_like.default": (torch.empty_like, frozenset({"dtype"})),
     **{op: (binding, frozenset()) for op, binding in _PLAIN.items()},
 }
+
+
+# Where the next result may be made, if there is room.
+Room = Callable[[], torch.Tensor | None]
+
+
+def made_in(room: Room, node: Node) -> Callable[..., Any]:
+    """Carries the node out where ``room`` says, and as ever where there is none."""
+    plainly = quickest(node)
+    op, keyword = WRITING[node.op]
+    writing = _torch.builtin_of(operator_named(op))
+    (planned,) = node.outputs
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        place = room()
+        if place is None:
+            return plainly(*args, **kwargs)
+        return writing(*args, **kwargs, **{keyword: place.view(planned.shape)})
+
+    return make
 
 
 def quickest(node: Node) -> Callable[..., Any]:

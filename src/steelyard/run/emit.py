@@ -26,7 +26,7 @@ from steelyard.exchange.slotted import SUM_OF_OWN_ROWS, Slotted
 from steelyard.exchange.tensors import FarTensors
 from steelyard.exchange.turns import Turns
 from steelyard.operators import copy_laid_out, operator_named
-from steelyard.run.calls import quickest
+from steelyard.run.calls import Room, made_in, quickest
 
 _ALONE: Mapping[str, Channel] = MappingProxyType({})
 _GIVE_WAY = "give_way"
@@ -67,9 +67,11 @@ def emit(
     far: FarMemory | None = None,
     tensors: FarTensors | None = None,
     fusing: Callable[[Program], Iterable[Line]] = lambda program: program.instructions,
+    rooms: Mapping[str, Room] = MappingProxyType({}),
 ) -> Emitted:
     """``channels`` are the live process groups of the mesh axes that the program speaks over,
-    ``tensors`` the weights and gradients that lie in far memory; ``fusing`` puts lines together."""
+    ``tensors`` the weights and gradients that lie in far memory; ``fusing`` puts lines together;
+    ``rooms`` say of nodes where what they make may lie."""
     check_channels(program, channels)
     slots = _slots(program, far)
     # Where nothing is really exchanged, there are calls already.
@@ -81,7 +83,7 @@ def emit(
     channels = {**channels, **{axis: through.channel for axis, through in slotted.items()}}
 
     def emitted(program: Program) -> Emitted:
-        return _emitted(_Writer(program, tuple(fusing(program)), channels, slots, tensors))
+        return _emitted(_Writer(program, tuple(fusing(program)), channels, slots, tensors, rooms))
 
     whole = replace(emitted(program), slotted=tuple(slotted.values()))
     if program.earlier is program:
@@ -127,8 +129,9 @@ class _Writer:
         channels: Mapping[str, Channel],
         slots: Slots | None,
         tensors: FarTensors | None,
+        rooms: Mapping[str, Room],
     ) -> None:
-        self._program = program
+        self._program, self._rooms = program, rooms
         self._lines = lines
         self.fused = tuple(line for line in lines if isinstance(line, Fused))
         self._channels = channels
@@ -259,12 +262,16 @@ class _Writer:
         return repr(argument)
 
     def _operator(self, node: Node) -> str:
-        call = self._far_call(node) or self._exchanging(node) or quickest(node)
+        call = self._far_call(node) or self._exchanging(node) or self._computing(node)
         name = self._operators.get(call)
         if name is None:
             name = self._operators[call] = f"{node.op.split('.')[1]}_{len(self._operators)}"
             self.scope[name] = call
         return name
+
+    def _computing(self, node: Node) -> Callable[..., Any]:
+        room = self._rooms.get(node.name)
+        return quickest(node) if room is None else made_in(room, node)
 
     def _far_call(self, node: Node) -> Callable[..., Any] | None:
         if node.is_far_product:

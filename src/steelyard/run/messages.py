@@ -4,6 +4,7 @@ Not for what is sent, nor for who works when: see pipeline.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from steelyard.core.stages import Stage
 from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.turns import give_way
+from steelyard.run.calls import Room
 
 Values = Mapping[str, torch.Tensor]
 
@@ -43,6 +45,10 @@ class Messages(Protocol):
         self, to: int, micro_batch: int, values: Values, *, is_back: bool
     ) -> list[dist.P2POp]:
         """To stage ``to``; what torch is to send itself."""
+        ...
+
+    def rooms(self, to: int, names: Sequence[str], *, is_back: bool) -> Mapping[str, Room]:
+        """Where what is sent to stage ``to`` may be made, by name."""
         ...
 
     def end(self) -> None:
@@ -127,6 +133,9 @@ class ByGloo(_OfRank):
             for place, value in enumerate(values.values())
         ]  # fmt: skip
 
+    def rooms(self, to: int, names: Sequence[str], *, is_back: bool) -> Mapping[str, Room]:  # noqa: ARG002
+        return {}  # gloo sends from wherever it is
+
     def end(self) -> None:
         if self._receipts is None:  # connections come about when they are first used
             self._receipts = Receipts()
@@ -181,6 +190,15 @@ class ThroughSlots(_OfRank):
         if values:
             self._pinned.send(self._edges[to, is_back], micro_batch, [*values.values()])
         return []
+
+    def rooms(self, to: int, names: Sequence[str], *, is_back: bool) -> Mapping[str, Room]:
+        edge = self._edges.get((to, is_back))
+        if edge is None:  # on the same rank
+            return {}
+        return {
+            name: partial(self._pinned.place, edge, place, _like(self._graph, name))
+            for place, name in enumerate(names)
+        }
 
     def end(self) -> None:
         self._pinned.settle()

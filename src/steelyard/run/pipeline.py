@@ -61,7 +61,13 @@ class StagesAtWork:
         self._draws = Draws(pipeline.stages, own={stage.index for stage in own})
         self._own = [
             _Driven(
-                LiveStage(stage, live=live, channels=channels),
+                LiveStage(
+                    stage,
+                    live=live,
+                    channels=channels,
+                    ahead=self._messages.rooms(stage.index + 1, stage.sends, is_back=False),
+                    back=self._messages.rooms(stage.index - 1, stage.sends_back, is_back=True),
+                ),
                 self._graph,
                 len(stages),
                 group,

@@ -4,7 +4,7 @@ Not for who works when, nor for what goes between ranks: see pipeline.py.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from operator import setitem
 from types import MappingProxyType
@@ -14,9 +14,11 @@ import torch
 
 from steelyard import _torch
 from steelyard.core.graph import Graph, Output, OutputKind
+from steelyard.core.in_place import written_in_place
 from steelyard.core.program import Program
 from steelyard.core.stages import Stage
 from steelyard.exchange.channel import Channel
+from steelyard.run.calls import Room
 from steelyard.run.emit import emit
 
 Values = dict[str, Any]
@@ -24,7 +26,8 @@ Values = dict[str, Any]
 
 class LiveStage:
     """``live`` are the tensors that it holds, by name; each call is for one micro-batch. What its
-    lines exchange goes over ``channels``.
+    lines exchange goes over ``channels``; what it makes to be sent to the stage ``ahead`` of it, or
+    ``back``, may lie in these rooms.
 
     ``values`` are what that micro-batch has come to: its part of the batch, what other stages have
     sent, and what this one has made for them and for its own backward pass.
@@ -36,16 +39,30 @@ class LiveStage:
         *,
         live: Mapping[str, Any],
         channels: Mapping[str, Channel] = MappingProxyType({}),
+        ahead: Mapping[str, Room] = MappingProxyType({}),
+        back: Mapping[str, Room] = MappingProxyType({}),
     ) -> None:
         self.stage = stage
         self.live = {name: live[name] for name in stage.held} | {
             name: value for name, value in live.items() if not name.startswith(_HELD)
         }
         self.busy_seconds = 0.0
-        self._forward = _Part(stage.forward, self.live, channels)
-        self._backward = _Part(stage.backward, self.live, channels)
-        self._to_inputs = _Part(stage.back_to_inputs, self.live, channels)
-        self._to_weights = _Part(stage.back_to_weights, self.live, channels)
+        self._forward = self._part(stage.forward, channels, ahead, kept=stage.kept)
+        self._backward = self._part(stage.backward, channels, back)
+        self._to_inputs = self._part(stage.back_to_inputs, channels, back, kept=stage.kept_between)
+        self._to_weights = self._part(stage.back_to_weights, channels)
+
+    def _part(
+        self,
+        graph: Graph,
+        channels: Mapping[str, Channel],
+        rooms: Mapping[str, Room] = MappingProxyType({}),
+        *,
+        kept: Collection[str] = (),
+    ) -> "_Part":
+        makers = written_in_place(graph, [*rooms], kept=kept)
+        made = {maker: rooms[value] for value, maker in makers.items()}
+        return _Part(graph, self.live, channels, made)
 
     def forward(self, values: Values) -> torch.Tensor | None:
         """The loss, if it is this stage that gives it."""
@@ -73,10 +90,14 @@ _HELD = ("parameter:", "buffer:")
 
 class _Part:
     def __init__(
-        self, graph: Graph, live: Mapping[str, Any], channels: Mapping[str, Channel]
+        self,
+        graph: Graph,
+        live: Mapping[str, Any],
+        channels: Mapping[str, Channel],
+        rooms: Mapping[str, Room],
     ) -> None:
         program = Program.plain(graph)
-        emitted = emit(program, channels=channels)
+        emitted = emit(program, channels=channels, rooms=rooms)
         self._run, self._inputs, self._live = emitted.run, emitted.inputs, live
         lent = _lent(graph)
         sinks = [i.sink for i in program.instructions if i.sink is not None]

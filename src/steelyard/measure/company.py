@@ -1,0 +1,153 @@
+"""Others at work while something is measured here, as the other ranks of this machine will be.
+
+Ranks share caches and the way to memory: beside others an operator takes longer than alone. So
+there are as many processes as there are other ranks, each on its part of the cores, and each goes
+through the operators of the step that was first asked about, over and over, for as long as somebody
+here measures. Not for measuring: see operators.py.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from steelyard.core.cluster import Device
+from steelyard.core.errors import RunFailed
+from steelyard.core.graph import Graph
+from steelyard.core.machine import cores_of
+from steelyard.measure.operators import busy_with
+
+# To start, to make what operators read, and to call each once.
+_SECONDS = 120.0
+# Who has had nothing to do for so long ends: memory is for training.
+_PATIENCE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    graphs: tuple[Graph, ...]
+    device: Device
+    sharers: int
+
+
+class Company:
+    """The others of so many ranks here. There are none beside a single rank, nor where this process
+    is one of several itself: the others measure when it does."""
+
+    def __init__(self, num_ranks: int, device: Device) -> None:
+        self.num_ranks, self._device = num_ranks, device
+        self._others: dict[int, _Other] = {}
+        self._work: _Work | None = None
+
+    @contextlib.contextmanager
+    def at_work(self, graphs: Sequence[Graph]) -> Iterator[None]:
+        if self.num_ranks == 1 or _is_a_rank():
+            yield
+            return
+        if self._work is None:
+            given = tuple(graphs)
+            self._work = _Work(graphs=given, device=self._device, sharers=self.num_ranks)
+        cores = os.sched_getaffinity(0)
+        try:
+            self._begin(self._work)
+            os.sched_setaffinity(0, cores_of(0, self.num_ranks))
+            yield
+        finally:
+            os.sched_setaffinity(0, cores)
+            for other in self._others.values():
+                other.tell(False)
+
+    def _begin(self, work: _Work) -> None:
+        waited_for = list(range(1, self.num_ranks))
+        while waited_for:
+            for rank in waited_for:
+                if rank not in self._others or self._others[rank].is_gone:
+                    self._others[rank] = _Other(rank, self.num_ranks)
+                    self._others[rank].tell(work)
+                self._others[rank].tell(True)
+            # One that had nothing to do may have gone at that moment.
+            waited_for = [rank for rank in waited_for if not self._others[rank].has_begun()]
+
+
+def _is_a_rank() -> bool:
+    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+class _Other:
+    """A process that works while it is told to, and ends when nobody tells it any more."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._line, theirs = Pipe()
+        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(_PATIENCE_SECONDS)],
+                stdout=subprocess.DEVNULL,
+                stderr=self._complaints,
+                pass_fds=[theirs.fileno()],
+            )
+        os.sched_setaffinity(self._process.pid, cores_of(rank, num_ranks))
+        self.end = weakref.finalize(self, _end, self._process, self._complaints)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._process.poll() is not None
+
+    def tell(self, what: "_Work | bool") -> None:
+        """What to work on, and then when to work, and when to rest."""
+        with contextlib.suppress(OSError):  # it is gone, which is seen where it is waited for
+            self._line.send(what)
+
+    def has_begun(self) -> bool:
+        """Once it has; False if it went for want of work before it was told of some."""
+        try:
+            if not self._line.poll(_SECONDS):
+                raise TimeoutError(f"nothing within {_SECONDS:.0f} s")
+            self._line.recv()
+        except (OSError, EOFError) as error:
+            if isinstance(error, TimeoutError):
+                self._process.kill()
+            if self._process.wait() == 0:
+                return False
+            self._complaints.seek(0)
+            lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+            said = (lines or [str(error) or f"nothing, and ended with {self._process.returncode}"])[
+                -1
+            ]
+            raise RunFailed(
+                f"no rank could be measured beside others: one of them says {said[:120]}",
+                expected="a process for each rank of this machine, at work while one measures",
+                remedy="free memory, or plan for fewer ranks",
+            ) from None
+        return True
+
+
+def _end(process: "subprocess.Popen[bytes]", complaints: IO[bytes]) -> None:
+    process.kill()
+    process.wait()
+    complaints.close()
+
+
+def main(line: Connection, patience: float) -> None:
+    """Told by ``line`` what to work on, and then when to, and when to rest."""
+    work: _Work = line.recv()
+    torch.set_num_threads(work.device.threads)
+    carry_out = busy_with(work.graphs, work.device, sharers=work.sharers)
+    while line.poll(patience):
+        if line.recv():
+            line.send(True)
+            carry_out(line.poll)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError, ConnectionError):  # whoever measured is gone
+        main(Connection(int(sys.argv[1])), float(sys.argv[2]))

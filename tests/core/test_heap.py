@@ -1,0 +1,60 @@
+"""What a step frees is kept for the next. Each case is a process: the heap is all of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# A step's worth of blocks, those of a megabyte and one that no process keeps by itself.
+_STEPS = """
+import ctypes, resource, sys
+from steelyard.core.heap import is_kept, keep_what_is_freed
+
+kept = keep_what_is_freed() if sys.argv[1] == "keep" else False
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+for step in range(6):
+    if step == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(size << 20) for size in (1, 2, 4, 8, 30, 1)]
+    for block, size in zip(blocks, (1, 2, 4, 8, 30, 1)):
+        ctypes.memset(block, 1, size << 20)
+    for block in blocks:
+        libc.free(block)
+assert is_kept() == kept
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+_PAGES_OF_A_STEP = 46 << 8
+
+
+def said(how: str, **environment: str) -> tuple[bool, int]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _STEPS, how],
+        env={**own, **environment}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    kept, faults = done.stdout.split()
+    return kept == "True", int(faults)
+
+
+def test_no_page_is_fetched_again() -> None:
+    kept, faults = said("keep")
+    assert kept
+    assert faults < _PAGES_OF_A_STEP / 10
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=0:glibc.malloc.mmap_threshold=65536"},
+    ],
+    ids=["variables", "tunables"],
+)
+def test_what_the_user_told_the_heap_holds(told: dict[str, str]) -> None:
+    kept, faults = said("keep", **told)
+    assert not kept
+    assert faults > 4 * _PAGES_OF_A_STEP * 0.9
