@@ -62,7 +62,7 @@ class Prices:
         self._known: set[str] = set()
         self._cuts: dict[int, Estimate] = {}
         # Of the step in so many micro-batches, beside the uncut one.
-        self._cut_times: dict[int, float] = {}
+        self._cut_times: dict[int, Estimate] = {}
         self._base: Program
         self.notes: list[str] = []
         # A rank has a part of the cores; alone, the user's own setting holds.
@@ -208,8 +208,9 @@ class Prices:
         """The same for the step in micro-batches, beside the whole one, once for each number.
 
         A cut may be faster, where its smaller operators stay in the processor's cache; it is said
-        to be only beyond the doubt of the check. Once a cut is slower than a coarser one, finer
-        cuts are not said to be faster again: the search looks no further there.
+        to be only beyond the doubt of the check, and of that of a coarser cut. Once a cut is slower
+        than a coarser one, finer cuts are not said to be faster again: the search looks no further
+        there.
         """
         if cut.repeats in self._cuts:
             return
@@ -229,12 +230,12 @@ class Prices:
             )
         relative = relative or _UNCHECKED
         times = sorted((p, t) for p, t in self._cut_times.items() if p < cut.repeats)
-        coarser = [1.0, *(t for _, t in times)]
-        has_turned = any(b >= a for a, b in pairwise(coarser))
-        if has_turned or alone * relative.high >= coarser[-1]:
-            slower = max(relative.value, coarser[-1] / alone)
+        coarser = [Estimate.exactly(1.0), *(t for _, t in times)]
+        has_turned = any(b.value >= a.value for a, b in pairwise(coarser))
+        if has_turned or alone * relative.high >= coarser[-1].low:
+            slower = max(relative.value, coarser[-1].value / alone)
             relative = replace(relative, value=slower, high=max(relative.high, slower))
-        self._cut_times[cut.repeats] = alone * relative.value
+        self._cut_times[cut.repeats] = relative.scaled(alone)
         self._cuts[cut.repeats] = self.costs.whole_step.times(relative)
 
     def _checked(
