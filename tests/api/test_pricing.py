@@ -1,0 +1,62 @@
+"""A step in micro-batches is said to be faster only where no doubt of a check says otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from steelyard.api.pricing import Prices
+from steelyard.core.costs import Costs
+from steelyard.core.machine import this_device
+from steelyard.core.program import Program
+from steelyard.core.quad import Estimate
+from tests.trades.test_shard_pipeline import plain
+
+
+def said(checks: dict[int, tuple[float, float, float]]) -> dict[int, float]:
+    """Of a step in so many parts, of the uncut step's time, where checks find these beside it."""
+    prices = Prices.__new__(Prices)
+    prices._cuts, prices._cut_times, prices._base = {}, {}, plain()
+    prices.costs = Costs(device=this_device(), whole_step=Estimate.exactly(1.0))
+    found = {parts: Estimate(value=v, low=lo, high=hi) for parts, (lo, v, hi) in checks.items()}
+    current = 0
+
+    def checked(*_: Any, **__: Any) -> Estimate:
+        return found[current]
+
+    with mock.patch.multiple(
+        Prices,
+        _can_run=mock.Mock(return_value=True),
+        # Its operators add up to the same, however it is cut.
+        _operator_seconds=mock.Mock(return_value=1.0),
+        _checked=mock.Mock(side_effect=checked),
+    ):
+        for current in checks:
+            prices.check_cut(mock.Mock(), cut_into(current))
+    return {parts: round(cut.value, 3) for parts, cut in prices._cuts.items()}
+
+
+def cut_into(parts: int) -> Program:
+    return plain().repeated(parts)
+
+
+@pytest.mark.parametrize(
+    ("checks", "expected"),
+    [
+        ({2: (0.8, 0.85, 0.9)}, {2: 0.85}),
+        ({2: (0.9, 0.95, 1.0)}, {2: 1.0}),
+        ({2: (1.0, 1.1, 1.2)}, {2: 1.1}),
+        ({2: (0.8, 0.85, 0.9), 4: (0.6, 0.7, 0.79)}, {2: 0.85, 4: 0.7}),
+        # Faster than what the coarser cut was found to take, but not than it may take.
+        ({2: (0.8, 0.85, 0.9), 4: (0.76, 0.8, 0.84)}, {2: 0.85, 4: 0.85}),
+        ({2: (0.9, 0.97, 1.04), 6: (0.85, 0.9, 0.95)}, {2: 1.0, 6: 1.0}),
+        # What is slower once is not faster again.
+        ({2: (1.0, 1.1, 1.2), 4: (0.5, 0.6, 0.7)}, {2: 1.1, 4: 1.1}),
+    ],
+)
+def test_a_cut_is_faster_only_beyond_every_doubt(
+    checks: dict[int, tuple[float, float, float]], expected: dict[int, float]
+) -> None:
+    assert said(checks) == expected
