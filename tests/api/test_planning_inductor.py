@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 import steelyard as sy
 from steelyard import _torch
+from steelyard.api import lowering
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.layout import Layout
 from steelyard.core.rules import Rule
@@ -25,6 +28,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(_torch.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
+
+
+_WITH_ONE_PLAN = pytest.mark.xdist_group("two compiled ranks")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,18 +77,24 @@ def test_each_point_of_the_curve_is_what_inductor_makes_of_its_rules() -> None:
     assert within.predicted.peak.nbytes <= points[1].memory_bytes
 
 
-@pytest.fixture
-def on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sy.Planned:
-    monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
-    CostCache().write_rates(context_of(2), {**LINK, "rate": 1e9})
-    torch.manual_seed(0)
-    model, loss, batch = zoo.case("gpt").make()
-    return sy.plan(
-        model, loss, batch, optimizer=partial(torch.optim.SGD, lr=1e-2), runner="inductor",
-        cluster=sy.Cluster.here(ranks=2),
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sy.Planned]:
+    path = tmp_path_factory.mktemp("two ranks") / "costs.sqlite"
+    # A rival less is a lowering less, and its kernels.
+    with (
+        mock.patch.dict(os.environ, STEELYARD_CACHE=str(path)),
+        mock.patch.object(lowering, "_RIVALS", 1),
+    ):
+        CostCache().write_rates(context_of(2), {**LINK, "rate": 1e9})
+        torch.manual_seed(0)
+        model, loss, batch = zoo.case("gpt").make()
+        yield sy.plan(
+            model, loss, batch, optimizer=partial(torch.optim.SGD, lr=1e-2), runner="inductor",
+            cluster=sy.Cluster.here(ranks=2),
+        )  # fmt: skip
 
 
+@_WITH_ONE_PLAN
 def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.Planned) -> None:
     look, plan = on_two_ranks.look, on_two_ranks.plan
     assert plan.decisions.made_for.decomposition == "inductor-2"
@@ -104,6 +116,7 @@ def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.P
     assert len(lowered.graph.outputs) == len(look.struck([batch]).graph.outputs)
 
 
+@_WITH_ONE_PLAN
 def test_a_budget_on_ranks_holds_of_what_inductor_makes(on_two_ranks: sy.Planned) -> None:
     whole = on_two_ranks.plan.predicted.peak
     limit = whole.nbytes - (whole.nbytes - whole.resident_bytes) // 5

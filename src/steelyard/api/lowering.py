@@ -15,6 +15,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
 from steelyard.core.plan import FrontierPoint, Prediction
+from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
 from steelyard.search import Found, Search
 
@@ -68,10 +69,12 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     fits: tuple[Found, Prediction] | None = None
     too_much: int | None = None
     least: Prediction | None = None
-    tries = 0
-    while tries < _TRIES:
-        tries += 1
+    tried: list[tuple[Rule, ...]] = []
+    while len(tried) < _TRIES:
         found = _at_most(look, budget, asked)
+        if found.rules in tried:
+            break  # the search has nothing else to say
+        tried.append(found.rules)
         lowered = look.unplanned if not found.rules else look.priced(found.program)
         nbytes = lowered.peak.nbytes
         if least is None or nbytes < least.peak.nbytes:
@@ -94,7 +97,7 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
         needed = math.ceil(least.peak.nbytes * (1 + margin))
         raise Infeasible(
             f"no plan for Inductor was found within memory <= {format_bytes(budget.memory_bytes)}: "
-            f"the smallest of {tries} tries takes ~{format_bytes(least.peak.nbytes)}",
+            f"the smallest of {len(tried)} tries takes ~{format_bytes(least.peak.nbytes)}",
             expected=f"at least ~{format_bytes(needed)}, set by "
             f"{least.peak.at} in {least.peak.path or 'the loss'}",
             remedy="allow more memory, use a smaller batch, or take the runner python",
