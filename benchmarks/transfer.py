@@ -225,7 +225,7 @@ def _making_ways(
         ways[way](number)
 
     def make_in_slot(number: int) -> None:
-        place = slots.place(0, 0, (x.shape, x.dtype))
+        place = slots.place(0, number, 0, (x.shape, x.dtype))
         assert place is not None, "each was read before the next is made"
         slots.send(0, number, [torch.neg(x, out=place)])
 

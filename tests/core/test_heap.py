@@ -40,8 +40,9 @@ def said(how: str, **environment: str) -> tuple[bool, int]:
     return kept == "True", int(faults)
 
 
-def test_no_page_is_fetched_again() -> None:
-    kept, faults = said("keep")
+@pytest.mark.parametrize("told", [{}, {"MALLOC_ARENA_MAX": "2"}], ids=["nothing", "something else"])
+def test_no_page_is_fetched_again(told: dict[str, str]) -> None:
+    kept, faults = said("keep", **told)
     assert kept
     assert faults < _PAGES_OF_A_STEP / 10
 

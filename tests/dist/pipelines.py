@@ -188,8 +188,10 @@ def _counting_places() -> Iterator[list[int]]:
     places: list[int] = []
     place = Pinned.place
 
-    def counting(pinned: Pinned, index: int, number: int, like: Like) -> torch.Tensor | None:
-        found = place(pinned, index, number, like)
+    def counting(
+        pinned: Pinned, index: int, number: int, position: int, like: Like
+    ) -> torch.Tensor | None:
+        found = place(pinned, index, number, position, like)
         if found is not None:
             places.append(found.data_ptr())
         return found

@@ -110,16 +110,16 @@ def made_there(rank: int) -> dict[str, Any]:
         slots.send(0, number, [value, torch.tensor([number], dtype=torch.int32)])
 
     def sent() -> None:
-        place = slots.place(0, 0, likes[0])
+        place = slots.place(0, 0, 0, likes[0])
         places["at first"] = place is not None
-        places["of the message behind it"] = slots.place(0, 0, likes[0]) is not None
+        places["of another message"] = slots.place(0, 1, 0, likes[0]) is not None
         with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError):
             slots.send(0, 0, [number_of(place, 0), torch.empty(0, dtype=torch.int32)])
-        place = slots.place(0, 0, likes[0])  # the last slot
+        place = slots.place(0, 1, 0, likes[0])  # the last slot
         send(2, number_of(None, 2))  # overtakes, and has none
-        places["of its second value"] = slots.place(0, 1, likes[1]) is not None
+        places["of its second value"] = slots.place(0, 1, 1, likes[1]) is not None
         send(1, number_of(place, 1))
-        send(3, number_of(slots.place(0, 0, likes[0]), 3))
+        send(3, number_of(slots.place(0, 3, 0, likes[0]), 3))
         slots.settle()
 
     slots.begin()
@@ -134,7 +134,7 @@ def made_there(rank: int) -> dict[str, Any]:
     dist.barrier()
     slots.begin()
     if rank == 0:  # given up while two are made
-        slots.place(0, 0, likes[0])
+        slots.place(0, 0, 0, likes[0])
         slots.begin()
         slots._hear(1)
         places["after one that was given up"] = len(slots._written[0].free) == 2

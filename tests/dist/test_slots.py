@@ -33,7 +33,7 @@ def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
     assert one == {
         "places": {
             "at first": True,
-            "of the message behind it": False,
+            "of another message": False,
             "of its second value": True,
             "after one that was given up": True,
         },

@@ -11,11 +11,12 @@ import torch
 
 from steelyard.core.cluster import Device
 from steelyard.core.errors import RunFailed
-from steelyard.core.machine import this_device
+from steelyard.core.machine import cores_of, this_device
 from steelyard.measure import company
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
 from steelyard.measure.operators import measure_operators
+from tests.measure.calls import graph_of
 from tests.measure.test_operators import some_graph
 
 DEVICE: Device = this_device(ranks=2)
@@ -25,9 +26,9 @@ SECONDS = 60.0
 @pytest.fixture
 def two() -> Iterator[Company]:
     made = Company(2, DEVICE)
+    made.is_given([some_graph()])
     yield made
-    for other in made._others.values():
-        other.end()
+    made.dismiss()
 
 
 def the_other(two: Company) -> company._Other:
@@ -51,15 +52,11 @@ def is_soon(what: Callable[[], bool]) -> bool:
 
 
 def test_another_is_at_work_while_one_measures_and_then_rests(two: Company) -> None:
-    cores = os.sched_getaffinity(0)
-    with two.at_work([some_graph()]):
+    with two.at_work():
         other = the_other(two)
         before = worked_seconds(other)
         assert is_soon(lambda: worked_seconds(other) > before + 0.1)
-        assert not os.sched_getaffinity(0) & os.sched_getaffinity(other._process.pid) or (
-            len(cores) == 1
-        )
-    assert os.sched_getaffinity(0) == cores
+        assert os.sched_getaffinity(other._process.pid) == cores_of(1, 2)
 
     def is_at_rest() -> bool:
         before = worked_seconds(other)
@@ -67,7 +64,7 @@ def test_another_is_at_work_while_one_measures_and_then_rests(two: Company) -> N
         return worked_seconds(other) == before
 
     assert is_soon(is_at_rest)
-    with two.at_work([some_graph()]):
+    with two.at_work():
         assert the_other(two) is other
         before = worked_seconds(other)
         assert is_soon(lambda: worked_seconds(other) > before)
@@ -77,23 +74,23 @@ def test_who_has_nothing_to_do_goes_and_is_begun_anew(
     two: Company, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(company, "_PATIENCE_SECONDS", 0.1)
-    with two.at_work([some_graph()]):
+    with two.at_work():
         first = the_other(two)
     assert is_soon(lambda: first.is_gone)
     assert first._process.returncode == 0
-    with two.at_work([some_graph()]):
+    with two.at_work():
         assert the_other(two) is not first
         assert not the_other(two).is_gone
 
 
 def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: Company) -> None:
-    with two.at_work([some_graph()]):
+    with two.at_work():
         first = the_other(two)
     first._line.close()  # it hears that nobody is there
     assert first._process.wait(SECONDS) == 0
     said = iter([False])  # as it seemed a moment before
     seen = property(lambda other: next(said, other._process.poll() is not None))
-    with mock.patch.object(company._Other, "is_gone", seen), two.at_work([some_graph()]):
+    with mock.patch.object(company._Other, "is_gone", seen), two.at_work():
         assert the_other(two) is not first
 
 
@@ -104,29 +101,58 @@ def test_one_that_cannot_work_is_named_with_its_last_words(
     broken.write_text("#!/bin/sh\necho no room left >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(broken))
-    cores = os.sched_getaffinity(0)
-    with pytest.raises(RunFailed, match="one of them says no room left"), two.at_work([]):
+    with pytest.raises(RunFailed, match="one of them says no room left") as error, two.at_work():
         pass
-    assert os.sched_getaffinity(0) == cores
+    assert len(str(error.value).splitlines()) == 3
 
 
 def test_a_killed_one_is_replaced(two: Company) -> None:
-    with two.at_work([some_graph()]):
+    with two.at_work():
         first = the_other(two)
     first._process.kill()
     first._process.wait()
-    with two.at_work([some_graph()]):
+    with two.at_work():
         assert the_other(two) is not first
 
 
-@pytest.mark.parametrize("world", ["1", "2"])
+def test_nothing_is_measured_beside_one_that_died(two: Company) -> None:
+    def measured() -> None:
+        with two.at_work():
+            the_other(two)._process.kill()
+            the_other(two)._process.wait()
+
+    with pytest.raises(RunFailed, match="ended with -9"):
+        measured()
+
+
+def test_who_is_dismissed_leaves_nothing_open(two: Company) -> None:
+    with two.at_work():
+        other = the_other(two)
+    two.dismiss()
+    assert other._process.returncode is not None
+    assert other._line.closed
+    with two.at_work():
+        assert the_other(two) is not other
+
+
+def test_what_is_too_large_for_others_to_do_is_said() -> None:
+    huge = torch.empty(1 << 46, device="meta")
+    idle = Company(2, DEVICE)
+    idle.is_given([graph_of(("aten.relu.default", [huge], [torch.empty_like(huge)]))])
+    with idle.at_work():
+        assert idle.notes == (company._IDLE,)
+    idle.dismiss()
+
+
+@pytest.mark.parametrize("world", ["1", "2", "many"])
 def test_there_are_none_beside_one_rank_nor_beside_ranks(
     world: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
-    alone = Company(int(world), DEVICE)
-    with alone.at_work([some_graph()]):
-        assert not alone._others
+    beside = Company(1 if world == "many" else int(world), DEVICE)
+    beside.is_given([some_graph()])
+    with beside.at_work():
+        assert not beside._others
 
 
 def test_what_is_measured_beside_others_is_not_what_is_measured_alone(

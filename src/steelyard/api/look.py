@@ -27,7 +27,7 @@ from steelyard.core.graph import Graph, Role
 from steelyard.core.heap import keep_what_is_freed
 from steelyard.core.layout import Layout
 from steelyard.core.link import Link
-from steelyard.core.machine import available_bytes
+from steelyard.core.machine import memory_bytes
 from steelyard.core.plan import Decisions, MadeFor, Prediction
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
@@ -103,9 +103,9 @@ class Request:
 
     def _has_room_for(self, graph: Graph) -> bool:
         """On each rank for the step as plain PyTorch takes it, and as much again: blocks that are
-        kept for the next step leave gaps."""
+        kept for the next step leave gaps. Not by what is free just now: ranks are to agree."""
         held = graph.resident_bytes(*Role) + graph.eager_peak_bytes
-        return 2 * held * self.cluster.num_devices < available_bytes()
+        return 2 * held * self.cluster.num_devices < memory_bytes()
 
     def _table(self) -> str:
         """For one device Inductor's own: what parts there are can be kept or computed again."""

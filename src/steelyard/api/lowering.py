@@ -22,7 +22,7 @@ from steelyard.search import Found, Search
 if TYPE_CHECKING:
     from steelyard.api.look import Look
 
-_TRIES = 5
+_TRIES, _ASKS = 5, 10
 # Convolutions lay their arguments out anew under Inductor, in buffers that lowering does not show:
 # up to 3.7 % of the peak (benchmarks/truth.py). Without any, predictions hold to the byte.
 _MARGIN = 0.05
@@ -70,10 +70,15 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     too_much: int | None = None
     least: Prediction | None = None
     tried: list[tuple[Rule, ...]] = []
-    while len(tried) < _TRIES:
+    asks = 0
+    while len(tried) < _TRIES and asks < _ASKS:
+        asks += 1
         found = _at_most(look, budget, asked)
         if found.rules in tried:
-            break  # the search has nothing else to say
+            if fits is None or too_much:
+                break  # the search has nothing else to say
+            asked += limit - fits[1].peak.nbytes
+            continue
         tried.append(found.rules)
         lowered = look.unplanned if not found.rules else look.priced(found.program)
         nbytes = lowered.peak.nbytes

@@ -433,6 +433,7 @@ def planned(look: Look, budget: Budget) -> Planned:
             *((str(found.gap),) if found.gap else ()),
         ),
     )
+    look.prices.rest()
     return Planned(look, plan)
 
 

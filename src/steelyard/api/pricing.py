@@ -109,6 +109,7 @@ class Prices:
 
     def know(self, *graphs: Graph) -> None:
         """Measure the operators of these graphs that are not on the list yet."""
+        self._company.is_given(graphs)
         new = {
             n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_far
         } - self._known
@@ -120,7 +121,6 @@ class Prices:
             costs, survey = self._measured(graphs)
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
-        self.notes += [note for note in survey.notes if note not in self.notes]
 
     def know_compiled(self, graph: Graph, calls: Calls) -> None:
         """Measure what a compiler made of a step, where ``calls`` has kernels of its own. Not what
@@ -135,14 +135,13 @@ class Prices:
             return
         self._on_progress("compiling and measuring kernels")
         with self.as_a_rank():
-            costs, survey = self._measured([graph], is_wanted=is_wanted, calls=calls)
+            costs, _ = self._measured([graph], is_wanted=is_wanted, calls=calls)
         self._operators.update(costs.operators)
         self._known |= costs.operators.keys()
-        self.notes += [note for note in survey.notes if note not in self.notes]
 
     def _measured(self, graphs: Sequence[Graph], **how: Any) -> tuple[Costs, Survey]:
         """Beside others, where there will be others."""
-        return measure_operators(
+        costs, survey = measure_operators(
             graphs,
             self._device,
             cache=self._cache,
@@ -150,6 +149,13 @@ class Prices:
             beside=self._company.at_work,
             **how,
         )
+        notes = (*survey.notes, *self._company.notes)
+        self.notes += [note for note in notes if note not in self.notes]
+        return costs, survey
+
+    def rest(self) -> None:
+        """Nothing is measured for now."""
+        self._company.dismiss()
 
     def know_update(self, make: OptimizerFactory, update: Program) -> None:
         """Measure the optimizer's operators, and its own Python between them."""
@@ -163,7 +169,8 @@ class Prices:
             context = self._context()
             seconds = self._cache.read_whole(context, name)
             if seconds is None:
-                seconds = update_call_seconds(make, dims=dims, calls=calls)
+                with self._company.at_work():
+                    seconds = update_call_seconds(make, dims=dims, calls=calls)
                 seconds = self._cache.settle_whole(context, name, seconds)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
@@ -257,7 +264,7 @@ class Prices:
             found = self._cache.read_whole(context, name)
             if found is None or not found.low:
                 self._on_progress(doing)
-                with _untouched(source.model), self._company.at_work([self._base.graph]):
+                with _untouched(source.model), self._company.at_work():
                     over = run()
                 if over is None:
                     return None

@@ -130,7 +130,10 @@ def matrix_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_worth_factors(tensor: Tensor, rank: int) -> bool:
-    rows, columns = matrix_of(tensor)
+    return are_worth_factors(*matrix_of(tensor), rank)
+
+
+def are_worth_factors(rows: int, columns: int, rank: int) -> bool:
     return rows * columns >= _WORTH_FACTORS * rank * (rows + columns)
 
 

@@ -38,4 +38,7 @@ def is_kept() -> bool:
 
 def _is_told() -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return "glibc.malloc." in tunables or any(name.startswith("MALLOC_") for name in os.environ)
+    return any(
+        f"MALLOC_{name}_THRESHOLD_" in os.environ or f"malloc.{name.lower()}_threshold" in tunables
+        for name in ("TRIM", "MMAP")
+    )

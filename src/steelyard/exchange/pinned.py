@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.errors import BadInput, RankFailed
+from steelyard.core.machine import quota_cores
 from steelyard.core.pinned import Edge
 
 # Of a message: the how-manieth from its sender, the edge, the step, its number, the slot. Of a slot
@@ -46,7 +47,8 @@ class Pinned:
     """Of one rank of ``group``: what it reads and sends along ``edges``, which all ranks know.
 
     Made by all of them together. ``held_bytes`` is the room made here for what comes,
-    ``moved_bytes`` what this rank has written in all.
+    ``moved_bytes`` what this rank has written in all. Who waits ``watches`` for a moment before it
+    sleeps, where each rank has a core: else it is the other one's meanwhile.
     """
 
     def __init__(self, edges: Sequence[Edge], *, group: dist.ProcessGroup) -> None:
@@ -55,9 +57,7 @@ class Pinned:
         self._timeout: float = backend.options._timeout.total_seconds()
         self.held_bytes = sum(edge.nbytes for edge in edges if edge.target == self._rank)
         self.moved_bytes = 0
-        # Where ranks share a core, it is the other one's meanwhile.
-        has_a_core = (os.cpu_count() or 1) >= dist.get_world_size()
-        self._watched_seconds = _WATCHED_SECONDS if has_a_core else 0.0
+        self.watches = False
         self._step = 0
         self._read: dict[int, _Room] = {}
         self._written: dict[int, _Outlet] = {}
@@ -96,6 +96,9 @@ class Pinned:
         except OSError as error:
             failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
         everyones = self._told(offered)
+        self.watches = all(each.has_cores for each in everyones) and len(
+            {core for each in everyones for core in each.cores}
+        ) >= len(everyones)
         if failure is None and all(each.is_made for each in everyones):
             try:
                 self._open(everyones, files, host=offered.host)
@@ -141,8 +144,10 @@ class Pinned:
                 self._to[edge.target] = _To(free)
                 heard[edge.target] = credit.fileno()
         return _Offered(
-            host=host, pid=os.getpid(), rooms=rooms, bells=bells, heard=heard, is_made=True
-        )
+            host=host, pid=os.getpid(), rooms=rooms, bells=bells, heard=heard, is_made=True,
+            cores=frozenset(os.sched_getaffinity(0)),
+            has_cores=quota_cores() >= dist.get_world_size(self._group),
+        )  # fmt: skip
 
     def _open(self, everyones: "Sequence[_Offered]", files: list[FileIO], *, host: str) -> None:
         for index, edge in enumerate(self._edges):
@@ -163,10 +168,10 @@ class Pinned:
 
     # --- sending
 
-    def place(self, index: int, number: int, like: Like) -> torch.Tensor | None:
-        """Where to make what is the how-manieth value of the next message along this edge; nowhere
-        while there is no slot, or somebody waits for one."""
-        return self._outlet(index).place(number, *like)
+    def place(self, index: int, number: int, position: int, like: Like) -> torch.Tensor | None:
+        """Where to make the how-manieth value of a message along this edge, before it is sent;
+        nowhere while there is no slot, somebody waits for one, or another one is made."""
+        return self._outlet(index).place(number, position, *like)
 
     def send(self, index: int, number: int, values: Sequence[torch.Tensor]) -> None:
         """Along the edge of this index; what has no slot yet is held until it has one."""
@@ -225,7 +230,8 @@ class Pinned:
 
     def _await(self, ranks: Collection[int], until: float) -> None:
         """Something that is heard of any rank; those that are waited for are to be there."""
-        heard = self._watched() or self._asked.poll(1000 * max(0.0, until - time.monotonic()))
+        heard = self._watched() if self.watches else []
+        heard = heard or self._asked.poll(1000 * max(0.0, until - time.monotonic()))
         if not heard:
             raise self._silent(ranks)
         for number, _ in heard:
@@ -246,7 +252,7 @@ class Pinned:
 
     def _watched(self) -> list[tuple[int, int]]:
         """What is heard within a moment: a core that sleeps takes some time to wake."""
-        end = time.perf_counter() + self._watched_seconds
+        end = time.perf_counter() + _WATCHED_SECONDS
         while not (heard := self._asked.poll(0)) and time.perf_counter() < end:
             pass
         return heard
@@ -255,7 +261,10 @@ class Pinned:
         for order, index, step, number, slot in _BELL.iter_unpack(_read(source, _BELL.size)):
             assert order == source.rung, f"message {order} of rank {rank} is not {source.rung}"
             source.rung += 1
-            self._came[step, index, number] = slot
+            if step < self._step:  # of one that was broken off here before it was heard
+                self._given_back(index, slot)()
+            else:
+                self._came[step, index, number] = slot
 
     def _silent(self, ranks: Collection[int]) -> RankFailed:
         among = [dist.get_global_rank(self._group, r) for r in sorted(ranks)]
@@ -283,7 +292,8 @@ class _Elsewhere(Exception):
 @dataclass(frozen=True, kw_only=True)
 class _Offered:
     """What a rank has made for others, by the numbers of its open files: memory by edge, ends to
-    ring at and to give back at by rank."""
+    ring at and to give back at by rank. On which cores it may be, and whether its control group has
+    one for each rank."""
 
     host: str = ""
     pid: int = 0
@@ -291,6 +301,8 @@ class _Offered:
     bells: Mapping[int, int] = field(default_factory=dict)
     heard: Mapping[int, int] = field(default_factory=dict)
     is_made: bool = False
+    cores: frozenset[int] = frozenset()
+    has_cores: bool = False
 
     @property
     def for_others(self) -> frozenset[int]:
@@ -350,8 +362,8 @@ class _Outlet:
         self.edge = edge
         self.free = deque(range(edge.count))
         self.waiting: deque[tuple[int, tuple[torch.Tensor, ...], int | None]] = deque()
-        self._taken: int | None = None
-        self._made: dict[int, int] = {}  # where, by which value of the message
+        # Which message is being made, and in which slot.
+        self._made: tuple[int, int] | None = None
         whole = torch.frombuffer(mmap.mmap(memory.fileno(), edge.nbytes), dtype=torch.uint8)
         self._rooms = [
             [
@@ -367,36 +379,35 @@ class _Outlet:
         """Without what was left behind."""
         self.free += [slot for _, _, slot in self.waiting if slot is not None]
         self.waiting.clear()
-        if self._taken is not None:
-            self.free.append(self._taken)
-        self._let_go()
+        if self._made is not None:
+            self.free.append(self._made[1])
+            self._made = None
 
-    def place(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """In the slot of the next message."""
-        if self._taken is None and self.free and not self.waiting:
-            self._taken = self.free.popleft()
-        if self._taken is None or number in self._made:
+    def place(
+        self, number: int, position: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """In the slot of this message."""
+        if self._made is None and self.free and not self.waiting:
+            self._made = number, self.free.popleft()
+        if self._made is None or self._made[0] != number:
             return None
-        place = self._place(self._taken, number, torch.Size(shape), dtype)
-        self._made[number] = place.data_ptr()
-        return place
+        return self._place(self._made[1], position, torch.Size(shape), dtype)
 
     def put(self, number: int, values: Sequence[torch.Tensor]) -> None:
-        is_made = any(values[n].data_ptr() == at for n, at in self._made.items())
-        self.waiting.append((number, tuple(values), self._taken if is_made else None))
-        if is_made:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._taken = None
-        self._made.clear()
+        slot = None
+        if self._made is not None and self._made[0] == number:
+            slot, self._made = self._made[1], None
+        self.waiting.append((number, tuple(values), slot))
 
     def written(self) -> tuple[int, int, int] | None:
-        """Of the next message, which now lies in a slot, its number, the slot, and its bytes; None
-        while there is neither."""
-        if not self.waiting or (self.waiting[0][2] is None and not self.free):
+        """Of a message that now lies in a slot, its number, the slot, and its bytes; None where
+        each that waits has none."""
+        able = (n for n, (_, _, slot) in enumerate(self.waiting) if slot is not None or self.free)
+        first = next(able, None)
+        if first is None:
             return None
-        number, values, made = self.waiting.popleft()
+        number, values, made = self.waiting[first]
+        del self.waiting[first]
         slot = self.free.popleft() if made is None else made
         for position, value in enumerate(values):
             if value.nbytes:

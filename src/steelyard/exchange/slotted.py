@@ -61,6 +61,11 @@ class Slotted:
     def close(self) -> None:
         self._pinned.close()
 
+    def watching(self, *, watches: bool) -> bool:
+        """From now on, or not; whether it was so before."""
+        before, self._pinned.watches = self._pinned.watches, watches
+        return before
+
     # --- issuing
 
     def _all_reduce(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:

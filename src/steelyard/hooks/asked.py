@@ -4,6 +4,7 @@ Not for the sums themselves: see sums.py.
 """
 
 import hashlib
+import re
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.core.codec import CODECS, INT8, Codec
+from steelyard.core.codec import CODECS, INT8, Codec, low_rank
 from steelyard.core.errors import BadInput, RanksDiffer
 from steelyard.exchange.turns import take_turns
 from steelyard.hooks.buckets import Buckets
@@ -42,16 +43,17 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
     """Send the gradients of ``module`` in this code from its next backward pass on.
 
     ``module`` is a DistributedDataParallel, or has been given to ``fully_shard``; all ranks call
-    this. ``code`` is "int8", or under DistributedDataParallel also "bfloat16", "ternary" (two
-    bits) and "largest" (sixteen of 1,024), which send later what they lose. Of one dimension or of
-    less than 4 KiB, and in other formats than float32, gradients go as they are. ``scaler`` is the
-    one that scales the loss, if any does.
+    this. ``code`` is "int8", or under DistributedDataParallel also "bfloat16", and "ternary" (two
+    bits), "largest" (sixteen of 1,024) and "rank 4" (or another; two thin factors), which send
+    later what they lose. Of one dimension or of less than 4 KiB, and in other formats than
+    float32, gradients go as they are; so do matrices of which factors are hardly smaller.
+    ``scaler`` is the one that scales the loss, if any does.
     """
-    codec = CODECS.get(code)
+    codec = _codec_named(code)
     if codec is None:
         raise BadInput(
             f"{code!r} is no code of gradients",
-            expected=f"one of {', '.join(map(repr, CODECS))}",
+            expected=f"one of {', '.join(map(repr, CODECS))}, 'rank 4'",
             remedy='compress(module, "int8"), for example',
         )
     _check_devices(module)
@@ -64,6 +66,11 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
         expected="a DistributedDataParallel, or a module that fully_shard was called on",
         remedy="wrap the model first, then compress what that returns",
     )
+
+
+def _codec_named(code: str) -> Codec | None:
+    of_rank = re.fullmatch(r"rank ([1-9][0-9]{0,3})", code)
+    return low_rank(int(of_rank[1])) if of_rank else CODECS.get(code)
 
 
 def _check_devices(module: nn.Module) -> None:

@@ -1,10 +1,11 @@
-"""The buckets of DistributedDataParallel, sent in a code: which gradients go in it, and what they
-lose, by the names of parameters, since buckets change.
+"""The buckets of DistributedDataParallel, sent in a code: which gradients go in it, what they lose,
+and when that is sent.
 
 Not for how they are added up: see sums.py.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steelyard.core.codec import Codec
+from steelyard.core.codec import START, Codec, are_worth_factors
 from steelyard.core.errors import Mismatch, RunFailed
+from steelyard.hooks.kept import Kept
 from steelyard.hooks.sums import Sums
+from steelyard.operators.low_rank import first_start
 
 # Of a smaller gradient the code saves next to nothing.
 _LEAST_BYTES = 4096
@@ -38,9 +41,8 @@ class Buckets:
         self._full: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Not one that the process would wait for at its end: a rank that is gone sends nothing.
         Thread(target=_at_work, args=(self._full,), name="steelyard-hooks", daemon=True).start()
-        # What is lost of each parameter is a part of what is lost of its bucket.
-        self._lost: dict[str, torch.Tensor] = {}
-        self._of_bucket: dict[tuple[str, ...], torch.Tensor] = {}
+        self._lost = Kept(room=sums.room, first=torch.zeros)
+        self._starts = Kept(room=lambda numel: numel, first=first_start)
         self._scale = 1.0
 
     def send(
@@ -77,20 +79,23 @@ class Buckets:
         return sent
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Of each parameter by name, the sum over all ranks, who call this together."""
+        """Of each parameter by name, the sum over all ranks, who call this together; and what right
+        factors begin with, which is all ranks'."""
         found = {}
-        for name in self._coded():
-            lost = self._lost.get(name)
-            whole = torch.zeros(self._parameters[name].shape)
-            if lost is not None:
-                whole.view(-1).copy_(lost).div_(self._scale)
-            dist.all_reduce(whole, group=self._group)
-            found[name] = whole
+        for name, shape in self._shapes().items():
+            numel = prod(shape)
+            if name.endswith(START):
+                start = self._starts.of_one(name.removesuffix(START), numel)
+                found[name] = start.reshape(shape).clone()
+                continue
+            lost = self._lost.of_one(name, numel).reshape(shape) / self._scale
+            dist.all_reduce(lost, group=self._group)
+            found[name] = lost
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """On any number of ranks, of which each takes an equal share."""
-        known = {name: tuple(self._parameters[name].shape) for name in self._coded()}
+        known = self._shapes()
         given = {name: tuple(lost.shape) for name, lost in state.items()}
         if given != known:
             name = next(n for n in (*given, *known) if given.get(n) != known.get(n))
@@ -100,23 +105,32 @@ class Buckets:
                 remedy="load what the same model and code saved",
             )
         share = 1 / self._group.size()
-        self._of_bucket.clear()
         self._scale = 1.0
-        self._lost = {name: lost.reshape(-1) * share for name, lost in state.items()}
+        flat = {name: kept.reshape(-1) for name, kept in state.items()}
+        self._lost.load((n, lost * share) for n, lost in flat.items() if not n.endswith(START))
+        self._starts.load(
+            (n.removesuffix(START), start.clone()) for n, start in flat.items() if n.endswith(START)
+        )
 
-    def _coded(self) -> list[str]:
-        """The parameters of which something can be lost."""
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of what can be lost, by parameter, and of what its right factors begin with."""
         if not self._codec.has_residual:
-            return []
-        return [n for n, p in self._parameters.items() if p.requires_grad and _goes_in_code(p)]
+            return {}
+        coded = {
+            name: tuple(p.shape)
+            for name, p in self._parameters.items()
+            if p.requires_grad and self._goes_in_code(p)
+        }
+        if not self._codec.rank:
+            return coded
+        starts = {f"{n}{START}": (self._codec.rank, prod(s[1:])) for n, s in coded.items()}
+        return coded | starts
 
     def _summed(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         share = 1 / self._group.size()
-        coded = {name: g for name, g in gradients.items() if _goes_in_code(g)}
+        coded = {name: g for name, g in gradients.items() if self._goes_in_code(g)}
         if coded:
-            flats = [g.reshape(-1) for g in coded.values()]
-            total = self._sums.of(flats, self._lost_of(coded, scale))
-            _put_into(coded.values(), total, share)
+            _put_into(coded.values(), self._in_code(coded, scale), share)
         rest = [g for name, g in gradients.items() if name not in coded]
         for dtype in dict.fromkeys(g.dtype for g in rest):
             alike = [g for g in rest if g.dtype == dtype]
@@ -124,35 +138,28 @@ class Buckets:
             dist.all_reduce(flat, group=self._group)
             _put_into(alike, flat, share)
 
-    def _lost_of(self, coded: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor | None:
-        if not self._codec.has_residual:
-            return None
+    def _in_code(self, coded: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
+        """The sums, flat."""
+        codec, flats = self._codec, [g.reshape(-1) for g in coded.values()]
+        if not codec.has_residual:
+            return self._sums.of(flats, None)
         if scale != self._scale:
-            for lost in (*self._of_bucket.values(), *self._not_in_buckets()):
+            for lost in self._lost.every():
                 lost.mul_(scale / self._scale)
             self._scale = scale
-        key = tuple(coded)
-        if key not in self._of_bucket:
-            self._of_bucket[key] = self._put_together(coded)
-        return self._of_bucket[key]
+        lost = self._lost.of({name: g.numel() for name, g in coded.items()})
+        if not codec.rank:
+            return self._sums.of(flats, lost)
+        columns = {name: g.numel() // len(g) for name, g in coded.items()}
+        start = self._starts.of({name: codec.rank * n for name, n in columns.items()})
+        return self._sums.of_factors([*coded.values()], lost, start)
 
-    def _not_in_buckets(self) -> list[torch.Tensor]:
-        """What was loaded, and has not been sent since."""
-        within = {name for key in self._of_bucket for name in key}
-        return [lost for name, lost in self._lost.items() if name not in within]
-
-    def _put_together(self, coded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """For a bucket that has not been there before, what is known to be lost of each of its
-        parameters; buckets that had some of them are no more."""
-        whole = torch.zeros(self._sums.room(sum(g.numel() for g in coded.values())))
-        for name, place in zip(coded, _apart(whole, coded.values()), strict=True):
-            if name in self._lost:
-                place.copy_(self._lost[name])
-            self._lost[name] = place
-        gone = [key for key in self._of_bucket if not coded.keys().isdisjoint(key)]
-        for key in gone:
-            del self._of_bucket[key]
-        return whole
+    def _goes_in_code(self, tensor: torch.Tensor) -> bool:
+        if tensor.dtype != torch.float32 or tensor.dim() < 2 or not tensor.numel():
+            return False
+        if self._codec.rank:
+            return are_worth_factors(len(tensor), tensor.numel() // len(tensor), self._codec.rank)
+        return tensor.numel() * 4 >= _LEAST_BYTES
 
 
 def _at_work(full: SimpleQueue[Callable[[], None]]) -> None:
@@ -169,8 +176,3 @@ def _apart(flat: torch.Tensor, like: Collection[torch.Tensor]) -> list[torch.Ten
     """One behind the other; what is behind the last is no one's."""
     sizes = [x.numel() for x in like]
     return list(flat[: sum(sizes)].split(sizes))
-
-
-def _goes_in_code(tensor: torch.Tensor) -> bool:
-    is_large = tensor.dim() > 1 and tensor.numel() * 4 >= _LEAST_BYTES
-    return is_large and tensor.dtype == torch.float32

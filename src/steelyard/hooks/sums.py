@@ -1,7 +1,7 @@
 """Gradients of several ranks added up in a code, by calls and not as nodes of a graph.
 
-What is linear is all-reduced; of all else, two ranks send each other their codes, and of more each
-adds up a part. Not for who calls: see asked.py.
+What is linear is all-reduced, as are thin factors; of all else, two ranks send each other their
+codes, and of more each adds up a part. Not for who calls: see asked.py.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from steelyard.core.codec import BLOCK, Codec, blocks_of
+from steelyard.operators import low_rank
 from steelyard.operators.codes import (
     decode_gradients,
     decode_sum,
@@ -27,6 +28,8 @@ class Sums:
 
     def room(self, numel: int) -> int:
         """Elements that so many take, the last block and the last part filled up."""
+        if self._codec.rank:
+            return numel
         return blocks_of(numel, parts=self._parts) * BLOCK
 
     def of(self, tensors: Sequence[torch.Tensor], lost: torch.Tensor | None) -> torch.Tensor:
@@ -47,6 +50,18 @@ class Sums:
             # What the sum loses here is this rank's to make up for.
             lost.chunk(self._parts)[self._rank].add_(own)
         return decode_gradients(self._gathered(added), name)
+
+    def of_factors(
+        self, tensors: Sequence[torch.Tensor], lost: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        """The same of matrices, as products of factors; ``start`` are the right ones of the step
+        before, and this step's are left there."""
+        shapes, rank = [(len(x), x.numel() // len(x)) for x in tensors], self._codec.rank
+        lefts = low_rank.left_factors(tensors, lost, start, shapes, rank)
+        dist.all_reduce(lefts, group=self._group)
+        rights = low_rank.right_factors(lefts, lost, shapes, rank)
+        dist.all_reduce(rights, group=self._group)
+        return low_rank.of_factors(lefts, rights, start, shapes, rank)
 
     def scattered(self, rows: torch.Tensor) -> torch.Tensor:
         """Of as many rows as there are ranks, the sum of this rank's, filled up to whole blocks."""

@@ -2,8 +2,9 @@
 
 Ranks share caches and the way to memory: beside others an operator takes longer than alone. So
 there are as many processes as there are other ranks, each on its part of the cores, and each goes
-through the operators of the step that was first asked about, over and over, for as long as somebody
-here measures. Not for measuring: see operators.py.
+through the operators of the step over and over, for as long as somebody here measures. They are
+told so over pairs of sockets without a name, where nobody else can speak. Not for measuring: see
+operators.py.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from steelyard.core.cluster import Device
 from steelyard.core.errors import RunFailed
 from steelyard.core.graph import Graph
+from steelyard.core.heap import is_kept, keep_what_is_freed
 from steelyard.core.machine import cores_of
 from steelyard.measure.operators import busy_with
 
@@ -30,6 +32,7 @@ from steelyard.measure.operators import busy_with
 _SECONDS = 120.0
 # Who has had nothing to do for so long ends: memory is for training.
 _PATIENCE_SECONDS = 15.0
+_IDLE = "ranks were measured beside ranks that had nothing to do: what they would do is too large"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class _Work:
     graphs: tuple[Graph, ...]
     device: Device
     sharers: int
+    keeps: bool
 
 
 class Company:
@@ -45,47 +49,66 @@ class Company:
 
     def __init__(self, num_ranks: int, device: Device) -> None:
         self.num_ranks, self._device = num_ranks, device
+        self.notes: tuple[str, ...] = ()
         self._others: dict[int, _Other] = {}
         self._work: _Work | None = None
 
+    def is_given(self, graphs: Sequence[Graph]) -> None:
+        """What to work on; the first that it is given."""
+        if self._work is None:
+            self._work = _Work(
+                graphs=tuple(graphs),
+                device=self._device,
+                sharers=self.num_ranks,
+                keeps=is_kept(),
+            )
+
     @contextlib.contextmanager
-    def at_work(self, graphs: Sequence[Graph]) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         if self.num_ranks == 1 or _is_a_rank():
             yield
             return
-        if self._work is None:
-            given = tuple(graphs)
-            self._work = _Work(graphs=given, device=self._device, sharers=self.num_ranks)
-        cores = os.sched_getaffinity(0)
+        assert self._work is not None, "nothing to work on"
         try:
             self._begin(self._work)
-            os.sched_setaffinity(0, cores_of(0, self.num_ranks))
             yield
+            for other in self._others.values():
+                other.check()
         finally:
-            os.sched_setaffinity(0, cores)
             for other in self._others.values():
                 other.tell(False)
+
+    def dismiss(self) -> None:
+        """Until they are needed again."""
+        for other in self._others.values():
+            other.end()
+        self._others.clear()
 
     def _begin(self, work: _Work) -> None:
         waited_for = list(range(1, self.num_ranks))
         while waited_for:
+            new = [n for n in waited_for if n not in self._others or self._others[n].is_gone]
+            self._others |= {rank: _Other(rank, work.sharers) for rank in new}
+            for rank in new:
+                self._others[rank].tell(work)
             for rank in waited_for:
-                if rank not in self._others or self._others[rank].is_gone:
-                    self._others[rank] = _Other(rank, self.num_ranks)
-                    self._others[rank].tell(work)
                 self._others[rank].tell(True)
             # One that had nothing to do may have gone at that moment.
             waited_for = [rank for rank in waited_for if not self._others[rank].has_begun()]
+        if any(other.is_idle for other in self._others.values()):
+            self.notes = (_IDLE,)
 
 
 def _is_a_rank() -> bool:
-    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE") or 1) > 1
+    world = os.environ.get("WORLD_SIZE", "")
+    return dist.is_initialized() or (world.isdecimal() and int(world) > 1)
 
 
 class _Other:
     """A process that works while it is told to, and ends when nobody tells it any more."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
+        self.is_idle = False
         self._line, theirs = Pipe()
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
@@ -96,14 +119,14 @@ class _Other:
                 pass_fds=[theirs.fileno()],
             )
         os.sched_setaffinity(self._process.pid, cores_of(rank, num_ranks))
-        self.end = weakref.finalize(self, _end, self._process, self._complaints)
+        self.end = weakref.finalize(self, _end, self._process, self._line, self._complaints)
 
     @property
     def is_gone(self) -> bool:
         return self._process.poll() is not None
 
     def tell(self, what: "_Work | bool") -> None:
-        """What to work on, and then when to work, and when to rest."""
+        """What to work on; and then when to work, and when to rest."""
         with contextlib.suppress(OSError):  # it is gone, which is seen where it is waited for
             self._line.send(what)
 
@@ -112,40 +135,50 @@ class _Other:
         try:
             if not self._line.poll(_SECONDS):
                 raise TimeoutError(f"nothing within {_SECONDS:.0f} s")
-            self._line.recv()
+            self.is_idle = not self._line.recv()
         except (OSError, EOFError) as error:
             if isinstance(error, TimeoutError):
                 self._process.kill()
             if self._process.wait() == 0:
                 return False
-            self._complaints.seek(0)
-            lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-            said = (lines or [str(error) or f"nothing, and ended with {self._process.returncode}"])[
-                -1
-            ]
-            raise RunFailed(
-                f"no rank could be measured beside others: one of them says {said[:120]}",
-                expected="a process for each rank of this machine, at work while one measures",
-                remedy="free memory, or plan for fewer ranks",
-            ) from None
+            raise self._failure(str(error)) from None
         return True
 
+    def check(self) -> None:
+        """It is at work still."""
+        if self.is_gone:
+            raise self._failure("")
 
-def _end(process: "subprocess.Popen[bytes]", complaints: IO[bytes]) -> None:
+    def _failure(self, why: str) -> RunFailed:
+        self._complaints.seek(0)
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        said = (lines or [why or f"nothing, and ended with {self._process.returncode}"])[-1]
+        return RunFailed(
+            f"no rank could be measured beside others: one of them says {said[:120]}",
+            expected="a process for each rank of this machine, at work while one measures",
+            remedy="free memory, or plan for fewer ranks",
+        )
+
+
+def _end(process: "subprocess.Popen[bytes]", line: Connection, complaints: IO[bytes]) -> None:
     process.kill()
     process.wait()
+    line.close()
     complaints.close()
 
 
 def main(line: Connection, patience: float) -> None:
-    """Told by ``line`` what to work on, and then when to, and when to rest."""
+    """Told by ``line`` what to work on, when to, and when to rest."""
     work: _Work = line.recv()
+    if work.keeps:
+        keep_what_is_freed()
     torch.set_num_threads(work.device.threads)
     carry_out = busy_with(work.graphs, work.device, sharers=work.sharers)
     while line.poll(patience):
         if line.recv():
-            line.send(True)
-            carry_out(line.poll)
+            line.send(carry_out is not None)
+            if carry_out is not None:
+                carry_out(line.poll)
 
 
 if __name__ == "__main__":

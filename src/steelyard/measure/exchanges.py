@@ -346,6 +346,8 @@ def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, f
         pinned = Pinned(edges, group=dist.group.WORLD)
     except BadInput:
         return {}
+    # What it takes of a core, and as after a long wait.
+    pinned.watches = False
     pinned.begin()
     rank, found = dist.get_rank(), {}
     for number, (name, x) in enumerate(xs.items()):
@@ -380,10 +382,12 @@ def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) ->
 
     for _ in range(2):  # memory is there from when it is first written
         exchange(parts[0])
+    watches = slotted.watching(watches=False)
     begin = time.thread_time()
     for _ in range(calls):
         exchange(small)
     own = (time.thread_time() - begin) / calls
+    slotted.watching(watches=watches)
     found = [_took(partial(exchange, small)) for _ in range(calls)]
     exchanged = [_took(partial(exchange, part)) for _ in range(2) for part in parts]
     dist.barrier()

@@ -52,8 +52,8 @@ _PAGE_BYTES = 4096
 # A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
 _PART_SHARE = 0.25
 Calls = Callable[[Sequence[str]], Mapping[str, Callable[..., object]]]
-# Within it others of as many sharers of this machine are at work on the same.
-Beside = Callable[[Sequence[Graph]], contextlib.AbstractContextManager[None]]
+# Within it the others of as many sharers of this machine are at work.
+Beside = Callable[[], contextlib.AbstractContextManager[None]]
 _EXCHANGES = ("_c10d_functional.", "steelyard.all_gather", OWN_ROWS)
 
 
@@ -91,7 +91,7 @@ def measure_operators(
     is_wanted: Callable[[Node], bool] = lambda _: True,
     calls: Calls = lambda _: {},
     sharers: int = 1,
-    beside: Beside = lambda _: contextlib.nullcontext(),
+    beside: Beside = contextlib.nullcontext,
 ) -> tuple[Costs, Survey]:
     """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared.
     ``calls`` makes, of signatures, what no operator of torch carries out. The machine is one of
@@ -102,7 +102,7 @@ def measure_operators(
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     new = [s for s in subjects if s.node.signature not in known]
     made = calls([s.node.signature for s in new])
-    with beside(graphs) if new else contextlib.nullcontext():
+    with beside() if new else contextlib.nullcontext():
         table = _Table(
             device, torch_device or torch.device("cpu"), seconds_budget, made, sharers=sharers
         )
@@ -125,9 +125,10 @@ def measure_operators(
 
 def busy_with(
     graphs: Sequence[Graph], device: Device, *, sharers: int
-) -> Callable[[Callable[[], bool]], None]:
+) -> Callable[[Callable[[], bool]], None] | None:
     """What carries out the operators of ``graphs`` over and over, those in which most time is
-    thought to go, until what it is given says that it is over."""
+    thought to go, until what it is given says that it is over; None where there is no room for
+    any."""
     table = _Table(device, torch.device("cpu"), _BUSY_SECONDS, {}, sharers=sharers)
     return table.busy_with([s for s in distinct(graphs) if not s.node.is_far_product])
 
@@ -198,7 +199,7 @@ class _Table:
                 for subject in ready:
                     subject.call = None
 
-    def busy_with(self, subjects: list[_Subject]) -> Callable[[Callable[[], bool]], None]:
+    def busy_with(self, subjects: list[_Subject]) -> Callable[[Callable[[], bool]], None] | None:
         with _undisturbed(self._device):
             group = next(self._groups(subjects), [])
             ready = [s for s in group if self._prepare(s, group)]
@@ -212,7 +213,7 @@ class _Table:
                     call.prepare()
                     call.run()
 
-        return work
+        return work if calls else None
 
     def _groups(self, subjects: list[_Subject]) -> Iterator[list[_Subject]]:
         """As many together as have room, those first in which most time is thought to go."""

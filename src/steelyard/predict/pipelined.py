@@ -50,6 +50,7 @@ class Pipelined:
         self._graph, self._stages = pipeline.stages.graph, pipeline.stages.stages
         self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
         order, stages, graph = self._order, self._stages, self._graph
+        self._copies: dict[tuple[int, Work], Sequence[str]] = {}
         self._edges = edges_of(order, stages, graph) if pipeline.is_pinned else ()
         if self._edges and PINNED not in costs.links:
             raise BadInput(
@@ -258,12 +259,17 @@ class Pipelined:
         """What is not made in its slot."""
         if not sent or not self._edges:
             return sent
+        key = stage.index, work
+        if key in self._copies:
+            return self._copies[key]
         part, kept = {
             Work.FORWARD: (stage.forward, stage.kept),
             Work.BACKWARD: (stage.backward, ()),
             Work.BACK_TO_INPUTS: (stage.back_to_inputs, stage.kept_between),
         }[work]
-        return [*set(sent).difference(written_in_place(part, sent, kept=kept))]
+        made_there = written_in_place(part, sent, kept=kept)
+        copied = self._copies[key] = [name for name in sent if name not in made_there]
+        return copied
 
     def _hands(
         self, come: Sequence[str], go: Sequence[str], joins: Link, *, copied: Sequence[str]

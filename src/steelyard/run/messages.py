@@ -15,7 +15,7 @@ from steelyard.core.pinned import edges_of
 from steelyard.core.program import Pipeline
 from steelyard.core.schedule import AHEAD, Action, Work, source_of
 from steelyard.core.stages import Stage
-from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.pinned import Like, Pinned
 from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.turns import give_way
 from steelyard.run.calls import Room
@@ -168,6 +168,7 @@ class ThroughSlots(_OfRank):
         edges = edges_of(pipeline.order, self._stages, self._graph)
         self._edges = {(edge.stage, edge.is_back): index for index, edge in enumerate(edges)}
         self._pinned = Pinned(edges, group=group)
+        self._at_work = 0
         self.held_bytes = self._pinned.held_bytes
 
     @property
@@ -178,6 +179,7 @@ class ThroughSlots(_OfRank):
         self._pinned.begin()
 
     def of(self, action: Action) -> dict[str, torch.Tensor]:
+        self._at_work = action.micro_batch
         is_back, names = self._read_by(action)
         if not names:
             return {}
@@ -196,9 +198,13 @@ class ThroughSlots(_OfRank):
         if edge is None:  # on the same rank
             return {}
         return {
-            name: partial(self._pinned.place, edge, place, _like(self._graph, name))
-            for place, name in enumerate(names)
+            name: partial(self._place, edge, position, _like(self._graph, name))
+            for position, name in enumerate(names)
         }
+
+    def _place(self, edge: int, position: int, like: Like) -> torch.Tensor | None:
+        """For what the action at work makes."""
+        return self._pinned.place(edge, self._at_work, position, like)
 
     def end(self) -> None:
         self._pinned.settle()
