@@ -143,14 +143,20 @@ def made_there(rank: int) -> dict[str, Any]:
     return {"places": places, "came": rank == 0 or came == expected}
 
 
-def broken_off(rank: int) -> bool:
-    """A step that is given up leaves messages behind, which the next does not take for its own."""
+def broken_off(rank: int) -> list[bool]:
+    """A step that is given up leaves messages behind, which the next does not take for its own;
+    also where nobody had heard of them."""
+    return [_broken_off(rank, is_heard=heard) for heard in (True, False)]
+
+
+def _broken_off(rank: int, *, is_heard: bool) -> bool:
     slots = Pinned([edge(0, 4, slots=3), edge(1, 4, slots=3)], group=_everyone())
     like = [((1,), torch.int32)]
     slots.begin()
     for number in range(3):
         slots.send(rank, number, [torch.tensor([7], dtype=torch.int32)])
-    slots.receive(1 - rank, 0, like)
+    if is_heard:
+        slots.receive(1 - rank, 0, like)
     dist.barrier()
     slots.begin()
     found = []

@@ -465,6 +465,7 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
         slowdown=slowdown(program, look.base, look.prices.costs),
         notes=tuple(notes),
     )
+    look.prices.rest()
     return Planned(look, plan)
 
 
