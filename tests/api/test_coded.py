@@ -19,6 +19,7 @@ from steelyard.measure.exchanges import context_of
 # As `measured_ranks` would say of a link.
 LINK = {
     "latency": 1e-4, "call": 6e-5, "disturbs": 0.05, "hop": 1e-4, "hand": 5e-5,
+    "hand disturbs": 0.05, "hand rate": 1e9,
     "slot hop": 1e-4, "slot rate": 4e9, "slot hand": 5e-5, "speed of rank 0": 1.0,
     "speed of rank 1": 1.0, "slotted call": 1e-12, "slotted hop": 1e-12, "slotted rate": 1e-12,
 }  # fmt: skip

@@ -26,7 +26,8 @@ from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.exchange.parts import Way
-from steelyard.exchange.pinned import Like, Pinned
+from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.pinned_slots import Like
 from steelyard.measure.meter import meter_once
 from steelyard.predict.schedule import replay
 from steelyard.predict.stages import stage_cost

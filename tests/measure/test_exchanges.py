@@ -23,8 +23,11 @@ def _said(link: Link, num_ranks: int) -> dict[str, float]:
         made = GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         timed[name] = link.seconds(made.sent_bytes, messages=made.hops)
     own = {"call": 1e-5 * 2 * (num_ranks - 1), "disturbs": 0.25, "product": 1e-3}
-    hop = 3 * link.latency_seconds + _SIZES["small"] / link.bytes_per_second
-    return {**timed, **own, "hop": hop, "hand": 2e-5}
+    hops = {
+        f"hop {name}": 3 * link.latency_seconds + _SIZES[name] / (2 * link.bytes_per_second)
+        for name in ("small", "middle")
+    }
+    return {**timed, **own, **hops, "hand": 2e-5, "hand disturbs": 0.125}
 
 
 @given(st.integers(2, 8), st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
@@ -40,7 +43,8 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     assert found["call"] == pytest.approx(1e-5)
     assert found["hop"] == pytest.approx(3 * latency, rel=1e-3)
     assert found["hand"] == 2e-5
-    assert found["disturbs"] == 0.25
+    assert found["hand rate"] == pytest.approx(2 * rate, rel=1e-6)
+    assert (found["disturbs"], found["hand disturbs"]) == (0.25, 0.125)
 
 
 def test_what_an_exchange_takes_of_a_slow_rank_is_priced_by_its_speed_and_not_twice() -> None:
@@ -86,6 +90,8 @@ def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
     assert measured.speeds == (1.0, 0.5)
     assert measured.handing.latency_seconds == pytest.approx(3 * measured.link.latency_seconds)
     assert measured.handing.call_seconds == 2e-5
+    assert measured.handing.bytes_per_second == pytest.approx(2e9)
+    assert (measured.link.disturbs, measured.handing.disturbs) == (0.25, 0.125)
     assert measured.slots is None, "these ranks have said nothing of memory that they share"
     said = [{**_said(link, 2), "product": product} for product in (1e-3, 1.1e-3)]
     cache.write_rates(context_of(2), fitted(said))

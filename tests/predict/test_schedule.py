@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.schedule import Order, Work, actions_of, source_of
 from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
-from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, StageCost, replay
+from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
 _PER_RANK = {"GPipe": 1, "1F1B": 1}
@@ -106,6 +106,57 @@ def test_interleaving_and_splitting_backward_leave_less_of_it(
     for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         assert halves[name].seconds <= halves["Interleaved1F1B"].seconds + 1e-9, name
         assert halves[name].bubble < plain.bubble
+
+
+def test_what_is_under_way_slows_only_what_is_worked_on_meanwhile() -> None:
+    """GPipe's first rank works 1 and sends for 1; the second works 1 when the first has come. Of
+    the time that a message takes, half is taken of who works."""
+    order = _order("GPipe", 2, 2)
+    once = _cost(1.0, 1.0, 1.0, sent=1.0)
+    disturbed = replay(order, [once, replace(once, send_back_seconds=0.0)], disturbs=0.5)
+    ends = {str(r.action): r.end_seconds for ranked in disturbed.ranks for r in ranked}
+    # The first message goes from 1 to 2, while the first rank works and the second waits. Half of
+    # what the first does next is done by 2, the rest by 2.5, and then the second goes, till 3.5.
+    assert ends["0F0"] == 1.0
+    assert ends["0F1"] == 2.5
+    # The second begins at 2, and from 2.5 on works at half its speed.
+    assert ends["1F0"] == 3.5
+    # Nothing is under way any more.
+    assert ends["1F1"] == 4.5
+
+
+def _busy_seconds(ranked: tuple[Replayed, ...]) -> float:
+    return sum(r.end_seconds - r.begin_seconds for r in ranked)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=20, deadline=None)
+@given(seconds=st.data(), disturbs=st.floats(0.01, 1.0))
+def test_messages_take_of_the_work_of_both_ends_no_more_than_they_last(
+    schedule: str, seconds: st.DataObject, disturbs: float
+) -> None:
+    order = _order(schedule, 2, 8)
+    some = st.floats(0.01, 10)
+    stages = [
+        _cost(*seconds.draw(st.tuples(some, some, some)), sent=seconds.draw(some))
+        for _ in range(order.num_stages)
+    ]
+    free, disturbed = replay(order, stages), replay(order, stages, disturbs=disturbs)
+    under_way = sum(
+        stages[r.action.stage].send_seconds
+        for ranked in free.ranks
+        for r in ranked
+        if r.action.work is not Work.BACK_TO_WEIGHTS
+    )
+    for before, after in zip(free.ranks, disturbed.ranks, strict=True):
+        own, taken = (
+            sum(r.end_seconds - r.begin_seconds for r in each) for each in (before, after)
+        )
+        assert own - 1e-6 <= taken <= own + disturbs * under_way + 1e-6
+        for one, other in itertools.pairwise(after):
+            assert one.end_seconds <= other.begin_seconds
+    bound = free.seconds + disturbs * under_way
+    assert disturbed.seconds <= bound + 1e-6
 
 
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)

@@ -1,6 +1,6 @@
 """What a part of a step makes to be sent, and can write straight to where it goes.
 
-Not for the memory itself: see exchange/pinned.py.
+Not for the memory itself: see exchange/pinned_slots.py.
 """
 
 from collections.abc import Collection, Mapping, Sequence

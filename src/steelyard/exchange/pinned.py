@@ -7,19 +7,15 @@ system, so that whatever ends a rank leaves nothing behind. Not for what is sent
 run/pipeline.py.
 """
 
-import contextlib
-import math
-import mmap
 import os
 import select
 import struct
 import time
 import weakref
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +26,13 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.errors import BadInput, RankFailed
 from steelyard.core.machine import quota_cores
 from steelyard.core.pinned import Edge
+from steelyard.exchange.pinned_slots import CREDIT, GiveBack, Like, Outlet, Room, memory_of
 
-# Of a message: the how-manieth from its sender, the edge, the step, its number, the slot. Of a slot
-# that is free again: the edge, the slot.
-_BELL, _CREDIT = struct.Struct("<QIQQI"), struct.Struct("<II")
+# Of a message: the how-manieth from its sender, the edge, the step, its number, the slot.
+_BELL = struct.Struct("<QIQQI")
 # Of these, as many as are read at once.
 _MANY = 16
 _WATCHED_SECONDS = 200e-6
-_FILES = count()
-
-# The shape and the dtype of a value.
-Like = tuple[Sequence[int], torch.dtype]
 
 
 class Pinned:
@@ -59,8 +51,8 @@ class Pinned:
         self.moved_bytes = 0
         self.watches = False
         self._step = 0
-        self._read: dict[int, _Room] = {}
-        self._written: dict[int, _Outlet] = {}
+        self._read: dict[int, Room] = {}
+        self._written: dict[int, Outlet] = {}
         # By the other rank: what it rings here, and what it says of its slots.
         self._from: dict[int, _From] = {}
         self._to: dict[int, _To] = {}
@@ -132,8 +124,8 @@ class Pinned:
         heard: dict[int, int] = {}
         for index, edge in enumerate(self._edges):
             if edge.target == self._rank:
-                files.append(memory := _memory(edge.nbytes))
-                self._read[index] = _Room(edge, memory)
+                files.append(memory := memory_of(edge.nbytes))
+                self._read[index] = Room(edge, memory)
                 rooms[index] = memory.fileno()
                 if edge.source not in self._from:
                     ring, bell = _pipe(files)
@@ -156,7 +148,7 @@ class Pinned:
                 files.append(memory := theirs.opened(theirs.rooms[index], "r+", host=host))
                 if os.fstat(memory.fileno()).st_size != edge.nbytes:
                     raise _Elsewhere("what another rank made is not as large as was planned")
-                self._written[index] = _Outlet(edge, memory)
+                self._written[index] = Outlet(edge, memory)
                 if to.bell is None:
                     to.bell = theirs.opened(theirs.bells[self._rank], "w", host=host)
                     files.append(to.bell)
@@ -178,7 +170,7 @@ class Pinned:
         self._outlet(index).put(number, values)
         self._push(index)
 
-    def _outlet(self, index: int) -> "_Outlet":
+    def _outlet(self, index: int) -> Outlet:
         """With a slot, if one is known to be free."""
         outlet = self._written[index]
         if not outlet.free:
@@ -206,7 +198,7 @@ class Pinned:
 
     def _hear(self, rank: int) -> None:
         """Which slots of that rank are free again."""
-        for index, slot in _CREDIT.iter_unpack(_read(self._to[rank], _CREDIT.size)):
+        for index, slot in CREDIT.iter_unpack(_read(self._to[rank], CREDIT.size)):
             self._written[index].free.append(slot)
 
     # --- reading
@@ -223,10 +215,10 @@ class Pinned:
             values = [value.clone() for value in values]
         return values
 
-    def _given_back(self, index: int, slot: int) -> "_GiveBack":
+    def _given_back(self, index: int, slot: int) -> GiveBack:
         credit = self._from[self._read[index].edge.source].credit
         assert credit is not None
-        return _GiveBack(credit, index, slot)
+        return GiveBack(credit, index, slot)
 
     def _await(self, ranks: Collection[int], until: float) -> None:
         """Something that is heard of any rank; those that are waited for are to be there."""
@@ -314,121 +306,6 @@ class _Offered:
         return FileIO(f"/proc/{self.pid}/fd/{number}", mode)
 
 
-class _Room:
-    """The slots of an edge, where they are read."""
-
-    def __init__(self, edge: Edge, memory: FileIO) -> None:
-        self.edge, self._offsets = edge, edge.offsets
-        whole = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
-        size = edge.slot_bytes
-        self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
-        # What lies in a slot that is held; it says when it goes.
-        self._held: dict[int, weakref.ref[memoryview]] = {}
-
-    @property
-    def is_full(self) -> bool:
-        return not self.edge.holds_all and len(self._held) >= self.edge.count
-
-    def tensors(
-        self, slot: int, likes: Sequence[Like], give_back: "_GiveBack"
-    ) -> list[torch.Tensor]:
-        """On the slot itself, which is given back when the last of them is gone."""
-        view = self._slots[slot][:]  # one of its own, which goes with the tensors
-
-        def let_go(_: object) -> None:
-            del self._held[slot]
-            give_back()
-
-        self._held[slot] = weakref.ref(view, let_go)
-        return [*self._on(view, likes)]
-
-    def _on(self, view: memoryview, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
-        sizes = self.edge.sizes
-        for (shape, dtype), size, offset in zip(likes, sizes, self._offsets, strict=True):
-            count = math.prod(shape)
-            assert count * dtype.itemsize <= size, f"{list(shape)} is read where {size} bytes lie"
-            if count:  # tensors hold what they are made of
-                flat = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
-                yield flat.view(list(shape))
-            else:
-                yield torch.empty(list(shape), dtype=dtype)
-
-
-class _Outlet:
-    """The slots of an edge, where they are written; ``waiting`` are messages that were not rung
-    for. What the next one holds may be made in a slot that is taken for it before it is sent."""
-
-    def __init__(self, edge: Edge, memory: FileIO) -> None:
-        self.edge = edge
-        self.free = deque(range(edge.count))
-        self.waiting: deque[tuple[int, tuple[torch.Tensor, ...], int | None]] = deque()
-        # Which message is being made, and in which slot.
-        self._made: tuple[int, int] | None = None
-        whole = torch.frombuffer(mmap.mmap(memory.fileno(), edge.nbytes), dtype=torch.uint8)
-        self._rooms = [
-            [
-                whole.narrow(0, slot * edge.slot_bytes + offset, size)
-                for size, offset in zip(edge.sizes, edge.offsets, strict=True)
-            ]
-            for slot in range(edge.count)
-        ]
-        # The same as tensors of what goes there.
-        self._places: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
-
-    def begin(self) -> None:
-        """Without what was left behind."""
-        self.free += [slot for _, _, slot in self.waiting if slot is not None]
-        self.waiting.clear()
-        if self._made is not None:
-            self.free.append(self._made[1])
-            self._made = None
-
-    def place(
-        self, number: int, position: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """In the slot of this message."""
-        if self._made is None and self.free and not self.waiting:
-            self._made = number, self.free.popleft()
-        if self._made is None or self._made[0] != number:
-            return None
-        return self._place(self._made[1], position, torch.Size(shape), dtype)
-
-    def put(self, number: int, values: Sequence[torch.Tensor]) -> None:
-        slot = None
-        if self._made is not None and self._made[0] == number:
-            slot, self._made = self._made[1], None
-        self.waiting.append((number, tuple(values), slot))
-
-    def written(self) -> tuple[int, int, int] | None:
-        """Of a message that now lies in a slot, its number, the slot, and its bytes; None where
-        each that waits has none."""
-        able = (n for n, (_, _, slot) in enumerate(self.waiting) if slot is not None or self.free)
-        first = next(able, None)
-        if first is None:
-            return None
-        number, values, made = self.waiting[first]
-        del self.waiting[first]
-        slot = self.free.popleft() if made is None else made
-        for position, value in enumerate(values):
-            if value.nbytes:
-                place = self._place(slot, position, value.shape, value.dtype)
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
-        return number, slot, sum(value.nbytes for value in values)
-
-    def _place(
-        self, slot: int, position: int, shape: torch.Size, dtype: torch.dtype
-    ) -> torch.Tensor:
-        key = slot, position, dtype, shape
-        place = self._places.get(key)
-        if place is None:
-            room, nbytes = self._rooms[slot][position], math.prod(shape) * dtype.itemsize
-            said = f"a value of {nbytes} bytes is sent where {room.nbytes} go"
-            assert nbytes <= room.nbytes, said
-            place = self._places[key] = room[:nbytes].view(dtype).view(shape)
-        return place
-
-
 @dataclass(slots=True)
 class _End:
     """Of a pipe, where it is read; over when nobody holds the other."""
@@ -453,35 +330,12 @@ class _To(_End):
     sent: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _GiveBack:
-    credit: FileIO
-    index: int
-    slot: int
-
-    def __call__(self) -> None:
-        # Whoever sent it may have ended by now, or this rank have closed all.
-        with contextlib.suppress(OSError, ValueError):
-            self.credit.write(_CREDIT.pack(self.index, self.slot))
-
-
 def _host() -> str:
     """Where memory can be shared: one kernel, one view of its processes, and one network: what is
     kept apart by that stands for two hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = Path("/proc/self/ns")
     return " ".join((boot, *(str((spaces / kind).readlink()) for kind in ("pid", "net"))))
-
-
-def _memory(nbytes: int) -> FileIO:
-    """That is there and not only promised: who writes to what cannot be had is ended."""
-    file = FileIO(os.memfd_create(f"steelyard {next(_FILES)}"), "r+")
-    try:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-    except OSError:
-        file.close()
-        raise
-    return file
 
 
 def _pipe(files: list[FileIO]) -> tuple[FileIO, FileIO]:

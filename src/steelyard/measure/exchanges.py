@@ -39,7 +39,9 @@ _ROUNDS, _FEW_ROUNDS, _SECONDS = 9, 3, 120
 _LONG_SECONDS = 0.2
 _MATRIX = 256
 _DOUBT = 0.15
-_FIGURES = ("latency", "rate", "call", "disturbs", "hop", "hand")
+_FIGURES = ("latency", "rate", "call", "disturbs")
+# Of messages from one rank to the next.
+_HANDED = ("hop", "hand", "hand rate", "hand disturbs")
 # Of messages through slots in memory that ranks share.
 _SLOTS = ("slot hop", "slot rate", "slot hand")
 # Of what all exchange so.
@@ -70,7 +72,8 @@ def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measure
     """So many ranks of gloo on this machine; measured once and remembered."""
     context = context_of(num_ranks)
     found = cache.read_rates(context) if cache else {}
-    if not found.keys() >= {*_FIGURES, *_SLOTS, *_SLOTTED, *map(_speed_of, range(num_ranks))}:
+    speeds_of = map(_speed_of, range(num_ranks))
+    if not found.keys() >= {*_FIGURES, *_HANDED, *_SLOTS, *_SLOTTED, *speeds_of}:
         found = fitted(_said(num_ranks))
         if cache:
             # Another process may have been first.
@@ -84,7 +87,13 @@ def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measure
         call_seconds=found["call"],
         disturbs=found["disturbs"],
     )
-    handing = replace(link, latency_seconds=found["hop"], call_seconds=found["hand"])
+    handing = replace(
+        link,
+        latency_seconds=found["hop"],
+        bytes_per_second=found["hand rate"],
+        call_seconds=found["hand"],
+        disturbs=found["hand disturbs"],
+    )
     speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
     slots = Link(
         kind="memory that ranks share",
@@ -122,8 +131,9 @@ def context_of(num_ranks: int) -> str:
 
 
 def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A line through the times of a small and two large exchanges, as a ring sends them, and what a
-    small message takes from one rank to the next; of what each rank said, the slowest counts."""
+    """A line through the times of a small and two large exchanges, as a ring sends them, and one
+    through those of messages from one rank to the next; of what each rank said, the slowest
+    counts."""
     num_ranks, speeds = len(said), _speeds(said)
     timed = {name: max(one[name] for one in said) for name in said[0]}
     small, middle, large = (
@@ -132,19 +142,33 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
     )
     seconds = timed["large"] - timed["middle"]
     rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, _NEXT_TO_NONE)
-    # What is taken of a slow rank is priced by its speed again.
-    disturbs = max(one["disturbs"] * speed for one, speed in zip(said, speeds, strict=True))
     latency = (timed["small"] - small.sent_bytes / rate) / small.hops
     return {
         "latency": max(latency, _NEXT_TO_NONE),
         "rate": rate,
         "call": max(timed["call"] / small.hops, _NEXT_TO_NONE),
-        "disturbs": min(1.0, max(disturbs, _NEXT_TO_NONE)),
-        "hop": max(timed["hop"] - _SMALL_BYTES / rate, _NEXT_TO_NONE),
-        "hand": max(timed["hand"], _NEXT_TO_NONE),
+        "disturbs": _slowing("disturbs", said, speeds),
+        **_handed_on(timed),
+        "hand disturbs": _slowing("hand disturbs", said, speeds),
         **_through_slots(timed),
         **_exchanged_through_slots(timed, num_ranks),
         **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
+    }
+
+
+def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[float]) -> float:
+    """What is taken of a slow rank is priced by its speed again."""
+    most = max(one[what] * speed for one, speed in zip(said, speeds, strict=True))
+    return min(1.0, max(most, _NEXT_TO_NONE))
+
+
+def _handed_on(timed: Mapping[str, float]) -> dict[str, float]:
+    seconds = max(timed["hop middle"] - timed["hop small"], _NEXT_TO_NONE)
+    rate = (_MIDDLE_BYTES - _SMALL_BYTES) / seconds
+    return {
+        "hop": max(timed["hop small"] - _SMALL_BYTES / rate, _NEXT_TO_NONE),
+        "hand": max(timed["hand"], _NEXT_TO_NONE),
+        "hand rate": rate,
     }
 
 
@@ -249,13 +273,17 @@ def _figures() -> dict[str, float]:
     seconds = {"small": _seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
     seconds |= {"middle": _seconds(middle, calls), "large": _seconds(large, _ROUNDS)}
-    seconds |= _handed(small, calls) | _handed_in_slots({"small": small, "large": middle}, calls)
+    few = _FEW_ROUNDS if seconds["middle"] > _LONG_SECONDS else calls
+    seconds |= _handed("small", small, calls) | _handed("middle", middle, few)
+    seconds |= _handed_in_slots({"small": small, "large": middle}, calls)
     seconds |= _exchanged_in_slots(small, large, calls)
     long = "middle" if seconds["large"] > _LONG_SECONDS else "large"
-    return {
-        **seconds,
-        "disturbs": _disturbs({"middle": middle, "large": large}[long], seconds[long]),
-    }
+    x, alone = {"middle": middle, "large": large}[long], seconds[long]
+    seconds["disturbs"] = _disturbs(lambda: [dist.all_reduce(x, async_op=True)], alone)
+    if dist.get_rank() < 2:
+        alone = seconds["hop middle"] * x.nbytes / middle.nbytes
+    slowed = _disturbs(lambda: _hand(x), alone)
+    return {**seconds, "hand disturbs": slowed if dist.get_rank() < 2 else 0.0}
 
 
 def measured_now(before: Link) -> Link:
@@ -312,25 +340,33 @@ def _seconds(x: torch.Tensor, rounds: int) -> float:
     return median(_took(lambda: dist.all_reduce(x)) for _ in range(rounds))
 
 
-def _handed(x: torch.Tensor, rounds: int) -> dict[str, float]:
+def _handed(name: str, x: torch.Tensor, rounds: int) -> dict[str, float]:
     """What a message takes from the first rank to the second, as stages hand theirs on, and what of
-    that is the time of their cores; half of there and back."""
-    rank, found = dist.get_rank(), []
-    if rank > 1:
-        return {"hop": 0.0, "hand": 0.0}
-    ways = [dist.isend, dist.irecv]
-    there_and_back = ways if rank == 0 else ways[::-1]
-    begin = 0.0
+    a small one is the time of their cores; half of there and back."""
+    seconds, begin = [], 0.0
     for turn in range(rounds + 1):
         before = time.perf_counter()
-        for way in there_and_back:
-            for work in dist.batch_isend_irecv([dist.P2POp(way, x, 1 - rank)]):
+        for is_back in (False, True):
+            for work in _hand(x, is_back=is_back):
                 work.wait()
         if turn:  # the first finds the connection
-            found.append(time.perf_counter() - before)
+            seconds.append(time.perf_counter() - before)
         else:
             begin = time.thread_time()
-    return {"hop": median(found) / 2, "hand": (time.thread_time() - begin) / rounds / 2}
+    found = {f"hop {name}": median(seconds) / 2}
+    if name == "small":
+        found["hand"] = (time.thread_time() - begin) / rounds / 2
+    return found if dist.get_rank() < 2 else dict.fromkeys(found, 0.0)
+
+
+def _hand(x: torch.Tensor, *, is_back: bool = False) -> list[dist.Work]:
+    """From the first rank to the second, or back; nothing of others."""
+    rank = dist.get_rank()
+    if rank > 1:
+        return []
+    way = dist.isend if rank == int(is_back) else dist.irecv
+    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(way, x, 1 - rank)])
+    return works
 
 
 def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, float]:
@@ -418,11 +454,11 @@ def _there_and_back(
     return median(seconds) / 2, (time.thread_time() - begin) / rounds / 2
 
 
-def _disturbs(x: torch.Tensor, alone: float) -> float:
+def _disturbs(exchange: Callable[[], Sequence[dist.Work | None]], alone: float) -> float:
     """By what share of the time that it takes an exchange slows what runs beside it."""
     matrix = torch.ones(_MATRIX, _MATRIX)
     one = median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS))
-    # Longer than the exchange, so that it is hidden where it can be.
+    # Longer than the exchange, so that it is hidden where it can be; as long on each rank.
     count = max(1, round(2 * alone / one))
 
     def computing() -> None:
@@ -430,10 +466,11 @@ def _disturbs(x: torch.Tensor, alone: float) -> float:
             torch.mm(matrix, matrix)
 
     def beside() -> None:
-        under_way = dist.all_reduce(x, async_op=True)
+        under_way = exchange()
         computing()
-        assert under_way is not None
-        under_way.wait()
+        for work in under_way:
+            assert work is not None
+            work.wait()
 
     shares = []
     for _ in range(_ROUNDS):

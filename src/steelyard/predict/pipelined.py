@@ -215,7 +215,8 @@ class Pipelined:
         passing = passing_seconds(
             self._stages, self._order, lambda n: whole * device(self._costs.seconds(n))
         )
-        played = replay(self._order, [_later(s, p) for s, p in zip(stages, passing)])
+        delayed = [_later(s, p) for s, p in zip(stages, passing)]
+        played = replay(self._order, delayed, disturbs=0.0 if link is None else self._disturbs())
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
         taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
         begin = self._sums.begin(taken)
@@ -255,6 +256,12 @@ class Pipelined:
         }
         return replace(cost, seconds={w: s + own[w] for w, s in cost.seconds.items()})
 
+    def _disturbs(self) -> float:
+        """By what share of the time that a message is under way it slows what both ranks work on;
+        through slots each writes its own."""
+        joins = self._costs.links.get(PIPELINE)
+        return 0.0 if joins is None or self._edges else joins.disturbs
+
     def _copied(self, stage: Stage, work: Work, sent: Sequence[str]) -> Sequence[str]:
         """What is not made in its slot."""
         if not sent or not self._edges:
@@ -278,8 +285,7 @@ class Pipelined:
         one message, and who sends them writes there what was not made there."""
         coming, going = self._sizes(come), self._sizes(go)
         if not self._edges:
-            messages = len(coming) + len(going) + _CALLS_OF_ACTION
-            return joins.device_seconds(sum(coming) + sum(going), messages=messages)
+            return joins.device_seconds(0, messages=len(coming) + len(going) + _CALLS_OF_ACTION)
         slots = self._costs.links[PINNED]
         own = joins.device_seconds(0, messages=_CALLS_OF_ACTION)
         messages = bool(coming) + bool(going)

@@ -4,8 +4,10 @@ The table is torch's own, so that no formula of a schedule is needed. Not for ch
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import inf
 
 from steelyard.core.schedule import AHEAD, Action, Order, Work, source_of
 
@@ -76,12 +78,14 @@ class Replay:
         return tuple(max(r.held_bytes for r in ranked) for ranked in self.ranks)
 
 
-def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
+def replay(order: Order, stages: Sequence[StageCost], *, disturbs: float = 0.0) -> Replay:
     """Every rank takes up its next action when it is done with the last and what it reads has come;
-    between two ranks one message goes after another."""
-    ends, rank_of = _Ends(order, stages), order.rank_of
-    pending = [list(actions) for actions in order.ranks]
+    between two ranks one message goes after another. While one is under way, what both work on is
+    slowed by the share of that time that it ``disturbs`` them for."""
+    rank_of, pending = order.rank_of, [list(actions) for actions in order.ranks]
     done: list[list[Replayed]] = [[] for _ in order.ranks]
+    flights = _Flights(done, disturbs)
+    ends = _Ends(order, stages, flights)
     held = [_Held(order, stages) for _ in order.ranks]
     while any(pending):
         ready = [rank for rank, actions in enumerate(pending) if actions and ends.has(actions[0])]
@@ -91,8 +95,7 @@ def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
             free = done[rank][-1].end_seconds if done[rank] else 0.0
             begin = max(free, ends.arrived(action))
             awaited = [a for a in pending[rank][:AHEAD] if source_of(a, rank_of) is not None]
-            end = begin + stages[action.stage].seconds[action.work]
-            ends.put(action, end)
+            end = flights.worked(rank, begin, stages[action.stage].seconds[action.work])
             done[rank].append(
                 Replayed(
                     action=action,
@@ -102,7 +105,50 @@ def replay(order: Order, stages: Sequence[StageCost]) -> Replay:
                     held_bytes=held[rank].during(action, awaited),
                 )
             )
+            ends.put(action, end)
     return Replay(ranks=tuple(map(tuple, done)))
+
+
+class _Flights:
+    """Messages under way, and what they take of the work at both ends. Of one that is heard of when
+    an action has been ``done`` already, that one ends later; what it sent does not."""
+
+    def __init__(self, done: list[list[Replayed]], disturbs: float) -> None:
+        self._done, self._disturbs = done, disturbs
+        self._of: list[list[tuple[float, float]]] = [[] for _ in done]
+
+    def add(self, ranks: Sequence[int], begin: float, end: float) -> None:
+        if not self._disturbs:
+            return
+        for rank in ranks:
+            last = self._done[rank][-1] if self._done[rank] else None
+            if last is None or last.end_seconds <= begin:
+                self._of[rank].append((begin, end))
+                continue
+            since = max(begin, last.begin_seconds)
+            left = sum(
+                share * (min(until, last.end_seconds) - start)
+                for start, until, share in self._shares(rank, since)
+                if start < last.end_seconds
+            )
+            self._of[rank].append((begin, end))
+            self._done[rank][-1] = replace(last, end_seconds=self.worked(rank, since, left))
+
+    def worked(self, rank: int, begin: float, seconds: float) -> float:
+        """When so much work is done."""
+        for start, until, share in self._shares(rank, begin):
+            if share * (until - start) >= seconds:
+                return start + seconds / share if seconds else start
+            seconds = max(0.0, seconds - share * (until - start))
+        raise AssertionError("the last share is one, without an end")
+
+    def _shares(self, rank: int, since: float) -> Iterator[tuple[float, float, float]]:
+        """What is left of this rank's time for its work, from when until when."""
+        flights = [flight for flight in self._of[rank] if flight[1] > since]
+        changes = sorted({time for flight in flights for time in flight if time > since})
+        for start, until in pairwise([since, *changes, inf]):
+            under_way = sum(begin <= start < end for begin, end in flights)
+            yield start, until, max(0.0, 1.0 - self._disturbs * under_way)
 
 
 _Key = tuple[int, str, int]
@@ -111,7 +157,8 @@ _Key = tuple[int, str, int]
 class _Ends:
     """When what an action makes has come to who reads it."""
 
-    def __init__(self, order: Order, stages: Sequence[StageCost]) -> None:
+    def __init__(self, order: Order, stages: Sequence[StageCost], flights: _Flights) -> None:
+        self._flights = flights
         self._rank_of = order.rank_of
         self._stages = stages
         self._last = order.num_stages - 1
@@ -151,8 +198,9 @@ class _Ends:
         link = self._rank_of[source], self._rank_of[target]
         if link[0] == link[1]:
             return end
-        there = max(end, self._link_free.get(link, 0.0)) + seconds
-        self._link_free[link] = there
+        begin = max(end, self._link_free.get(link, 0.0))
+        there = self._link_free[link] = begin + seconds
+        self._flights.add(link, begin, there)
         return there
 
 

@@ -15,7 +15,8 @@ from steelyard.core.pinned import edges_of
 from steelyard.core.program import Pipeline
 from steelyard.core.schedule import AHEAD, Action, Work, source_of
 from steelyard.core.stages import Stage
-from steelyard.exchange.pinned import Like, Pinned
+from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.pinned_slots import Like
 from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.turns import give_way
 from steelyard.run.calls import Room

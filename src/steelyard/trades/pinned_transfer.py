@@ -4,7 +4,8 @@ What a step sends has the same shape every time, between stages as well as of gr
 summed up. So whoever reads it makes room once, and whoever sends it writes it there: no copy
 through a connection on either side, no thread that takes a turn, and no room made in any step.
 Fixed slots ahead of the transfer are the mechanism of Xue et al. (EuroSys 2019), there over RDMA.
-Not for the slots themselves: see exchange/pinned.py, and exchange/slotted.py for what is exchanged.
+Not for the slots themselves: see exchange/pinned_slots.py, and for what is exchanged,
+exchange/slotted.py.
 """
 
 from collections.abc import Container, Sequence
