@@ -8,16 +8,31 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.hosts import Hosts
 
+# What the first rank puts into the folder when all could begin, and wait for it to be gone.
+READY = "ready"
 
-def run_on(pair: Hosts, folder: Path, commands: Sequence[Sequence[str]]) -> None:
+
+def run_on(
+    pair: Hosts,
+    folder: Path,
+    commands: Sequence[Sequence[str]],
+    *,
+    when_ready: Callable[[], None] = lambda: None,
+) -> None:
     """The ``command`` of Python of each rank on its host."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [pair.start(n, [sys.executable, *own], environ) for n, own in enumerate(commands)]
+    while all(rank.poll() is None for rank in ranks):
+        if (folder / READY).exists():
+            when_ready()
+            (folder / READY).unlink()
+        time.sleep(0.1)
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"{folder.name}: ranks ended with {codes}")

@@ -25,6 +25,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import live, ranks
-from benchmarks._linked import know_link, run_on
+from benchmarks._linked import READY, know_link, run_on
 from benchmarks._looked import looked_at
 from benchmarks.hosts import hosts
 from benchmarks.runner import interval
@@ -104,9 +105,12 @@ def measured(name: str, link: str, optimizer: str) -> Iterator[dict[str, Any]]:
         pair.shape(LINKS[link])
         know_link(pair, folder, ranks=RANKS)
 
-        def run(what: str) -> None:
+        def run(what: str, *, until_ready: bool = False) -> None:
+            """Over a slow link parameters would be told to others for minutes, for each plan."""
+            pair.shape(None if until_ready else LINKS[link])
             command = [__file__, what, name, optimizer, link, temporary]
-            run_on(pair, folder, [[*command, str(rank)] for rank in range(RANKS)])
+            commands = [[*command, str(rank)] for rank in range(RANKS)]
+            run_on(pair, folder, commands, when_ready=lambda: pair.shape(LINKS[link]))
 
         def pace() -> float:
             run("--pace")
@@ -115,7 +119,7 @@ def measured(name: str, link: str, optimizer: str) -> Iterator[dict[str, Any]]:
         paces = [pace()]
         predicted = _prepared(name, optimizer, folder)
         paces.append(pace())
-        run("--rank")
+        run("--rank", until_ready=True)
         for figure in _judged(predicted, mean(paces), folder, name, link, optimizer):
             print(json.dumps(figure), file=sys.stderr, flush=True)
             yield figure
@@ -231,6 +235,11 @@ def work(name: str, optimizer: str, link: str, folder: Path, rank: int) -> None:
     }
     if link == SLOWEST:
         live.STEPS_IN_A_ROW = 1
+    if rank == 0:
+        (folder / READY).touch()
+    while (folder / READY).exists():
+        time.sleep(0.1)
+    dist.barrier()
     seconds = live._contested(given, batch, rank, contest, _rounds(link))
     said = {"names": names, "seconds": seconds, "peers": peers, "count": count}
     (folder / f"found-{rank}.json").write_text(json.dumps(said))

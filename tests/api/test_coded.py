@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard import _torch
+from steelyard.api import lowering
+from steelyard.api.look import Runner
+from steelyard.core.codec import CODED_CALLS
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import context_of
@@ -34,7 +37,12 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _planned(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, rate: float, accuracy_loss: str, optimizer: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    accuracy_loss: str,
+    optimizer: Any,
+    runner: Runner = "python",
 ) -> sy.Planned:
     monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
     CostCache().write_rates(context_of(2), {**LINK, "rate": rate})
@@ -44,7 +52,7 @@ def _planned(
     batch = {"x": torch.randn(4096, 256), "y": torch.randint(0, 10, (4096,))}
     return sy.plan(
         model, _loss, batch, optimizer=optimizer, cluster=sy.Cluster.here(ranks=2),
-        budget=sy.Budget(accuracy_loss=accuracy_loss),
+        budget=sy.Budget(accuracy_loss=accuracy_loss), runner=runner,
     )  # fmt: skip
 
 
@@ -75,6 +83,25 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     strict = plan.what_if(accuracy_loss="0.0000000001%")
     assert strict.predicted.accuracy_loss == "exact"
     assert any("a probe drifted" in strict.why_not(trade) for trade in _TRADES)
+
+
+def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowering, "_RIVALS", 1)
+    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD, runner="inductor")
+    assert {taken.trade for taken in plan.plan.taken} & set(_TRADES)
+    assert "probe: 10 steps" in plan.predicted.accuracy_loss
+    look, rules = plan.look, plan.plan.decisions.rules
+    lowered = look.as_run(look.struck(rules))
+    ops = {node.op for node in lowered.graph.nodes}
+    assert ops & CODED_CALLS
+    assert any(op.startswith("inductor.fused.") for op in ops)
+    # What is said is what the compiler made of the plan, with and without codes.
+    assert plan.predicted.step_seconds == look.priced(look.struck(rules)).quad.step_seconds
+    exact = plan.what_if(accuracy_loss="0%")
+    assert exact.predicted.step_seconds.value > 1.05 * plan.predicted.step_seconds.value
+    assert any("accuracy budget is 0" in exact.why_not(trade) for trade in _TRADES)
 
 
 def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(

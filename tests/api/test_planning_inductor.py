@@ -99,7 +99,7 @@ def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.P
     look, plan = on_two_ranks.look, on_two_ranks.plan
     assert plan.decisions.made_for.decomposition == "inductor-2"
     assert "stages are run by generated Python" in on_two_ranks.why_not("shard_pipeline")
-    assert "sent as it is" in on_two_ranks.why_not("ternary_gradients")
+    assert "gradients in 2 bits" in on_two_ranks.why_not("ternary_gradients")
     batch = Rule(trade="shard_batch", degree=2, bucket_bytes=2**20)
     lowered = look.as_run(look.struck([Rule(trade="overlap", lag=1), batch]))
     assert lowered.problems() == []

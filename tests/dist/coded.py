@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.look import Look, Request
+from steelyard.api.look import Look, Request, Runner
 from steelyard.core.budget import Budget
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import write_decisions
@@ -44,8 +44,11 @@ CODECS = {
 }  # fmt: skip
 RANK = 4
 # Micro-batches, and how much of the gradients goes in one bucket.
-CASES = {"ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
-         "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18), "largest": (1, 1 << 16)}
+CASES = {
+    "ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
+    "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18), "largest": (1, 1 << 16),
+    "ternary, compiled": (1, 1 << 20),
+}  # fmt: skip
 # Of more ranks, those that go otherwise there than between two: in parts, or all-reduced.
 MANY = ("ternary", "bfloat16", "factors")
 
@@ -64,12 +67,14 @@ def in_codes(rank: int) -> dict[str, Any]:
 def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
     gc.collect()  # what the last case leaves is not let go of while this one is metered
     micro_batches, bucket = CASES[name]
-    codec, count = name.partition(" ")[0], dist.get_world_size()
-    model, batch = _made()
+    codec, count = codec_in(name), dist.get_world_size()
+    is_compiled = "compiled" in name
+    model, batch = _made(is_compiled=is_compiled)
     plain = copy.deepcopy(model)
     path = folder / "train.plan.toml"
     if rank == 0:
-        write_decisions(path, _decided(codec, count, micro_batches, bucket))
+        look = _look(count, is_compiled=is_compiled)
+        write_decisions(path, _decided(look, codec, micro_batches, bucket))
     dist.barrier()
     planned = sy.load(path, model, next_token_loss, batch, optimizer=OPTIMIZER)
     dist.barrier()
@@ -89,25 +94,31 @@ def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def _made() -> tuple[nn.Module, dict[str, Tensor]]:
+def codec_in(name: str) -> str:
+    return name.replace(",", " ").partition(" ")[0]
+
+
+def _made(*, is_compiled: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Compiling takes a second for each stretch."""
     torch.manual_seed(0)
-    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    model = GPT(layers=1 if is_compiled else 2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
     return model, tokens(12, 16, 96)
 
 
 @functools.cache
-def _look(count: int) -> Look:
-    """One for all cases: they are of the same step."""
-    model, batch = _made()
+def _look(count: int, *, is_compiled: bool) -> Look:
+    """One for all cases of a runner: they are of the same step."""
+    model, batch = _made(is_compiled=is_compiled)
+    runner: Runner = "inductor" if is_compiled else "python"
     return Request(
         model=model, loss=next_token_loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
-        cluster=sy.Cluster.here(ranks=count), runner="python", title="",
+        cluster=sy.Cluster.here(ranks=count), runner=runner, title="",
         on_progress=lambda _: None,
     ).looked_at()  # fmt: skip
 
 
-def _decided(codec: str, count: int, micro_batches: int, bucket: int) -> Decisions:
-    look = _look(count)
+def _decided(look: Look, codec: str, micro_batches: int, bucket: int) -> Decisions:
+    count = look.request.cluster.num_devices
     rules: tuple[Rule, ...] = (
         Rule(trade="shard_batch", degree=count, bucket_bytes=bucket), Rule(trade="overlap", lag=2),
     )  # fmt: skip

@@ -43,7 +43,7 @@ class Adapting:
         rules = step.plan.decisions.rules
         reason = why_not_otherwise(rules)
         if step.plan.decisions.made_for.runner != "python":
-            reason = "what Inductor compiles is sent as it is"
+            reason = "what is compiled is not compiled anew meanwhile"
         if reason:
             raise BadInput(
                 f"how gradients are sent cannot change while this plan runs: {reason}",

@@ -29,19 +29,29 @@ if TYPE_CHECKING:
 _LEAST_GAIN, _DOUBTS = 0.05, 2
 
 
-def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Prediction]:
-    """The fastest plan whose gradients go in codes, or the exact one, which then says why not."""
-    found, predicted, refused = exact, exact.prediction, list[Refusal]()
+def with_codes(
+    look: "Look", budget: Budget, exact: Found, predicted: Prediction
+) -> tuple[Found, Prediction]:
+    """The fastest plan whose gradients go in codes, or the exact one, which then says why not.
+    ``predicted`` is what the runner makes of the exact one, by which codes are judged: the search
+    prices what was captured."""
+    found, plain, refused = exact, predicted, list[Refusal]()
     weighed = 0
     weighing = _weighing(look, refused)
     for way in _ways(weighing, look, budget, refused):
         weighed += 1
-        reason = _too_little(look, way.seconds, exact)
+        gain = _seconds(exact.prediction) / way.seconds - 1
+        # A compiled step computes for less time, of which what is sent is a larger share.
+        is_judged_later = look.request.runner == "inductor" and gain > 0
+        reason = None if is_judged_later else _too_little(look, gain, plain)
         if reason is None and not budget.accuracy_loss:
-            reason = f"would take ~{format_seconds(way.seconds)} a step, but is lossy and the "
-            reason += "accuracy budget is 0"
+            reason = f"would take ~{format_seconds(_seconds(plain) / (1 + gain))} a step, but is "
+            reason += "lossy and the accuracy budget is 0"
+        if reason is None and is_judged_later and found is not exact:
+            # Each is a lowering, and kernels to compile.
+            reason = "was slower than what is taken, at the prices of what was captured"
         if reason is None:
-            tried = _tried(weighing, look, budget, way, found)
+            tried = _tried(weighing, look, budget, way, plain, best=predicted)
             if not isinstance(tried, str):
                 found, predicted = tried
                 continue
@@ -53,6 +63,10 @@ def with_codes(look: "Look", budget: Budget, exact: Found) -> tuple[Found, Predi
     others = sum(refusal.left is Left.WHOLE for refusal in refused)
     told = replace(found, refused=(*found.refused, *refused))
     return replace(told, num_offers=told.num_offers + others), predicted
+
+
+def _seconds(predicted: Prediction) -> float:
+    return predicted.quad.step_seconds.value
 
 
 def codecs_here(look: "Look") -> list[Codec]:
@@ -90,15 +104,13 @@ def _ways(
     return sorted(found, key=lambda way: way.seconds)
 
 
-def _too_little(look: "Look", seconds: float, exact: Found) -> str | None:
+def _too_little(look: "Look", gain: float, plain: Prediction) -> str | None:
     """Why this is not faster by enough than the exact plan; None where it is."""
-    quad = exact.prediction.quad
-    step, waits = quad.step_seconds.value, quad.exposed_communication_seconds.value
-    gain = step / seconds - 1
+    step, waits = _seconds(plain), plain.quad.exposed_communication_seconds.value
     if gain <= 0:
         waited = f"waits ~{format_seconds(waits)} for other ranks"
         bound = "is bound by computation" if waits < step / 2 else waited
-        more = seconds / step - 1
+        more = 1 / (1 + gain) - 1
         return f"would cost {more:.0%}: the plan takes ~{format_seconds(step)} a step and {bound}"
     doubt = look.prices.costs.links[DATA].doubt if waits else 0.0
     least = max(_LEAST_GAIN, _DOUBTS * doubt * waits / step)
@@ -108,9 +120,16 @@ def _too_little(look: "Look", seconds: float, exact: Found) -> str | None:
 
 
 def _tried(
-    weighing: Weighing, look: "Look", budget: Budget, way: CodedWay, best: Found
+    weighing: Weighing,
+    look: "Look",
+    budget: Budget,
+    way: CodedWay,
+    plain: Prediction,
+    *,
+    best: Prediction,
 ) -> tuple[Found, Prediction] | str:
-    """The plan with all that the budget needs besides, probed; or why it is not taken."""
+    """The plan with all that the budget needs besides, as it runs, and probed; or why it is not
+    taken."""
     barred = look.lossy.why_not_probed()
     if barred:
         return barred
@@ -118,11 +137,19 @@ def _tried(
         found = weighing.plan(way, budget)
     except Infeasible:
         return "with it no plan fits the budget"
-    seconds = found.prediction.quad.step_seconds.value
-    if seconds >= best.prediction.quad.step_seconds.value:
+    predicted = found.prediction
+    if look.request.runner == "inductor":
+        predicted = look.priced(found.program)
+    seconds, limit = _seconds(predicted), budget.memory_bytes
+    if seconds >= _seconds(best):
         return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
+    too_little = _too_little(look, _seconds(plain) / seconds - 1, plain)
+    if too_little:
+        return too_little
+    if limit is not None and predicted.peak.nbytes > limit:
+        return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
     most = most_without(look, found.rules, found.program)
-    if budget.memory_bytes is not None and most > budget.memory_bytes:
+    if limit is not None and most > limit:
         return f"with it first steps, which go without, would take {format_bytes(most)}"
     seen = look.lossy.drift_of(found.rules, found.program)
     if isinstance(seen, str):
@@ -131,8 +158,7 @@ def _tried(
         return (
             f"a probe drifted {seen}, and the accuracy budget is {budget.accuracy_loss * 100:.2g} %"
         )
-    quad = replace(found.prediction.quad, accuracy_loss=str(seen))
-    return found, replace(found.prediction, quad=quad)
+    return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(seen)))
 
 
 def most_without(look: "Look", rules: Sequence[Rule], program: Program) -> int:
@@ -140,4 +166,6 @@ def most_without(look: "Look", rules: Sequence[Rule], program: Program) -> int:
     exact = look.struck([rule for rule in rules if rule.trade not in CODE_TRADES])
     inputs = program.graph.inputs()
     held = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
+    if look.request.runner == "inductor":
+        return look.priced(exact).peak.nbytes + held
     return peak_bytes(exact, look.prices.costs) + held

@@ -275,14 +275,16 @@ class Look:
 
     def find(self, budget: Budget) -> tuple[Found, Prediction]:
         """The fastest plan whose program, as its runner runs it, stays within the budget."""
+        many = self.request.cluster.num_devices > 1
         if self.request.runner == "inductor":
-            return find_lowered(self, budget)
-        if self.request.cluster.num_devices > 1:
+            found, predicted = find_lowered(self, budget)
+            return with_codes(self, budget, found, predicted) if many else (found, predicted)
+        if many:
             found = self.layouts.find(
                 budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
             )
             if self.request.cluster.is_here:
-                return with_codes(self, budget, found)
+                return with_codes(self, budget, found, found.prediction)
             return found, found.prediction
         if budget.accuracy_loss:
             return self.lossy.find(budget)

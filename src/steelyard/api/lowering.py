@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
 from steelyard.core.plan import FrontierPoint, Prediction
 from steelyard.core.rules import Rule
-from steelyard.core.trade import Left, Refusal
 from steelyard.search import Found, Search
 
 if TYPE_CHECKING:
@@ -31,27 +29,13 @@ _UNUSED_SHARE = 0.04
 # Of the curve, and of ways to lie on ranks; each is a lowering.
 _POINTS, _RIVALS = 6, 4
 
-_NO_CODES = tuple(
-    Refusal(
-        trade=trade,
-        label="gradients in codes",
-        reason="what Inductor compiles is sent as it is; generated Python codes it",
-        left=Left.NEVER,
-    )
-    for trade in CODE_TRADES
-)
-
 
 def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     if budget.memory_bytes is not None:
-        found, predicted = _find_within(look, budget)
-    elif look.request.cluster.num_devices == 1:
-        found, predicted = look.search.find(budget), look.unplanned
-    else:
-        found, predicted = _find_fastest(look, budget)
-    if look.request.cluster.num_devices > 1:
-        found = replace(found, refused=(*found.refused, *_NO_CODES))
-    return found, predicted
+        return _find_within(look, budget)
+    if look.request.cluster.num_devices == 1:
+        return look.search.find(budget), look.unplanned
+    return _find_fastest(look, budget)
 
 
 def _find_fastest(look: "Look", budget: Budget) -> tuple[Found, Prediction]:

@@ -153,8 +153,13 @@ def _apart(program: Program, parts: Sequence[Segment | Instruction], at: int) ->
     def lying(value: str) -> tuple[int, ...]:
         return graph.storages_of(node_of.get(value, value))
 
-    standing = [each for each in later if isinstance(each, Instruction) and each.sink is None]
-    written = {x.inputs[0] for x in standing if graph.by_name[x.node].mutates}
+    written = {
+        value
+        for each in later
+        if isinstance(each, Instruction) and each.sink is None
+        for name, value in zip(graph.by_name[each.node].inputs, each.inputs, strict=True)
+        if name in graph.by_name[each.node].mutates
+    }
     read = {n for x in later for n in (x.takes if isinstance(x, Segment) else x.inputs)}
     read.update(node.name for node in graph.inputs())
     return [

@@ -212,7 +212,7 @@ def _refuse_stages(program: Program) -> None:
 def _refuse_writers(program: Program) -> None:
     for instruction in program.instructions:
         node = program.graph.by_name[instruction.node]
-        if instruction.sink is None and node.mutates and node.collective is None:
+        if instruction.sink is None and node.mutates and not _stands_alone(node):
             where = f" at {node.line}" if node.line else ""
             raise BadInput(
                 f"{node.op}{where} writes into its argument",
