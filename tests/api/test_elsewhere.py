@@ -20,6 +20,7 @@ from steelyard.api.look import Request
 from steelyard.api.scaling import scaled
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.cluster_file import decode_tree
+from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.planfile import read_decisions
 from steelyard.predict import deep
@@ -96,6 +97,31 @@ def where() -> Elsewhere:
 @pytest.fixture(scope="module")
 def planned(where: Elsewhere) -> PlannedElsewhere:
     return where.planned(sy.Budget(), None)
+
+
+@pytest.mark.parametrize("is_deep", [True, False])
+def test_no_accuracy_is_lost_where_nobody_can_probe_it_and_the_plan_says_so(
+    is_deep: bool, where: Elsewhere
+) -> None:
+    lossy, exact = sy.Budget(accuracy_loss="1%"), sy.Budget()
+    if is_deep:
+        plans = [where.planned(budget, None) for budget in (lossy, exact)]
+    else:
+        torch.manual_seed(0)
+        shallow = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        plans = [
+            sy.plan(
+                shallow, lambda m, b: m(b).square().mean(), torch.randn(8, 16), optimizer=_ADAMW,
+                cluster=_cluster(memory="1 GiB"), budget=budget,
+            )
+            for budget in (lossy, exact)
+        ]  # fmt: skip
+    said = [[n for n in plan.plan.notes if n.startswith("no accuracy is lost")] for plan in plans]
+    assert [len(each) for each in said] == [1, 0]
+    for plan in plans:
+        assert plan.predicted.accuracy_loss == "exact"
+        for trade in CODE_TRADES:
+            assert "cannot be run here cannot be probed" in plan.why_not(trade)
 
 
 def test_the_public_call_plans_a_deep_model_so(planned: PlannedElsewhere) -> None:

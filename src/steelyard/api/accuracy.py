@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from steelyard.api.look import Look
 
 QUANTISE = "quantise"
+NOT_PROBED = "a step that cannot be run here cannot be probed"
 # A bell-shaped value loses 0.7 % of its norm. What loses more than this has few values that are
 # far larger than the others, which then share a handful of codes.
 _MOST_ERROR = 0.05
@@ -68,7 +69,7 @@ class Lossy:
         if QUANTISE not in {trade.name for trade in look.request.trades}:
             return "a batch that is only imagined cannot be probed"
         if source.is_imagined or not look.request.cluster.is_here:
-            return "is lossy, and a step that cannot be run here cannot be probed"
+            return f"is lossy, and {NOT_PROBED}"
         if look.request.optimizer is None:
             return "is lossy, and without an optimizer there is no drift of the loss to probe"
         if _torch.any_hooks(list(source.model.parameters())):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from steelyard import _torch
+from steelyard.api.accuracy import NOT_PROBED
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec
@@ -67,6 +68,22 @@ def with_codes(
 
 def _seconds(predicted: Prediction) -> float:
     return predicted.quad.step_seconds.value
+
+
+def untried() -> tuple[Refusal, ...]:
+    """Of devices that are not here: what few bits would do to the loss there, nobody can tell."""
+    reason = f"is lossy, and {NOT_PROBED}"
+    label = "gradients in codes"
+    return tuple(
+        Refusal(trade=trade, label=label, reason=reason, left=Left.NEVER) for trade in CODE_TRADES
+    )
+
+
+def note_on_accuracy(budget: Budget) -> tuple[str, ...]:
+    """Where it may be lost, on devices that are not here."""
+    if not budget.accuracy_loss:
+        return ()
+    return (f"no accuracy is lost, though the budget allows it: {NOT_PROBED}",)
 
 
 def codecs_here(look: "Look") -> list[Codec]:

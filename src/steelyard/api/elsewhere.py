@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from steelyard.api.coded import note_on_accuracy, untried
 from steelyard.api.held import batch_held
 from steelyard.api.look import DECOMPOSITIONS, Request
 from steelyard.api.planning import Planned, budget_of, check_trade
@@ -165,11 +166,11 @@ class Elsewhere:
             unplanned=search.on_one(),
             predicted=search.prediction(laid),
             taken=reasons.taken,
-            refused=reasons.refused,
+            refused=(*reasons.refused, *untried()),
             num_offers=reasons.num_offers,
             next_cent=self._next_cent(laid, limit),
             fewest=self._fewest_said(laid) if minimize else "",
-            notes=tuple(self._notes(laid, limit)),
+            notes=(*self._notes(laid, limit), *note_on_accuracy(budget)),
         )
 
     def _far(self, rules: Sequence[Rule]) -> Far | None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.api.accuracy import Lossy
-from steelyard.api.coded import with_codes
+from steelyard.api.coded import untried, with_codes
 from steelyard.api.lowering import find_lowered
 from steelyard.api.pricing import PricedSource, Prices, Progress, dims_of
 from steelyard.capture.optimizer import OptimizerFactory
@@ -285,7 +285,7 @@ class Look:
             )
             if self.request.cluster.is_here:
                 return with_codes(self, budget, found, found.prediction)
-            return found, found.prediction
+            return replace(found, refused=(*found.refused, *untried())), found.prediction
         if budget.accuracy_loss:
             return self.lossy.find(budget)
         found = self.search.find(budget)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from steelyard.api.coded import note_on_accuracy
 from steelyard.api.held import batch_held
 from steelyard.api.live import Step
 from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
@@ -431,6 +432,7 @@ def planned(look: Look, budget: Budget) -> Planned:
             *look.notes(),
             *_batch_held(look, found.rules),
             *((str(found.gap),) if found.gap else ()),
+            *(() if look.request.cluster.is_here else note_on_accuracy(budget)),
         ),
     )
     look.prices.rest()
