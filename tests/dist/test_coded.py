@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
-from tests.dist.coded import CASES, MANY, codec_in
+from tests.dist.coded import CASES, COMPILED, MANY, codec_in
 from tests.dist.ranks import on_ranks
 from tests.dist.told import check_as_planned
 
@@ -17,13 +18,21 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 _MOST = {"ternary": 0.2, "int8": 0.35, "bfloat16": 0.55, "factors": 0.3, "largest": 0.15}
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("scenario", "count", "cases"),
+    [("in_codes", 2, CASES), ("in_codes", 3, MANY), ("compiled", 2, COMPILED)],
+    ids=["2", "3", "compiled"],
+)
 def test_ranks_that_send_codes_train_as_was_meant(
-    costs: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    costs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scenario: str,
+    count: int,
+    cases: Collection[str],
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
-    ranks = on_ranks("tests.dist.coded:in_codes", count=count)
-    assert {*ranks[0]} == {*(CASES if count == 2 else MANY)}
+    ranks = on_ranks(f"tests.dist.coded:{scenario}", count=count)
+    assert {*ranks[0]} == {*cases}
     for name in ranks[0]:
         check_as_planned(own := [rank[name] for rank in ranks], name)
         one = own[0]

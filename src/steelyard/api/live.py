@@ -302,9 +302,7 @@ class Step:
         """A loop of the user's own may keep them; a step that is planned begins without."""
         if not self._keeps_gradients:
             return ()
-        program = self.live.program
-        if self.plan.decisions.made_for.runner == "inductor":
-            program = lower(program)
+        program = self._as_run(self.live.program)
         nbytes = kept_gradients_bytes(program, self._prices.costs)
         if not nbytes:
             return ()
@@ -340,7 +338,7 @@ class Step:
         return Guard(len(self._ladder), warm_up=warm_up_of(self.plan.decisions.rules))
 
     def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
-        if self.plan.decisions.made_for.runner == "inductor":
+        if self._is_compiled:
             return partial(compile_program, channels=self.ranks.channels)
         return partial(
             emit,
@@ -348,6 +346,14 @@ class Step:
             far=self.far,
             tensors=states.tensors if states else None,
         )
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self.plan.decisions.made_for.runner == "inductor"
+
+    def _as_run(self, program: Program) -> Program:
+        """What the runner makes of it, of which the bytes are told."""
+        return lower(program) if self._is_compiled else program
 
     def _program_at(self, source: StepSource, rung: int = 0) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step, in the codes of the next."""
@@ -386,7 +392,8 @@ class Step:
         program, captured = self._program_at(source, self.live.rung)
         self._prices.know(program.graph)
         # Of the rank that needs most: all go on, or none does.
-        nbytes = self.ranks.together.most(peak_bytes(program, self._prices.costs))
+        as_run = self._as_run(program)
+        nbytes = self.ranks.together.most(peak_bytes(as_run, self._prices.costs))
         limit = self.plan.decisions.budget.memory_bytes
         if limit is not None and nbytes > limit:
             raise Mismatch(
