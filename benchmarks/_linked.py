@@ -28,12 +28,17 @@ def run_on(
     """The ``command`` of Python of each rank on its host."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [pair.start(n, [sys.executable, *own], environ) for n, own in enumerate(commands)]
-    while all(rank.poll() is None for rank in ranks):
+    codes: list[int | None] = [None]
+    while None in codes:
         if (folder / READY).exists():
             when_ready()
             (folder / READY).unlink()
         time.sleep(0.1)
-    codes = [rank.wait() for rank in ranks]
+        codes = [rank.poll() for rank in ranks]
+        if any(codes):  # the others would wait for it
+            for rank in ranks:
+                rank.kill()
+            codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"{folder.name}: ranks ended with {codes}")
 

@@ -32,6 +32,7 @@ def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
         "counted_bytes": receipt.measured.communication_bytes,
         # On a busy machine gloo's threads may let go late of what was waited for.
         "peak_bytes": min(peaks),
+        "shown_peak_bytes": receipt.measured.memory_bytes,
         "notes": receipt.measured.notes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
@@ -53,4 +54,5 @@ def check_as_planned(ranks: Sequence[dict[str, Any]], name: str) -> None:
         said = rank["counted_bytes"] - rank["sent_bytes"]
         exchanges = sum(call != "wait_tensor" for call in rank["executed"])
         assert 0 < said <= _SAID_BYTES * (len(ranks) - 1) * exchanges, name
+        assert rank["peak_bytes"] <= rank["shown_peak_bytes"] < 1.5 * rank["peak_bytes"], name
         assert rank["peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01), name

@@ -9,11 +9,23 @@ from dataclasses import replace
 
 import pytest
 
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.layout import DATA, PIPELINE
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.trades.shard_pipeline import SCHEDULES
 from tests.trades.test_shard_pipeline import costs, offered, plain, stages, struck
 
 pytestmark = pytest.mark.slow
+
+
+def test_sums_among_stages_go_at_the_rate_of_sums_and_messages_at_theirs() -> None:
+    known = costs()
+    slow, fast = (replace(known.links[PIPELINE], bytes_per_second=rate) for rate in (1e6, 1e9))
+    priced = replace(known, links={**known.links, DATA: slow, PIPELINE: fast})
+    for kind, link in ((Exchange.ALL_REDUCE, slow), (Exchange.ALL_GATHER, fast)):
+        among = GLOO.collective(kind, axis=PIPELINE, num_ranks=2, nbytes=1 << 20)
+        seconds = link.seconds(among.sent_bytes, messages=among.hops)
+        assert priced.exchange_seconds(among).value == pytest.approx(seconds)
 
 
 def test_layers_in_two_halves_take_about_half_each() -> None:

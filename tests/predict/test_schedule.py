@@ -125,6 +125,26 @@ def test_what_is_under_way_slows_only_what_is_worked_on_meanwhile() -> None:
     assert ends["1F1"] == 4.5
 
 
+@pytest.mark.parametrize(
+    ("schedule", "first", "second", "seconds"),
+    [("GPipe", 1, 3, 133.1), ("1F1B", 1, 1, 55.8), ("1F1B", 3, 1, 130.1)],
+)
+def test_pipelines_are_disturbed_as_an_exact_simulation_says(
+    schedule: str, first: int, second: int, seconds: float
+) -> None:
+    """Figures of a simulation by events, written apart from this one; the mirror image of a
+    pipeline of GPipe takes as long."""
+    order = _order(schedule, 2, 8)
+
+    def taken(*widths: int) -> float:
+        costs = [_cost(w, 2 * w, 2 * w, sent=0.9) for w in widths]
+        return replay(order, costs, disturbs=0.5).seconds
+
+    assert taken(first, second) == pytest.approx(seconds)
+    if schedule == "GPipe":
+        assert taken(second, first) == pytest.approx(seconds)
+
+
 def _busy_seconds(ranked: tuple[Replayed, ...]) -> float:
     return sum(r.end_seconds - r.begin_seconds for r in ranked)
 

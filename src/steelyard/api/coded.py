@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from steelyard import _torch
 from steelyard.api.accuracy import NOT_PROBED
+from steelyard.api.lowering import compiled_limit, saved_bytes
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec
@@ -43,7 +44,8 @@ def with_codes(
         weighed += 1
         gain = _seconds(exact.prediction) / way.seconds - 1
         # A compiled step computes for less time, of which what is sent is a larger share.
-        is_judged_later = look.request.runner == "inductor" and gain > 0
+        is_compiled = look.request.runner == "inductor"
+        is_judged_later = is_compiled and budget.accuracy_loss > 0 and gain > 0
         reason = None if is_judged_later else _too_little(look, gain, plain)
         if reason is None and not budget.accuracy_loss:
             reason = f"would take ~{format_seconds(_seconds(plain) / (1 + gain))} a step, but is "
@@ -150,14 +152,16 @@ def _tried(
     barred = look.lossy.why_not_probed()
     if barred:
         return barred
+    is_compiled, limit, asked = look.request.runner == "inductor", budget.memory_bytes, budget
+    if is_compiled and limit is not None:
+        limit = compiled_limit(look, limit)
+        asked = replace(budget, memory_bytes=limit + saved_bytes(look))
     try:
-        found = weighing.plan(way, budget)
+        found = weighing.plan(way, asked)
     except Infeasible:
         return "with it no plan fits the budget"
-    predicted = found.prediction
-    if look.request.runner == "inductor":
-        predicted = look.priced(found.program)
-    seconds, limit = _seconds(predicted), budget.memory_bytes
+    predicted = look.priced(found.program) if is_compiled else found.prediction
+    seconds = _seconds(predicted)
     if seconds >= _seconds(best):
         return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
     too_little = _too_little(look, _seconds(plain) / seconds - 1, plain)
@@ -165,8 +169,7 @@ def _tried(
         return too_little
     if limit is not None and predicted.peak.nbytes > limit:
         return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
-    most = most_without(look, found.rules, found.program)
-    if limit is not None and most > limit:
+    if limit is not None and (most := most_without(look, found.rules, found.program)) > limit:
         return f"with it first steps, which go without, would take {format_bytes(most)}"
     seen = look.lossy.drift_of(found.rules, found.program)
     if isinstance(seen, str):

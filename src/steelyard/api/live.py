@@ -391,13 +391,17 @@ class Step:
         source = self._source.at(batch, with_values=self._parts is None)
         program, captured = self._program_at(source, self.live.rung)
         self._prices.know(program.graph)
+        entries, limit = self._source.at(batch).entries(), self.plan.decisions.budget.memory_bytes
+        is_alike = [e.shape for e in entries] == [e.shape for e in self._source.entries()]
+        if is_alike and limit is None:
+            return program, captured.constants, captured.reads  # in other codes alone
         # Of the rank that needs most: all go on, or none does.
         as_run = self._as_run(program)
         nbytes = self.ranks.together.most(peak_bytes(as_run, self._prices.costs))
-        limit = self.plan.decisions.budget.memory_bytes
         if limit is not None and nbytes > limit:
+            what = "a step in other codes" if is_alike else "a batch of another shape"
             raise Mismatch(
-                f"a batch of another shape would need {format_bytes(nbytes)} under this plan",
+                f"{what} would need {format_bytes(nbytes)} under this plan",
                 expected=f"at most {format_bytes(limit)}, the plan's budget",
                 remedy="drop or pad that batch, raise the budget, or plan for this shape",
             )
@@ -407,9 +411,8 @@ class Step:
                 expected=f"at most {format_bytes(self.far.far.size_bytes)}, what it may hold",
                 remedy="drop that batch, allow far memory a larger size, or plan for this shape",
             )
-        entries = self._source.at(batch).entries()
-        if [e.shape for e in entries] == [e.shape for e in self._source.entries()]:
-            return program, captured.constants, captured.reads  # in other codes alone
+        if is_alike:
+            return program, captured.constants, captured.reads
         shapes = ", ".join(str(list(e.shape)) for e in entries[:2])
         cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
         self.notes.append(f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)})")

@@ -47,9 +47,8 @@ def _find_fastest(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
 
 def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     assert budget.memory_bytes is not None
-    margin = _MARGIN if any("convolution" in n.op for n in look.base.graph.nodes) else 0.0
-    limit = int(budget.memory_bytes / (1 + margin))
-    asked = limit + _saved_bytes(look)
+    limit = compiled_limit(look, budget.memory_bytes)
+    asked = limit + saved_bytes(look)
     fits: tuple[Found, Prediction] | None = None
     too_much: int | None = None
     least: Prediction | None = None
@@ -83,7 +82,7 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
             asked = min(asked, found.prediction.peak.nbytes) - (nbytes - limit)
     if fits is None:
         assert least is not None
-        needed = math.ceil(least.peak.nbytes * (1 + margin))
+        needed = math.ceil(least.peak.nbytes * (1 + _margin(look)))
         raise Infeasible(
             f"no plan for Inductor was found within memory <= {format_bytes(budget.memory_bytes)}: "
             f"the smallest of {len(tried)} tries takes ~{format_bytes(least.peak.nbytes)}",
@@ -93,6 +92,15 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
             least_bytes=needed,
         )
     return fits
+
+
+def compiled_limit(look: "Look", nbytes: int) -> int:
+    """What a plan may take as it is lowered, where so many bytes may be taken."""
+    return int(nbytes / (1 + _margin(look)))
+
+
+def _margin(look: "Look") -> float:
+    return _MARGIN if any("convolution" in n.op for n in look.base.graph.nodes) else 0.0
 
 
 def lowered_frontier(look: "Look", search: Search) -> tuple[FrontierPoint, ...]:
@@ -112,7 +120,7 @@ def lowered_frontier(look: "Look", search: Search) -> tuple[FrontierPoint, ...]:
     return tuple(best)
 
 
-def _saved_bytes(look: "Look") -> int:
+def saved_bytes(look: "Look") -> int:
     """How much less than what was captured a step holds that is fused, nothing being done to it."""
     if look.request.cluster.num_devices == 1:
         return look.search.explored().plain.peak_bytes - look.unplanned.peak.nbytes

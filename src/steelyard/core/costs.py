@@ -11,6 +11,7 @@ from steelyard.core.cluster import Device, Link
 from steelyard.core.collective import Collective, Exchange
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Body, Node, Phase
+from steelyard.core.layout import DATA, PIPELINE
 from steelyard.core.quad import NOTHING, Estimate
 
 # A roofline says which resource binds, not how well a kernel uses it: the published errors of
@@ -116,6 +117,9 @@ class Costs:
             seconds = whole.seconds(collective.whole_bytes, messages=1)
             return Estimate.within(seconds, share=whole.doubt)
         link = self.links.get(collective.link)
+        if collective.axis == PIPELINE and collective.kind is Exchange.ALL_REDUCE:
+            # That of stages is of messages; sums among them go as among any ranks.
+            link = self.links.get(DATA, link)
         if link is None and collective.is_pinned:
             raise BadInput(
                 "the plan's exchanges go through memory that ranks share, and these are not known "

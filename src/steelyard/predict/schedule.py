@@ -87,31 +87,54 @@ def replay(order: Order, stages: Sequence[StageCost], *, disturbs: float = 0.0) 
     flights = _Flights(done, disturbs)
     ends = _Ends(order, stages, flights)
     held = [_Held(order, stages) for _ in order.ranks]
-    while any(pending):
-        ready = [rank for rank, actions in enumerate(pending) if actions and ends.has(actions[0])]
-        assert ready, f"the table never gets to {[str(a[0]) for a in pending if a]}"
-        for rank in ready:
-            action = pending[rank].pop(0)
-            free = done[rank][-1].end_seconds if done[rank] else 0.0
-            begin = max(free, ends.arrived(action))
-            awaited = [a for a in pending[rank][:AHEAD] if source_of(a, rank_of) is not None]
-            end = flights.worked(rank, begin, stages[action.stage].seconds[action.work])
-            done[rank].append(
-                Replayed(
-                    action=action,
-                    rank=rank,
-                    begin_seconds=begin,
-                    end_seconds=end,
-                    held_bytes=held[rank].during(action, awaited),
-                )
+
+    def can_begin() -> Iterator[tuple[float, int]]:
+        for rank, actions in enumerate(pending):
+            if rank not in working and actions and ends.has(actions[0]):
+                free = done[rank][-1].end_seconds if done[rank] else 0.0
+                yield max(free, ends.arrived(actions[0])), rank
+
+    def begins(rank: int, begin: float) -> None:
+        action = pending[rank].pop(0)
+        awaited = [a for a in pending[rank][:AHEAD] if source_of(a, rank_of) is not None]
+        done[rank].append(
+            Replayed(
+                action=action,
+                rank=rank,
+                begin_seconds=begin,
+                end_seconds=flights.worked(rank, begin, stages[action.stage].seconds[action.work]),
+                held_bytes=held[rank].during(action, awaited),
             )
-            ends.put(action, end)
+        )
+
+    def ended(rank: int) -> None:
+        ends.put(done[rank][-1].action, done[rank][-1].end_seconds)
+
+    working: set[int] = set()
+    while any(pending) or working:
+        able = list(can_begin())
+        assert able or working, f"the table never gets to {[str(a[0]) for a in pending if a]}"
+        if not disturbs:
+            for begin, rank in able:
+                begins(rank, begin)
+                ended(rank)
+            continue
+        # In the order of time: a message that goes on its way makes end later what both ranks are
+        # at work on by then.
+        begin, rank = min(able, default=(inf, -1))
+        end, first = min(((done[r][-1].end_seconds, r) for r in working), default=(inf, -1))
+        if end <= begin:
+            working.remove(first)
+            ended(first)
+        else:
+            working.add(rank)
+            begins(rank, begin)
     return Replay(ranks=tuple(map(tuple, done)))
 
 
 class _Flights:
-    """Messages under way, and what they take of the work at both ends. Of one that is heard of when
-    an action has been ``done`` already, that one ends later; what it sent does not."""
+    """Messages under way, and what they take of the work at both ends: what a rank is at work on,
+    the last of what it has ``done``, ends later."""
 
     def __init__(self, done: list[list[Replayed]], disturbs: float) -> None:
         self._done, self._disturbs = done, disturbs
@@ -125,7 +148,7 @@ class _Flights:
             if last is None or last.end_seconds <= begin:
                 self._of[rank].append((begin, end))
                 continue
-            since = max(begin, last.begin_seconds)
+            since = max(begin, last.begin_seconds)  # it begins behind what it waits for
             left = sum(
                 share * (min(until, last.end_seconds) - start)
                 for start, until, share in self._shares(rank, since)
