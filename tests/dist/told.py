@@ -22,7 +22,6 @@ def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
     with Recorder() as recorder:
         step(batch)
     receipt, program = step.receipt(), step.live.program
-    peaks = [receipt.measured.memory_bytes, *(_metered(step, batch) for _ in range(2))]
     return {
         "digest": _digest(step.live.model),
         "executed": recorder.executed,
@@ -30,18 +29,10 @@ def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "sent_bytes": program.sent_bytes,
         "counted_bytes": receipt.measured.communication_bytes,
-        # On a busy machine gloo's threads may let go late of what was waited for.
-        "peak_bytes": min(peaks),
-        "shown_peak_bytes": receipt.measured.memory_bytes,
+        "peak_bytes": receipt.measured.memory_bytes,
         "notes": receipt.measured.notes,
         "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
     }
-
-
-def _metered(step: Any, batch: Any) -> int:
-    step.live.zero_grad()
-    nbytes: int = step.meter(lambda: step.live(batch))
-    return nbytes
 
 
 def check_as_planned(ranks: Sequence[dict[str, Any]], name: str) -> None:
@@ -54,5 +45,4 @@ def check_as_planned(ranks: Sequence[dict[str, Any]], name: str) -> None:
         said = rank["counted_bytes"] - rank["sent_bytes"]
         exchanges = sum(call != "wait_tensor" for call in rank["executed"])
         assert 0 < said <= _SAID_BYTES * (len(ranks) - 1) * exchanges, name
-        assert rank["peak_bytes"] <= rank["shown_peak_bytes"] < 1.5 * rank["peak_bytes"], name
         assert rank["peak_bytes"] == pytest.approx(rank["predicted_peak_bytes"], rel=0.01), name
