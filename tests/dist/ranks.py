@@ -32,11 +32,12 @@ def on_two_ranks(scenario: str) -> list[Any]:
     return on_ranks(scenario, count=NUM_RANKS)
 
 
-def on_ranks(scenario: str, *, count: int) -> list[Any]:
-    """What ``module:function(rank)`` returned on each rank."""
+def on_ranks(scenario: str, *, count: int, device: str = "cpu") -> list[Any]:
+    """What ``module:function(rank)`` returned on each rank. On "cuda" all share one GPU, tensors
+    are made there unless said otherwise, and NCCL carries them."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.ranks", scenario, folder, str(count)],
+            [sys.executable, "-m", "tests.dist.ranks", scenario, folder, str(count), device],
             cwd=_ROOT,
             # Gloo listens on this interface and no other; both ranks share two cores with others.
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -55,7 +56,7 @@ def on_ranks(scenario: str, *, count: int) -> list[Any]:
         return [json.loads(_result(folder, rank).read_text()) for rank in range(count)]
 
 
-def main(scenario: str, folder: str, count: str) -> int:
+def main(scenario: str, folder: str, count: str, device: str) -> int:
     module, _, function = scenario.partition(":")
     run = getattr(importlib.import_module(module), function)  # once for both ranks
     threads = list(Path("/proc/self/task").iterdir())
@@ -64,7 +65,7 @@ def main(scenario: str, folder: str, count: str) -> int:
     for rank in range(int(count)):
         child = os.fork()
         if child == 0:
-            os._exit(_rank(run, Path(folder), rank, int(count)))
+            os._exit(_rank(run, Path(folder), rank, int(count), device))
         ranks.append(child)
     while ranks:
         ended, status = os.wait()
@@ -76,12 +77,16 @@ def main(scenario: str, folder: str, count: str) -> int:
     return 0
 
 
-def _rank(run: Callable[[int], Any], folder: Path, rank: int, count: int) -> int:
+def _rank(run: Callable[[int], Any], folder: Path, rank: int, count: int, device: str) -> int:
     faulthandler.dump_traceback_later(_RANK_SECONDS, exit=True)
     try:
         torch.set_num_threads(1)
+        if device != "cpu":
+            # NCCL refuses ranks of one host that share a GPU; of several hosts it knows nothing.
+            os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            torch.set_default_device(device)
         dist.init_process_group(
-            "gloo",
+            "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=count,

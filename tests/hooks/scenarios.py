@@ -45,7 +45,8 @@ class Given(nn.Module):
 
 def _drawn(rank: int, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
+    drawn = {n: torch.randn(s, generator=generator, device="cpu") for n, s in SHAPES.items()}
+    return {name: x.to(torch.get_default_device()) for name, x in drawn.items()}
 
 
 def _wrapped(model: nn.Module, **settings: Any) -> DistributedDataParallel:
@@ -108,7 +109,7 @@ def _gradients(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _digest(values: list[Tensor]) -> str:
     found = hashlib.sha256()
     for value in values:
-        found.update(value.detach().contiguous().numpy().tobytes())
+        found.update(value.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -188,7 +189,9 @@ def _is_alike(model: nn.Module) -> bool:
 def scaled(rank: int) -> dict[str, Any]:
     """A scaler whose scale falls after a step with an infinite gradient on one rank."""
     ddp = _wrapped(Given())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    scaler = torch.amp.GradScaler(
+        torch.get_default_device().type, init_scale=1024.0, growth_interval=1000
+    )
     lost = compress(ddp, "ternary", scaler=scaler)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     count, skipped, scales = dist.get_world_size(), [], []
@@ -318,7 +321,7 @@ def breaks(rank: int) -> str:
     dist.all_gather_single = gone
     try:
         ddp(_drawn(rank, 0)).backward()
-    except RuntimeError as error:
+    except (RuntimeError, SteelyardError) as error:
         return str(error)
     finally:
         dist.all_gather_single = gather

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.ranks import on_ranks
 from tests.hooks.scenarios import SHAPES, STEPS
@@ -16,13 +17,20 @@ CODED = ("first", "second")
 
 
 @functools.cache
-def _every(count: int) -> list[dict[str, Any]]:
-    return on_ranks("tests.hooks.scenarios:every", count=count)
+def _every(count: int, device: str) -> list[dict[str, Any]]:
+    return on_ranks("tests.hooks.scenarios:every", count=count, device=device)
 
 
-def _found(name: str, count: int = 2) -> list[Any]:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    return str(request.param)
+
+
+def _found(name: str, device: str, count: int = 2) -> list[Any]:
     """Of each rank."""
-    return [rank[name] for rank in _every(count)]
+    return [rank[name] for rank in _every(count, device)]
 
 
 # A draw of a bell is at most about 4.5; it is rounded once, and its sum once more where more than
@@ -35,8 +43,8 @@ _KEEPS = ("ternary", "rank 4")
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_comes_is_the_mean_and_what_is_lost_comes_later(count: int) -> None:
-    ranks = _found("added_up", count)
+def test_what_comes_is_the_mean_and_what_is_lost_comes_later(count: int, device: str) -> None:
+    ranks = _found("added_up", device, count)
     for code, one in ranks[0].items():
         assert {rank[code]["digest"] for rank in ranks} == {one["digest"]}, code
         assert one["state"] == _saved_of(code)
@@ -57,9 +65,9 @@ def _saved_of(code: str) -> list[str]:
 
 @pytest.mark.parametrize("code", ["int8", "ternary", "bfloat16", "rank 4"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_model_trains_as_without(code: str, parts: int) -> None:
+def test_a_model_trains_as_without(code: str, parts: int, device: str) -> None:
     """Clipped, and with gradients added up over two batches before they go."""
-    for rank in _found("trains"):
+    for rank in _found("trains", device):
         plain, coded = rank[str(parts)], rank[f"{code} {parts}"]
         assert plain[-1] < 0.9 * plain[0]
         assert coded[0] == plain[0]
@@ -67,8 +75,8 @@ def test_a_model_trains_as_without(code: str, parts: int) -> None:
         assert coded[-1] == pytest.approx(plain[-1], rel=near)
 
 
-def test_a_step_that_is_not_finite_poisons_nothing() -> None:
-    for rank in _found("scaled"):
+def test_a_step_that_is_not_finite_poisons_nothing(device: str) -> None:
+    for rank in _found("scaled", device):
         assert rank["skipped"] == [False, False, True, False, False, False]
         assert rank["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
         assert rank["finite"]
@@ -77,8 +85,8 @@ def test_a_step_that_is_not_finite_poisons_nothing() -> None:
         assert rank["rest"] < 1.0
 
 
-def test_parameters_that_nobody_came_by() -> None:
-    for rank in _found("unused"):
+def test_parameters_that_nobody_came_by(device: str) -> None:
+    for rank in _found("unused", device):
         assert rank == {"alike": True, "finite": True}
 
 
@@ -86,8 +94,10 @@ def test_parameters_that_nobody_came_by() -> None:
 @pytest.mark.parametrize(
     ("scenario", "code"), [("resumes", "ternary"), ("resumes_factors", "rank 4")]
 )
-def test_what_was_lost_is_saved_and_comes_after_all(count: int, scenario: str, code: str) -> None:
-    for rank in _found(scenario, count):
+def test_what_was_lost_is_saved_and_comes_after_all(
+    count: int, scenario: str, code: str, device: str
+) -> None:
+    for rank in _found(scenario, device, count):
         assert rank["saved"] == _saved_of(code)
         assert rank["norm"] > 1
         assert rank["apart"] < 1e-4
@@ -96,8 +106,8 @@ def test_what_was_lost_is_saved_and_comes_after_all(count: int, scenario: str, c
         assert rank["refused"].startswith("what was lost of first has shape (2, 2)")
 
 
-def test_what_cannot_be_is_refused_on_every_rank() -> None:
-    for rank in _found("refusals"):
+def test_what_cannot_be_is_refused_on_every_rank(device: str) -> None:
+    for rank in _found("refusals", device):
         assert all(len(said.splitlines()) == 3 for said in rank.values()), rank
         assert rank["another code"].startswith("rank 1 asks for another code")
         assert rank["no code"].startswith("'int9' is no code")
@@ -105,15 +115,15 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
         assert "'int8'" in rank["ternary shards"]
 
 
-def test_an_exchange_that_fails_is_told_by_the_backward_pass() -> None:
-    for said in _found("breaks"):
+def test_an_exchange_that_fails_is_told_by_the_backward_pass(device: str) -> None:
+    for said in _found("breaks", device):
         assert "gradients did not come from all ranks: connection closed by peer" in said
         assert "look at the rank that ended first" in said
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_shards_in_codes_are_the_mean(count: int) -> None:
-    for rank in _found("shards", count):
+def test_shards_in_codes_are_the_mean(count: int, device: str) -> None:
+    for rank in _found("shards", device, count):
         plain, coded = rank["losses"]
         assert max(rank["apart"]) < 0.03
         assert max(rank["apart"]) > 1e-5

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard.core.codec import CODECS, INT8, Codec, low_rank
 from steelyard.core.errors import BadInput, RanksDiffer
 from steelyard.exchange.turns import take_turns
+from steelyard.hooks.beside import Beside, OnStream, OnThread
 from steelyard.hooks.buckets import Buckets
 from steelyard.hooks.shards import ShardsInCodes
 from steelyard.hooks.sums import Sums
@@ -56,11 +58,11 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
             expected=f"one of {', '.join(map(repr, CODECS))}, 'rank 4'",
             remedy='compress(module, "int8"), for example',
         )
-    _check_devices(module)
+    device = _device_of(module)
     if isinstance(module, DistributedDataParallel):
-        return _in_buckets(module, codec, scaler)
+        return _in_buckets(module, codec, scaler, device)
     if isinstance(module, FSDPModule):
-        return _in_shards(module, codec)
+        return _in_shards(module, codec, device)
     raise BadInput(
         f"a {type(module).__name__} exchanges no gradients",
         expected="a DistributedDataParallel, or a module that fully_shard was called on",
@@ -73,42 +75,69 @@ def _codec_named(code: str) -> Codec | None:
     return low_rank(int(of_rank[1])) if of_rank else CODECS.get(code)
 
 
-def _check_devices(module: nn.Module) -> None:
-    devices = sorted({p.device.type for p in module.parameters()} - {"cpu"})
-    if devices:
+def _device_of(module: nn.Module) -> torch.device:
+    """The one that all of it is on."""
+    devices = sorted({str(p.device) for p in module.parameters()}) or ["cpu"]
+    if len(devices) > 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise BadInput(
             f"parameters are on {', '.join(devices)}",
-            expected="parameters on the CPU, for which the codes are compiled",
+            expected="all parameters on the CPU, or all on one CUDA device",
             remedy="use torch.distributed.algorithms.ddp_comm_hooks there",
         )
+    return torch.device(devices[0])
 
 
-def _in_buckets(ddp: DistributedDataParallel, codec: Codec, scaler: Scaler | None) -> Lost:
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    _check_alike(ddp.module, codec, ddp.process_group)
-    # In the order in which buckets are full, which others know nothing of: a group of its own.
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    take_turns()
-    buckets = Buckets(dict(ddp.module.named_parameters()), codec, Sums(codec, group), group, scaler)
+def _in_buckets(
+    ddp: DistributedDataParallel, codec: Codec, scaler: Scaler | None, device: torch.device
+) -> Lost:
+    beside: Beside
+    if device.type == "cuda":
+        # Torch itself hands all buckets to this group in one order, from where this is called.
+        group, beside = ddp.process_group, OnStream()
+        _check_backend(group)
+    else:
+        # In the order in which buckets are full, which others know nothing of: a group of its own.
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        beside = OnThread()
+        take_turns()
+    _check_alike(ddp.module, codec, group, device)
+    parameters, sums = dict(ddp.module.named_parameters()), Sums(codec, group)
+    buckets = Buckets(parameters, codec, sums, group, scaler, beside)
     ddp.register_comm_hook(buckets, _send)
     return buckets
 
 
+def _check_backend(group: dist.ProcessGroup) -> None:
+    backends = dist.get_backend_config(group)
+    if "cuda:nccl" not in backends:
+        raise BadInput(
+            f"parameters are on a GPU, and its gradients are sent by {backends}",
+            expected="ranks that send by NCCL what is on a GPU",
+            remedy='init_process_group("nccl"), or "cpu:gloo,cuda:nccl"',
+        )
+
+
 def _send(buckets: Buckets, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    return buckets.send(bucket.buffer(), bucket.gradients(), bucket.parameters())
+    return buckets.send(
+        bucket.buffer(), bucket.gradients(), bucket.parameters(), is_first=bucket.index() == 0
+    )
 
 
 # Torch reads it, and allows this or nothing; mypy knows of no such name.
 _send.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
 
 
-def _in_shards(module: Any, codec: Codec) -> Lost:
+def _in_shards(module: Any, codec: Codec, device: torch.device) -> Lost:
     if codec is not INT8:
         raise BadInput(
             f"FSDP2 sends a module's gradients as one, and {codec.name} is not for all of them",
             expected="'int8'",
             remedy='compress(module, "int8"), or MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)',
         )
+    if device.type == "cuda":
+        for mesh in {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}:
+            _check_backend(mesh.get_group(mesh.ndim - 1))
     comm = ShardsInCodes(codec)
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -116,11 +145,13 @@ def _in_shards(module: Any, codec: Codec) -> Lost:
     return comm
 
 
-def _check_alike(module: nn.Module, codec: Codec, group: dist.ProcessGroup) -> None:
+def _check_alike(
+    module: nn.Module, codec: Codec, group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Or ranks would read each other's bytes as something else."""
     said = [codec.name, *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters())]
     digest = hashlib.sha256("\n".join(said).encode()).digest()[:8]
-    own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
     every = own.new_empty(group.size())
     dist.all_gather_single(every, own, group=group)
     others = [rank for rank, one in enumerate(every.tolist()) if one != int(every[0])]

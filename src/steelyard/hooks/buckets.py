@@ -4,10 +4,8 @@ and when that is sent.
 Not for how they are added up: see sums.py.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -15,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from steelyard.core.codec import START, Codec, are_worth_factors
-from steelyard.core.errors import Mismatch, RunFailed
+from steelyard.core.errors import Mismatch
+from steelyard.hooks.beside import Beside, Came
 from steelyard.hooks.kept import Kept
 from steelyard.hooks.sums import Sums
 from steelyard.operators.low_rank import first_start
@@ -25,7 +24,7 @@ _LEAST_BYTES = 4096
 
 
 class Buckets:
-    """One after another, on a thread of its own: meanwhile the backward pass goes on."""
+    """One after another, ``beside`` the backward pass, which goes on meanwhile."""
 
     def __init__(
         self,
@@ -34,49 +33,35 @@ class Buckets:
         sums: Sums,
         group: dist.ProcessGroup,
         scaler: Any,
+        beside: Beside,
     ) -> None:
         self._parameters = dict(parameters)
         self._names = {id(p): name for name, p in parameters.items()}
         self._codec, self._sums, self._group, self._scaler = codec, sums, group, scaler
-        self._full: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Not one that the process would wait for at its end: a rank that is gone sends nothing.
-        Thread(target=_at_work, args=(self._full,), name="steelyard-hooks", daemon=True).start()
+        self._beside = beside
         self._lost = Kept(room=sums.room, first=torch.zeros)
         self._starts = Kept(room=lambda numel: numel, first=first_start)
-        self._scale = 1.0
+        self._scale = self._scale_now = 1.0
 
     def send(
         self,
         buffer: torch.Tensor,
         gradients: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
-    ) -> torch.futures.Future[torch.Tensor]:
+        *,
+        is_first: bool,
+    ) -> Came:
         """The mean over the ranks, in place of the buffer's gradients."""
         names = [self._names[id(p)] for p in parameters]
-        scale = self._scaler.get_scale() if self._scaler else 1.0
-        done: torch.futures.Future[Any] = torch.futures.Future()
+        if is_first and self._scaler:  # of a backward pass; a GPU is waited for
+            self._scale_now = self._scaler.get_scale()
+        scale = self._scale_now
 
         def work() -> None:
-            try:
-                with torch.no_grad():
-                    self._summed(dict(zip(names, gradients, strict=True)), scale)
-                done.set_result(None)
-            except Exception as error:  # noqa: BLE001 - raised where the backward pass waits for it
-                done.set_result(error)
+            with torch.no_grad():
+                self._summed(dict(zip(names, gradients, strict=True)), scale)
 
-        def given(done: torch.futures.Future[Any]) -> torch.Tensor:
-            if (error := done.value()) is not None:
-                raise RunFailed(
-                    f"gradients did not come from all ranks: {str(error)[:200]}",
-                    expected="every rank there until the backward pass is over",
-                    remedy="look at the rank that ended first; go on from a checkpoint",
-                )
-            return buffer
-
-        # Not set_exception: torch would say that it is no tensor.
-        sent = done.then(given)
-        self._full.put(work)
-        return sent
+        return self._beside.do(work, buffer)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Of each parameter by name, the sum over all ranks, who call this together; and what right
@@ -85,10 +70,12 @@ class Buckets:
         for name, shape in self._shapes().items():
             numel = prod(shape)
             if name.endswith(START):
-                start = self._starts.of_one(name.removesuffix(START), numel)
-                found[name] = start.reshape(shape).clone()
+                of = name.removesuffix(START)
+                start = self._starts.of_one(of, numel).to(self._parameters[of].device, copy=True)
+                found[name] = start.reshape(shape)
                 continue
-            lost = self._lost.of_one(name, numel).reshape(shape) / self._scale
+            kept = self._lost.of_one(name, numel).to(self._parameters[name].device)
+            lost = kept.reshape(shape) / self._scale
             dist.all_reduce(lost, group=self._group)
             found[name] = lost
         return found
@@ -141,17 +128,18 @@ class Buckets:
     def _in_code(self, coded: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
         """The sums, flat."""
         codec, flats = self._codec, [g.reshape(-1) for g in coded.values()]
+        device = flats[0].device
         if not codec.has_residual:
             return self._sums.of(flats, None)
         if scale != self._scale:
             for lost in self._lost.every():
                 lost.mul_(scale / self._scale)
             self._scale = scale
-        lost = self._lost.of({name: g.numel() for name, g in coded.items()})
+        lost = self._lost.of({name: g.numel() for name, g in coded.items()}, device)
         if not codec.rank:
             return self._sums.of(flats, lost)
         columns = {name: g.numel() // len(g) for name, g in coded.items()}
-        start = self._starts.of({name: codec.rank * n for name, n in columns.items()})
+        start = self._starts.of({name: codec.rank * n for name, n in columns.items()}, device)
         return self._sums.of_factors([*coded.values()], lost, start)
 
     def _goes_in_code(self, tensor: torch.Tensor) -> bool:
@@ -160,11 +148,6 @@ class Buckets:
         if self._codec.rank:
             return are_worth_factors(len(tensor), tensor.numel() // len(tensor), self._codec.rank)
         return tensor.numel() * 4 >= _LEAST_BYTES
-
-
-def _at_work(full: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        full.get()()
 
 
 def _put_into(gradients: Collection[torch.Tensor], total: torch.Tensor, share: float) -> None:

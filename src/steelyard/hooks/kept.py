@@ -17,11 +17,11 @@ class Kept:
         self._of: dict[str, torch.Tensor] = {}
         self._of_bucket: dict[tuple[str, ...], torch.Tensor] = {}
 
-    def of(self, sizes: Mapping[str, int]) -> torch.Tensor:
-        """Of the bucket of these parameters, one behind the other."""
+    def of(self, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
+        """Of the bucket of these parameters, one behind the other, where the bucket is."""
         key = tuple(sizes)
         if key not in self._of_bucket:
-            self._of_bucket[key] = self._put_together(sizes)
+            self._of_bucket[key] = self._put_together(sizes, device)
         return self._of_bucket[key]
 
     def of_one(self, name: str, size: int) -> torch.Tensor:
@@ -37,10 +37,10 @@ class Kept:
         self._of_bucket.clear()
         self._of = dict(state)
 
-    def _put_together(self, sizes: Mapping[str, int]) -> torch.Tensor:
+    def _put_together(self, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
         """Buckets that had some of these parameters are no more."""
         numel = sum(sizes.values())
-        whole = torch.zeros(self._room(numel))
+        whole = torch.zeros(self._room(numel), device=device)
         places = whole[:numel].split([*sizes.values()])
         for (name, size), place in zip(sizes.items(), places, strict=True):
             place.copy_(self.of_one(name, size))

@@ -8,6 +8,7 @@ it never stays in a residual. Not for which gradients, nor for sending: see exch
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
 
 import torch
@@ -37,9 +38,10 @@ def encode_gradients(
     blocks = -(-sum(x.numel() for x in flats) // (parts * BLOCK))
     written = _Written(codec, parts, blocks, flats[0].device)
     pieces = _Pieces(flats)
-    room = None if residual is not None else flats[0].new_empty(_STRETCH * BLOCK)
+    most = _most_at_once(flats[0].device)
+    room = None if residual is not None else flats[0].new_empty(min(blocks, most) * BLOCK)
     for part in range(parts):
-        for first, count in _stretches(blocks):
+        for first, count in _stretches(blocks, most):
             start, end = ((part * blocks + b) * BLOCK for b in (first, first + count))
             if residual is not None:
                 values = residual[start:end]
@@ -64,9 +66,10 @@ def encode_sum(received: torch.Tensor, residual: torch.Tensor | None, codec: str
     blocks = _blocks_in(received, codec)
     written = _Written(codec, 1, blocks, received.device)
     keeps = residual is not None
-    values = received.new_empty(_STRETCH * BLOCK, dtype=torch.float32)
-    for first, count in _stretches(blocks):
-        values = values[: count * BLOCK]
+    most = _most_at_once(received.device)
+    room = received.new_empty(0 if keeps else min(blocks, most) * BLOCK, dtype=torch.float32)
+    for first, count in _stretches(blocks, most):
+        values = room[: count * BLOCK]
         if residual is not None:
             values = residual[first * BLOCK : (first + count) * BLOCK]
         _read_into(values, received.unsqueeze(1), codec, 0, first, adds=keeps)
@@ -88,21 +91,25 @@ def decode_sum(coded: torch.Tensor, codec: str) -> torch.Tensor:
 
 def add_decoded(coded: torch.Tensor, values: torch.Tensor, codec: str) -> None:
     """The sum of all rows, to ``values`` in place."""
-    for first, count in _stretches(_blocks_in(coded, codec)):
+    for first, count in _stretches(_blocks_in(coded, codec), _most_at_once(coded.device)):
         stretch = values[first * BLOCK : (first + count) * BLOCK]
         _read_into(stretch, coded.unsqueeze(1), codec, 0, first, adds=True)
 
 
-# What is coded at once: as much as stays in a core's caches from one loop to the next. It is four
-# quarters, and a block some elements of each: a byte holds codes that lie far apart, and nothing is
-# ever taken out of between others.
-_STRETCH = 512
+# What is coded at once: as much as stays in a core's caches from one loop to the next, and on
+# another device as much as keeps all of it at work. It is four quarters, and a block some elements
+# of each: a byte holds codes that lie far apart, and nothing is ever taken out of between others.
+_STRETCH, _STRETCH_ELSEWHERE = 512, 2**17
 
 
-def _stretches(blocks: int) -> Iterator[tuple[int, int]]:
+def _most_at_once(device: torch.device) -> int:
+    return _STRETCH if device.type == "cpu" else _STRETCH_ELSEWHERE
+
+
+def _stretches(blocks: int, most: int) -> Iterator[tuple[int, int]]:
     """The first of each, and how many."""
-    for first in range(0, blocks, _STRETCH):
-        yield first, min(_STRETCH, blocks - first)
+    for first in range(0, blocks, most):
+        yield first, min(most, blocks - first)
 
 
 class _Pieces:
@@ -147,7 +154,8 @@ class _Written:
         self._scales = self.coded.view(torch.float32)
 
     def write(self, part: int, first: int, values: torch.Tensor, *, keeps: bool) -> None:
-        scales, codes = _encoder(self._codec, keeps)(values.view(4, -1, _QUARTER))
+        encode = _encoder(self._codec, keeps, values.device)
+        scales, codes = encode(values.view(4, -1, _QUARTER))
         self._scales[part, first : first + scales.numel()].copy_(scales)
         start = 4 * self._blocks + first * self._width
         self.coded[part, start : start + codes.numel()].copy_(codes.view(-1))
@@ -162,7 +170,7 @@ def _decoded(coded: torch.Tensor, codec: str) -> torch.Tensor:
     parts, blocks = coded.shape[1], _blocks_in(coded, codec)
     out = torch.empty(parts, blocks * BLOCK, dtype=torch.float32, device=coded.device)
     for part in range(parts):
-        for first, count in _stretches(blocks):
+        for first, count in _stretches(blocks, _most_at_once(out.device)):
             values = out[part, first * BLOCK : (first + count) * BLOCK]
             _read_into(values, coded, codec, part, first, adds=False)
     return out.view(-1)
@@ -174,7 +182,7 @@ def _read_into(
     """The sum over the first dimension, of a stretch of one part."""
     quarters = values.view(4, -1, _QUARTER)
     taken = _taken_apart(coded, codec, part, first, quarters.shape[1])
-    _decoder(codec, adds)(*taken, *quarters.unbind())
+    _decoder(codec, adds, values.device)(*taken, *quarters.unbind())
 
 
 def _taken_apart(
@@ -198,7 +206,7 @@ _Quarters = Sequence[torch.Tensor]
 
 
 @cache
-def _encoder(codec: str, keeps: bool) -> _Compiled:
+def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
     encode = {"ternary": _ternary, "int8": _int8, "largest": _largest}[codec]
 
     def run(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,11 +216,11 @@ def _encoder(codec: str, keeps: bool) -> _Compiled:
             values.copy_(torch.where(torch.isfinite(scales), left, 0.0))
         return scales.view(-1), codes
 
-    return _compiled(run, [torch.ones(4, 5, _QUARTER)])
+    return _compiled(run, [torch.ones(4, 5, _QUARTER, device=device)])
 
 
 @cache
-def _decoder(codec: str, adds: bool) -> _Compiled:
+def _decoder(codec: str, adds: bool, device: torch.device) -> _Compiled:
     read = {"ternary": _ternary_read, "int8": _int8_read, "largest": _largest_read}[codec]
     width = CODECS[codec].block_bytes
 
@@ -224,16 +232,23 @@ def _decoder(codec: str, adds: bool) -> _Compiled:
         return ()
 
     # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
-    taken = _taken_apart(torch.ones(2, 3, 7 * (4 + width)).byte(), codec, 1, 1, 5)
-    return _compiled(run, [*taken, *torch.ones(4, 5, _QUARTER).unbind()])
+    received = torch.ones(2, 3, 7 * (4 + width), dtype=torch.uint8, device=device)
+    taken = _taken_apart(received, codec, 1, 1, 5)
+    return _compiled(run, [*taken, *torch.ones(4, 5, _QUARTER, device=device).unbind()])
 
 
 def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _Compiled:
-    if _torch.cpp_compiler() is None:
+    if examples[0].device.type == "cpu" and _torch.cpp_compiler() is None:
         raise BadInput(
             "gradients in codes are compiled, and Inductor finds no C++ compiler",
             expected="g++ or clang++, or CXX naming one",
             remedy="install one, or take the rules of these gradients out of the plan",
+        )
+    if examples[0].device.type != "cpu" and find_spec("triton") is None:
+        raise BadInput(
+            "gradients in codes are compiled, and Inductor finds no Triton for a GPU",
+            expected="the triton that torch's own builds for GPUs bring",
+            remedy="install one, or send gradients in bfloat16 or as factors, which need none",
         )
     return _torch.compiled(run, examples)
 

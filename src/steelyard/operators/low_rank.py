@@ -40,14 +40,18 @@ def right_factors(
     parts = zip(_lefts(lefts, shapes, rank), _matrices(residual, shapes),
                 _rights(made, shapes, rank), strict=True)  # fmt: skip
     for left, value, right in parts:
-        if not left.isfinite().all():
+        is_finite = left.isfinite().all()
+        # Elsewhere nobody waits for an answer: the host would fall behind the device.
+        if left.device.type == "cpu" and not is_finite:
             value.zero_()
             left.fill_(torch.nan)
             right.fill_(torch.nan)
             continue
-        left.copy_(torch.linalg.qr(left).Q)
+        left.copy_(torch.where(is_finite, torch.linalg.qr(left.where(is_finite, 1.0)).Q, torch.nan))
         torch.mm(left.t(), value, out=right)
         value.addmm_(left, right, alpha=-1)
+        if left.device.type != "cpu":
+            value.copy_(value.where(is_finite, 0.0))
     return made
 
 
@@ -65,13 +69,13 @@ def of_factors(
     for left, right, next_start, whole in parts:
         torch.mm(left, right, out=whole)
         norm = right.norm()
-        if norm.isfinite() and norm > _LEAST:
-            torch.div(right, norm, out=next_start)
+        is_some = norm.isfinite() & (norm > _LEAST)
+        next_start.copy_(torch.where(is_some, right / norm, next_start))
     return made
 
 
 def first_start(numel: int) -> torch.Tensor:
-    """The same on every rank, and each time."""
+    """The same on every rank and device, and each time."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(0))
 
 
