@@ -666,6 +666,17 @@ def test_the_engine_is_below_what_autograd_calls() -> None:
     assert seen == [True]
 
 
+# --- devices --------------------------------------------------------------------------------------
+
+
+def test_a_gpu_can_be_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*inspect.signature(torch.cuda._sleep).parameters] == ["cycles"]
+    told: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", told.append)
+    _torch.keep_busy(7)
+    assert told == [7]
+
+
 # --- ranks ----------------------------------------------------------------------------------------
 
 

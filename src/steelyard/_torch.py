@@ -94,6 +94,7 @@ __all__ = [
     "is_checkpointed",
     "is_engine",
     "is_view",
+    "keep_busy",
     "keystr",
     "mutates",
     "on_meta",
@@ -639,6 +640,11 @@ def compiled_kernels(
     scope = {name: pool.cpp_pybinding(list(kinds), text) for name, (kinds, text) in sources.items()}
     pool.wait(scope)
     return scope
+
+
+def keep_busy(cycles: int) -> None:
+    """The current CUDA device does nothing else for so long, and the host goes on."""
+    torch.cuda._sleep(cycles)
 
 
 def exchanges_issued() -> list[dict[str, Any]]:

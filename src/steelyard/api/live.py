@@ -4,7 +4,6 @@ Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``:
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +36,8 @@ from steelyard.exchange.far import FarMemory
 from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
+from steelyard.measure.clock import Laps
+from steelyard.measure.home import home_of
 from steelyard.measure.meter import meter_once
 from steelyard.measure.process import rss_peak_bytes
 from steelyard.predict import kept_gradients_bytes, peak_bytes
@@ -128,7 +129,8 @@ class Step:
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
-        self._seconds: list[float] = []
+        self._home = home_of(source.model)
+        self._laps = Laps(self._home)
         self._wire, self._looks = Wire(), 0
         self._traffic = [self.traffic()]
         self._losses: list[torch.Tensor] = []
@@ -145,10 +147,10 @@ class Step:
         self._calls += 1
         if self._calls == _METERED_CALL + warm_up_of(self.plan.decisions.rules):
             return self._metered_call(batch)
-        begin = time.perf_counter()
+        is_over = self._laps.begin()
         loss = self.live(batch)
         if self.is_as_planned:
-            self._seconds.append(time.perf_counter() - begin)
+            is_over()
             self._traffic.append(self.traffic())
         else:
             self._traffic[-1] = self.traffic()
@@ -177,7 +179,8 @@ class Step:
     def receipt(self) -> "ShownReceipt":
         """What the steps so far cost, beside what they were predicted to cost."""
         # The first step pays for what is made once: state, caches, first touches of memory.
-        seconds = median(self._seconds[1:]) if self._seconds[1:] else None
+        laps = self._laps.seconds[1:]
+        seconds = median(laps) if laps else None
         losses = [float(x) for x in self._losses]
         busy, waited, sent = self.exchanged(self._traffic)
         return ShownReceipt(
@@ -250,7 +253,7 @@ class Step:
         assert Layout.of(plan.decisions.rules) == Layout.of(self.plan.decisions.rules)
         self.plan, self._ladder = plan, ladder(plan.decisions.rules)
         self.live.begin_anew(self._guard())
-        self._seconds.clear()
+        self._laps.clear()
         self._traffic = [self.traffic()]
 
     @property
@@ -290,7 +293,7 @@ class Step:
         and beside it the pieces in which values are moved to far memory."""
         resident = resident_bytes(self.live, self._constants) + self._batch_bytes
         resident += 2 * FAR_PIECE_BYTES if self.far else 0
-        metered = meter_once(call)
+        metered = meter_once(call, device=self._home)
         if not metered.is_clean:
             self.notes.append(
                 f"the metered step freed {format_bytes(metered.freed_bytes)} from before it; "

@@ -14,6 +14,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.api.accuracy import Lossy
 from steelyard.api.coded import untried, with_codes
+from steelyard.api.home import cluster_at
 from steelyard.api.lowering import find_lowered
 from steelyard.api.pricing import PricedSource, Prices, Progress, dims_of
 from steelyard.capture.optimizer import OptimizerFactory
@@ -36,6 +37,8 @@ from steelyard.core.sliced_updates import why_whole
 from steelyard.core.trade import Trade, strike_on_ranks
 from steelyard.exchange.parts import why_unparted
 from steelyard.exchange.states import why_uncut, why_undivided
+from steelyard.measure.cache import CostCache
+from steelyard.measure.home import home_of
 from steelyard.operators import is_pointwise
 from steelyard.predict import predict
 from steelyard.run.lowered import compiled, lower
@@ -67,7 +70,12 @@ class Request:
     trades: tuple[Trade, ...] = TRADES
 
     def looked_at(self) -> "Look":
-        """Capture the step and price its operators."""
+        """Capture the step and price its operators, where its tensors lie."""
+        home = home_of(self.model)
+        cluster = cluster_at(home, self.cluster, runner=self.runner, cache=CostCache())
+        return replace(self, cluster=cluster)._looked_at(home)
+
+    def _looked_at(self, home: torch.device) -> "Look":
         self.on_progress("capturing the step")
         source = StepSource(
             model=self.model,
@@ -82,9 +90,9 @@ class Request:
         graph = source.graph(micro_batches=1)
         update = source.update()
         base = Program.plain(graph, update=update)
-        if self.cluster.is_here and self._has_room_for(graph):
+        if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
             keep_what_is_freed()
-        prices = Prices(self.cluster, on_progress=self.on_progress)
+        prices = Prices(self.cluster, on_progress=self.on_progress, home=home)
         prices.know(graph)
         if update is not None:
             assert self.optimizer is not None

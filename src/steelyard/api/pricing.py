@@ -22,7 +22,6 @@ from steelyard.core.costs import Costs, Missing, OperatorCost, Survey
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
 from steelyard.core.layout import DATA, PIPELINE, TENSOR
-from steelyard.core.machine import available_bytes
 from steelyard.core.parting import Parting, Region
 from steelyard.core.pinned import PINNED
 from steelyard.core.program import Pipeline, Program
@@ -31,9 +30,10 @@ from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
 from steelyard.measure.exchanges import measured_ranks
 from steelyard.measure.far import measured_links
+from steelyard.measure.home import CPU, free_bytes, random_devices
 from steelyard.measure.operators import Calls, context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
-from steelyard.measure.whole_step import Runnable, beside, whole_step
+from steelyard.measure.whole_step import Runnable, beside, host_lead, whole_step
 from steelyard.predict import carried, peak_bytes
 from steelyard.run.emit import emit
 from steelyard.run.inductor import compile_program
@@ -54,8 +54,10 @@ class Prices:
     A search that compared measured operators with declared ones would compare nothing.
     """
 
-    def __init__(self, cluster: Cluster, *, on_progress: Progress) -> None:
-        self._is_here = cluster.is_here
+    def __init__(
+        self, cluster: Cluster, *, on_progress: Progress, home: torch.device = CPU
+    ) -> None:
+        self._is_here, self._home = cluster.is_here, home
         self._on_progress = on_progress
         self._cache = CostCache()
         self._operators: dict[str, OperatorCost] = {}
@@ -63,6 +65,7 @@ class Prices:
         self._cuts: dict[int, Estimate] = {}
         # Of the step in so many micro-batches, beside the uncut one.
         self._cut_times: dict[int, Estimate] = {}
+        self._update_calls = 0
         self._base: Program
         self.notes: list[str] = []
         # A rank has a part of the cores; alone, the user's own setting holds.
@@ -147,6 +150,7 @@ class Prices:
             cache=self._cache,
             sharers=self._company.num_ranks,
             beside=self._company.at_work,
+            torch_device=self._home,
             **how,
         )
         notes = (*survey.notes, *self._company.notes)
@@ -164,13 +168,14 @@ class Prices:
             return
         dims = dims_of(update)
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
+        self._update_calls = calls
         name = f"between the calls of {update.graph.fingerprint}"
         with self.as_a_rank():
             context = self._context()
             seconds = self._cache.read_whole(context, name)
             if seconds is None:
                 with self._company.at_work():
-                    seconds = update_call_seconds(make, dims=dims, calls=calls)
+                    seconds = update_call_seconds(make, dims=dims, calls=calls, device=self._home)
                 seconds = self._cache.settle_whole(context, name, seconds)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
@@ -183,11 +188,34 @@ class Prices:
             source,
             base.graph.fingerprint,
             "checking them against a whole step",
-            lambda: whole_step(self._runnable(source, base), seconds_budget=_CHECK_SECONDS),
+            lambda: whole_step(
+                self._runnable(source, base), seconds_budget=_CHECK_SECONDS, device=self._home
+            ),
             operators=self._operator_seconds(base),
         )
-        if whole is not None:
-            self.costs = replace(self.costs, whole_step=whole)
+        if whole is None:
+            return
+        self.costs = replace(self.costs, whole_step=whole)
+        if self._home.type != "cpu" and self._update_calls:
+            self._hide_update(source, base)
+
+    def _hide_update(self, source: StepSource, base: Program) -> None:
+        """What the optimizer's Python takes, a GPU is still at the backward pass meanwhile."""
+        run = self._runnable(source, base).run
+        lead = self._checked(
+            source,
+            f"lead of the host in {base.graph.fingerprint}",
+            "looking how far the host is ahead",
+            lambda: host_lead(run, device=self._home),
+            operators=1.0,
+        )
+        if lead is None:
+            return
+        each, hidden = self.costs.update_call_seconds, lead.value / self._update_calls
+        left = Estimate(
+            value=max(0.0, each.value - hidden), low=max(0.0, each.low - hidden), high=each.high
+        )
+        self.costs = replace(self.costs, update_call_seconds=left)
 
     def check_compiled(self, source: StepSource, base: Program, lowered: Program) -> None:
         """The same of a step that is compiled, and of what the compiler made of it."""
@@ -199,7 +227,9 @@ class Prices:
                 f"{base.graph.fingerprint} compiled",
                 "compiling a whole step, and checking them against it",
                 lambda: whole_step(
-                    self._runnable(source, base, lowered=lowered), seconds_budget=_CHECK_SECONDS
+                    self._runnable(source, base, lowered=lowered),
+                    seconds_budget=_CHECK_SECONDS,
+                    device=self._home,
                 ),
                 operators=self._operator_seconds(lowered),
             )
@@ -232,6 +262,7 @@ class Prices:
                     self._runnable(source, cut),
                     self._runnable(source, self._base),
                     seconds_budget=_CUT_CHECK_SECONDS,
+                    device=self._home,
                 ),
                 operators=alone,
             )
@@ -264,7 +295,7 @@ class Prices:
             found = self._cache.read_whole(context, name)
             if found is None or not found.low:
                 self._on_progress(doing)
-                with _untouched(source.model), self._company.at_work():
+                with _untouched(source.model, self._home), self._company.at_work():
                     over = run()
                 if over is None:
                     return None
@@ -292,7 +323,7 @@ class Prices:
             and not source.captured().is_grown
             and not _torch.any_hooks(list(source.model.parameters()))
             and self._operator_seconds(program) > 0
-            and peak_bytes(program, self.costs) < _SHARE_OF_FREE_MEMORY * available_bytes()
+            and peak_bytes(program, self.costs) < _SHARE_OF_FREE_MEMORY * free_bytes(self._home)
         )
 
     def _runnable(
@@ -404,14 +435,14 @@ class PricedSource:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _untouched(model: nn.Module, home: torch.device) -> Iterator[None]:
     """Put gradients, buffers and the random state back."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=random_devices(home)):
             yield
     finally:
         for parameter, gradient in gradients:

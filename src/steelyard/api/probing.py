@@ -27,6 +27,7 @@ from steelyard.exchange.channel import Channel
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
 from steelyard.exchange.together import Together
+from steelyard.measure.home import home_of, random_devices
 from steelyard.run.bind import BatchLayout, BoundProgram, live_tensors, shapes_of
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
@@ -57,7 +58,8 @@ def coding_errors(source: StepSource, base: Program, values: Iterable[str]) -> d
         return lambda error: found.update({value: float(error)})
 
     sinks = [noting(i.sink.target) for i in program.instructions if i.sink is not None]
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _torch.below_autograd():
+    devices = random_devices(home_of(source.model))
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
         bound.run(bound.inputs(leaves, 0, torch.zeros(())), sinks)
     return found
 
@@ -138,7 +140,7 @@ def _losses(
 ) -> list[float]:
     """Of a twin of the model as it is now, trained on the one batch from one seed; of several
     ranks, each its own."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=random_devices(home_of(source.model))):
         torch.manual_seed(_SEED)
         if program.layout == ALONE:
             return _trained(source, program, optimizer=optimizer, far=far, channels={}, rank=0)

@@ -20,11 +20,11 @@ from steelyard.core.cluster import Device
 from steelyard.core.costs import Costs, Missing, OperatorCost, Survey, Unmeasured
 from steelyard.core.graph import Graph, Node
 from steelyard.core.heap import is_kept
-from steelyard.core.machine import available_bytes
 from steelyard.core.quad import Estimate
 from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.measure.cache import CostCache
 from steelyard.measure.clock import Clock, spread
+from steelyard.measure.home import free_bytes, random_devices
 from steelyard.measure.inputs import Arguments, Source, nbytes_of, shortened
 from steelyard.measure.meter import meter_once
 from steelyard.measure.neighbours import declared_from
@@ -186,7 +186,7 @@ class _Table:
         self._deadline = time.perf_counter() + seconds_budget
         self._slowness = 1.0
         self._source = Source(torch_device)
-        self._clock = Clock(torch_device)
+        self._clock = Clock(torch_device, is_told_ahead=True)
         self.costs: dict[str, OperatorCost] = {}
         self.unmeasured: list[Unmeasured] = []
         self.notes: list[str] = []
@@ -217,7 +217,7 @@ class _Table:
 
     def _groups(self, subjects: list[_Subject]) -> Iterator[list[_Subject]]:
         """As many together as have room, those first in which most time is thought to go."""
-        free = _free_bytes(self._device) // self._sharers
+        free = free_bytes(self._device) // self._sharers
         together = min(int(free * _SHARE_TOGETHER), _MOST_TOGETHER_BYTES)
         able = [s for s in subjects if self._is_able(s, int(free * _SHARE_ALONE))]
         able.sort(key=lambda s: -s.count * self._plain.declared_seconds(s.node).value)
@@ -383,15 +383,9 @@ def _groups(subjects: list[_Subject], most_bytes: int) -> Iterator[list[_Subject
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Call operators as a step does, and leave the user's random stream where it was."""
-    devices = [device] if device.type == "cuda" else []
+    devices = random_devices(device)
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
         yield
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
 
 
 def _notes(unmeasured: list[Unmeasured]) -> list[str]:

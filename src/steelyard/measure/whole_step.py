@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from steelyard.core.quad import Estimate
-from steelyard.measure.clock import Clock, spread
+from steelyard.measure.clock import Clock, lead_seconds, spread
 
 _MOST_ROUNDS = 7
 _LONG_SECONDS = 1.0
@@ -37,6 +37,13 @@ def whole_step(
     """Whole over sum: the median over rounds; None where not even one is worth its time."""
     found = _taking_turns((program,), seconds_budget, device)
     return _spread([seconds for (seconds,) in found])
+
+
+def host_lead(run: Callable[[], object], *, device: torch.device) -> Estimate:
+    """How far the host is ahead of a GPU when it has told it all of a step."""
+    for _ in range(2):
+        run()
+    return spread([lead_seconds(run, device) for _ in range(_MOST_ROUNDS)])
 
 
 def beside(

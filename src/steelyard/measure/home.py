@@ -1,0 +1,40 @@
+"""Where a step lies: on the processor of this machine, or on one GPU of it.
+
+Not for what operators take there: see operators.py.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from steelyard.core.errors import BadInput
+from steelyard.core.machine import available_bytes
+
+CPU = torch.device("cpu")
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Of all its tensors, other than those that have no values."""
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = sorted(map(str, found - {torch.device("meta")})) or ["cpu"]
+    if len(devices) > 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
+        raise BadInput(
+            f"the model is on {' and '.join(devices)}",
+            expected="all of it on the CPU, or on one CUDA device",
+            remedy="move it, with model.to(...), before it is planned",
+        )
+    return torch.device(devices[0])
+
+
+def free_bytes(home: torch.device) -> int:
+    """What could be allocated there now; torch gives back what it keeps of a GPU, if it has to."""
+    if home.type == "cpu":
+        return available_bytes()
+    kept = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
+    return int(torch.cuda.mem_get_info(home)[0]) + kept
+
+
+def random_devices(home: torch.device) -> Iterable[torch.device]:
+    """Those whose generators torch forks beside the processor's."""
+    return [] if home.type == "cpu" else [home]

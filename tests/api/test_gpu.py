@@ -1,0 +1,109 @@
+"""A step on a GPU of this machine: measured there, and as predicted; and what is refused there."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import steelyard as sy
+from steelyard.api.home import cluster_at
+from steelyard.core.cluster import Cluster, Far
+from steelyard.core.errors import BadInput
+from steelyard.measure.cache import CostCache
+from steelyard.measure.home import CPU, home_of
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gpt(device: torch.device, *, dropout: float) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = GPT(layers=4, width=256, heads=4, vocabulary=1000, length=256, dropout=dropout)
+    batch = {name: x.to(device) for name, x in tokens(8, 256, 1000).items()}
+    return model.to(device), batch
+
+
+def _losses(step: Any, batch: Any, count: int = 4) -> list[float]:
+    torch.manual_seed(3)
+    return [float(step(batch)) for _ in range(count)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_plan_keeps_its_budget_there_and_its_losses(gpu: torch.device, dropout: float) -> None:
+    model, batch = _gpt(gpu, dropout=dropout)
+    plain, optimizer = copy.deepcopy(model), partial(torch.optim.AdamW, lr=1e-3)
+    free = sy.plan(plain, next_token_loss, batch, optimizer=optimizer)
+    limit = int(0.75 * free.predicted.memory_bytes.value)
+    planned = sy.plan(
+        model, next_token_loss, batch, optimizer=optimizer, budget=sy.Budget(memory=limit)
+    )
+    assert any(rule.trade == "recompute" for rule in planned.plan.decisions.rules)
+    assert not any("not measured" in note for note in planned.plan.notes), planned.plan.notes
+    step = planned.apply()
+    assert _losses(step, batch) == _losses(free.apply(), batch)
+    measured = step.receipt().receipt.measured
+    predicted = planned.predicted.memory_bytes.value
+    assert measured.memory_bytes == pytest.approx(predicted, rel=0.05)
+    assert measured.memory_bytes <= limit
+    assert measured.step_seconds > 0
+
+
+@pytest.mark.gpu
+def test_memory_is_that_of_the_device(gpu: torch.device) -> None:
+    cluster = cluster_at(gpu, Cluster.here(), cache=CostCache())
+    seen = torch.cuda.get_device_properties(gpu)
+    assert cluster.device.memory_bytes == seen.total_memory
+    assert cluster.device.kind == f"cuda {seen.name}"
+    assert cluster.fingerprint != Cluster.here().fingerprint
+
+
+def test_ranks_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
+    there, cache = torch.device("cuda", 0), CostCache()
+    with pytest.raises(BadInput, match="is on cuda:0, and 2 ranks were asked for"):
+        cluster_at(there, Cluster.here(ranks=2), cache=cache)
+    far = Far(tmp_path, "1GB/s", "1MiB")
+    with pytest.raises(BadInput, match="is on cuda:0, and far memory was given"):
+        cluster_at(there, Cluster.here(far=far), cache=cache)
+    with pytest.raises(BadInput, match="its step is to be compiled by inductor"):
+        cluster_at(there, Cluster.here(), runner="inductor", cache=cache)
+    declared = Cluster.named("dgx-h100")
+    assert cluster_at(there, declared, cache=cache) is declared
+    assert cluster_at(CPU, Cluster.here(ranks=2), cache=cache) == Cluster.here(ranks=2)
+
+
+def test_a_model_is_in_one_place() -> None:
+    assert home_of(nn.Linear(2, 2, device="meta")) == CPU
+    assert home_of(nn.ReLU()) == CPU
+
+    class Elsewhere(nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([_On("cuda:0"), _On("cpu")])
+
+    with pytest.raises(BadInput, match="the model is on cpu and cuda:0"):
+        home_of(Elsewhere())
+
+
+class _On(Tensor):
+    """Only says where it is."""
+
+    def __new__(cls, device: str) -> _On:
+        made: _On = torch.zeros(()).as_subclass(cls)
+        made.said = torch.device(device)  # type: ignore[attr-defined]
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.said  # type: ignore[attr-defined, no-any-return]
