@@ -244,6 +244,21 @@ def test_what_is_compiled_holds_for_all_sizes_whoever_looks_on() -> None:
         assert torch.allclose(found, before.sum(0) / 2, atol=1e-5)
 
 
+def test_what_is_compiled_is_found_in_inductors_cache() -> None:
+    """By every process but the first: to lower it takes seconds."""
+    from torch._dynamo.utils import counters  # noqa: TID251 - Inductor counts there
+
+    found = counters["inductor"]
+    for _ in range(2):
+        hits, passed_by = found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"]
+        # Of a function with annotations that are strings, as this file's are, there is no key.
+        compiled = _torch.compiled(lambda x: (x.sum(1) / 3,), [torch.ones(3, 5)])
+        (value,) = compiled(torch.ones(2, 6))
+        assert torch.equal(value, torch.tensor([2.0, 2.0]))
+    assert found["fxgraph_cache_hit"] == hits + 1
+    assert found["fxgraph_cache_bypass"] == passed_by
+
+
 # --- settings while tracing -----------------------------------------------------------------------
 
 

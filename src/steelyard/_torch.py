@@ -590,6 +590,9 @@ def compiled(
         graph = make_fx(function, table, tracing_mode="symbolic")(*examples)
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         mode = fakes[0].fake_mode
+        # What the trace leaves there cannot be pickled, and Inductor's cache passes by what cannot,
+        # in every process anew; where nothing is left it asks the inputs.
+        graph.shape_env = None
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
             run = inductor_compiled(graph, fakes, mode=mode, is_backward=False)
     return lambda *tensors: tuple(run(list(tensors)))
