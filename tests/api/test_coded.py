@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard import _torch
-from steelyard.api import lowering
+from steelyard.api import coded, lowering
+from steelyard.api.coded import most_in_milder
 from steelyard.api.look import Runner
-from steelyard.core.codec import CODED_CALLS
+from steelyard.core.codec import CODED_CALLS, ladder
+from steelyard.core.rules import Rule
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import context_of
+from steelyard.predict import peak_bytes
 
 # As `measured_ranks` would say of a link.
 LINK = {
@@ -83,6 +87,30 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     strict = plan.what_if(accuracy_loss="0.0000000001%")
     assert strict.predicted.accuracy_loss == "exact"
     assert any("a probe drifted" in strict.why_not(trade) for trade in _TRADES)
+
+
+def test_a_bound_on_memory_holds_in_milder_codes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where codes hold back too much, training goes on in those that lose less."""
+    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD)
+    look, rules = plan.look, plan.plan.decisions.rules
+    peaks = [peak_bytes(look.struck(rung), look.prices.costs) for rung in ladder(rules)]
+    assert len(peaks) > 2
+    assert most_in_milder(look, rules, look.struck(rules)) >= max(peaks[1:])
+
+    def much_in_the_middle(_: Any, rung: Sequence[Rule]) -> int:
+        codes = {rule.trade for rule in rung} & set(_TRADES)
+        return 2**40 if codes == {"rounded_gradients"} else 0
+
+    monkeypatch.setattr(coded, "_peak_bytes", much_in_the_middle)
+    assert plan.what_if(accuracy_loss="5%").plan.decisions.rules == rules, "there is no bound"
+    bound = plan.what_if(memory=2 * max(peaks), accuracy_loss="5%")
+    assert bound.plan.decisions.rules != rules
+    said = "with it steps in milder codes or none would take 1.00 TiB"
+    assert any(said in bound.why_not(trade) for trade in _TRADES), [
+        bound.why_not(trade) for trade in _TRADES
+    ]
 
 
 def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from steelyard.api.coded import codecs_here, most_without
+from steelyard.api.coded import codecs_here, most_in_milder
 from steelyard.api.live import Step
 from steelyard.api.look import Look
 from steelyard.core.amounts import format_bytes, format_seconds
@@ -117,7 +117,7 @@ class Adapting:
         program = look.struck(rules)
         if not program.is_lossy:
             return ""
-        if most_without(look, rules, program) > most_bytes:
+        if most_in_milder(look, rules, program) > most_bytes:
             return None
         seen = look.lossy.drift_of(rules, program)
         return None if isinstance(seen, str) or seen.largest > allowed else str(seen)

@@ -13,7 +13,7 @@ from steelyard.api.accuracy import NOT_PROBED
 from steelyard.api.lowering import compiled_limit, saved_bytes
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec
+from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec, ladder
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
@@ -169,8 +169,8 @@ def _tried(
         return too_little
     if limit is not None and predicted.peak.nbytes > limit:
         return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
-    if limit is not None and (most := most_without(look, found.rules, found.program)) > limit:
-        return f"with it first steps, which go without, would take {format_bytes(most)}"
+    if limit is not None and (most := most_in_milder(look, found.rules, found.program)) > limit:
+        return f"with it steps in milder codes or none would take {format_bytes(most)}"
     seen = look.lossy.drift_of(found.rules, found.program)
     if isinstance(seen, str):
         return f"is lossy, and {seen}"
@@ -181,11 +181,19 @@ def _tried(
     return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(seen)))
 
 
-def most_without(look: "Look", rules: Sequence[Rule], program: Program) -> int:
-    """What a step takes that goes without codes, beside the room for what they hold back."""
-    exact = look.struck([rule for rule in rules if rule.trade not in CODE_TRADES])
+def most_in_milder(look: "Look", rules: Sequence[Rule], program: Program) -> int:
+    """What a step takes in codes that lose less, or, as the first steps, in none beside the room
+    for what codes hold back: training may come to go on so."""
     inputs = program.graph.inputs()
     held = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
+    *coded, exact = ladder(rules)
+    return max(
+        _peak_bytes(look, exact) + held, *(_peak_bytes(look, codes) for codes in coded[1:]), 0
+    )
+
+
+def _peak_bytes(look: "Look", rules: Sequence[Rule]) -> int:
+    program = look.struck(rules)
     if look.request.runner == "inductor":
-        return look.priced(exact).peak.nbytes + held
-    return peak_bytes(exact, look.prices.costs) + held
+        return look.priced(program).peak.nbytes
+    return peak_bytes(program, look.prices.costs)
