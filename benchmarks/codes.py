@@ -6,7 +6,9 @@ Two to six hosts, each a rank of gloo, sum a tensor of 4 MB: as it is by an all-
 as the trades exchange them; what each host's end of the link has sent is what the kernel says,
 headers and all (few of them: a link that is not shaped takes 64 kB at a time), and stands beside
 what a plan predicts. Coding is timed in processor seconds beside a copy of the same tensor of 16
-MB, in turn. Wire needs root. Not for whether it pays: plans say that.
+MB, in turn; and factors of rank 4 by what a backward pass of four such matrices takes more with
+them than without, beside what it takes more with torch's PowerSGD hook. Wire needs root. Not for
+whether it pays: plans say that.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,9 +36,16 @@ from benchmarks._linked import run_on
 from benchmarks.hosts import FEWEST, MOST, hosts
 from benchmarks.runner import interval
 
-WIRE_TARGETS = {"ternary": 1 / 15, "int8": 1 / 3.9}
+# Nobody has asked for a figure of the largest elements, nor of what int8 takes: they are told.
+WIRE_TARGETS = {"ternary": 1 / 15, "int8": 1 / 3.9, "largest": None}
 PREDICTED_TARGET = 0.03
-CORE_TARGETS = {"encode": 3.5, "decode and add": 1.6}
+CORE_TARGETS = {
+    "ternary": {"encode": 3.5, "decode and add": 1.6},
+    "int8": {"encode": None, "decode and add": None},
+    "largest": {"encode": None, "decode and add": None},
+}
+# Of what torch's hook takes of a core.
+FACTORS_TARGET, RANK, MATRICES, WIDTH = 0.5, 4, 4, 1024
 WIRE_NUMEL, CORE_NUMEL, TIMES, ROUNDS = 1 << 20, 4 << 20, 10, 40
 
 
@@ -40,12 +53,13 @@ def main() -> None:
     wanted = sys.argv[1:] or ["wire", "cores"]
     figures: list[dict[str, Any]] = []
     if "cores" in wanted:
-        figures += cores()
+        figures += [*cores(), factors()]
     if "wire" in wanted:
         figures += wire()
     for figure in figures:
         print(json.dumps(figure), file=sys.stderr, flush=True)
-    worst = max(figures, key=lambda f: f["value"] / f["target"])
+    judged = [f for f in figures if f["target"] is not None]
+    worst = max(judged, key=lambda f: f["value"] / f["target"])
     print(
         json.dumps(
             {
@@ -53,7 +67,7 @@ def main() -> None:
                 "value": worst["value"],
                 "interval": worst["interval"],
                 "target": worst["target"],
-                "ok": all(f["ok"] for f in figures),
+                "ok": all(f["ok"] for f in judged),
                 "figures": figures,
             }
         )
@@ -120,7 +134,7 @@ def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
             sent.append((Exchange.ALL_TO_ALL, coded.nbytes))
             coded = codes.encode_sum(received, None, way)
         whole = coded.new_empty((count, coded.shape[1]))
-        dist.all_gather_into_tensor(whole, coded)
+        dist.all_gather_single(whole, coded)
         sent.append((Exchange.ALL_GATHER, whole.nbytes))
 
     for _ in range(times):
@@ -139,42 +153,99 @@ def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
 
 
 def cores() -> Iterator[dict[str, Any]]:
+    from steelyard.core.codec import CODECS
     from steelyard.operators import codes
 
     torch.set_num_threads(1)
     x, into = torch.randn(CORE_NUMEL), torch.empty(CORE_NUMEL)
     lost, total = torch.zeros(CORE_NUMEL), torch.zeros(CORE_NUMEL)
-    coded = codes.encode_gradients([x], lost, "ternary", 1)
-    sides: dict[str, Callable[[], object]] = {
-        "copy": lambda: into.copy_(x),
-        "encode": lambda: codes.encode_gradients([x], lost, "ternary", 1),
-        "decode and add": lambda: codes.add_decoded(coded, total, "ternary"),
-    }
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    with torch.no_grad():
-        for turn in range(ROUNDS + 3):
-            for side, call in sides.items():
-                begin = time.process_time()
-                call()
-                if turn >= 3:
-                    seconds[side].append(time.process_time() - begin)
-    for side, target in CORE_TARGETS.items():
-        ratios = [a / b for a, b in zip(seconds[side], seconds["copy"], strict=True)]
-        low, value, high = interval(ratios)
-        yield {
-            "name": f"ternary, {side}: processor seconds / a copy",
-            "value": round(value, 3),
-            "interval": [round(low, 3), round(high, 3)],
-            "target": target,
-            "ok": value <= target,
-            "milliseconds": round(1e3 * median(seconds[side]), 3),
+    for codec, targets in CORE_TARGETS.items():
+        kept = lost.zero_() if CODECS[codec].has_residual else None
+        coded = codes.encode_gradients([x], kept, codec, 1)
+        sides: dict[str, Callable[[], object]] = {
+            "copy": lambda: into.copy_(x),
+            "encode": partial(codes.encode_gradients, [x], kept, codec, 1),
+            "decode and add": partial(codes.add_decoded, coded, total, codec),
         }
+        with torch.no_grad():
+            seconds = _in_turn(sides)
+        for side, target in targets.items():
+            ratios = [a / b for a, b in zip(seconds[side], seconds["copy"], strict=True)]
+            name = f"{codec}, {side}: processor seconds / a copy"
+            taken = round(1e3 * median(seconds[side]), 3)
+            yield {**_spread(name, ratios, target), "milliseconds": taken}
 
 
-def _figure(name: str, value: float, target: float) -> dict[str, Any]:
+def _in_turn(sides: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Processor seconds of each, of all threads."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(ROUNDS + 3):
+        for side, call in sides.items():
+            begin = time.process_time()
+            call()
+            if turn >= 3:
+                seconds[side].append(time.process_time() - begin)
+    return seconds
+
+
+class Given(nn.Module):
+    """Its gradients are what it is given: a backward pass computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([torch.zeros(WIDTH, WIDTH) for _ in range(MATRICES)])
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(())
+        for matrix, gradient in zip(self.matrices, gradients, strict=True):
+            total = total + (matrix * gradient).sum()
+        return total
+
+
+def factors() -> dict[str, Any]:
+    from steelyard.hooks import compress
+
+    gradients = [torch.randn(WIDTH, WIDTH) for _ in range(MATRICES)]
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        plain, theirs, ours = (DistributedDataParallel(Given()) for _ in range(3))
+        # It begins with steps without, of which the first ones here are.
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=RANK, start_powerSGD_iter=2
+        )
+        theirs.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        compress(ours, f"rank {RANK}")
+        models = {"plain": plain, "torch": theirs, "ours": ours}
+        seconds = _in_turn({side: partial(_backward, m, gradients) for side, m in models.items()})
+        dist.destroy_process_group()
+    more = {
+        side: [a - b for a, b in zip(seconds[side], seconds["plain"], strict=True)]
+        for side in ("torch", "ours")
+    }
+    ratios = [a / b for a, b in zip(more["ours"], more["torch"], strict=True)]
+    name = f"rank {RANK}: processor seconds that the hook takes / those of torch's PowerSGD hook"
+    taken = {side: round(1e3 * median(found), 3) for side, found in more.items()}
+    return {**_spread(name, ratios, FACTORS_TARGET), "milliseconds": taken}
+
+
+def _backward(ddp: nn.Module, gradients: list[torch.Tensor]) -> None:
+    ddp.zero_grad()
+    ddp(gradients).backward()
+
+
+def _spread(name: str, ratios: list[float], target: float | None) -> dict[str, Any]:
+    low, value, high = interval(ratios)
     return {
-        "name": name, "value": round(value, 4), "interval": None, "target": round(target, 4),
-        "ok": value <= target,
+        "name": name, "value": round(value, 3), "interval": [round(low, 3), round(high, 3)],
+        "target": target, "ok": target is None or value <= target,
+    }  # fmt: skip
+
+
+def _figure(name: str, value: float, target: float | None) -> dict[str, Any]:
+    return {
+        "name": name, "value": round(value, 4), "interval": None,
+        "target": None if target is None else round(target, 4),
+        "ok": target is None or value <= target,
     }  # fmt: skip
 
 
