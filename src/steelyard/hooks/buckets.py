@@ -116,7 +116,10 @@ class Buckets:
     def _summed(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         share = 1 / self._group.size()
         coded = {name: g for name, g in gradients.items() if self._goes_in_code(g)}
-        if coded:
+        if coded and self._codec.rank:
+            lost, start = self._kept(coded, scale)
+            self._sums.put_products([*coded.values()], lost, start, share=share)
+        elif coded:
             _put_into(coded.values(), self._in_code(coded, scale), share)
         rest = [g for name, g in gradients.items() if name not in coded]
         for dtype in dict.fromkeys(g.dtype for g in rest):
@@ -127,20 +130,27 @@ class Buckets:
 
     def _in_code(self, coded: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
         """The sums, flat."""
-        codec, flats = self._codec, [g.reshape(-1) for g in coded.values()]
-        device = flats[0].device
-        if not codec.has_residual:
+        flats = [g.reshape(-1) for g in coded.values()]
+        if not self._codec.has_residual:
             return self._sums.of(flats, None)
+        return self._sums.of(flats, self._lost_of(coded, scale))
+
+    def _kept(
+        self, coded: Mapping[str, torch.Tensor], scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is kept of matrices: what was lost of them, and what right factors start with."""
+        columns = {name: g.numel() // len(g) for name, g in coded.items()}
+        sizes = {name: self._codec.rank * n for name, n in columns.items()}
+        device = next(iter(coded.values())).device
+        return self._lost_of(coded, scale), self._starts.of(sizes, device)
+
+    def _lost_of(self, coded: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
         if scale != self._scale:
             for lost in self._lost.every():
                 lost.mul_(scale / self._scale)
             self._scale = scale
-        lost = self._lost.of({name: g.numel() for name, g in coded.items()}, device)
-        if not codec.rank:
-            return self._sums.of(flats, lost)
-        columns = {name: g.numel() // len(g) for name, g in coded.items()}
-        start = self._starts.of({name: codec.rank * n for name, n in columns.items()}, device)
-        return self._sums.of_factors([*coded.values()], lost, start)
+        device = next(iter(coded.values())).device
+        return self._lost.of({name: g.numel() for name, g in coded.items()}, device)
 
     def _goes_in_code(self, tensor: torch.Tensor) -> bool:
         if tensor.dtype != torch.float32 or tensor.dim() < 2 or not tensor.numel():

@@ -51,17 +51,30 @@ class Sums:
             lost.chunk(self._parts)[self._rank].add_(own)
         return decode_gradients(self._gathered(added), name)
 
-    def of_factors(
-        self, tensors: Sequence[torch.Tensor], lost: torch.Tensor, start: torch.Tensor
-    ) -> torch.Tensor:
-        """The same of matrices, as products of factors; ``start`` are the right ones of the step
-        before, and this step's are left there."""
+    def put_products(
+        self,
+        tensors: Sequence[torch.Tensor],
+        lost: torch.Tensor,
+        start: torch.Tensor,
+        *,
+        share: float,
+    ) -> None:
+        """In place of matrices their sums times ``share``, as products of factors; ``start`` are
+        the right ones of the step before, and this step's are left there."""
         shapes, rank = [(len(x), x.numel() // len(x)) for x in tensors], self._codec.rank
         lefts = low_rank.left_factors(tensors, lost, start, shapes, rank)
         dist.all_reduce(lefts, group=self._group)
         rights = low_rank.right_factors(lefts, lost, shapes, rank)
         dist.all_reduce(rights, group=self._group)
-        return low_rank.of_factors(lefts, rights, start, shapes, rank)
+        # Where it lies otherwise than in rows, as a convolution's may, there is no view of it.
+        wholes = [
+            x.view(shape) if x.is_contiguous() else x.new_empty(shape)
+            for x, shape in zip(tensors, shapes, strict=True)
+        ]
+        low_rank.put_products(wholes, lefts, rights, start, shapes, rank, share=share)
+        for x, whole in zip(tensors, wholes, strict=True):
+            if not x.is_contiguous():
+                x.copy_(whole.view(x.shape))
 
     def scattered(self, rows: torch.Tensor) -> torch.Tensor:
         """Of as many rows as there are ranks, the sum of this rank's, filled up to whole blocks."""

@@ -64,14 +64,28 @@ def of_factors(
 ) -> torch.Tensor:
     """The sums, one behind the other; the next step starts with these right factors."""
     made = lefts.new_empty(sum(rows * columns for rows, columns in shapes))
+    put_products([*_matrices(made, shapes)], lefts, rights, start, shapes, rank)
+    return made
+
+
+def put_products(
+    wholes: Sequence[torch.Tensor],
+    lefts: torch.Tensor,
+    rights: torch.Tensor,
+    start: torch.Tensor,
+    shapes: Shapes,
+    rank: int,
+    *,
+    share: float = 1.0,
+) -> None:
+    """The same, each times ``share`` and where it is to be."""
     parts = zip(_lefts(lefts, shapes, rank), _rights(rights, shapes, rank),
-                _rights(start, shapes, rank), _matrices(made, shapes), strict=True)  # fmt: skip
+                _rights(start, shapes, rank), wholes, strict=True)  # fmt: skip
     for left, right, next_start, whole in parts:
-        torch.mm(left, right, out=whole)
+        torch.mm(left if share == 1 else left * share, right, out=whole)
         norm = right.norm()
         is_some = norm.isfinite() & (norm > _LEAST)
         next_start.copy_(torch.where(is_some, right / norm, next_start))
-    return made
 
 
 def first_start(numel: int) -> torch.Tensor:
