@@ -261,8 +261,8 @@ def _summed(
 
 
 def _told(value: Tensor, codec: str, lost: list[Tensor], number: int, parts: int) -> Tensor:
-    """What others make of it; what is lost is kept. A block is as much of each of the four quarters
-    of a stretch of a part."""
+    """What others make of it; what is lost is kept. A block is as much of each of four quarters, or
+    of ternary codes of sixteen parts, of a stretch of a part."""
     if codec in ("ternary", "largest"):
         value = value + lost[number] if lost[number].numel() else value
     stretches = [x for part in value.chunk(parts) for x in part.split(STRETCH)]
@@ -272,8 +272,9 @@ def _told(value: Tensor, codec: str, lost: list[Tensor], number: int, parts: int
 
 
 def _told_of(stretch: Tensor, codec: str) -> Tensor:
-    of_quarters = stretch.view(4, -1, BLOCK // 4).transpose(0, 1)
-    rows = of_quarters.reshape(-1, BLOCK)
+    pieces = 16 if codec == "ternary" else 4
+    of_pieces = stretch.view(pieces, -1, BLOCK // pieces).transpose(0, 1)
+    rows = of_pieces.reshape(-1, BLOCK)
     if codec == "ternary":
         scale = 2.5 * rows.square().mean(1, keepdim=True).sqrt()
         told = torch.sign(rows) * (rows.abs() > scale / 2) * scale
@@ -286,4 +287,4 @@ def _told_of(stretch: Tensor, codec: str) -> Tensor:
     else:
         scale = rows.abs().amax(1, keepdim=True) / 127
         told = torch.round(rows / scale.clamp_min(1e-30)) * scale
-    return told.view(of_quarters.shape).transpose(0, 1).flatten()
+    return told.view(of_pieces.shape).transpose(0, 1).flatten()

@@ -1,6 +1,7 @@
 """Gradients in few bits, block by block: written down, read back and added up.
 
-The arithmetic is in floating point, which Inductor vectorises where it does not shifts of bytes.
+Codes are put into words of 32 bits and taken out of them by shifts, which Inductor vectorises where
+it does not those of bytes, and loads of a few bytes it makes one by one.
 What is not finite makes its block's scale so, and every rank then finds nothing finite in it; but
 it never stays in a residual. Not for which gradients, nor for sending: see exchange/coded.py.
 """
@@ -97,8 +98,10 @@ def add_decoded(coded: torch.Tensor, values: torch.Tensor, codec: str) -> None:
 
 
 # What is coded at once: as much as stays in a core's caches from one loop to the next, and on
-# another device as much as keeps all of it at work. It is four quarters, and a block some elements
-# of each: a byte holds codes that lie far apart, and nothing is ever taken out of between others.
+# another device as much as keeps all of it at work. It is as many parts as a word holds codes, and
+# a block some elements of each: a word holds codes that lie far apart, and nothing is ever taken
+# out of between others.
+_PARTS_OF = {"ternary": 16, "int8": 4, "largest": 4}
 _STRETCH, _STRETCH_ELSEWHERE = 512, 2**17
 
 
@@ -151,14 +154,21 @@ class _Written:
         self._blocks = blocks
         nbytes = blocks * (4 + self._width)
         self.coded = torch.empty(parts, nbytes, dtype=torch.uint8, device=device)
-        self._scales = self.coded.view(torch.float32)
+        self._scales, self._words = self.coded.view(torch.float32), self.coded.view(torch.int32)
 
     def write(self, part: int, first: int, values: torch.Tensor, *, keeps: bool) -> None:
         encode = _encoder(self._codec, keeps, values.device)
-        scales, codes = encode(values.view(4, -1, _QUARTER))
+        scales, codes = encode(_in_parts(values, self._codec))
         self._scales[part, first : first + scales.numel()].copy_(scales)
-        start = 4 * self._blocks + first * self._width
-        self.coded[part, start : start + codes.numel()].copy_(codes.view(-1))
+        words = codes.view(-1).view(torch.int32)
+        start = self._blocks + first * self._width // 4
+        self._words[part, start : start + words.numel()].copy_(words)
+
+
+def _in_parts(values: torch.Tensor, codec: str) -> torch.Tensor:
+    """Of a stretch, (parts, blocks, elements of a block in each)."""
+    parts = _PARTS_OF[codec]
+    return values.view(parts, -1, BLOCK // parts)
 
 
 def _blocks_in(coded: torch.Tensor, codec: str) -> int:
@@ -180,21 +190,23 @@ def _read_into(
     values: torch.Tensor, coded: torch.Tensor, codec: str, part: int, first: int, *, adds: bool
 ) -> None:
     """The sum over the first dimension, of a stretch of one part."""
-    quarters = values.view(4, -1, _QUARTER)
-    taken = _taken_apart(coded, codec, part, first, quarters.shape[1])
-    _decoder(codec, adds, values.device)(*taken, *quarters.unbind())
+    into = _in_parts(values, codec)
+    taken = _taken_apart(coded, codec, part, first, into.shape[1])
+    _decoder(codec, adds, values.device)(*taken, *into.unbind())
 
 
 def _taken_apart(
     coded: torch.Tensor, codec: str, part: int, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of each block of a stretch."""
+    """Words of codes, or bytes of the largest's, and scales of each block of a stretch."""
     ranks, parts, nbytes = coded.shape
-    width = CODECS[codec].block_bytes
+    lying = coded if codec == "largest" else coded.view(torch.int32)
+    size = lying.itemsize
+    width = CODECS[codec].block_bytes // size
     # By strides: a view would choose those of a dim of one as it likes.
     row = coded.storage_offset() + part * nbytes
-    start = row + 4 * _blocks_in(coded, codec) + first * width
-    codes = coded.as_strided((ranks, count, width), (parts * nbytes, width, 1), start)
+    start = (row + 4 * _blocks_in(coded, codec)) // size + first * width
+    codes = lying.as_strided((ranks, count, width), (parts * nbytes // size, width, 1), start)
     scales = coded.view(torch.float32).as_strided(
         (ranks, count, 1), (parts * nbytes // 4, 1, 1), row // 4 + first
     )
@@ -202,39 +214,42 @@ def _taken_apart(
 
 
 _Compiled = Callable[..., tuple[torch.Tensor, ...]]
-_Quarters = Sequence[torch.Tensor]
+_Parts = Sequence[torch.Tensor]
 
 
 @cache
 def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
     encode = {"ternary": _ternary, "int8": _int8, "largest": _largest}[codec]
+    parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
 
     def run(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert (values.shape[0], values.shape[2]) == (4, _QUARTER)
+        assert (values.shape[0], values.shape[2]) == (parts, each)
         scales, codes, left = encode(values)
         if keeps:
             values.copy_(torch.where(torch.isfinite(scales), left, 0.0))
         return scales.view(-1), codes
 
-    return _compiled(run, [torch.ones(4, 5, _QUARTER, device=device)])
+    return _compiled(run, [torch.ones(parts, 5, each, device=device)])
 
 
 @cache
 def _decoder(codec: str, adds: bool, device: torch.device) -> _Compiled:
     read = {"ternary": _ternary_read, "int8": _int8_read, "largest": _largest_read}[codec]
-    width = CODECS[codec].block_bytes
+    parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
+    # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
+    nbytes = 7 * (4 + CODECS[codec].block_bytes)
+    received = torch.ones(2, 3, nbytes, dtype=torch.uint8, device=device)
+    taken = _taken_apart(received, codec, 1, 1, 5)
+    width = taken[0].shape[2]
 
-    def run(codes: torch.Tensor, scales: torch.Tensor, *quarters: torch.Tensor) -> tuple[()]:
+    def run(codes: torch.Tensor, scales: torch.Tensor, *parts: torch.Tensor) -> tuple[()]:
         assert codes.shape[2] == width
-        assert quarters[0].shape[1] == _QUARTER
-        for into, value in zip(quarters, read(codes, scales), strict=True):
+        assert parts[0].shape[1] == each
+        for into, value in zip(parts, read(codes, scales), strict=True):
             into.copy_(into + value if adds else value)
         return ()
 
-    # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
-    received = torch.ones(2, 3, 7 * (4 + width), dtype=torch.uint8, device=device)
-    taken = _taken_apart(received, codec, 1, 1, 5)
-    return _compiled(run, [*taken, *torch.ones(4, 5, _QUARTER, device=device).unbind()])
+    return _compiled(run, [*taken, *torch.ones(parts, 5, each, device=device).unbind()])
 
 
 def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _Compiled:
@@ -257,37 +272,43 @@ _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _ternary(v: torch.Tensor) -> _Three:
-    """-1, 0 or 1 times a scale, to the nearest; four in a byte, one of each quarter.
+    """-1, 0 or 1 times a scale, to the nearest; sixteen in a word, one of each part.
 
-    ``v`` is (4, blocks, quarter of a block); the scale, the codes, what they lose.
+    ``v`` is (parts, blocks, elements); the scale, the codes, what they lose.
     """
     scale = _LEVEL * (v * v).mean((0, 2), keepdim=True).sqrt()
     half = 0.5 * scale
     t = (v > half).to(torch.float32) - (v < -half).to(torch.float32)
-    codes = t[0] + 4 * t[1] + 16 * t[2] + 64 * t[3] + 85
-    return scale, codes.to(torch.uint8), v - t * scale
+    return scale, _put_together((t + 1).to(torch.int32), bits=2), v - t * scale
 
 
-def _ternary_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
-    c = codes.to(torch.float32)
-    first = torch.floor((c + 0.5) * (1 / 4))
-    second = torch.floor((c + 0.5) * (1 / 16))
-    third = torch.floor((c + 0.5) * (1 / 64))
-    quarters = (c - 4 * first, first - 4 * second, second - 4 * third, third)
-    return [((q - 1) * scales).sum(0) for q in quarters]
+def _ternary_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
+    return [((code - 1) * scales).sum(0) for code in _taken_out(codes, bits=2)]
+
+
+def _put_together(codes: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """Words; the code of the last part is in the highest bits."""
+    words = codes[0]
+    for part in range(1, 32 // bits):
+        words = words | (codes[part] << bits * part)
+    return words
+
+
+def _taken_out(words: torch.Tensor, *, bits: int) -> list[torch.Tensor]:
+    """Of each part. What a shift brings in from the sign goes with what is not of the code."""
+    some = (1 << bits) - 1
+    return [((words >> bits * part) & some).to(torch.float32) for part in range(32 // bits)]
 
 
 def _int8(v: torch.Tensor) -> _Three:
     """The nearest of 255 multiples of a scale."""
     scale = v.abs().amax((0, 2), keepdim=True) * (1 / 127)
     code = torch.round(v / scale.clamp_min(_LEAST)).clamp(-127, 127)
-    return scale, (code + 128).to(torch.uint8), v - code * scale
+    return scale, _put_together((code + 128).to(torch.int32), bits=8), v - code * scale
 
 
-def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
-    # A byte holds one code: they lie as the values do.
-    values = codes.view(codes.shape[0], 4, -1, _QUARTER).to(torch.float32) - 128
-    return (values * scales.unsqueeze(1)).sum(0).unbind()
+def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
+    return [((code - 128) * scales).sum(0) for code in _taken_out(codes, bits=8)]
 
 
 def _largest(v: torch.Tensor) -> _Three:
@@ -311,7 +332,7 @@ def _largest(v: torch.Tensor) -> _Three:
     return scale, codes.reshape(v.shape[1], -1).to(torch.uint8), left
 
 
-def _largest_read(codes: torch.Tensor, scales: torch.Tensor) -> _Quarters:
+def _largest_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
     kept = CODECS["largest"].kept
     taken = codes.to(torch.float32).reshape(*codes.shape[:2], 4, 2 * kept)
     places, values = taken[..., :kept], (taken[..., kept:] - 128) * scales.unsqueeze(-1)
