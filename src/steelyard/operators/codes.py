@@ -39,7 +39,7 @@ def encode_gradients(
     blocks = -(-sum(x.numel() for x in flats) // (parts * BLOCK))
     written = _Written(codec, parts, blocks, flats[0].device)
     pieces = _Pieces(flats)
-    most = _most_at_once(flats[0].device)
+    most = _most_at_once(codec, flats[0].device)
     room = None if residual is not None else flats[0].new_empty(min(blocks, most) * BLOCK)
     for part in range(parts):
         for first, count in _stretches(blocks, most):
@@ -67,7 +67,7 @@ def encode_sum(received: torch.Tensor, residual: torch.Tensor | None, codec: str
     blocks = _blocks_in(received, codec)
     written = _Written(codec, 1, blocks, received.device)
     keeps = residual is not None
-    most = _most_at_once(received.device)
+    most = _most_at_once(codec, received.device)
     room = received.new_empty(0 if keeps else min(blocks, most) * BLOCK, dtype=torch.float32)
     for first, count in _stretches(blocks, most):
         values = room[: count * BLOCK]
@@ -92,7 +92,7 @@ def decode_sum(coded: torch.Tensor, codec: str) -> torch.Tensor:
 
 def add_decoded(coded: torch.Tensor, values: torch.Tensor, codec: str) -> None:
     """The sum of all rows, to ``values`` in place."""
-    for first, count in _stretches(_blocks_in(coded, codec), _most_at_once(coded.device)):
+    for first, count in _stretches(_blocks_in(coded, codec), _most_at_once(codec, coded.device)):
         stretch = values[first * BLOCK : (first + count) * BLOCK]
         _read_into(stretch, coded.unsqueeze(1), codec, 0, first, adds=True)
 
@@ -102,11 +102,13 @@ def add_decoded(coded: torch.Tensor, values: torch.Tensor, codec: str) -> None:
 # a block some elements of each: a word holds codes that lie far apart, and nothing is ever taken
 # out of between others.
 _PARTS_OF = {"ternary": 16, "int8": 4, "largest": 4}
-_STRETCH, _STRETCH_ELSEWHERE = 512, 2**17
+# Sixteen parts that lay a power of two apart would push one another out of a core's first cache.
+_BLOCKS_OF = {"ternary": 513, "int8": 512, "largest": 512}
+_BLOCKS_ELSEWHERE = 2**17
 
 
-def _most_at_once(device: torch.device) -> int:
-    return _STRETCH if device.type == "cpu" else _STRETCH_ELSEWHERE
+def _most_at_once(codec: str, device: torch.device) -> int:
+    return _BLOCKS_OF[codec] if device.type == "cpu" else _BLOCKS_ELSEWHERE
 
 
 def _stretches(blocks: int, most: int) -> Iterator[tuple[int, int]]:
@@ -180,7 +182,7 @@ def _decoded(coded: torch.Tensor, codec: str) -> torch.Tensor:
     parts, blocks = coded.shape[1], _blocks_in(coded, codec)
     out = torch.empty(parts, blocks * BLOCK, dtype=torch.float32, device=coded.device)
     for part in range(parts):
-        for first, count in _stretches(blocks, _most_at_once(out.device)):
+        for first, count in _stretches(blocks, _most_at_once(codec, out.device)):
             values = out[part, first * BLOCK : (first + count) * BLOCK]
             _read_into(values, coded, codec, part, first, adds=False)
     return out.view(-1)
@@ -192,7 +194,7 @@ def _read_into(
     """The sum over the first dimension, of a stretch of one part."""
     into = _in_parts(values, codec)
     taken = _taken_apart(coded, codec, part, first, into.shape[1])
-    _decoder(codec, adds, values.device)(*taken, *into.unbind())
+    _decoder(codec, coded.shape[0], adds, values.device)(*taken, *into.unbind())
 
 
 def _taken_apart(
@@ -233,17 +235,18 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
 
 
 @cache
-def _decoder(codec: str, adds: bool, device: torch.device) -> _Compiled:
+def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compiled:
+    """Of so many rows: a loop over them would be one of its own, and what is added another."""
     read = {"ternary": _ternary_read, "int8": _int8_read, "largest": _largest_read}[codec]
     parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
     # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
     nbytes = 7 * (4 + CODECS[codec].block_bytes)
-    received = torch.ones(2, 3, nbytes, dtype=torch.uint8, device=device)
+    received = torch.ones(rows, 3, nbytes, dtype=torch.uint8, device=device)
     taken = _taken_apart(received, codec, 1, 1, 5)
     width = taken[0].shape[2]
 
     def run(codes: torch.Tensor, scales: torch.Tensor, *parts: torch.Tensor) -> tuple[()]:
-        assert codes.shape[2] == width
+        assert (codes.shape[0], codes.shape[2]) == (rows, width)
         assert parts[0].shape[1] == each
         for into, value in zip(parts, read(codes, scales), strict=True):
             into.copy_(into + value if adds else value)
@@ -283,7 +286,7 @@ def _ternary(v: torch.Tensor) -> _Three:
 
 
 def _ternary_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
-    return [((code - 1) * scales).sum(0) for code in _taken_out(codes, bits=2)]
+    return [_added((code - 1) * scales) for code in _taken_out(codes, bits=2)]
 
 
 def _put_together(codes: torch.Tensor, *, bits: int) -> torch.Tensor:
@@ -308,7 +311,12 @@ def _int8(v: torch.Tensor) -> _Three:
 
 
 def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
-    return [((code - 128) * scales).sum(0) for code in _taken_out(codes, bits=8)]
+    return [_added((code - 128) * scales) for code in _taken_out(codes, bits=8)]
+
+
+def _added(rows: torch.Tensor) -> torch.Tensor:
+    first, *others = rows.unbind()
+    return sum(others, first)
 
 
 def _largest(v: torch.Tensor) -> _Three:
