@@ -28,7 +28,13 @@ from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
 from steelyard.exchange.residuals import Residuals
 from steelyard.exchange.together import Together
-from steelyard.operators.codes import decode_gradients, decode_sum, encode_gradients, encode_sum
+from steelyard.operators.codes import (
+    add_decoded,
+    decode_gradients,
+    decode_sum,
+    encode_gradients,
+    encode_sum,
+)
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
@@ -86,6 +92,20 @@ def test_what_is_read_back_and_what_was_lost_are_what_was_written(
     again = encode_sum(coded, None, codec.name) if parts == 1 else None
     if again is not None:
         assert torch.allclose(decode_sum(again, codec.name), decode_sum(coded, codec.name), atol=1)
+
+
+@pytest.mark.parametrize("codec", [TERNARY, INT8], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("rows", [2, 9])
+def test_rows_are_added_in_their_order(codec: Codec, rows: int) -> None:
+    """Few are written down one by one, of many there is a loop: the same bits on every rank."""
+    each = [encode_gradients([torch.randn(3 * BLOCK)], None, codec.name, 1) for _ in range(rows)]
+    total = torch.zeros(3 * BLOCK)
+    for one in each:
+        total += decode_sum(one, codec.name)
+    assert torch.equal(decode_sum(torch.cat(each), codec.name), total)
+    added = torch.ones(3 * BLOCK)
+    add_decoded(torch.cat(each), added, codec.name)
+    assert torch.equal(added, 1 + total)
 
 
 def _stretches(values: torch.Tensor, parts: int) -> list[torch.Tensor]:

@@ -105,6 +105,8 @@ _PARTS_OF = {"ternary": 16, "int8": 4, "largest": 4}
 # Sixteen parts that lay a power of two apart would push one another out of a core's first cache.
 _BLOCKS_OF = {"ternary": 513, "int8": 512, "largest": 512}
 _BLOCKS_ELSEWHERE = 2**17
+# What is written down of more rows takes a compiler too long.
+_ONE_BY_ONE = 8
 
 
 def _most_at_once(codec: str, device: torch.device) -> int:
@@ -236,7 +238,8 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
 
 @cache
 def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compiled:
-    """Of so many rows: a loop over them would be one of its own, and what is added another."""
+    """Of so many rows, of which a few are written down one by one: a loop over them would be one of
+    its own, and what is added another."""
     read = {"ternary": _ternary_read, "int8": _int8_read, "largest": _largest_read}[codec]
     parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
     # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
@@ -315,6 +318,8 @@ def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
 
 
 def _added(rows: torch.Tensor) -> torch.Tensor:
+    if len(rows) > _ONE_BY_ONE:
+        return rows.sum(0)
     first, *others = rows.unbind()
     return sum(others, first)
 
