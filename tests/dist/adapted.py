@@ -21,6 +21,7 @@ from steelyard.api import adapting
 from steelyard.api.training import run_workload
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
+from steelyard.core.collective import SLOTS
 from steelyard.core.link import Link
 from steelyard.core.planfile import read_decisions, write_decisions
 from steelyard.core.rules import Rule
@@ -59,7 +60,8 @@ def _run(rank: int, folder: Path, *, codes: bool, now: float | None) -> dict[str
         rules: tuple[Rule, ...] = (
             Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16), Rule(trade="overlap", lag=2),
         )  # fmt: skip
-        decided = coded._decided("ternary", 2, 1, 1 << 16)
+        look = coded._look(2, is_compiled=False)
+        decided = coded._decided(look, "ternary", 1, 1 << 16, 0)
         kept = tuple(r for r in decided.rules if r.trade in CODE_TRADES) if codes else ()
         allowed = Budget(accuracy_loss=0.5)
         write_decisions(path, replace(decided, rules=(*rules, *kept), budget=allowed))
@@ -67,6 +69,10 @@ def _run(rank: int, folder: Path, *, codes: bool, now: float | None) -> dict[str
     planned = sy.load(
         path, workload.model, workload.loss, workload.first_batch(), optimizer=OPTIMIZER
     )
+    # Through memory that both have, exchanges would be fast on any link.
+    prices = planned.look.prices
+    links = {name: link for name, link in prices.costs.links.items() if name != SLOTS}
+    prices.costs = replace(prices.costs, links=links)
     if codes:  # it was made where exchanges took most of the step
         planned = _for_a_slow_link(planned)
     measured = adapting.measured_now
