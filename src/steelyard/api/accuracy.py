@@ -21,11 +21,11 @@ from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
 from steelyard.core.layout import Layout
-from steelyard.core.machine import available_bytes
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, Spot, matching, spot_of
 from steelyard.core.trade import Left, Refusal
+from steelyard.measure.home import free_bytes, home_of
 from steelyard.predict import peak_bytes
 from steelyard.search import Found, Search
 
@@ -86,7 +86,7 @@ class Lossy:
             exact = self._exact_twin(rules)
             peaks = (peak_bytes(p, self.look.prices.costs) for p in (program, exact))
             needed = layout.num_ranks * max(peaks)
-            free = int(_SHARE_OF_FREE_MEMORY * available_bytes())
+            free = int(_SHARE_OF_FREE_MEMORY * free_bytes(home_of(self.look.source.model)))
             if needed > free:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
             request = self.look.request

@@ -112,12 +112,13 @@ class Adapting:
     def _drift(
         self, look: Look, rules: tuple[Rule, ...], allowed: float, most_bytes: float
     ) -> str | None:
-        """None where it is more than is allowed, or unknown, or where first steps without codes do
-        not fit; nothing is said of what is exact."""
+        """None where it is more than is allowed, or unknown, or where steps in milder codes or
+        none do not fit; nothing is said of what is exact."""
         program = look.struck(rules)
         if not program.is_lossy:
             return ""
-        if most_in_milder(look, rules, program) > most_bytes:
+        is_bound = most_bytes < math.inf
+        if is_bound and most_in_milder(look, rules, program) > most_bytes:
             return None
         seen = look.lossy.drift_of(rules, program)
         return None if isinstance(seen, str) or seen.largest > allowed else str(seen)

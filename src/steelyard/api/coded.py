@@ -187,9 +187,7 @@ def most_in_milder(look: "Look", rules: Sequence[Rule], program: Program) -> int
     inputs = program.graph.inputs()
     held = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
     *coded, exact = ladder(rules)
-    return max(
-        _peak_bytes(look, exact) + held, *(_peak_bytes(look, codes) for codes in coded[1:]), 0
-    )
+    return max([_peak_bytes(look, exact) + held, *(_peak_bytes(look, c) for c in coded[1:])])
 
 
 def _peak_bytes(look: "Look", rules: Sequence[Rule]) -> int:

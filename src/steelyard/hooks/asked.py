@@ -21,6 +21,7 @@ from steelyard.hooks.beside import Beside, OnStream, OnThread
 from steelyard.hooks.buckets import Buckets
 from steelyard.hooks.shards import ShardsInCodes
 from steelyard.hooks.sums import Sums
+from steelyard.measure.home import home_of
 
 
 class Lost(Protocol):
@@ -58,7 +59,7 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
             expected=f"one of {', '.join(map(repr, CODECS))}, 'rank 4'",
             remedy='compress(module, "int8"), for example',
         )
-    device = _device_of(module)
+    device = home_of(module)
     if isinstance(module, DistributedDataParallel):
         return _in_buckets(module, codec, scaler, device)
     if isinstance(module, FSDPModule):
@@ -73,18 +74,6 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
 def _codec_named(code: str) -> Codec | None:
     of_rank = re.fullmatch(r"rank ([1-9][0-9]{0,3})", code)
     return low_rank(int(of_rank[1])) if of_rank else CODECS.get(code)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """The one that all of it is on."""
-    devices = sorted({str(p.device) for p in module.parameters()}) or ["cpu"]
-    if len(devices) > 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
-        raise BadInput(
-            f"parameters are on {', '.join(devices)}",
-            expected="all parameters on the CPU, or all on one CUDA device",
-            remedy="use torch.distributed.algorithms.ddp_comm_hooks there",
-        )
-    return torch.device(devices[0])
 
 
 def _in_buckets(

@@ -22,7 +22,7 @@ def home_of(model: nn.Module) -> torch.device:
         raise BadInput(
             f"the model is on {' and '.join(devices)}",
             expected="all of it on the CPU, or on one CUDA device",
-            remedy="move it, with model.to(...), before it is planned",
+            remedy="move it first, with model.to(...)",
         )
     return torch.device(devices[0])
 

@@ -161,6 +161,8 @@ def context_of(device: Device, *, sharers: int = 1) -> str:
             f"torch {torch.__version__}",
             device.kind if sharers == 1 else f"{device.kind}, one of {sharers} at work",
             f"heap kept {is_kept()}",
+            # Of gradients: what they took as bytes is remembered otherwise.
+            "codes in words",
             f"threads {torch.get_num_threads()}",
             f"matmul {torch.get_float32_matmul_precision()}",
             f"mkldnn {torch.backends.mkldnn.enabled}",

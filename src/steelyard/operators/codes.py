@@ -248,10 +248,10 @@ def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compil
     taken = _taken_apart(received, codec, 1, 1, 5)
     width = taken[0].shape[2]
 
-    def run(codes: torch.Tensor, scales: torch.Tensor, *parts: torch.Tensor) -> tuple[()]:
+    def run(codes: torch.Tensor, scales: torch.Tensor, *pieces: torch.Tensor) -> tuple[()]:
         assert (codes.shape[0], codes.shape[2]) == (rows, width)
-        assert parts[0].shape[1] == each
-        for into, value in zip(parts, read(codes, scales), strict=True):
+        assert pieces[0].shape[1] == each
+        for into, value in zip(pieces, read(codes, scales), strict=True):
             into.copy_(into + value if adds else value)
         return ()
 
