@@ -47,7 +47,7 @@ def know_link(pair: Hosts, folder: Path, *, ranks: int) -> None:
     """Put into the list of prices where that of a loopback would be: what is measured of this link
     is nobody else's, so whoever calls has set STEELYARD_CACHE to a file of its own."""
     from steelyard.measure.cache import CostCache
-    from steelyard.measure.exchanges import context_of, fitted
+    from steelyard.measure.links import context_of, fitted
 
     module = ["-m", "steelyard.measure.exchanges", str(folder), str(ranks)]
     run_on(pair, folder, [[*module, str(rank)] for rank in range(ranks)])

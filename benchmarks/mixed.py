@@ -46,7 +46,7 @@ from benchmarks.runner import interval
 from steelyard.core.layout import Layout
 from steelyard.core.planfile import read_decisions, write_decisions
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import context_of, fitted
+from steelyard.measure.links import context_of, fitted
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

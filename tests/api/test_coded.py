@@ -20,7 +20,7 @@ from steelyard.core.codec import CODED_CALLS, ladder
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import context_of
+from steelyard.measure.links import context_of
 from steelyard.predict import peak_bytes
 
 # As `measured_ranks` would say of a link.

@@ -19,7 +19,7 @@ from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.layout import Layout
 from steelyard.core.rules import Rule
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import context_of
+from steelyard.measure.links import context_of
 from tests import zoo
 from tests.api.test_coded import LINK
 from tests.harness import in_a_hurry

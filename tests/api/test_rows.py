@@ -13,7 +13,7 @@ import steelyard as sy
 from steelyard.core.planfile import read_decisions
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import context_of
+from steelyard.measure.links import context_of
 from tests.api.test_coded import LINK
 
 _OPTIMIZER = partial(torch.optim.SGD, lr=0.1)

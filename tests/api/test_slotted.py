@@ -13,7 +13,7 @@ from steelyard.core.planfile import read_decisions
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import context_of
+from steelyard.measure.links import context_of
 from tests.api.test_coded import LINK
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.link import Link
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import context_of, fitted, measured_ranks
+from steelyard.measure.links import context_of, fitted, measured_ranks
 
 _SIZES = {"small": 4096, "middle": 1 << 20, "large": 16 << 20}
 

@@ -4,6 +4,7 @@ Not for deciding, measuring or explaining: each is the business of one room.
 """
 
 from steelyard.api.demo import demo
+from steelyard.api.hosts import Meeting, meeting
 from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
@@ -15,6 +16,7 @@ from steelyard.run.randomness import seed_everything
 from steelyard.run.ranks.launch import launch
 
 __all__ = [
+    "Meeting",
     "Planned",
     "Step",
     "Workload",
@@ -26,6 +28,7 @@ __all__ = [
     "load",
     "load_planned",
     "load_workload",
+    "meeting",
     "plan",
     "plan_workload",
     "restarts",

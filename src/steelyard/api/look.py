@@ -113,7 +113,7 @@ class Request:
         """On each rank for the step as plain PyTorch takes it, and as much again: blocks that are
         kept for the next step leave gaps. Not by what is free just now: ranks are to agree."""
         held = graph.resident_bytes(*Role) + graph.eager_peak_bytes
-        return 2 * held * self.cluster.num_devices < memory_bytes()
+        return 2 * held * self.cluster.ranks_of_a_host < memory_bytes()
 
     def _table(self) -> str:
         """For one device Inductor's own: what parts there are can be kept or computed again."""
@@ -225,7 +225,7 @@ class Look:
         return self.request.cluster.far if any(r.trade in FAR_TRADES for r in rules) else None
 
     def over(self, link: Link) -> "Look":
-        """The same step on ranks of this machine that another link joins."""
+        """The same step on ranks that another link joins."""
         return replace(self, prices=self.prices.over(link))
 
     def made_for(self) -> MadeFor:
@@ -236,6 +236,7 @@ class Look:
             runner=self.request.runner,
             cluster=self.prices.cluster.fingerprint,
             ranks=self.request.cluster.num_devices,
+            hosts=self.request.cluster.hosts,
             speeds=self.prices.cluster.speeds,
             torch=torch.__version__.partition("+")[0],
             batch=self.source.entries(),

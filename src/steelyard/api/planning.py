@@ -227,6 +227,7 @@ def load(
         cluster=cluster
         or Cluster.here(
             ranks=made_for.ranks,
+            hosts=made_for.hosts,
             # As the plan found them; a busy moment must not make it another plan.
             speeds=made_for.speeds or (1.0,) * made_for.ranks,
             far=decisions.far,

@@ -19,7 +19,7 @@ from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster, Link
 from steelyard.core.collective import SLOTS, Exchange
 from steelyard.core.costs import Costs, Missing, OperatorCost, Survey
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Graph, Node
 from steelyard.core.layout import DATA, PIPELINE, TENSOR
 from steelyard.core.parting import Parting, Region
@@ -28,9 +28,9 @@ from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
-from steelyard.measure.exchanges import measured_ranks
 from steelyard.measure.far import measured_links
 from steelyard.measure.home import CPU, free_bytes, random_devices
+from steelyard.measure.links import measured_ranks
 from steelyard.measure.operators import Calls, context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
 from steelyard.measure.whole_step import Runnable, beside, host_lead, whole_step
@@ -68,13 +68,13 @@ class Prices:
         self._update_calls = 0
         self._base: Program
         self.notes: list[str] = []
-        # A rank has a part of the cores; alone, the user's own setting holds.
-        self._threads = cluster.fastest.threads if cluster.num_devices > 1 else None
+        # A rank has a part of the cores; alone on a host, the user's own setting holds.
+        self._threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
         links: dict[str, Link] = {}
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring how ranks reach one another")
-            measured = measured_ranks(cluster.num_devices, cache=self._cache)
-            # Of one machine's ranks any two are as near.
+            measured = measured_ranks(cluster.num_devices, hosts=cluster.hosts, cache=self._cache)
+            # Of one machine's ranks any two are as near, and of hosts with one each.
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
             if measured.slots is not None:
                 links[PINNED] = measured.slots
@@ -82,9 +82,11 @@ class Prices:
                 links[SLOTS] = measured.slotted
             if measured.speeds and not cluster.speeds:
                 cluster = cluster.at_speeds(measured.speeds)
+            if cluster.hosts > 1:
+                _refuse_slow_first(cluster.speeds)
         self.cluster = cluster
         self._device = cluster.fastest
-        self._company = Company(cluster.num_devices if self._is_here else 1, self._device)
+        self._company = Company(cluster.ranks_of_a_host if self._is_here else 1, self._device)
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
@@ -350,6 +352,18 @@ class Prices:
         nodes = program.graph.by_name
         computed = [nodes[i.node] for i in program.instructions if i.sink is None]
         return program.repeats * sum(self.costs.seconds(node).value for node in computed)
+
+
+def _refuse_slow_first(speeds: Sequence[float]) -> None:
+    """What is measured on the first host is taken for what the fastest does."""
+    if speeds and speeds[0] < max(speeds):
+        fastest = speeds.index(max(speeds))
+        raise BadInput(
+            f"the first host computes at {speeds[0] / max(speeds):.2f} of that of rank {fastest}",
+            expected="the fastest host first: what is measured there is taken for all",
+            remedy=f"give --node-rank 0 to the host that was rank {fastest}; or say that they are "
+            "alike, --speeds 1,1",
+        )
 
 
 def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from steelyard import _torch
+from steelyard.api.hosts import know_hosts
 from steelyard.api.workload import Workload
 from steelyard.core.errors import Mismatch
 from steelyard.core.layout import ALONE, DATA, PIPELINE, Layout
@@ -113,11 +114,11 @@ def _groups(layout: Layout, everyone: dist.ProcessGroup) -> dict[str, dist.Proce
 
 
 @contextlib.contextmanager
-def as_a_rank(num_ranks: int) -> Iterator[None]:
+def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
     """What ends the rank is written down for whoever started it."""
     who = who_am_i(os.environ)
     with recorded(who):
-        who.check_size(num_ranks)
+        who.check_size(num_ranks, planned_hosts=hosts)
         yield
 
 
@@ -138,7 +139,10 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
     # Ranks that draw another batch each would train on less than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
-    with joined(who_am_i(os.environ), words, timeout_seconds=timeout_seconds):
+    who = who_am_i(os.environ)
+    with joined(who, words, timeout_seconds=timeout_seconds):
+        if who.hosts > 1:
+            know_hosts(who)
         yield
 
 

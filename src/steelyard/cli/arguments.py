@@ -69,11 +69,16 @@ def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Far |
 
 
 def cluster_of(
-    cluster: str | None, ranks: int, far: Far | None, *, speeds: str | None = None
+    cluster: str | None,
+    ranks: int,
+    far: Far | None,
+    *,
+    hosts: int = 1,
+    speeds: str | None = None,
 ) -> Cluster:
     """This machine, or the one in a file, or one of those that are known by name."""
     if cluster is None:
-        return Cluster.here(ranks=ranks, speeds=_speeds(speeds), far=far)
+        return Cluster.here(ranks=ranks, hosts=hosts, speeds=_speeds(speeds), far=far)
     if ranks > 1 or far is not None or speeds is not None:
         other = "--ranks" if ranks > 1 else "--far" if far is not None else "--speeds"
         raise BadInput(

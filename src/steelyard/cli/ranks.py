@@ -9,9 +9,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.cli.endings import INTERRUPTED, OK, TERMINATED, is_watched
+from steelyard.core.errors import BadInput
 from steelyard.core.layout import Layout
 from steelyard.core.machine import this_device
 from steelyard.core.planfile import read_decisions
@@ -20,16 +22,40 @@ from steelyard.core.planfile import read_decisions
 _CODE = "STEELYARD_EXIT_CODE"
 
 
-def ranks_of(plan: Path) -> int:
-    """Needs no torch; a plan that is not there is missed later, in other words."""
-    return Layout.of(read_decisions(plan).rules).num_ranks if plan.is_file() else 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """On how many ranks a plan lies, and on how many hosts these are."""
+
+    ranks: int = 1
+    hosts: int = 1
+
+    @classmethod
+    def of(cls, plan: Path) -> "Laid":
+        """Needs no torch; a plan that is not there is missed later, in other words."""
+        if not plan.is_file():
+            return cls()
+        decisions = read_decisions(plan)
+        ranks = Layout.of(decisions.rules).num_ranks
+        return cls(ranks=ranks, hosts=decisions.made_for.hosts if ranks > 1 else 1)
 
 
-def is_to_start(num_ranks: int) -> bool:
+def num_started() -> int:
+    """How many ranks were started with this process, as the starter says; needs no torch."""
+    said = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
+    return int(said) if said.isdecimal() else 1
+
+
+def is_to_start(laid: Laid) -> bool:
     """Whether this process is none of the ranks yet."""
-    return num_ranks > 1 and not any(
-        name in os.environ for name in ("RANK", "SLURM_STEP_NUM_TASKS")
-    )
+    if laid.ranks == 1 or any(name in os.environ for name in ("RANK", "SLURM_STEP_NUM_TASKS")):
+        return False
+    if laid.hosts > 1:
+        raise BadInput(
+            f"the plan is for {laid.hosts} hosts, and this process was started alone",
+            expected="one process on each of them",
+            remedy=f"on each: torchrun --nnodes {laid.hosts} ... -m steelyard run",
+        )
+    return True
 
 
 def is_quiet() -> bool:
@@ -61,14 +87,14 @@ def start(
 
 
 @contextlib.contextmanager
-def in_rank(num_ranks: int) -> Iterator[None]:
+def in_rank(laid: Laid) -> Iterator[None]:
     """Around what may fail in one: it is told to whoever started the ranks, as it was raised."""
-    if num_ranks == 1:
+    if laid.ranks == 1:
         yield
         return
     from steelyard import api
 
-    with api.as_a_rank(num_ranks):
+    with api.as_a_rank(laid.ranks, hosts=laid.hosts):
         yield
 
 

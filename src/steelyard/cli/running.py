@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from steelyard.cli.arguments import stopped_at, title
 from steelyard.cli.endings import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
-from steelyard.cli.ranks import in_rank, is_quiet, is_to_start, left_with, ranks_of, start
+from steelyard.cli.ranks import Laid, in_rank, is_quiet, is_to_start, left_with, start
 from steelyard.cli.showing import Shown, hint, loaded, planning
 from steelyard.core.amounts import parse_seconds
 from steelyard.report.lines import Tone
@@ -59,30 +59,33 @@ class Training:
 
 
 def run_by(asked: Training) -> int:
-    num_ranks = ranks_of(asked.path)
-    if is_to_start(num_ranks):
+    laid = Laid.of(asked.path)
+    if is_to_start(laid):
         with Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
             return start(
                 asked.arguments(),
-                num_ranks,
+                laid.ranks,
                 timeout_seconds=asked.waits_seconds,
                 note=progress.note,
             )
+    if is_quiet() and asked.path.is_file() and laid.ranks == 1:
+        hint("the plan lies on one rank: this one has nothing to do", asked.shown)
+        return OK
     if is_quiet():
         asked = replace(asked, shown=replace(asked.shown, quiet=True))
-    return left_with(_trained(asked, num_ranks))
+    return left_with(_trained(asked, laid))
 
 
-def _trained(asked: Training, num_ranks: int) -> int:
+def _trained(asked: Training, laid: Laid) -> int:
     with ExitStack() as group, Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
-        with planning(asked.shown) as tell, in_rank(num_ranks):
+        with planning(asked.shown) as tell, in_rank(laid):
             from steelyard import api
 
-            if num_ranks > 1:
+            if laid.ranks > 1:
                 api.seed_everything(asked.seed)
             workload = loaded(asked.train, tell)
             resume = asked.resume
-            if num_ranks > 1:
+            if laid.ranks > 1:
                 tell("meeting the other ranks")
                 group.enter_context(
                     api.joined_ranks(
@@ -92,7 +95,7 @@ def _trained(asked: Training, num_ranks: int) -> int:
                 resume = resume or _has_saved(asked.folder)
             name = title(asked.train)
             planned = api.load_planned(asked.path, workload, title=name, on_progress=tell)
-        with foreseen("training", RUN_FAILED, in_json=asked.shown.json), in_rank(num_ranks):
+        with foreseen("training", RUN_FAILED, in_json=asked.shown.json), in_rank(laid):
             try:
                 receipt = api.run_workload(
                     planned, workload, steps=asked.steps, seed=asked.seed,

@@ -27,12 +27,12 @@ from steelyard.cli.arguments import (
 )
 from steelyard.cli.endings import (
     BAD_INPUT,
-    INFEASIBLE,
     OK,
     RUN_FAILED,
     foreseen,
 )
 from steelyard.cli.interrupt import heed
+from steelyard.cli.plans import Wanted, plan_by
 from steelyard.cli.running import Training, run_by
 from steelyard.cli.showing import Shown, hint, loaded, planning
 from steelyard.core.budget import Budget, Maximize, Minimize
@@ -140,62 +140,27 @@ def plan(
     shown: Shown = _PLAINLY,
 ) -> int:
     """Make the step fit; say what that costs and why; write a plan file."""
-    from steelyard.core.explanation import (
-        Asked,
-        refuse_to_lose,
-        with_reasons,
-        write_explanation,
-        write_plan,
-    )
-    from steelyard.report.show import show, write_page
-    from steelyard.report.tree import tree_of
-
     path = check or output or plan_path(train)
     if output or path.parent.is_dir():
         refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question, beside_it = wish(what_if), far.said()
-    if check is None:
-        refuse_to_lose(path)
-    elif any((budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds)):
+    if check is not None and any(
+        (budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds)
+    ):
         raise BadInput(
             "--check takes its budget from the plan file",
             expected="no budget, --maximize, --minimize, --ranks, --speeds, --far or -o beside it",
             remedy=f"change [budget] in {check}, or leave out --check",
         )
-    with planning(shown) as tell:
-        workload = loaded(train, tell)
-        from steelyard import api
-
-        if check is None:
-            planned = api.plan_workload(
-                workload, budget=budget, runner=runner, maximize=maximize, minimize=minimize,
-                cluster=cluster_of(cluster, ranks, beside_it, speeds=speeds), title=title(train),
-                on_progress=tell,
-            )  # fmt: skip
-        else:
-            _, _, made_for = planned_for(train, check, cluster)
-            planned = api.load_planned(
-                check, workload, cluster=made_for, title=title(train), on_progress=tell
-            )
-            planned.plan = with_reasons(planned.plan, path)
-        other = tree_of(planned.what_if(**question).plan) if question else None
-        reason = planned.why_not(why_not) if why_not else ""
-    plan = planned.plan
-    tree = tree_of(plan)
-    show(tree, zoom=zoom, in_json=shown.json, what_if=other, why_not=reason)
-    if check is None:
-        write_plan(path, plan, asked=Asked(script=train, cluster=cluster or ""))
-    else:
-        write_explanation(path, plan)
-    write_page(tree, html)
-    beside = path.with_suffix(".json").name
-    hint(f"written: {beside}" if check else f"written: {path}, and beside it {beside}", shown)
-    if cluster is None:
-        run_it = shlex.join(("steelyard", "run", train, "--plan", str(path)))
-        hint(f"next: {run_it} --steps 100 --checkpoint saved", shown)
-    return OK if tree.fits else INFEASIBLE
+    return plan_by(
+        Wanted(
+            train=train, path=path, is_check=check is not None, budget=budget, runner=runner,
+            maximize=maximize, minimize=minimize, ranks=ranks, speeds=speeds, cluster=cluster,
+            far=beside_it, what_if=question, why_not=why_not, zoom=zoom, html=html, shown=shown,
+        )
+    )  # fmt: skip
 
 
 @app.command

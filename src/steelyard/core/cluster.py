@@ -43,6 +43,7 @@ __all__ = [
 
 # More processes than that only wait for one another.
 _RANKS_OF_A_CORE = 8
+_MOST_HOSTS = 1024
 
 
 def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
@@ -61,16 +62,23 @@ def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
 class Cluster:
     """The devices a plan may use, and the farther memory that each may move values to.
 
-    ``speeds`` are of the ranks of this machine, each beside the fastest, where they are known.
+    ``speeds`` are of the ranks of this machine, each beside the fastest, where they are known; of
+    several ``hosts`` like this machine each has one rank.
     """
 
     tree: Scope
     far: Far | None = None
     speeds: tuple[float, ...] = ()
+    hosts: int = 1
 
     @property
     def num_devices(self) -> int:
         return self.tree.num_devices
+
+    @property
+    def ranks_of_a_host(self) -> int:
+        """Of ranks that are here: which share cores and memory."""
+        return self.num_devices // self.hosts
 
     @property
     def device(self) -> Device:
@@ -107,7 +115,7 @@ class Cluster:
         return all(device.is_here for device, _ in self.tree.classes)
 
     def at_speeds(self, speeds: Sequence[float]) -> "Cluster":
-        """The ranks of this machine, which are otherwise alike, computing so fast."""
+        """The ranks that are here, which are otherwise alike, computing so fast."""
         assert self.is_here
         assert len(speeds) == self.num_devices
         whole = replace(self.fastest, speed=1.0)
@@ -123,29 +131,43 @@ class Cluster:
         """Told apart by what plans depend on; one device as it always was, by name and threads."""
         (device, count), *_ = self.tree.classes
         alone = f"{device.kind}|{device.threads}|{count}"
-        said = alone if self.num_devices == 1 else self.tree.identity
+        among = f"|{self.hosts} hosts" if self.hosts > 1 else ""
+        said = alone if self.num_devices == 1 else f"{self.tree.identity}{among}"
         return sha256(said.encode()).hexdigest()[:16]
 
     @classmethod
     def here(
-        cls, ranks: int = 1, *, speeds: Sequence[float] = (), far: Far | None = None
+        cls,
+        ranks: int = 1,
+        *,
+        hosts: int = 1,
+        speeds: Sequence[float] = (),
+        far: Far | None = None,
     ) -> "Cluster":
         """The machine this runs on, as the operating system describes it; touches no device.
 
-        ``ranks`` processes share its cores and its memory evenly, and speak over loopback. How fast
-        each computes beside the fastest, ``speeds=(1, 0.5)``, is measured where nobody says it.
+        ``ranks`` processes share its cores and its memory evenly, and speak over loopback; or there
+        is one on each of as many ``hosts``, which have met before: see docs/hosts.md. How fast each
+        computes beside the fastest, ``speeds=(1, 0.5)``, is measured where nobody says it.
         """
         from steelyard.core.machine import loopback, num_cores, this_device
 
-        most = _RANKS_OF_A_CORE * num_cores()
+        if type(hosts) is not int or hosts < 1 or (hosts > 1 and hosts != ranks):
+            raise BadInput(
+                f"a cluster of {ranks!r} ranks on {hosts!r} hosts",
+                expected="one rank on each of several hosts, or all on this one",
+                remedy="write Cluster.here(ranks=2, hosts=2), or leave out hosts",
+            )
+        most = _MOST_HOSTS if hosts > 1 else _RANKS_OF_A_CORE * num_cores()
         if type(ranks) is not int or not 1 <= ranks <= most:
             raise BadInput(
                 f"a cluster of {ranks!r} ranks",
                 expected=f"a whole number of processes, from 1 to {most} on {num_cores()} cores",
                 remedy="write Cluster.here(ranks=2), or --ranks 2",
             )
-        member = Member(of=this_device(ranks=ranks), count=ranks, link=loopback())
-        found = cls(tree=Scope(name="here", members=(member,)), far=far)
+        of = this_device(ranks=1 if hosts > 1 else ranks)
+        member = Member(of=of, count=ranks, link=loopback())
+        found = cls(tree=Scope(name="here", members=(member,)), far=far, hosts=hosts)
         return found.at_speeds(_checked(speeds, ranks)) if speeds else found
 
     @classmethod

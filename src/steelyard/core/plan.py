@@ -26,8 +26,9 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFor:
-    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, and
-    ``speeds`` how fast each of them computes beside the fastest, where they are not equal."""
+    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, one on
+    each of several ``hosts`` or all on one, and ``speeds`` how fast each of them computes beside
+    the fastest, where they are not equal."""
 
     model: str
     graph: str
@@ -37,6 +38,7 @@ class MadeFor:
     torch: str
     batch: tuple[BatchEntry, ...]
     ranks: int = 1
+    hosts: int = 1
     speeds: tuple[float, ...] = ()
 
 

@@ -366,6 +366,7 @@ class _MadeFor(BaseModel):
     cluster: str
     torch: str
     ranks: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    hosts: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
     speeds: Annotated[list[_Speed], Field(max_length=_MOST_RANKS)] = []
     batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
 
@@ -378,6 +379,7 @@ class _MadeFor(BaseModel):
             cluster=self.cluster,
             torch=self.torch,
             ranks=self.ranks,
+            hosts=self.hosts,
             speeds=tuple(map(float, self.speeds)),
             batch=tuple(entry.value() for entry in self.batch),
         )
@@ -439,6 +441,8 @@ def _lines(decisions: Decisions) -> Iterator[str]:
         yield f"{key} = {_toml(getattr(made_for, key))}"
     if made_for.ranks > 1:
         yield f"ranks = {made_for.ranks}"
+    if made_for.hosts > 1:
+        yield f"hosts = {made_for.hosts}"
     if made_for.speeds:
         yield f"speeds = {_toml(made_for.speeds)}"
     for entry in made_for.batch:

@@ -1,19 +1,17 @@
-"""How long ranks on this machine take to exchange something, what that takes of their cores, and
-how fast each of them computes.
+"""What a rank does to be measured: how long the ranks of its group take to exchange something, what
+that takes of its core, and how fast it computes.
 
-Starts the ranks, each on its part of the cores, and lets them all-reduce. Not for exchanging in a
-step: the operators of torch do that. Ranks that stand elsewhere than here are started by whoever
-put them there, with this module as their command, and ``fitted`` makes figures of what they say.
+As a command it joins ranks that somebody started, each on its part of the cores. Not for exchanging
+in a step: the operators of torch do that. Not for starting ranks, nor for what their figures come
+to: see links.py.
 """
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,230 +21,27 @@ import torch
 import torch.distributed as dist
 
 from steelyard.core.cluster import Link
-from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange
-from steelyard.core.errors import BadInput, RunFailed
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.errors import BadInput
 from steelyard.core.machine import are_cores_alike, cores_of, quota_cores
 from steelyard.core.pinned import Edge, Rounds
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.slotted import Slotted
 from steelyard.exchange.turns import take_turns
-from steelyard.measure.cache import CostCache
 
-_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 4096, 1 << 20, 16 << 20
+SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES = 4096, 1 << 20, 16 << 20
 # Several ranks of a core, on a machine that others share, have taken more than two minutes.
-_ROUNDS, _FEW_ROUNDS, _SECONDS = 9, 3, 600
+SECONDS = 600
+DOUBT = 0.15
+# What is remembered is above zero.
+NEXT_TO_NONE = 1e-12
+_ROUNDS, _FEW_ROUNDS = 9, 3
 # What takes longer does not show more of how it disturbs.
 _LONG_SECONDS = 0.2
 _MATRIX = 256
-_DOUBT = 0.15
-_FIGURES = ("latency", "rate", "call", "disturbs")
-# Of messages from one rank to the next.
-_HANDED = ("hop", "hand", "hand rate", "hand disturbs")
-# Of messages through slots in memory that ranks share.
-_SLOTS = ("slot hop", "slot rate", "slot hand")
-# Of what all exchange so.
-_SLOTTED = ("slotted call", "slotted hop", "slotted rate")
-# What is remembered is above zero.
-_NEXT_TO_NONE = 1e-12
 # As in a step, most of the time goes into products, and some into passes over memory.
 _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
-# Ranks on equal cores differ by as much, by what else the machine does.
-_ALIKE_SHARE = 0.15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Of the ranks of this machine: what joins them where all exchange something, and where one
-    hands something to another, and both through memory that they share, where they can; and how
-    fast each computes beside the fastest, no speeds where they do not differ by more than the
-    doubt."""
-
-    link: Link
-    handing: Link
-    speeds: tuple[float, ...]
-    slots: Link | None
-    slotted: Link | None
-
-
-def measured_ranks(num_ranks: int, *, cache: CostCache | None = None) -> Measured:
-    """So many ranks of gloo on this machine; measured once and remembered."""
-    context = context_of(num_ranks)
-    found = cache.read_rates(context) if cache else {}
-    speeds_of = map(_speed_of, range(num_ranks))
-    if not found.keys() >= {*_FIGURES, *_HANDED, *_SLOTS, *_SLOTTED, *speeds_of}:
-        found = fitted(_said(num_ranks))
-        if cache:
-            # Another process may have been first.
-            found = {**found, **cache.read_rates(context)}
-            cache.write_rates(context, found)
-    link = Link(
-        kind="loopback",
-        latency_seconds=found["latency"],
-        bytes_per_second=found["rate"],
-        doubt=_DOUBT,
-        call_seconds=found["call"],
-        disturbs=found["disturbs"],
-    )
-    handing = replace(
-        link,
-        latency_seconds=found["hop"],
-        bytes_per_second=found["hand rate"],
-        call_seconds=found["hand"],
-        disturbs=found["hand disturbs"],
-    )
-    speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
-    slots = Link(
-        kind="memory that ranks share",
-        latency_seconds=found["slot hop"],
-        bytes_per_second=found["slot rate"],
-        doubt=_DOUBT,
-        call_seconds=found["slot hand"],
-        # Who sends a message writes it itself.
-        disturbs=1.0,
-    )
-    slotted = replace(
-        slots,
-        latency_seconds=found["slotted hop"],
-        bytes_per_second=found["slotted rate"],
-        call_seconds=found["slotted call"],
-    )
-    return Measured(
-        link=link,
-        handing=handing,
-        speeds=speeds if min(speeds) < 1 else (),
-        slots=slots if slots.bytes_per_second > _NEXT_TO_NONE else None,
-        slotted=slotted if slotted.bytes_per_second > _NEXT_TO_NONE else None,
-    )
-
-
-def _speed_of(rank: int) -> str:
-    return f"speed of rank {rank}"
-
-
-def context_of(num_ranks: int) -> str:
-    """Under which the figures of so many ranks are remembered."""
-    cores = len(cores_of(0, 1))
-    said = f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, on {cores} cores"
-    return f"{said}, torch {torch.__version__}"
-
-
-def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A line through the times of a small and two large exchanges, as a ring sends them, and one
-    through those of messages from one rank to the next; of what each rank said, the slowest
-    counts."""
-    num_ranks, speeds = len(said), _speeds(said)
-    timed = {name: max(one[name] for one in said) for name in said[0]}
-    small, middle, large = (
-        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
-        for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES)
-    )
-    seconds = timed["large"] - timed["middle"]
-    rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, _NEXT_TO_NONE)
-    latency = (timed["small"] - small.sent_bytes / rate) / small.hops
-    return {
-        "latency": max(latency, _NEXT_TO_NONE),
-        "rate": rate,
-        "call": max(timed["call"] / small.hops, _NEXT_TO_NONE),
-        "disturbs": _slowing("disturbs", said, speeds),
-        **_handed_on(timed),
-        "hand disturbs": _slowing("hand disturbs", said, speeds),
-        **_through_slots(timed),
-        **_exchanged_through_slots(timed, num_ranks),
-        **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
-    }
-
-
-def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[float]) -> float:
-    """What is taken of a slow rank is priced by its speed again."""
-    most = max(one[what] * speed for one, speed in zip(said, speeds, strict=True))
-    return min(1.0, max(most, _NEXT_TO_NONE))
-
-
-def _handed_on(timed: Mapping[str, float]) -> dict[str, float]:
-    seconds = max(timed["hop middle"] - timed["hop small"], _NEXT_TO_NONE)
-    rate = (_MIDDLE_BYTES - _SMALL_BYTES) / seconds
-    return {
-        "hop": max(timed["hop small"] - _SMALL_BYTES / rate, _NEXT_TO_NONE),
-        "hand": max(timed["hand"], _NEXT_TO_NONE),
-        "hand rate": rate,
-    }
-
-
-def _through_slots(timed: Mapping[str, float]) -> dict[str, float]:
-    """Next to none of anything where there is no memory to share. What two ranks' cores do for a
-    message is not on its way."""
-    if "slot small" not in timed:
-        return dict.fromkeys(_SLOTS, _NEXT_TO_NONE)
-    seconds = max(timed["slot large"] - timed["slot small"], _NEXT_TO_NONE)
-    return {
-        "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], _NEXT_TO_NONE),
-        "slot rate": (_MIDDLE_BYTES - _SMALL_BYTES) / seconds,
-        "slot hand": max(timed["slot hand"], _NEXT_TO_NONE),
-    }
-
-
-def _exchanged_through_slots(timed: Mapping[str, float], num_ranks: int) -> dict[str, float]:
-    if "slotted small" not in timed:
-        return dict.fromkeys(_SLOTTED, _NEXT_TO_NONE)
-    small, middle = (
-        THROUGH_SLOTS.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
-        for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES)
-    )
-    seconds = max(timed["slotted middle"] - timed["slotted small"], _NEXT_TO_NONE)
-    call = timed["slotted call"] / small.hops
-    return {
-        "slotted call": max(call, _NEXT_TO_NONE),
-        "slotted hop": max(timed["slotted small"] / small.hops - call, _NEXT_TO_NONE),
-        "slotted rate": (middle.sent_bytes - small.sent_bytes) / seconds,
-    }
-
-
-def _speeds(said: Sequence[Mapping[str, float]]) -> list[float]:
-    """Those within the doubt of the fastest are taken to be as fast."""
-    least = min(one["product"] for one in said)
-    speeds = [least / one["product"] for one in said]
-    return [1.0 if speed > 1 - _ALIKE_SHARE else speed for speed in speeds]
-
-
-def _said(num_ranks: int) -> list[dict[str, float]]:
-    """What each rank of this machine measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "steelyard.measure.exchanges", folder, str(num_ranks)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                # Nothing listens beyond this machine.
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
-        try:
-            failures = [rank.communicate(timeout=_SECONDS)[1] for rank in ranks]
-        except subprocess.TimeoutExpired:
-            raise RunFailed(
-                f"{num_ranks} ranks could not be measured within {_SECONDS} s",
-                expected="ranks on this machine that each come to compute for a while",
-                remedy="stop what else runs here, or plan for fewer ranks",
-            ) from None
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        failed = [n for n, rank in enumerate(ranks) if rank.returncode]
-        if failed:
-            said = (failures[failed[0]].strip().splitlines() or ["nothing was said"])[-1]
-            raise RunFailed(
-                f"{num_ranks} ranks could not be measured: rank {failed[0]} says {said[:120]}",
-                expected="ranks on this machine that reach one another over its loopback",
-                remedy="try: python -m torch.distributed.run --standalone --nproc-per-node 2",
-            )
-        return [
-            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)
-        ]
 
 
 def main(folder: str, num_ranks: int, rank: int) -> None:
@@ -258,34 +53,44 @@ def main(folder: str, num_ranks: int, rank: int) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=_SECONDS),
+        timeout=timedelta(seconds=SECONDS),
     )
-    take_turns()  # as in a step
-    with torch.no_grad():
-        # What neighbours do of a few seconds is another figure some seconds later.
-        products = [_product_seconds()]
-        figures = _figures()
-        products += [_product_seconds() for _ in range(_WINDOWS - 1)]
-        figures["product"] = median(products)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures_of_this_rank()))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _figures() -> dict[str, float]:
+def figures_of_this_rank(*, hosts: int = 1) -> dict[str, float]:
+    """What this rank of the group measures, while all others of it do; on several hosts there is no
+    memory to share, and nobody says of their cores that they are alike."""
+    take_turns()  # as in a step
+    is_known_alike = hosts == 1
+    with torch.no_grad():
+        # What neighbours do of a few seconds is another figure some seconds later.
+        products = [_product_seconds(is_known_alike=is_known_alike)]
+        figures = _figures(share_memory=hosts == 1)
+        products += [_product_seconds(is_known_alike=is_known_alike) for _ in range(_WINDOWS - 1)]
+        figures["product"] = median(products)
+    return figures
+
+
+def _figures(*, share_memory: bool) -> dict[str, float]:
     small, middle, large = (
-        torch.ones(nbytes // 4) for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES)
+        torch.ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES)
     )
     begin, calls = time.thread_time(), 3 * _ROUNDS
     seconds = {"small": _seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
-    seconds |= {"middle": _seconds(middle, calls), "large": _seconds(large, _ROUNDS)}
+    seconds["middle"] = _seconds(middle, calls)
     # Ranks do the same only where they are told the same.
-    is_long = {name: _slowest(seconds[name]) > _LONG_SECONDS for name in ("middle", "large")}
+    is_long = {"middle": _slowest(seconds["middle"]) > _LONG_SECONDS}
     few = _FEW_ROUNDS if is_long["middle"] else calls
+    seconds["large"] = _seconds(large, min(few, _ROUNDS))
+    is_long["large"] = _slowest(seconds["large"]) > _LONG_SECONDS
     seconds |= _handed("small", small, calls) | _handed("middle", middle, few)
-    seconds |= _handed_in_slots({"small": small, "large": middle}, calls)
-    seconds |= _exchanged_in_slots(small, large, calls)
+    if share_memory:
+        seconds |= _handed_in_slots({"small": small, "large": middle}, calls)
+        seconds |= _exchanged_in_slots(small, large, calls)
     long = "middle" if is_long["large"] else "large"
     x, alone = {"middle": middle, "large": large}[long], seconds[long]
     seconds["disturbs"] = _disturbs(lambda: [dist.all_reduce(x, async_op=True)], alone)
@@ -307,23 +112,23 @@ def measured_now(before: Link) -> Link:
     exchange takes of a core is as ``before``. The same on each of them."""
     num_ranks = dist.get_world_size()
     with torch.no_grad():
-        small, middle = (torch.ones(nbytes // 4) for nbytes in (_SMALL_BYTES, _MIDDLE_BYTES))
+        small, middle = (torch.ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES))
         timed = torch.tensor(
             [_seconds(small, _ROUNDS), _seconds(middle, _FEW_ROUNDS)], dtype=torch.float64
         )
         dist.all_reduce(timed, op=dist.ReduceOp.MAX)
     least, more = map(float, timed)
-    sizes = (_SMALL_BYTES, _MIDDLE_BYTES)
+    sizes = (SMALL_BYTES, MIDDLE_BYTES)
     one, other = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         for nbytes in sizes
     )
-    rate = (other.sent_bytes - one.sent_bytes) / max(more - least, _NEXT_TO_NONE)
-    latency = max((least - one.sent_bytes / rate) / one.hops, _NEXT_TO_NONE)
-    return replace(before, latency_seconds=latency, bytes_per_second=rate, doubt=_DOUBT)
+    rate = (other.sent_bytes - one.sent_bytes) / max(more - least, NEXT_TO_NONE)
+    latency = max((least - one.sent_bytes / rate) / one.hops, NEXT_TO_NONE)
+    return replace(before, latency_seconds=latency, bytes_per_second=rate, doubt=DOUBT)
 
 
-def _product_seconds() -> float:
+def _product_seconds(*, is_known_alike: bool = True) -> float:
     """The processor's time of some work, while all ranks do it; more, where the quota of this
     rank's control group is less than its cores. What others take of a core for a moment is not
     counted: it would be another figure the next time. For the same reason the least of a few, and
@@ -332,12 +137,13 @@ def _product_seconds() -> float:
     somebody else's meanwhile, and its caches too: there the least is not what steps take, and the
     usual is of what else goes on just then, so that a quarter of the way is taken."""
     cores = len(os.sched_getaffinity(0))
-    withheld, alike = max(1.0, cores / quota_cores()), are_cores_alike()
+    withheld = max(1.0, cores / quota_cores())
+    alike = is_known_alike and are_cores_alike()
     most = torch.tensor(withheld)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if alike and most == 1:
         return withheld
-    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(_LARGE_BYTES // 4)
+    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(LARGE_BYTES // 4)
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
     found: list[float] = []
@@ -417,11 +223,11 @@ def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, f
 def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) -> dict[str, float]:
     """All-reduces through slots; nothing where these ranks share no memory. One after another part
     of what is large, as gradients are that no cache holds any more."""
-    parts = large.split(_MIDDLE_BYTES // 4)
+    parts = large.split(MIDDLE_BYTES // 4)
     assert dist.group.WORLD is not None
     over = Channel.of(dist.group.WORLD)
     rounds = Rounds(
-        num_ranks=over.num_ranks, part_bytes=_MIDDLE_BYTES, sum_bytes=_MIDDLE_BYTES, count=2
+        num_ranks=over.num_ranks, part_bytes=MIDDLE_BYTES, sum_bytes=MIDDLE_BYTES, count=2
     )
     try:
         slotted = Slotted(rounds, over)

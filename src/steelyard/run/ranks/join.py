@@ -4,6 +4,7 @@ Not for what ranks exchange then: those are nodes of the graph. Gloo, on the CPU
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
@@ -12,18 +13,25 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from steelyard.core.errors import RankFailed
 from steelyard.run.ranks.agreement import agree
+from steelyard.run.ranks.interface import speak_between_hosts
 from steelyard.run.ranks.who import Who
 from steelyard.run.ranks.witness import answer_when_asked, recorded
 
 
 @contextlib.contextmanager
 def joined(
-    who: Who, words: Mapping[str, str], *, timeout_seconds: float, start_seconds: float = 300
+    who: Who,
+    words: Mapping[str, str],
+    *,
+    timeout_seconds: float,
+    start_seconds: float = 300,
+    store: Store | None = None,
 ) -> Iterator[None]:
     """The default process group, while this stands; a rank alone needs none.
 
     ``words`` have to be the same on all ranks (see agreement.py). A rank may come up to
     ``start_seconds`` after another; from then on every wait ends after ``timeout_seconds``.
+    ``store`` is where they meet, unless that is for this alone.
     """
     with recorded(who):
         if who.size == 1:
@@ -31,8 +39,10 @@ def joined(
             return
         if who.place is not None:
             answer_when_asked(who.place)
-        store = _store(who, timedelta(seconds=start_seconds))
+        store = store or meeting_place(who, timeout_seconds=start_seconds)
         agree(store, who, words, timeout_seconds=start_seconds)
+        if who.hosts > 1:
+            speak_between_hosts(store, who, os.environ)
         dist.init_process_group(
             "gloo",
             store=PrefixStore("group", store),
@@ -50,9 +60,10 @@ def joined(
             dist.destroy_process_group()
 
 
-def _store(who: Who, timeout: timedelta) -> Store:
+def meeting_place(who: Who, *, timeout_seconds: float = 300) -> Store:
     """A prefix for each try: addresses of the last one are stale (torchrun restarted in vain)."""
     store: Store
+    timeout = timedelta(seconds=timeout_seconds)
     if who.place is not None:
         store = FileStore(str(who.place.store))
         store.set_timeout(timeout)

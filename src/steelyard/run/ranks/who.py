@@ -21,26 +21,38 @@ _MASTER = "MASTER_ADDR and MASTER_PORT"
 class Who:
     """``place`` if our launcher started this; else ``address`` and ``port`` of where to meet.
 
-    ``agent_holds_store``: torchrun's agent listens there, and rank 0 must not.
+    ``agent_holds_store``: torchrun's agent listens there, and rank 0 must not. ``hosts`` are those
+    that all ranks are on, as far as the starter says.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    hosts: int = 1
     attempt: int = 0
     place: RankPlace | None = None
     address: str = ""
     port: int = 0
     agent_holds_store: bool = False
 
-    def check_size(self, planned_ranks: int) -> None:
-        """A plan for 4 ranks cannot run on 2."""
+    def check_size(self, planned_ranks: int, *, planned_hosts: int = 1) -> None:
+        """A plan for 4 ranks cannot run on 2, and what one host's ranks take not on two hosts."""
         if self.size != planned_ranks:
             raise Mismatch(
                 f"the plan is for {planned_ranks} ranks, and {self.size} were started",
                 expected=f"{planned_ranks} ranks",
                 remedy=f"start {planned_ranks}, or plan again for {self.size}",
             )
+        if self.hosts != planned_hosts:
+            raise Mismatch(
+                f"the plan is for {hosts_said(planned_hosts)}, and the ranks are on {self.hosts}",
+                expected="as many hosts as the plan was made for: what joins ranks decides it",
+                remedy="plan again where it is to run; see docs/hosts.md",
+            )
+
+
+def hosts_said(hosts: int) -> str:
+    return f"{hosts} hosts" if hosts > 1 else "ranks of one host"
 
 
 def who_am_i(environ: Mapping[str, str]) -> Who:
@@ -61,6 +73,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Who:
         rank=rank,
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", default=rank),
+        hosts=_number(environ, "GROUP_WORLD_SIZE", default=1),
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         place=RankPlace(path=Path(folder)) if folder else None,
         address=_text(environ, "MASTER_ADDR") if meet_at_store else "",
@@ -77,6 +90,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Who:
         rank=rank,
         size=size,
         local_rank=_number(environ, "SLURM_LOCALID", default=rank),
+        hosts=_number(environ, "SLURM_STEP_NUM_NODES", default=1),
         attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
         address=environ.get("MASTER_ADDR") or _first_host(environ),
         port=_port(environ) if "MASTER_PORT" in environ else _port_of_job(environ),

@@ -1,0 +1,175 @@
+"""``steelyard plan``: a plan made or checked, shown and written; on several hosts by the first.
+
+Not for reading arguments: see verbs.py.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from steelyard.cli.arguments import cluster_of, planned_for, title
+from steelyard.cli.endings import INFEASIBLE, OK
+from steelyard.cli.ranks import num_started
+from steelyard.cli.showing import Shown, hint, loaded, planning
+from steelyard.core.budget import Budget, Maximize, Minimize
+from steelyard.core.cluster import Cluster, Far
+from steelyard.core.errors import BadInput, SteelyardError
+from steelyard.report.lines import Zoom
+
+if TYPE_CHECKING:
+    from steelyard.api import Meeting, Planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What was asked of ``steelyard plan``."""
+
+    train: str
+    path: Path
+    is_check: bool
+    budget: Budget
+    runner: Literal["python", "inductor"]
+    maximize: Maximize | None
+    minimize: Minimize | None
+    ranks: int
+    speeds: str | None
+    cluster: str | None
+    far: Far | None
+    what_if: Mapping[str, Any]
+    why_not: str | None
+    zoom: Zoom
+    html: Path | None
+    shown: Shown
+
+
+def plan_by(wanted: Wanted) -> int:
+    if num_started() > 1:
+        return _on_hosts(wanted)
+    return _here(wanted, hosts=1)
+
+
+def _on_hosts(wanted: Wanted) -> int:
+    """One process on each, all of which were asked the same: the first plans, and all have it."""
+    if wanted.is_check or wanted.cluster is not None or wanted.ranks > 1:
+        raise BadInput(
+            "this process is one of several that were started together to make a plan",
+            expected="no --check, --cluster or --ranks: they are the ranks of this plan",
+            remedy="leave it out, or ask one process alone",
+        )
+    with planning(wanted.shown) as tell:
+        tell("meeting the other hosts, and measuring what joins them")
+        from steelyard import api
+
+        with api.meeting(_in_words(wanted)) as met:
+            if not met.is_first:
+                tell("waiting for the first host's plan")
+                return _taken_over(met, wanted)
+    try:
+        code = _here(wanted, hosts=met.num_ranks)
+    except BaseException as error:
+        met.tell(json.dumps({"failed": _said(error)}))
+        raise
+    written = (wanted.path, wanted.path.with_suffix(".json"))
+    met.tell(json.dumps({"code": code, "files": [path.read_text() for path in written]}))
+    return code
+
+
+def _in_words(wanted: Wanted) -> dict[str, str]:
+    """What has to be the same on all hosts, by name."""
+    return {
+        "script": wanted.train,
+        "budget": str(wanted.budget),
+        "speeds": str(wanted.speeds),
+        "runner": wanted.runner,
+        "plan file": str(wanted.path),
+    }
+
+
+def _said(error: BaseException) -> str:
+    return error.happened if isinstance(error, SteelyardError) else type(error).__name__
+
+
+def _taken_over(met: "Meeting", wanted: Wanted) -> int:
+    from steelyard.core.untrusted import write_whole
+
+    told = json.loads(met.hear())
+    if "failed" in told:
+        raise BadInput(
+            f"the first host made no plan: {told['failed']}",
+            expected="what it says there",
+            remedy="do what it says there, and start all again",
+        )
+    for path, text in zip(
+        (wanted.path, wanted.path.with_suffix(".json")), told["files"], strict=True
+    ):
+        write_whole(path, text.encode())
+    hint(f"written: {wanted.path}, as the first host planned it", wanted.shown)
+    return int(told["code"])
+
+
+def _here(wanted: Wanted, *, hosts: int) -> int:
+    from steelyard.core.explanation import (
+        Asked,
+        refuse_to_lose,
+        with_reasons,
+        write_explanation,
+        write_plan,
+    )
+    from steelyard.report.show import show, write_page
+    from steelyard.report.tree import tree_of
+
+    path, shown = wanted.path, wanted.shown
+    if not wanted.is_check:
+        refuse_to_lose(path)
+    with planning(shown) as tell:
+        planned = _planned(wanted, hosts, tell)
+        if wanted.is_check:
+            planned.plan = with_reasons(planned.plan, path)
+        other = tree_of(planned.what_if(**wanted.what_if).plan) if wanted.what_if else None
+        reason = planned.why_not(wanted.why_not) if wanted.why_not else ""
+    plan = planned.plan
+    tree = tree_of(plan)
+    show(tree, zoom=wanted.zoom, in_json=shown.json, what_if=other, why_not=reason)
+    beside = path.with_suffix(".json").name
+    if wanted.is_check:
+        write_explanation(path, plan)
+    else:
+        write_plan(path, plan, asked=Asked(script=wanted.train, cluster=wanted.cluster or ""))
+    write_page(tree, wanted.html)
+    written = f"{path}, and beside it {beside}"
+    hint(f"written: {beside if wanted.is_check else written}", shown)
+    if wanted.cluster is None:
+        hint(f"next: {_next(wanted, hosts)}", shown)
+    return OK if tree.fits else INFEASIBLE
+
+
+def _planned(wanted: Wanted, hosts: int, tell: Any) -> "Planned":
+    workload = loaded(wanted.train, tell)
+    from steelyard import api
+
+    if wanted.is_check:
+        _, _, made_for = planned_for(wanted.train, wanted.path, wanted.cluster)
+        return api.load_planned(
+            wanted.path, workload, cluster=made_for, title=title(wanted.train), on_progress=tell
+        )
+    return api.plan_workload(
+        workload, budget=wanted.budget, runner=wanted.runner, maximize=wanted.maximize,
+        minimize=wanted.minimize, cluster=_cluster(wanted, hosts), title=title(wanted.train),
+        on_progress=tell,
+    )  # fmt: skip
+
+
+def _cluster(wanted: Wanted, hosts: int) -> Cluster:
+    ranks = wanted.ranks if hosts == 1 else hosts
+    return cluster_of(wanted.cluster, ranks, wanted.far, hosts=hosts, speeds=wanted.speeds)
+
+
+def _next(wanted: Wanted, hosts: int) -> str:
+    run_it = ["run", wanted.train, "--plan", str(wanted.path), "--steps", "100"]
+    said = shlex.join([*run_it, "--checkpoint", "saved"])
+    if hosts == 1:
+        return f"steelyard {said}"
+    return f"on each host, torchrun --nnodes {hosts} --nproc-per-node 1 ... -m steelyard {said}"

@@ -1,0 +1,283 @@
+"""What joins ranks, and how fast each of them computes, as figures that are remembered.
+
+Those of this machine are started to be measured, each on its part of the cores; those of several
+hosts, or that somebody else put elsewhere, have measured when they met, and ``fitted`` makes
+figures of what they say. Not for what a rank does to be measured: see exchanges.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from steelyard.core.cluster import Link
+from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange
+from steelyard.core.errors import BadInput, RunFailed
+from steelyard.core.machine import cores_of
+from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import (
+    DOUBT,
+    LARGE_BYTES,
+    MIDDLE_BYTES,
+    NEXT_TO_NONE,
+    SECONDS,
+    SMALL_BYTES,
+)
+
+BETWEEN_HOSTS = "network between hosts"
+_FIGURES = ("latency", "rate", "call", "disturbs")
+# Of messages from one rank to the next.
+_HANDED = ("hop", "hand", "hand rate", "hand disturbs")
+# Of messages through slots in memory that ranks share.
+_SLOTS = ("slot hop", "slot rate", "slot hand")
+# Of what all exchange so.
+_SLOTTED = ("slotted call", "slotted hop", "slotted rate")
+# Of hosts: which they were.
+_NAMES = "hosts"
+# Ranks on equal cores differ by as much, by what else the machine does.
+_ALIKE_SHARE = 0.15
+# Of hosts that met in this process, whose list of prices may be of no use.
+_met_without_a_list: dict[str, dict[str, float]] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of some ranks: what joins them where all exchange something, and where one hands something to
+    another, and both through memory that they share, where they can; and how fast each computes
+    beside the fastest, no speeds where they do not differ by more than the doubt."""
+
+    link: Link
+    handing: Link
+    speeds: tuple[float, ...]
+    slots: Link | None
+    slotted: Link | None
+
+
+def measured_ranks(num_ranks: int, *, hosts: int = 1, cache: CostCache | None = None) -> Measured:
+    """So many ranks of gloo, measured once and remembered: on this machine they are started for it,
+    and those of several hosts have met before."""
+    context = context_of(num_ranks, hosts=hosts)
+    found = cache.read_rates(context) if cache else {}
+    if hosts > 1 and not is_whole(found, num_ranks):
+        found = _met_without_a_list.get(context, {})
+        if not found:
+            raise BadInput(
+                f"this host has not measured what joins it to {hosts - 1} more",
+                expected="hosts that have met, as they do to make a plan",
+                remedy="on each: torchrun --nnodes ... --nproc-per-node 1 -m steelyard plan",
+            )
+    if not is_whole(found, num_ranks):
+        found = fitted(_said(num_ranks))
+        if cache:
+            # Another process may have been first.
+            found = {**found, **cache.read_rates(context)}
+            cache.write_rates(context, found)
+    return _measured(found, num_ranks, kind="loopback" if hosts == 1 else BETWEEN_HOSTS)
+
+
+def is_whole(found: Mapping[str, float], num_ranks: int) -> bool:
+    """Whether no figure is missing of what is remembered."""
+    speeds_of = map(_speed_of, range(num_ranks))
+    return found.keys() >= {*_FIGURES, *_HANDED, *_SLOTS, *_SLOTTED, *speeds_of}
+
+
+def remember_hosts(
+    said: Sequence[Mapping[str, float]], names: Sequence[str], *, cache: CostCache
+) -> None:
+    """What the ranks of hosts of these names, one of each, said of themselves."""
+    context = context_of(len(names), hosts=len(names))
+    found = {**fitted(said), _NAMES: _number_of(names)}
+    _met_without_a_list[context] = found
+    cache.write_rates(context, found)
+
+
+def remembered_link(names: Sequence[str], *, cache: CostCache) -> Link | None:
+    """What joined hosts of these names when they last met; None where others did, or nobody."""
+    num_ranks = len(names)
+    found = cache.read_rates(context_of(num_ranks, hosts=num_ranks))
+    if not is_whole(found, num_ranks) or found.get(_NAMES) != _number_of(names):
+        return None
+    return _measured(found, num_ranks, kind=BETWEEN_HOSTS).link
+
+
+def _number_of(names: Sequence[str]) -> float:
+    """One that a list of figures holds, and that a float holds exactly."""
+    return 1.0 + int(sha256("\n".join(names).encode()).hexdigest()[:12], 16)
+
+
+def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measured:
+    link = Link(
+        kind=kind,
+        latency_seconds=found["latency"],
+        bytes_per_second=found["rate"],
+        doubt=DOUBT,
+        call_seconds=found["call"],
+        disturbs=found["disturbs"],
+    )
+    handing = replace(
+        link,
+        latency_seconds=found["hop"],
+        bytes_per_second=found["hand rate"],
+        call_seconds=found["hand"],
+        disturbs=found["hand disturbs"],
+    )
+    speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
+    slots = Link(
+        kind="memory that ranks share",
+        latency_seconds=found["slot hop"],
+        bytes_per_second=found["slot rate"],
+        doubt=DOUBT,
+        call_seconds=found["slot hand"],
+        # Who sends a message writes it itself.
+        disturbs=1.0,
+    )
+    slotted = replace(
+        slots,
+        latency_seconds=found["slotted hop"],
+        bytes_per_second=found["slotted rate"],
+        call_seconds=found["slotted call"],
+    )
+    return Measured(
+        link=link,
+        handing=handing,
+        speeds=speeds if min(speeds) < 1 else (),
+        slots=slots if slots.bytes_per_second > NEXT_TO_NONE else None,
+        slotted=slotted if slotted.bytes_per_second > NEXT_TO_NONE else None,
+    )
+
+
+def _speed_of(rank: int) -> str:
+    return f"speed of rank {rank}"
+
+
+def context_of(num_ranks: int, *, hosts: int = 1) -> str:
+    """Under which the figures of so many ranks are remembered."""
+    cores = len(cores_of(0, 1))
+    said = f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, on {cores} cores"
+    among = f", on {hosts} hosts" if hosts > 1 else ""
+    return f"{said}{among}, torch {torch.__version__}"
+
+
+def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A line through the times of a small and two large exchanges, as a ring sends them, and one
+    through those of messages from one rank to the next; of what each rank said, the slowest
+    counts."""
+    num_ranks, speeds = len(said), _speeds(said)
+    timed = {name: max(one[name] for one in said) for name in said[0]}
+    small, middle, large = (
+        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
+        for nbytes in (SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES)
+    )
+    seconds = timed["large"] - timed["middle"]
+    rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, NEXT_TO_NONE)
+    latency = (timed["small"] - small.sent_bytes / rate) / small.hops
+    return {
+        "latency": max(latency, NEXT_TO_NONE),
+        "rate": rate,
+        "call": max(timed["call"] / small.hops, NEXT_TO_NONE),
+        "disturbs": _slowing("disturbs", said, speeds),
+        **_handed_on(timed),
+        "hand disturbs": _slowing("hand disturbs", said, speeds),
+        **_through_slots(timed),
+        **_exchanged_through_slots(timed, num_ranks),
+        **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
+    }
+
+
+def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[float]) -> float:
+    """What is taken of a slow rank is priced by its speed again."""
+    most = max(one[what] * speed for one, speed in zip(said, speeds, strict=True))
+    return min(1.0, max(most, NEXT_TO_NONE))
+
+
+def _handed_on(timed: Mapping[str, float]) -> dict[str, float]:
+    seconds = max(timed["hop middle"] - timed["hop small"], NEXT_TO_NONE)
+    rate = (MIDDLE_BYTES - SMALL_BYTES) / seconds
+    return {
+        "hop": max(timed["hop small"] - SMALL_BYTES / rate, NEXT_TO_NONE),
+        "hand": max(timed["hand"], NEXT_TO_NONE),
+        "hand rate": rate,
+    }
+
+
+def _through_slots(timed: Mapping[str, float]) -> dict[str, float]:
+    """Next to none of anything where there is no memory to share. What two ranks' cores do for a
+    message is not on its way."""
+    if "slot small" not in timed:
+        return dict.fromkeys(_SLOTS, NEXT_TO_NONE)
+    seconds = max(timed["slot large"] - timed["slot small"], NEXT_TO_NONE)
+    return {
+        "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], NEXT_TO_NONE),
+        "slot rate": (MIDDLE_BYTES - SMALL_BYTES) / seconds,
+        "slot hand": max(timed["slot hand"], NEXT_TO_NONE),
+    }
+
+
+def _exchanged_through_slots(timed: Mapping[str, float], num_ranks: int) -> dict[str, float]:
+    if "slotted small" not in timed:
+        return dict.fromkeys(_SLOTTED, NEXT_TO_NONE)
+    small, middle = (
+        THROUGH_SLOTS.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
+        for nbytes in (SMALL_BYTES, MIDDLE_BYTES)
+    )
+    seconds = max(timed["slotted middle"] - timed["slotted small"], NEXT_TO_NONE)
+    call = timed["slotted call"] / small.hops
+    return {
+        "slotted call": max(call, NEXT_TO_NONE),
+        "slotted hop": max(timed["slotted small"] / small.hops - call, NEXT_TO_NONE),
+        "slotted rate": (middle.sent_bytes - small.sent_bytes) / seconds,
+    }
+
+
+def _speeds(said: Sequence[Mapping[str, float]]) -> list[float]:
+    """Those within the doubt of the fastest are taken to be as fast."""
+    least = min(one["product"] for one in said)
+    speeds = [least / one["product"] for one in said]
+    return [1.0 if speed > 1 - _ALIKE_SHARE else speed for speed in speeds]
+
+
+def _said(num_ranks: int) -> list[dict[str, float]]:
+    """What each rank of this machine measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "steelyard.measure.exchanges", folder, str(num_ranks)]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                # Nothing listens beyond this machine.
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            failures = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise RunFailed(
+                f"{num_ranks} ranks could not be measured within {SECONDS} s",
+                expected="ranks on this machine that each come to compute for a while",
+                remedy="stop what else runs here, or plan for fewer ranks",
+            ) from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        failed = [n for n, rank in enumerate(ranks) if rank.returncode]
+        if failed:
+            said = (failures[failed[0]].strip().splitlines() or ["nothing was said"])[-1]
+            raise RunFailed(
+                f"{num_ranks} ranks could not be measured: rank {failed[0]} says {said[:120]}",
+                expected="ranks on this machine that reach one another over its loopback",
+                remedy="try: python -m torch.distributed.run --standalone --nproc-per-node 2",
+            )
+        return [
+            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)
+        ]
