@@ -3,13 +3,15 @@
 ``ASKED`` remembers what was asked; set ``OUTCOME`` to raise or to wait instead of answering.
 """
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import steelyard
 from steelyard.core.budget import Budget
@@ -60,6 +62,7 @@ class Planned:
 
 class Fake(ModuleType):
     outcome: Callable[[], None] | None = None
+    told: ClassVar[list[str]] = []
     measured = MEASURED
 
     def _asked(self, name: str, **asked: Any) -> None:
@@ -77,6 +80,17 @@ class Fake(ModuleType):
         asked["on_progress"]("searching")
         decisions = replace(PLAN.decisions, budget=budget)
         return Planned(replace(PLAN, title=asked["title"], decisions=decisions))
+
+    @contextlib.contextmanager
+    def meeting(self, words: dict[str, str]) -> Iterator[SimpleNamespace]:
+        """Of two hosts, of which this is the one that the environment says."""
+        self._asked("meeting", words=words)
+        yield SimpleNamespace(
+            is_first=os.environ["RANK"] == "0",
+            num_ranks=2,
+            tell=self.told.append,
+            hear=lambda: self.told[-1],
+        )
 
     def scale_workload(self, workload: object, **asked: Any) -> Scaling:
         self._asked("scale_workload", **asked)

@@ -21,6 +21,7 @@ from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
 from steelyard.core.explanation import read_plan, write_explanation, write_plan
+from steelyard.core.rules import Rule
 from tests import fake_api
 from tests.report.sample import MEASURED, PLAN
 
@@ -99,6 +100,97 @@ def test_what_comes_next_can_be_typed_as_it_stands(
     assert main(words) == 0
     assert "explain 'my train.plan.toml'" in capsys.readouterr().out
     assert "--check 'my train.plan.toml'" in Path("my train.plan.toml").read_text()
+
+
+# --- on several hosts -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], Path]:
+    def become(rank: int) -> Path:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        folder = tmp_path / f"host {rank}"
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        return folder
+
+    return become
+
+
+def test_the_first_of_several_hosts_plans_and_the_others_have_its_plan(
+    api: fake_api.Fake,
+    as_host: Callable[[int], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folders = [as_host(0)]
+    assert main(["plan", "train.py", "--memory", "300MiB"]) == 0
+    assert asked("plan_workload")["cluster"] == Cluster.here(ranks=2, hosts=2)
+    words = asked("meeting")["words"]
+    fake_api.ASKED.clear()
+    folders.append(as_host(1))
+    assert main(["plan", "train.py", "--memory", "300MiB"]) == 0
+    assert [("meeting", {"words": words})] == fake_api.ASKED, "it planned by itself"
+    for name in ("train.plan.toml", "train.plan.json"):
+        one, other = ((folder / name).read_text() for folder in folders)
+        assert one == other
+    assert "as the first host planned it" in capsys.readouterr().out
+
+
+def test_what_the_first_host_found_wrong_ends_all(
+    api: fake_api.Fake,
+    as_host: Callable[[int], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    as_host(0)
+
+    def refuse() -> None:
+        if fake_api.ASKED[-1][0] == "plan_workload":
+            raise CaptureRefused("it branches", expected="no branch", remedy="mend it")
+
+    api.outcome = refuse
+    assert "it branches" in fails(capsys, "plan", "train.py", code=2)
+    folder = as_host(1)
+    said = fails(capsys, "plan", "train.py", code=2)
+    assert "the first host made no plan: it branches" in said
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("other", ["--ranks 2", "--cluster dgx-h100", "--check train.plan.toml"])
+def test_ranks_that_were_started_are_those_that_are_planned_for(
+    api: fake_api.Fake,
+    as_host: Callable[[int], Path],
+    capsys: pytest.CaptureFixture[str],
+    other: str,
+) -> None:
+    as_host(0)
+    write_plan(Path("train.plan.toml"), PLAN)
+    said = fails(capsys, "plan", "train.py", *other.split(), code=2)
+    assert "one of several that were started together" in said
+
+
+def test_a_plan_for_several_hosts_is_not_started_by_one(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_for = replace(PLAN.decisions.made_for, ranks=2, hosts=2)
+    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    decisions = replace(PLAN.decisions, made_for=made_for, rules=(rule,))
+    write_plan(planned, replace(PLAN, decisions=decisions))
+    said = fails(capsys, "run", "train.py", code=2)
+    assert "the plan is for 2 hosts, and this process was started alone" in said
+    assert "torchrun --nnodes 2" in said
+
+
+def test_a_rank_on_which_nothing_lies_does_nothing(
+    api: fake_api.Fake, as_host: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan is for one rank, and two were started."""
+    for rank in (0, 1):
+        as_host(rank)
+        write_plan(Path("train.plan.toml"), PLAN)
+        assert main(["run", "train.py", "--steps", "3"]) == 0
+    assert [name for name, _ in fake_api.ASKED].count("run_workload") == 1
+    assert "this one has nothing to do" in capsys.readouterr().out
 
 
 def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> None:

@@ -78,7 +78,7 @@ ANY_DECISIONS = st.builds(
     made_for=st.builds(
         MadeFor,
         model=WORDS, graph=WORDS, decomposition=WORDS, runner=WORDS, cluster=WORDS, torch=WORDS,
-        batch=BATCH, ranks=LEAST_ONE,
+        batch=BATCH, ranks=LEAST_ONE, hosts=LEAST_ONE,
     ),
     budget=st.builds(
         Budget,

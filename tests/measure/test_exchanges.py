@@ -16,7 +16,7 @@ from steelyard.measure.links import context_of, fitted, measured_ranks
 _SIZES = {"small": 4096, "middle": 1 << 20, "large": 16 << 20}
 
 
-def _said(link: Link, num_ranks: int) -> dict[str, float]:
+def said_of(link: Link, num_ranks: int) -> dict[str, float]:
     """What a rank measures on a link that is just as it is described."""
     timed = {}
     for name, nbytes in _SIZES.items():
@@ -35,7 +35,7 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     num_ranks: int, latency: float, rate: float
 ) -> None:
     link = Link(kind="", latency_seconds=latency, bytes_per_second=rate)
-    slow = _said(link, num_ranks)
+    slow = said_of(link, num_ranks)
     quick = {name: seconds / 2 for name, seconds in slow.items()} | {"product": slow["product"]}
     found = fitted([quick] * (num_ranks - 1) + [slow])
     assert found["rate"] == pytest.approx(rate, rel=1e-6)
@@ -49,7 +49,7 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
 
 def test_what_an_exchange_takes_of_a_slow_rank_is_priced_by_its_speed_and_not_twice() -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
-    fast = _said(link, 2)
+    fast = said_of(link, 2)
     half = {**fast, "product": 2 * fast["product"], "disturbs": 3 * fast["disturbs"]}
     found = fitted([fast, half])
     assert found["speed of rank 1"] == 0.5
@@ -64,7 +64,7 @@ def test_what_both_cores_do_for_a_message_is_not_on_its_way(
     small = hop + 2 * hand
     large = small + (_SIZES["middle"] - _SIZES["small"]) / rate
     slots = {"slot small": small, "slot large": large, "slot hand": hand}
-    found = fitted([{**_said(link, 2), **slots}] * 2)
+    found = fitted([{**said_of(link, 2), **slots}] * 2)
     assert found["slot hop"] == pytest.approx(hop, rel=1e-3)
     assert found["slot hand"] == hand
     assert found["slot rate"] == pytest.approx(rate, rel=1e-3)
@@ -74,7 +74,7 @@ def test_what_both_cores_do_for_a_message_is_not_on_its_way(
 def test_what_computes_clearly_slower_is_told_apart_and_noise_is_not(speeds: list[float]) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     fastest = max(speeds)
-    said = [{**_said(link, len(speeds)), "product": 1e-3 / speed} for speed in speeds]
+    said = [{**said_of(link, len(speeds)), "product": 1e-3 / speed} for speed in speeds]
     found = fitted(said)
     for rank, speed in enumerate(speeds):
         told, true = found[f"speed of rank {rank}"], speed / fastest
@@ -84,7 +84,7 @@ def test_what_computes_clearly_slower_is_told_apart_and_noise_is_not(speeds: lis
 def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
-    said = [{**_said(link, 2), "product": product} for product in (1e-3, 2e-3)]
+    said = [{**said_of(link, 2), "product": product} for product in (1e-3, 2e-3)]
     cache.write_rates(context_of(2), fitted(said))
     measured = measured_ranks(2, cache=cache)
     assert measured.speeds == (1.0, 0.5)
@@ -93,6 +93,6 @@ def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
     assert measured.handing.bytes_per_second == pytest.approx(2e9)
     assert (measured.link.disturbs, measured.handing.disturbs) == (0.25, 0.125)
     assert measured.slots is None, "these ranks have said nothing of memory that they share"
-    said = [{**_said(link, 2), "product": product} for product in (1e-3, 1.1e-3)]
+    said = [{**said_of(link, 2), "product": product} for product in (1e-3, 1.1e-3)]
     cache.write_rates(context_of(2), fitted(said))
     assert measured_ranks(2, cache=cache).speeds == ()

@@ -6,9 +6,11 @@ Not for what they exchange while they train, which is as among ranks of one mach
 import contextlib
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,10 +18,12 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # 
 
 from steelyard.core.cluster import Link
 from steelyard.core.errors import BadInput, RankFailed
+from steelyard.core.printable import printable
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import figures_of_this_rank, measured_now
 from steelyard.measure.links import remember_hosts, remembered_link
 from steelyard.run.ranks.join import joined, meeting_place
+from steelyard.run.ranks.together import Together
 from steelyard.run.ranks.who import Who, who_am_i
 
 # A link that has become another by so much is measured anew.
@@ -102,6 +106,25 @@ def _is_as_it_was(before: Link) -> bool:
     now = measured_now(before)
     share = now.bytes_per_second / before.bytes_per_second
     return 1 - _OTHER_SHARE < share < 1 / (1 - _OTHER_SHARE)
+
+
+def check_seen_by_all(folder: Path, together: Together) -> None:
+    """One rank saves, and all go on from what it saved: the folder has to be one that all see."""
+    mark = ""
+    if together.saves:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder, delete=False) as file:
+            mark = file.name
+    told = together.words(Path(mark).name)
+    unseen = together.most(int(not (folder / told).exists()))
+    if mark:
+        Path(mark).unlink()
+    if unseen:
+        raise BadInput(
+            f"{printable(str(folder))} is not the same folder on all hosts",
+            expected="one that all see: the first host saves there, and all go on from it",
+            remedy="name a folder on a file system that the hosts share, or leave out --checkpoint",
+        )
 
 
 def _gathered(said: Any) -> list[Any]:

@@ -35,7 +35,7 @@ from steelyard.run.ranks.agreement import words_for
 from steelyard.run.ranks.join import joined
 from steelyard.run.ranks.together import Alone, InGroup, Together
 from steelyard.run.ranks.who import who_am_i
-from steelyard.run.ranks.witness import recorded
+from steelyard.run.ranks.witness import recorded, told_by_itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def _groups(layout: Layout, everyone: dist.ProcessGroup) -> dict[str, dist.Proce
 def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
     """What ends the rank is written down for whoever started it."""
     who = who_am_i(os.environ)
-    with recorded(who):
+    with recorded(who), told_by_itself(who):
         who.check_size(num_ranks, planned_hosts=hosts)
         yield
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from steelyard.api.adapting import Adapting
+from steelyard.api.hosts import check_seen_by_all
 from steelyard.api.live import Step
 from steelyard.api.planning import Planned
 from steelyard.api.ranks import keep_to_own_cores
@@ -35,6 +36,8 @@ def run_workload(
     """``adapt`` is the plan's file, beside which those are written that take its place while it
     runs; None where it stays."""
     step: Step = planned.apply(workload.model)
+    if checkpoint is not None and planned.plan.decisions.made_for.hosts > 1:
+        check_seen_by_all(checkpoint, step.ranks.together)
     if step.ranks.channels:
         keep_to_own_cores()
     log = _Log(step)

@@ -17,6 +17,7 @@ from steelyard.cli.showing import Shown, hint, loaded, planning
 from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput, SteelyardError
+from steelyard.core.layout import Layout
 from steelyard.report.lines import Zoom
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def _here(wanted: Wanted, *, hosts: int) -> int:
     written = f"{path}, and beside it {beside}"
     hint(f"written: {beside if wanted.is_check else written}", shown)
     if wanted.cluster is None:
-        hint(f"next: {_next(wanted, hosts)}", shown)
+        num_ranks = Layout.of(plan.decisions.rules).num_ranks
+        hint(f"next: {_next(wanted, hosts if num_ranks > 1 else 1)}", shown)
     return OK if tree.fits else INFEASIBLE
 
 

@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from steelyard.core.errors import BadInput, Mismatch, RankFailed, RanksDiffer
 from steelyard.run.ranks.agreement import agree, first_difference, words_for
+from steelyard.run.ranks.interface import address_towards, interface_of, speak_between_hosts
 from steelyard.run.ranks.join import joined
 from steelyard.run.ranks.who import Who, who_am_i
 from tests.run.ranks.one import STEPS
@@ -119,6 +120,30 @@ def test_a_plan_for_four_ranks_is_not_run_on_two() -> None:
     Who(size=4).check_size(4)
     with pytest.raises(Mismatch, match="for 4 ranks, and 2"):
         Who(size=2).check_size(4)
+
+
+def test_hosts_are_as_many_as_the_starter_says() -> None:
+    assert who_am_i(TORCHRUN).hosts == 1
+    assert who_am_i({**TORCHRUN, "GROUP_WORLD_SIZE": "4"}).hosts == 4
+    assert who_am_i({**SRUN, "SLURM_STEP_NUM_NODES": "8"}).hosts == 8
+
+
+def test_a_host_is_reached_over_the_interface_that_leads_there() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("") == interface_of("192.0.2.1") == ""
+    assert address_towards("no such host.invalid") == ""
+
+
+@pytest.mark.parametrize("own", ["", "lo7"])
+def test_the_first_looks_towards_the_second_and_nobody_overrules_who_knows_better(own: str) -> None:
+    store, given = HashStore(), {"GLOO_SOCKET_IFNAME": own} if own else {}
+    environs = [dict(given), dict(given)]
+    for rank in (1, 0):
+        # The first's name stands for its own loopback, as on many machines.
+        who = Who(rank=rank, size=2, hosts=2, address="127.0.0.1")
+        speak_between_hosts(store, who, environs[rank])
+    assert environs == [{"GLOO_SOCKET_IFNAME": own or "lo"}] * 2
 
 
 def test_a_rank_alone_needs_no_group() -> None:

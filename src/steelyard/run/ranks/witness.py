@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from steelyard.core.errors import BadInput, RankFailed, RanksDiffer, SteelyardError
+from steelyard.core.printable import printable
 from steelyard.run.ranks.places import RankPlace, write_whole
 from steelyard.run.ranks.statement import Issued, Progress, Statement
 from steelyard.run.ranks.who import Who
@@ -34,6 +35,8 @@ from steelyard.run.ranks.who import Who
 _OF_GLOO = re.compile(
     r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
 )
+# Where in gloo's source, and what it guesses of the cause.
+_OF_GLOO_ITSELF = re.compile(r"^\[[^\]]*gloo[^\]]*\] |\.? This is typically caused by .*$")
 _OF_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc|not enough memory|out of memory")
 # torchrun's own reader of error files (ProcessFailure) wants its fields in this variable's file.
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -63,6 +66,24 @@ def recorded(who: Who) -> Iterator[None]:
                 if who.place is not None and said.of_exchange:
                     time.sleep(_VERDICT_SECONDS)
         raise
+
+
+@contextlib.contextmanager
+def told_by_itself(who: Who) -> Iterator[None]:
+    """A rank that nobody watches, as on one of several hosts, says itself that it lost another; our
+    launcher knows more of it, and says that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if who.place is not None or isinstance(error, RankFailed) or not _is_of_exchange(error):
+            raise
+        where = _OF_GLOO_ITSELF.sub("", str(error).splitlines()[0])
+        raise RankFailed(
+            f"rank {who.rank} lost another in the middle of an exchange: {printable(where)}",
+            expected="all ranks, and what joins them, there to the last step",
+            remedy="look at what the other ranks wrote: one that ended by itself says why; start "
+            "all again with --resume, where there is a --checkpoint",
+        ) from error
 
 
 def _path_of(name: str | None) -> Path | None:

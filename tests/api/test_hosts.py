@@ -1,0 +1,155 @@
+"""Hosts that meet: what they remember of their link, and where they would save."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch.distributed import HashStore
+
+from steelyard.api.hosts import Meeting, check_seen_by_all, meeting
+from steelyard.core.cluster import Cluster
+from steelyard.core.errors import BadInput, Mismatch, RankFailed
+from steelyard.core.link import Link
+from steelyard.measure.cache import CostCache
+from steelyard.measure.links import (
+    BETWEEN_HOSTS,
+    measured_ranks,
+    remember_hosts,
+    remembered_link,
+)
+from steelyard.run.ranks.who import Who
+from tests.measure.test_exchanges import said_of
+
+LINK = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e7)
+
+
+def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    with pytest.raises(BadInput, match="has not measured what joins it to 2 more"):
+        measured_ranks(3, hosts=3, cache=cache)
+    said = [{**said_of(LINK, 3), "product": product} for product in (1e-3, 2e-3, 1e-3)]
+    remember_hosts(said, ["a", "b", "c"], cache=cache)
+    measured = measured_ranks(3, hosts=3, cache=cache)
+    assert measured.link.kind == BETWEEN_HOSTS
+    assert measured.link.bytes_per_second == pytest.approx(1e7)
+    assert measured.speeds == (1.0, 0.5, 1.0)
+    assert measured.slots is None
+    assert measured.slotted is None
+
+
+def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], cache=cache)
+    known = remembered_link(["a", "b"], cache=cache)
+    assert known is not None
+    assert known.bytes_per_second == pytest.approx(1e7)
+    assert remembered_link(["a", "c"], cache=cache) is None
+    assert remembered_link(["b", "a"], cache=cache) is None
+    assert remembered_link(["a", "b"], cache=CostCache(tmp_path / "other.sqlite")) is None
+
+
+def test_a_list_that_cannot_be_written_to_loses_nothing_of_this_process(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    cache = CostCache(tmp_path / "a file" / "costs.sqlite")
+    remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), cache=cache)
+    assert measured_ranks(5, hosts=5, cache=cache).link.bytes_per_second == pytest.approx(1e7)
+
+
+def test_each_host_has_one_rank_and_all_of_its_machine() -> None:
+    alone, among = Cluster.here(), Cluster.here(ranks=2, hosts=2)
+    assert among.num_devices == 2
+    assert among.ranks_of_a_host == 1
+    assert among.device.memory_bytes == alone.device.memory_bytes
+    assert among.device.threads == alone.device.threads
+    assert among.fingerprint != Cluster.here(ranks=2).fingerprint
+    for ranks, hosts in ((4, 2), (1, 2), (2, 0), (2, True), (2, 1.0)):
+        with pytest.raises(BadInput):
+            Cluster.here(ranks=ranks, hosts=hosts)  # type: ignore[arg-type]
+
+
+def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
+    Who(size=2, hosts=2).check_size(2, planned_hosts=2)
+    Who(size=2).check_size(2)
+    with pytest.raises(Mismatch, match="for 2 hosts, and the ranks are on 1"):
+        Who(size=2).check_size(2, planned_hosts=2)
+    with pytest.raises(Mismatch, match="for ranks of one host, and the ranks are on 2"):
+        Who(size=2, hosts=2).check_size(2)
+
+
+@pytest.mark.parametrize(("local", "hosts"), [("2", "1"), ("2", "2")])
+def test_ranks_that_share_a_host_are_planned_for_by_one_process(
+    monkeypatch: pytest.MonkeyPatch, local: str, hosts: str
+) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": str(int(local) * int(hosts)), "LOCAL_RANK": "0"}
+    environ |= {"GROUP_WORLD_SIZE": hosts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match="one rank on each of several hosts"), meeting({}):
+        pass
+
+
+def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
+    store = HashStore()
+    first, second = (Meeting(who=Who(rank=n, size=2, hosts=2), store=store) for n in range(2))
+    heard: list[str] = []
+    hearing = threading.Thread(target=lambda: heard.append(second.hear()))
+    hearing.start()
+    first.tell("a plan")
+    hearing.join()
+    assert heard == ["a plan"]
+    silent = Meeting(who=Who(rank=1, size=2, hosts=2), store=HashStore())
+    with (
+        mock.patch("steelyard.api.hosts._PLANNING_SECONDS", 0.1),
+        pytest.raises(RankFailed, match="rank 0 has told nothing"),
+    ):
+        silent.hear()
+
+
+class _OneOfTwo:
+    """The two of them take their turns in one process."""
+
+    def __init__(self, *, saves: bool, told: list[str], unseen: list[int]) -> None:
+        self.saves = saves
+        self._told, self._unseen = told, unseen
+
+    def words(self, text: str) -> str:
+        if self.saves:
+            self._told.append(text)
+        return self._told[-1]
+
+    def most(self, number: int) -> int:
+        self._unseen.append(number)
+        if self.saves:  # the other looks meanwhile
+            self.meanwhile()
+        return max(self._unseen)
+
+    def meanwhile(self) -> None:
+        """Replaced by what the other does."""
+
+
+def test_a_folder_of_checkpoints_is_one_that_all_see(tmp_path: Path) -> None:
+    for theirs in (tmp_path / "one", tmp_path / "other"):
+        told: list[str] = []
+        unseen: list[int] = []
+        first = _OneOfTwo(saves=True, told=told, unseen=unseen)
+        second = _OneOfTwo(saves=False, told=told, unseen=unseen)
+        refused: list[BadInput] = []
+
+        def other_looks(there: Path = theirs, second: _OneOfTwo = second) -> None:
+            try:
+                check_seen_by_all(there, second)  # type: ignore[arg-type]
+            except BadInput as error:
+                refused.append(error)  # noqa: B023
+
+        first.meanwhile = other_looks  # type: ignore[method-assign]
+        if theirs.name == "one":
+            check_seen_by_all(tmp_path / "one", first)  # type: ignore[arg-type]
+            assert not refused
+        else:
+            with pytest.raises(BadInput, match="is not the same folder on all hosts"):
+                check_seen_by_all(tmp_path / "one", first)  # type: ignore[arg-type]
+            assert len(refused) == 1, "both end, and neither trains on"
+        assert not list((tmp_path / "one").iterdir())
