@@ -73,4 +73,4 @@ def test_ranks_that_share_no_memory_are_told_so(
     plan = _planned(tmp_path, monkeypatch, {})
     (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
     assert refusal.left is Left.NEVER
-    assert refusal.reason == ("these ranks are not known to be on one host and to share its memory")
+    assert refusal.reason.startswith("these ranks are not known to share memory")

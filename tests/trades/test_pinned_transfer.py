@@ -89,7 +89,7 @@ def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
 def test_else_it_is_told_why_not() -> None:
     for price, said in (
         (with_slots(costs(), rate=1e5, latency=1e-2), "would take ~"),
-        (costs(), "not known to be on one host"),
+        (costs(), "not known to share memory"),
     ):
         best = found(price)
         assert SLOTS not in best.rules

@@ -20,6 +20,7 @@ class Link:
     ``doubt`` is the share by which a transfer may take more or less than is said here.
     ``call_seconds`` is what the device itself spends on a message, and ``disturbs`` the share of
     the time that a transfer takes by which it slows what runs beside it.
+    ``is_remote``: what one has written the link carries over to another host, without either.
     ``points`` are bytes and seconds; with them, ``latency_seconds`` is what the first takes and
     ``bytes_per_second`` the rate beyond the last: see ``curve``.
     """
@@ -30,6 +31,7 @@ class Link:
     doubt: float = 0.5
     call_seconds: float = 0.0
     disturbs: float = 0.0
+    is_remote: bool = False
     points: tuple[Point, ...] = ()
 
     @classmethod

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from steelyard.core.pinned import Edge
 from steelyard.exchange.pinned_slots import CREDIT, GiveBack, Like, Outlet, Room, memory_of
 
 # Of a message: the how-manieth from its sender, the edge, the step, its number, the slot.
-_BELL = struct.Struct("<QIQQI")
+BELL = struct.Struct("<QIQQI")
 # Of these, as many as are read at once.
 _MANY = 16
 _WATCHED_SECONDS = 200e-6
@@ -43,6 +43,9 @@ class Pinned:
     sleeps, where each rank has a core: else it is the other one's meanwhile.
     """
 
+    expects: ClassVar[str] = "ranks of one host and one user that see each other's processes"
+    through: ClassVar[str] = "memory that ranks share"
+
     def __init__(self, edges: Sequence[Edge], *, group: dist.ProcessGroup) -> None:
         self._edges, self._group, self._rank = edges, group, dist.get_rank(group)
         backend: Any = group._get_backend(torch.device("cpu"))
@@ -54,16 +57,16 @@ class Pinned:
         self._read: dict[int, Room] = {}
         self._written: dict[int, Outlet] = {}
         # By the other rank: what it rings here, and what it says of its slots.
-        self._from: dict[int, _From] = {}
-        self._to: dict[int, _To] = {}
+        self._from: dict[int, From] = {}
+        self._to: dict[int, To] = {}
         self._came: dict[tuple[int, int, int], int] = {}
         # All ends that may still have something to say, by the numbers of their files.
-        self._ends: dict[int, tuple[int, _From | _To]] = {}
+        self._ends: dict[int, tuple[int, From | To]] = {}
         self._asked = select.poll()
         files: list[FileIO] = []
-        self._close = weakref.finalize(self, _closed, files)
+        self._close = weakref.finalize(self, closed, files)
         self._meet(files)
-        for rank, end in chain[tuple[int, _From | _To]](self._from.items(), self._to.items()):
+        for rank, end in chain[tuple[int, From | To]](self._from.items(), self._to.items()):
             self._ends[end.file.fileno()] = rank, end
             self._asked.register(end.file, select.POLLIN)
 
@@ -82,11 +85,13 @@ class Pinned:
 
     def _meet(self, files: list[FileIO]) -> None:
         """Each makes room for what it reads, and opens what the others made for it."""
-        offered, failure = _Offered(), None
+        offered, failure = Offered(), None
         try:
             offered = self._made(files)
         except OSError as error:
             failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
+        except Elsewhere as elsewhere:
+            failure = str(elsewhere)
         everyones = self._told(offered)
         self.watches = all(each.has_cores for each in everyones) and len(
             {core for each in everyones for core in each.cores}
@@ -96,7 +101,7 @@ class Pinned:
                 self._open(everyones, files, host=offered.host)
             except OSError as error:
                 failure = f"what another rank made cannot be opened: {error.strerror}"
-            except _Elsewhere as elsewhere:
+            except Elsewhere as elsewhere:
                 failure = str(elsewhere)
         failures = self._told(failure)
         for file in files:  # others have opened them, and when those end it is seen
@@ -107,8 +112,8 @@ class Pinned:
                 self.close()
                 who = dist.get_global_rank(self._group, rank)
                 raise BadInput(
-                    f"messages are to go through memory that ranks share, and on rank {who} {said}",
-                    expected="ranks of one host and one user that see each other's processes",
+                    f"messages are to go through {self.through}, and on rank {who} {said}",
+                    expected=self.expects,
                     remedy="take [[pinned_transfer]] out of the plan, or plan again",
                 )
 
@@ -117,8 +122,7 @@ class Pinned:
         dist.all_gather_object(everyones, said, group=self._group)
         return everyones
 
-    def _made(self, files: list[FileIO]) -> "_Offered":
-        host = _host()
+    def _made(self, files: list[FileIO]) -> "Offered":
         rooms: dict[int, int] = {}
         bells: dict[int, int] = {}
         heard: dict[int, int] = {}
@@ -128,26 +132,26 @@ class Pinned:
                 self._read[index] = Room(edge, memory)
                 rooms[index] = memory.fileno()
                 if edge.source not in self._from:
-                    ring, bell = _pipe(files)
-                    self._from[edge.source] = _From(ring)
+                    ring, bell = pipe(files)
+                    self._from[edge.source] = From(ring)
                     bells[edge.source] = bell.fileno()
             elif edge.source == self._rank and edge.target not in self._to:
-                free, credit = _pipe(files)
-                self._to[edge.target] = _To(free)
+                free, credit = pipe(files)
+                self._to[edge.target] = To(free)
                 heard[edge.target] = credit.fileno()
-        return _Offered(
-            host=host, pid=os.getpid(), rooms=rooms, bells=bells, heard=heard, is_made=True,
+        return Offered(
+            host=host(), pid=os.getpid(), rooms=rooms, bells=bells, heard=heard, is_made=True,
             cores=frozenset(os.sched_getaffinity(0)),
             has_cores=quota_cores() >= dist.get_world_size(self._group),
         )  # fmt: skip
 
-    def _open(self, everyones: "Sequence[_Offered]", files: list[FileIO], *, host: str) -> None:
+    def _open(self, everyones: "Sequence[Offered]", files: list[FileIO], *, host: str) -> None:
         for index, edge in enumerate(self._edges):
             if edge.source == self._rank:
                 theirs, to = everyones[edge.target], self._to[edge.target]
                 files.append(memory := theirs.opened(theirs.rooms[index], "r+", host=host))
                 if os.fstat(memory.fileno()).st_size != edge.nbytes:
-                    raise _Elsewhere("what another rank made is not as large as was planned")
+                    raise Elsewhere("what another rank made is not as large as was planned")
                 self._written[index] = Outlet(edge, memory)
                 if to.bell is None:
                     to.bell = theirs.opened(theirs.bells[self._rank], "w", host=host)
@@ -191,7 +195,7 @@ class Pinned:
             number, slot, nbytes = written
             self.moved_bytes += nbytes
             try:
-                to.bell.write(_BELL.pack(to.sent, index, self._step, number, slot))
+                to.bell.write(BELL.pack(to.sent, index, self._step, number, slot))
             except BrokenPipeError:
                 raise self._gone(outlet.edge.target) from None
             to.sent += 1
@@ -222,13 +226,12 @@ class Pinned:
 
     def _await(self, ranks: Collection[int], until: float) -> None:
         """Something that is heard of any rank; those that are waited for are to be there."""
-        heard = self._watched() if self.watches else []
-        heard = heard or self._asked.poll(1000 * max(0.0, until - time.monotonic()))
+        heard = self._heard(until)
         if not heard:
             raise self._silent(ranks)
         for number, _ in heard:
             rank, end = self._ends[number]
-            if isinstance(end, _From):
+            if isinstance(end, From):
                 self._answer(rank, end)
             else:
                 self._hear(rank)
@@ -242,6 +245,10 @@ class Pinned:
             if outlet.waiting:
                 self._push(index)
 
+    def _heard(self, until: float) -> list[tuple[int, int]]:
+        heard = self._watched() if self.watches else []
+        return heard or self._asked.poll(1000 * max(0.0, until - time.monotonic()))
+
     def _watched(self) -> list[tuple[int, int]]:
         """What is heard within a moment: a core that sleeps takes some time to wake."""
         end = time.perf_counter() + _WATCHED_SECONDS
@@ -249,8 +256,8 @@ class Pinned:
             pass
         return heard
 
-    def _answer(self, rank: int, source: "_From") -> None:
-        for order, index, step, number, slot in _BELL.iter_unpack(_read(source, _BELL.size)):
+    def _answer(self, rank: int, source: "From") -> None:
+        for order, index, step, number, slot in BELL.iter_unpack(_read(source, BELL.size)):
             assert order == source.rung, f"message {order} of rank {rank} is not {source.rung}"
             source.rung += 1
             if step < self._step:  # of one that was broken off here before it was heard
@@ -270,19 +277,19 @@ class Pinned:
 
     def _gone(self, rank: int) -> RankFailed:
         return RankFailed(
-            f"rank {dist.get_global_rank(self._group, rank)} is gone, and messages were to go "
-            "through memory that it shared",
+            f"rank {dist.get_global_rank(self._group, rank)} is gone, and messages go "
+            f"through {self.through}",
             expected="every rank to end its steps",
             remedy="start again from the last checkpoint, with --resume",
         )
 
 
-class _Elsewhere(Exception):
-    """What another rank made is not where it can be had."""
+class Elsewhere(Exception):
+    """What another rank made, or is to carry, is not where it can be had."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Offered:
+class Offered:
     """What a rank has made for others, by the numbers of its open files: memory by edge, ends to
     ring at and to give back at by rank. On which cores it may be, and whether its control group has
     one for each rank."""
@@ -302,7 +309,7 @@ class _Offered:
 
     def opened(self, number: int, mode: str, *, host: str) -> FileIO:
         if self.host != host:
-            raise _Elsewhere("another rank is on another host, or kept apart from this one")
+            raise Elsewhere("another rank is on another host, or kept apart from this one")
         return FileIO(f"/proc/{self.pid}/fd/{number}", mode)
 
 
@@ -315,7 +322,7 @@ class _End:
 
 
 @dataclass(slots=True)
-class _From(_End):
+class From(_End):
     """Where a rank rings. ``credit`` is where it hears of slots, ``rung`` how often it has rung."""
 
     credit: FileIO | None = None
@@ -323,14 +330,14 @@ class _From(_End):
 
 
 @dataclass(slots=True)
-class _To(_End):
+class To(_End):
     """Where a rank says which slots are free; it is rung at its ``bell``, and has been so often."""
 
     bell: FileIO | None = None
     sent: int = 0
 
 
-def _host() -> str:
+def host() -> str:
     """Where memory can be shared: one kernel, one view of its processes, and one network: what is
     kept apart by that stands for two hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -338,7 +345,7 @@ def _host() -> str:
     return " ".join((boot, *(str((spaces / kind).readlink()) for kind in ("pid", "net"))))
 
 
-def _pipe(files: list[FileIO]) -> tuple[FileIO, FileIO]:
+def pipe(files: list[FileIO]) -> tuple[FileIO, FileIO]:
     """Both ends, of which this rank is to keep the first, which is read without waiting."""
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -354,6 +361,6 @@ def _read(end: _End, size: int) -> bytes:
     return said or b""
 
 
-def _closed(files: Sequence[FileIO]) -> None:
+def closed(files: Sequence[FileIO]) -> None:
     for file in files:
         file.close()

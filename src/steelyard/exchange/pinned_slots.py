@@ -46,6 +46,7 @@ class Room:
         self.edge, self._offsets = edge, edge.offsets
         whole = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
         size = edge.slot_bytes
+        self.address = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
         self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
         # What lies in a slot that is held; it says when it goes.
         self._held: dict[int, weakref.ref[memoryview]] = {}
@@ -90,6 +91,7 @@ class Outlet:
         # Which message is being made, and in which slot.
         self._made: tuple[int, int] | None = None
         whole = torch.frombuffer(mmap.mmap(memory.fileno(), edge.nbytes), dtype=torch.uint8)
+        self.address = whole.data_ptr()
         self._rooms = [
             [
                 whole.narrow(0, slot * edge.slot_bytes + offset, size)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from steelyard.core.pinned import Rounds
 from steelyard.exchange.channel import Channel, Waiting
-from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.pinned_among import pinned_among
 
 _Finish = Callable[[], object]
 # In place of an all-reduce, where each rank reads its own rows of the sum alone.
@@ -31,11 +31,11 @@ class Slotted:
         group = over.process_group
         assert group is not None, "these ranks are no processes"
         rounds = _of_all(rounds, group)
-        self._pinned = Pinned(rounds.edges, group=group)
+        self._pinned = pinned_among(rounds.edges, group=group)
         self._num_ranks, self._rank, self._over = over.num_ranks, over.rank, over
         self._others = [rank for rank in range(over.num_ranks) if rank != over.rank]
         self._index = {pair: index for index, pair in enumerate(rounds.pairs)}
-        self.held_bytes = rounds.held_bytes
+        self.held_bytes = self._pinned.held_bytes
         self._number = 0
         # By what was returned when it was issued, which whoever waits hands in.
         self._under_way: dict[int, tuple[torch.Tensor, _Finish]] = {}

@@ -27,6 +27,7 @@ from steelyard.core.machine import are_cores_alike, cores_of, quota_cores
 from steelyard.core.pinned import Edge, Rounds
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.pinned_among import pinned_among
 from steelyard.exchange.slotted import Slotted
 from steelyard.exchange.turns import take_turns
 
@@ -42,6 +43,7 @@ _LONG_SECONDS = 0.2
 _MATRIX = 256
 # As in a step, most of the time goes into products, and some into passes over memory.
 _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
+_MakesSlots = Callable[..., Pinned]
 
 
 def main(folder: str, num_ranks: int, rank: int) -> None:
@@ -61,20 +63,20 @@ def main(folder: str, num_ranks: int, rank: int) -> None:
 
 
 def figures_of_this_rank(*, hosts: int = 1) -> dict[str, float]:
-    """What this rank of the group measures, while all others of it do; on several hosts there is no
-    memory to share, and nobody says of their cores that they are alike."""
+    """What this rank of the group measures, while all others of it do; on several hosts slots are
+    written by NIXL, where it is, and nobody says of their cores that they are alike."""
     take_turns()  # as in a step
     is_known_alike = hosts == 1
     with torch.no_grad():
         # What neighbours do of a few seconds is another figure some seconds later.
         products = [_product_seconds(is_known_alike=is_known_alike)]
-        figures = _figures(share_memory=hosts == 1)
+        figures = _figures(slots=Pinned if hosts == 1 else pinned_among)
         products += [_product_seconds(is_known_alike=is_known_alike) for _ in range(_WINDOWS - 1)]
         figures["product"] = median(products)
     return figures
 
 
-def _figures(*, share_memory: bool) -> dict[str, float]:
+def _figures(*, slots: _MakesSlots) -> dict[str, float]:
     small, middle, large = (
         torch.ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES)
     )
@@ -88,8 +90,9 @@ def _figures(*, share_memory: bool) -> dict[str, float]:
     seconds["large"] = _seconds(large, min(few, _ROUNDS))
     is_long["large"] = _slowest(seconds["large"]) > _LONG_SECONDS
     seconds |= _handed("small", small, calls) | _handed("middle", middle, few)
-    if share_memory:
-        seconds |= _handed_in_slots({"small": small, "large": middle}, calls)
+    in_slots = _handed_in_slots(slots, {"small": small, "large": middle}, calls)
+    seconds |= in_slots
+    if in_slots:
         seconds |= _exchanged_in_slots(small, large, calls)
     long = "middle" if is_long["large"] else "large"
     x, alone = {"middle": middle, "large": large}[long], seconds[long]
@@ -191,8 +194,10 @@ def _hand(x: torch.Tensor, *, is_back: bool = False) -> list[dist.Work]:
     return works
 
 
-def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, float]:
-    """The same through slots; nothing where these ranks share no memory."""
+def _handed_in_slots(
+    slots: _MakesSlots, xs: Mapping[str, torch.Tensor], rounds: int
+) -> dict[str, float]:
+    """The same through slots; nothing where these ranks have none."""
     ends = ((0, 1), (1, 0))
     edges = [
         Edge(source=source, target=target, sizes=(x.nbytes,), count=1, holds_all=True)
@@ -201,7 +206,7 @@ def _handed_in_slots(xs: Mapping[str, torch.Tensor], rounds: int) -> dict[str, f
     ]  # fmt: skip
     assert dist.group.WORLD is not None
     try:
-        pinned = Pinned(edges, group=dist.group.WORLD)
+        pinned = slots(edges, group=dist.group.WORLD)
     except BadInput:
         return {}
     # What it takes of a core, and as after a long wait.

@@ -130,16 +130,19 @@ def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measu
     )
     speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
     slots = Link(
-        kind="memory that ranks share",
+        kind="slots",
         latency_seconds=found["slot hop"],
         bytes_per_second=found["slot rate"],
         doubt=DOUBT,
         call_seconds=found["slot hand"],
-        # Who sends a message writes it itself.
-        disturbs=1.0,
+        # Who sends a message writes it itself; to another host a device does.
+        disturbs=0.0 if kind == BETWEEN_HOSTS else 1.0,
+        is_remote=kind == BETWEEN_HOSTS,
     )
     slotted = replace(
         slots,
+        # Whoever waits does all of it.
+        disturbs=1.0,
         latency_seconds=found["slotted hop"],
         bytes_per_second=found["slotted rate"],
         call_seconds=found["slotted call"],

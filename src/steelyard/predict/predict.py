@@ -7,6 +7,7 @@ Not for what is alive where (liveness.py), nor when each line begins (timeline.p
 from dataclasses import dataclass, replace
 
 from steelyard.core.cluster import FAR_PIECE_BYTES
+from steelyard.core.collective import SLOTS
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Phase, Role
 from steelyard.core.layout import PIPELINE
@@ -45,7 +46,7 @@ def predict(program: Program, costs: Costs) -> Prediction:
     )
     return Prediction(
         quad=quad,
-        peak=_explained(worst, fullest),
+        peak=_explained(worst, fullest, costs),
         flops=program.flops,
         timeline=_timeline(costs, passes),
     )
@@ -89,7 +90,7 @@ def step_seconds(program: Program, costs: Costs) -> Estimate:
 
 def least_possible_bytes(program: Program, costs: Costs) -> int:
     """What no recomputation can go below: resident bytes, and the one line that needs most."""
-    graph, resident = program.graph, _resident_bytes(program)
+    graph, resident = program.graph, _resident_bytes(program, costs)
     inputs = {t.storage for node in graph.inputs() for t in node.outputs}
     alone = 0
     for instruction in program.instructions:
@@ -124,7 +125,7 @@ def _nbytes(program: Program, costs: Costs) -> int:
 
 
 def _passes(program: Program, costs: Costs) -> list[_Pass]:
-    resident = _resident_bytes(program)
+    resident = _resident_bytes(program, costs)
     beginning = program.passes[0]
     first = liveness(beginning, costs)
     passes = [_Pass(program=beginning, liveness=first, base_bytes=resident, base=())]
@@ -153,7 +154,7 @@ def _update_pass(program: Program, costs: Costs, base_bytes: int) -> _Pass | Non
     return _Pass(program=program.update, liveness=alive, base_bytes=base_bytes, base=())
 
 
-def _resident_bytes(program: Program) -> int:
+def _resident_bytes(program: Program, costs: Costs) -> int:
     graph = program.graph
     held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
     held += graph.resident_bytes(Role.STATE)  # what codes of gradients have lost
@@ -161,7 +162,7 @@ def _resident_bytes(program: Program) -> int:
     held += program.batch_bytes
     if program.update is not None:
         held += program.update.graph.resident_bytes(Role.STATE)
-    return held + _pieces_bytes(program) + _slots_bytes(program)
+    return held + _pieces_bytes(program) + _slots_bytes(program, costs)
 
 
 def _pieces_bytes(program: Program) -> int:
@@ -169,9 +170,11 @@ def _pieces_bytes(program: Program) -> int:
     return 2 * FAR_PIECE_BYTES if program.is_moving else 0
 
 
-def _slots_bytes(program: Program) -> int:
-    """Room for what other ranks of this host write here."""
-    return sum(rounds.held_bytes for rounds in rounds_of(program.graph).values())
+def _slots_bytes(program: Program, costs: Costs) -> int:
+    """Room for what other ranks write here; of another host, for what is written there, too."""
+    held = sum(rounds.held_bytes for rounds in rounds_of(program.graph).values())
+    slots = costs.links.get(SLOTS)
+    return 2 * held if slots is not None and slots.is_remote else held
 
 
 def _durations(program: Program, costs: Costs) -> Durations:
@@ -180,19 +183,19 @@ def _durations(program: Program, costs: Costs) -> Durations:
     return together(alike) if len(alike) > 1 else alike[0].alone
 
 
-def _explained(worst: _Pass, program: Program) -> Peak:
+def _explained(worst: _Pass, program: Program, costs: Costs) -> Peak:
     alive = worst.liveness
-    resident = _resident_bytes(program)
+    resident = _resident_bytes(program, costs)
     if not worst.program.instructions:
         return Peak(
             nbytes=worst.nbytes, resident_bytes=resident, workspace_bytes=0, at="", path="",
-            line="", phase=Phase.UPDATE, alive=(*_residents(program), *worst.base),
+            line="", phase=Phase.UPDATE, alive=(*_residents(program, costs), *worst.base),
         )  # fmt: skip
     instruction = worst.program.instructions[alive.peak_index]
     node = worst.program.graph.by_name[instruction.node]
     holdings = alive_at(worst.program, alive.peak_index, accumulating=worst.accumulating)
     workspace = alive.peak_bytes - sum(h.nbytes for h in holdings)
-    everything = [*_residents(program), *worst.base, *holdings]
+    everything = [*_residents(program, costs), *worst.base, *holdings]
     return Peak(
         nbytes=worst.nbytes,
         resident_bytes=resident,
@@ -205,7 +208,7 @@ def _explained(worst: _Pass, program: Program) -> Peak:
     )
 
 
-def _residents(program: Program) -> list[Holding]:
+def _residents(program: Program, costs: Costs) -> list[Holding]:
     graph = program.graph
     held = [
         Holding.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
@@ -216,7 +219,7 @@ def _residents(program: Program) -> list[Holding]:
     ]
     if lost := graph.resident_bytes(Role.STATE):
         held.append(Holding.of(lost, "what codes of gradients have lost", Role.STATE))
-    if slots := _slots_bytes(program):
+    if slots := _slots_bytes(program, costs):
         held.append(Holding.of(slots, "room for what other ranks write", Role.BUFFER))
     if pieces := _pieces_bytes(program):
         held.append(Holding.of(pieces, PIECES, Role.BUFFER))

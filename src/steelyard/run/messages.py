@@ -15,7 +15,7 @@ from steelyard.core.pinned import edges_of
 from steelyard.core.program import Pipeline
 from steelyard.core.schedule import AHEAD, Action, Work, source_of
 from steelyard.core.stages import Stage
-from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.pinned_among import pinned_among
 from steelyard.exchange.pinned_slots import Like
 from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.turns import give_way
@@ -168,7 +168,7 @@ class ThroughSlots(_OfRank):
         super().__init__(pipeline, group)
         edges = edges_of(pipeline.order, self._stages, self._graph)
         self._edges = {(edge.stage, edge.is_back): index for index, edge in enumerate(edges)}
-        self._pinned = Pinned(edges, group=group)
+        self._pinned = pinned_among(edges, group=group)
         self._at_work = 0
         self.held_bytes = self._pinned.held_bytes
 

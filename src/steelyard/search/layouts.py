@@ -527,7 +527,7 @@ class Layouts:
         if way.layout == ALONE or any(rule.trade == _SLOTS for rule in way.rules):
             return
         if SLOTS not in self.costs.links:
-            reason = "these ranks are not known to be on one host and to share its memory"
+            reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
             yield Refusal(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason, left=Left.NEVER)
         elif rules := self._slots_of(way.rules):
             tried = self.counted((*way.rules, *rules))

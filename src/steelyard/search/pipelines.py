@@ -371,7 +371,7 @@ class Pipelines:
             return
         label = "messages of stages through shared memory"
         if PINNED not in self._costs.links:
-            reason = "these ranks are not known to be on one host and to share its memory"
+            reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
             yield Refusal(trade=_PINNED, label=label, reason=reason, left=Left.NEVER)
         for way in self._through_slots(best):
             said = f"{format_seconds(way.seconds)} a step and {format_bytes(way.nbytes)}"

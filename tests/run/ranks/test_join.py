@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from steelyard.core.errors import BadInput, Mismatch, RankFailed, RanksDiffer
+from steelyard.exchange.interfaces import address_towards, interface_of
 from steelyard.run.ranks.agreement import agree, first_difference, words_for
-from steelyard.run.ranks.interface import address_towards, interface_of, speak_between_hosts
+from steelyard.run.ranks.interface import speak_between_hosts
 from steelyard.run.ranks.join import joined
 from steelyard.run.ranks.who import Who, who_am_i
 from tests.run.ranks.one import STEPS

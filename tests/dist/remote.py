@@ -1,0 +1,118 @@
+"""The scenarios of slots, where each message is written by NIXL: over TCP, and as if between hosts.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from steelyard.core.errors import BadInput
+from steelyard.exchange import pinned_among as among
+from steelyard.exchange import pinned_between as between
+from steelyard.exchange.pinned_between import BetweenHosts
+from steelyard.measure.exchanges import figures_of_this_rank
+from tests.dist import pipelines, slots
+
+
+def _there(scenario: Callable[[int], Any]) -> Callable[[int], Any]:
+    def scenario_there(rank: int) -> Any:
+        with mock.patch.object(slots, "Pinned", BetweenHosts):
+            return scenario(rank)
+
+    return scenario_there
+
+
+exchanged, made_there = _there(slots.exchanged), _there(slots.made_there)
+kept_away, broken_off, silent = map(_there, (slots.kept_away, slots.broken_off, slots.silent))
+
+
+def _as_two_hosts(rank: int) -> Any:
+    """With a device that only seems to be there: what goes over TCP says of itself that it does."""
+    return mock.patch.multiple(among, host=lambda: f"host {rank}", is_able=lambda: True)
+
+
+def chosen(rank: int) -> dict[str, str]:
+    """What is made among ranks of one host, of two, and of two of which one is not able."""
+    edges = [slots.edge(0, 64), slots.edge(1, 64)]
+    found = {"one host": type(among.pinned_among(edges, group=_everyone())).__name__}
+    with _as_two_hosts(rank):
+        made = among.pinned_among(edges, group=_everyone())
+        found["two hosts"] = type(made).__name__
+        dist.barrier()
+        made.close()
+        with mock.patch.object(among, "is_able", lambda: rank == 0):
+            found["one is not able"] = type(among.pinned_among(edges, group=_everyone())).__name__
+    return found
+
+
+def refused(rank: int) -> dict[str, str]:
+    """On rank 1 alone something is amiss; both are told, and nobody waits."""
+    edges = [slots.edge(0, 64), slots.edge(1, 64)]
+    faults = {
+        "no agent": mock.patch.dict(os.environ, UCX_TLS="nothing"),
+        "no way": mock.patch.object(between, "_own_address", lambda: "192.0.2.1"),
+    }
+    said = {}
+    for name, fault in faults.items():
+        if rank == 1:
+            fault.start()
+        try:
+            BetweenHosts(edges, group=_everyone())
+            said[name] = "nothing"
+        except BadInput as error:
+            said[name] = str(error)
+        if rank == 1:
+            fault.stop()
+        gc.collect()
+    return said
+
+
+def measured(rank: int) -> list[str]:
+    """The figures of slots among those of hosts."""
+    with (
+        _as_two_hosts(rank),
+        mock.patch.multiple("steelyard.measure.exchanges", _COMPUTING_SECONDS=0.05, _ROUNDS=2),
+    ):
+        return sorted(figures_of_this_rank(hosts=2))
+
+
+def staged(rank: int) -> dict[str, Any]:
+    """A model in two stages, trained for some steps by messages of gloo and by those of NIXL."""
+    schedules = {"1F1B": 2, "ZBVZeroBubble": 4}
+    with _as_two_hosts(rank):
+        found = pipelines._run("gpt", schedules, in_slots=tuple(schedules))
+    assert isinstance(found, dict)
+    return found
+
+
+def main(folder: str, rank: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    with mock.patch.object(slots, "Pinned", BetweenHosts):
+        print(json.dumps(slots.killed(rank)))
+    sys.stdout.flush()
+    os._exit(0)  # there is nobody to take leave of
+
+
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
