@@ -1,0 +1,24 @@
+"""``steelyard`` as it is, in a hurry: for tests that hang neither on times nor on how good a plan is.
+
+    torchrun ... -m tests.dist.hurried plan train.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+from steelyard.cli import main
+from tests.harness import in_a_hurry
+
+
+def hurried(arguments: list[str]) -> int:
+    costs = Path(os.environ["STEELYARD_CACHE"])
+    with in_a_hurry(costs), mock.patch("steelyard.measure.exchanges._COMPUTING_SECONDS", 0.2):
+        return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(hurried(sys.argv[1:]))
