@@ -181,13 +181,36 @@ def test_a_plan_for_several_hosts_is_not_started_by_one(
     assert "torchrun --nnodes 2" in said
 
 
-def test_a_rank_on_which_nothing_lies_does_nothing(
-    api: fake_api.Fake, as_host: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+def test_ranks_that_others_started_for_their_own_purpose_train_each(
+    api: fake_api.Fake, as_host: Callable[[int], Path]
 ) -> None:
-    """The plan is for one rank, and two were started."""
+    """A plan that one process made for itself knows of no others."""
     for rank in (0, 1):
         as_host(rank)
         write_plan(Path("train.plan.toml"), PLAN)
+        assert main(["run", "train.py", "--steps", "3"]) == 0
+    assert [name for name, _ in fake_api.ASKED].count("run_workload") == 2
+
+
+def test_a_plan_on_fewer_hosts_than_it_was_made_for_is_started_on_these(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_for = replace(PLAN.decisions.made_for, ranks=4, hosts=4)
+    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    decisions = replace(PLAN.decisions, made_for=made_for, rules=(rule,))
+    write_plan(planned, replace(PLAN, decisions=decisions))
+    assert "the plan is for 2 hosts" in fails(capsys, "run", "train.py", code=2)
+
+
+def test_a_rank_on_which_nothing_lies_does_nothing(
+    api: fake_api.Fake, as_host: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan was made for two ranks, and lies on one."""
+    made_for = replace(PLAN.decisions.made_for, ranks=2, hosts=2)
+    decisions = replace(PLAN.decisions, made_for=made_for)
+    for rank in (0, 1):
+        as_host(rank)
+        write_plan(Path("train.plan.toml"), replace(PLAN, decisions=decisions))
         assert main(["run", "train.py", "--steps", "3"]) == 0
     assert [name for name, _ in fake_api.ASKED].count("run_workload") == 1
     assert "this one has nothing to do" in capsys.readouterr().out

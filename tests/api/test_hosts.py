@@ -9,21 +9,22 @@ from unittest import mock
 import pytest
 from torch.distributed import HashStore
 
-from steelyard.api.hosts import Meeting, check_seen_by_all, meeting
+from steelyard.api.hosts import Meeting, _is_as_it_was, check_seen_by_all, meeting
 from steelyard.core.cluster import Cluster
-from steelyard.core.errors import BadInput, Mismatch, RankFailed
+from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed
 from steelyard.core.link import Link
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links import (
     BETWEEN_HOSTS,
     measured_ranks,
     remember_hosts,
-    remembered_link,
+    remembered_look,
 )
 from steelyard.run.ranks.who import Who
 from tests.measure.test_exchanges import said_of
 
 LINK = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e7)
+LOOK = (1e-4, 1e-1)
 
 
 def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has not measured what joins it to 2 more"):
         measured_ranks(3, hosts=3, cache=cache)
     said = [{**said_of(LINK, 3), "product": product} for product in (1e-3, 2e-3, 1e-3)]
-    remember_hosts(said, ["a", "b", "c"], cache=cache)
+    remember_hosts(said, ["a", "b", "c"], look=LOOK, cache=cache)
     measured = measured_ranks(3, hosts=3, cache=cache)
     assert measured.link.kind == BETWEEN_HOSTS
     assert measured.link.bytes_per_second == pytest.approx(1e7)
@@ -42,19 +43,33 @@ def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
 
 def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
-    remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], cache=cache)
-    known = remembered_link(["a", "b"], cache=cache)
-    assert known is not None
-    assert known.bytes_per_second == pytest.approx(1e7)
-    assert remembered_link(["a", "c"], cache=cache) is None
-    assert remembered_link(["b", "a"], cache=cache) is None
-    assert remembered_link(["a", "b"], cache=CostCache(tmp_path / "other.sqlite")) is None
+    remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], look=LOOK, cache=cache)
+    assert remembered_look(["a", "b"], cache=cache) == LOOK
+    assert remembered_look(["a", "c"], cache=cache) is None
+    assert remembered_look(["b", "a"], cache=cache) is None
+    assert remembered_look(["a", "b"], cache=CostCache(tmp_path / "other.sqlite")) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "is_same"),
+    [
+        (LOOK, True),
+        ((1.2e-4, 1.2e-1), True),
+        ((1e-4, 1.3e-1), False),  # a third slower
+        ((1e-4, 0.7e-1), False),
+        ((5e-3, 1e-1), False),  # as quick, and further away
+        ((4e-4, 1e-1), True),  # what any two are off each other
+    ],
+)
+def test_a_link_that_has_become_another_is_seen(now: tuple[float, float], is_same: bool) -> None:
+    with mock.patch("steelyard.api.hosts.looked_at_link", return_value=now):
+        assert _is_as_it_was(LOOK) == is_same
 
 
 def test_a_list_that_cannot_be_written_to_loses_nothing_of_this_process(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     cache = CostCache(tmp_path / "a file" / "costs.sqlite")
-    remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), cache=cache)
+    remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), look=LOOK, cache=cache)
     assert measured_ranks(5, hosts=5, cache=cache).link.bytes_per_second == pytest.approx(1e7)
 
 
@@ -97,9 +112,11 @@ def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
     heard: list[str] = []
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
     hearing.start()
-    first.tell("a plan")
+    plan = "".join(map(chr, range(32, 50_000))) * 3
+    with mock.patch("steelyard.api.hosts._PIECE", 1000):
+        first.tell(plan)
     hearing.join()
-    assert heard == ["a plan"]
+    assert heard == [plan]
     silent = Meeting(who=Who(rank=1, size=2, hosts=2), store=HashStore())
     with (
         mock.patch("steelyard.api.hosts._PLANNING_SECONDS", 0.1),
@@ -153,3 +170,12 @@ def test_a_folder_of_checkpoints_is_one_that_all_see(tmp_path: Path) -> None:
                 check_seen_by_all(tmp_path / "one", first)  # type: ignore[arg-type]
             assert len(refused) == 1, "both end, and neither trains on"
         assert not list((tmp_path / "one").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_on_all(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    told: list[str] = []
+    for saves in (True, False):
+        one = _OneOfTwo(saves=saves, told=told, unseen=[])
+        with pytest.raises(CheckpointError, match=r"cannot save in .* Not a dir"):
+            check_seen_by_all(tmp_path / "a file" / "saved", one)  # type: ignore[arg-type]

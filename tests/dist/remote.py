@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -76,6 +77,20 @@ def refused(rank: int) -> dict[str, str]:
             fault.stop()
         gc.collect()
     return said
+
+
+def asked_to_stop(rank: int) -> bool:
+    """As all processes of a rank's group are, and the rank takes its step to the end."""
+    made = BetweenHosts([slots.edge(0, 64), slots.edge(1, 64)], group=_everyone())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(made._carrier._process.pid, number)
+    made.begin()
+    x = torch.full((16,), float(rank))
+    made.send(rank, 0, [x])
+    (came,) = made.receive(1 - rank, 0, [(x.shape, x.dtype)])
+    made.settle()
+    dist.barrier()
+    return bool(torch.equal(came, torch.full((16,), float(1 - rank))))
 
 
 def measured(rank: int) -> list[str]:

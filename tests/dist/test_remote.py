@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.pipelines import MICRO_BATCHES, STEPS
-from tests.dist.ranks import on_two_ranks
+from tests.dist.ranks import on_ranks, on_two_ranks
 from tests.dist.test_pipelines import _as_one_device
 
 pytestmark = [
@@ -77,9 +77,15 @@ def test_who_is_not_reached_is_named_to_all() -> None:
         assert len(said.splitlines()) == 3, said
 
 
-def test_hosts_measure_what_they_write_so() -> None:
-    for rank in on_two_ranks("tests.dist.remote:measured"):
-        assert {"slot small", "slot large", "slot hand", "slotted small", "slotted middle"} < {*rank}
+@pytest.mark.parametrize("count", [2, 3])
+def test_hosts_measure_what_they_write_so(count: int) -> None:
+    """Of three, one has no part in messages between two."""
+    for rank in on_ranks("tests.dist.remote:measured", count=count):
+        assert {"slot small", "slot large", "slot hand", "slot copy", "slotted middle"} < {*rank}
+
+
+def test_what_is_asked_to_stop_carries_on_until_its_rank_has_ended() -> None:
+    assert on_two_ranks("tests.dist.remote:asked_to_stop") == [True, True]
 
 
 def test_stages_are_one_device() -> None:

@@ -3,31 +3,38 @@
 Not for what they exchange while they train, which is as among ranks of one machine.
 """
 
+import base64
 import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
+from torch.distributed import DistError, DistNetworkError, Store  # type: ignore[attr-defined]  # public by its documentation
 
-from steelyard.core.cluster import Link
-from steelyard.core.errors import BadInput, RankFailed
+from steelyard.core.errors import BadInput, CheckpointError, RankFailed
 from steelyard.core.printable import printable
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import figures_of_this_rank, measured_now
-from steelyard.measure.links import remember_hosts, remembered_link
+from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link
+from steelyard.measure.links import remember_hosts, remembered_look
 from steelyard.run.ranks.join import joined, meeting_place
 from steelyard.run.ranks.together import Together
 from steelyard.run.ranks.who import Who, who_am_i
+from steelyard.run.ranks.witness import told_by_itself
 
-# A link that has become another by so much is measured anew.
-_OTHER_SHARE = 0.25
+# A link that has become another by so much is measured anew; what is less than the other varies by
+# itself.
+_OTHER_SHARE, _OTHER_SECONDS = 0.25, 5e-4
+# A store of torch's takes no more than 8 MiB at once.
+_PIECE = 4 << 20
 # Capturing, measuring and searching a large model; who plans may take so long.
 _PLANNING_SECONDS, _MEETING_SECONDS, _HEARING_SECONDS = 6 * 3600.0, 600.0, 60.0
 _TOLD = "told"
@@ -50,16 +57,22 @@ class Meeting:
 
     def tell(self, text: str) -> None:
         """To all others; until they have heard it, for the store may end with this process."""
-        self.store.set(_TOLD, text)
+        # Larger ones the store drops; what is written twice in it is written small.
+        whole = base64.b64encode(zlib.compress(text.encode())).decode()
+        pieces = [whole[n : n + _PIECE] for n in range(0, len(whole), _PIECE)]
+        for number, piece in enumerate(pieces):
+            self.store.set(f"{_TOLD}/{number}", piece)
+        self.store.set(_TOLD, str(len(pieces)))
         heard = [f"heard/{rank}" for rank in range(1, self.num_ranks)]
         # Who has gone meanwhile is missed by whoever started it.
         with contextlib.suppress(DistError):
-            self.store.wait(heard, timedelta(seconds=_HEARING_SECONDS))
+            self._wait(heard, _HEARING_SECONDS)
 
     def hear(self) -> str:
         try:
-            self.store.wait([_TOLD], timedelta(seconds=_PLANNING_SECONDS))
-            text = self.store.get(_TOLD).decode()
+            self._wait([_TOLD], _PLANNING_SECONDS)
+            numbers = range(int(self.store.get(_TOLD)))
+            whole = b"".join(self.store.get(f"{_TOLD}/{number}") for number in numbers)
             self.store.set(f"heard/{self.who.rank}", "")
         except DistError as error:
             raise RankFailed(
@@ -69,7 +82,21 @@ class Meeting:
                 rank=0,
                 cause="absent",
             ) from error
-        return text
+        return zlib.decompress(base64.b64decode(whole)).decode()
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> None:
+        """A second at a time: while a store waits no signal is heard."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                self.store.wait(list(keys), timedelta(seconds=min(1.0, seconds)))
+            except DistNetworkError:
+                raise
+            except DistError:  # not yet
+                if time.monotonic() > until:
+                    raise
+            else:
+                return
 
 
 @contextlib.contextmanager
@@ -85,7 +112,8 @@ def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
             "steelyard plan --ranks 2 alone",
         )
     store = meeting_place(who)
-    with joined(who, asked, timeout_seconds=_MEETING_SECONDS, store=store):
+    words = {"torch": torch.__version__, **asked}
+    with told_by_itself(who), joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store):
         know_hosts(who)
     yield Meeting(who=who, store=store)
 
@@ -95,33 +123,44 @@ def know_hosts(who: Who) -> None:
     of just these hosts and it is as it was."""
     cache = CostCache()
     names = [str(name) for name in _gathered(socket.gethostname())]
-    before = _gathered(remembered_link(names, cache=cache))
+    before = _gathered(remembered_look(names, cache=cache))
     if None not in before and len({*before}) == 1 and _is_as_it_was(before[0]):
         return
     said = _gathered(figures_of_this_rank(hosts=who.hosts))
-    remember_hosts(said, names, cache=cache)
+    remember_hosts(said, names, look=looked_at_link(), cache=cache)
 
 
-def _is_as_it_was(before: Link) -> bool:
-    now = measured_now(before)
-    share = now.bytes_per_second / before.bytes_per_second
-    return 1 - _OTHER_SHARE < share < 1 / (1 - _OTHER_SHARE)
+def _is_as_it_was(before: tuple[float, ...]) -> bool:
+    """Of a small and a larger exchange, each."""
+    pairs = zip(looked_at_link(), before, strict=True)
+    return all(abs(now - then) <= _OTHER_SHARE * then + _OTHER_SECONDS for now, then in pairs)
 
 
 def check_seen_by_all(folder: Path, together: Together) -> None:
     """One rank saves, and all go on from what it saved: the folder has to be one that all see."""
-    mark = ""
+    mark, failure = "", ""
     if together.saves:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder, delete=False) as file:
-            mark = file.name
-    told = together.words(Path(mark).name)
-    unseen = together.most(int(not (folder / told).exists()))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder, delete=False) as file:
+                mark = Path(file.name).name
+        except OSError as error:
+            failure = f" {error.strerror}"
+    # A space is in no mark.
+    told = together.words(mark or failure)
+    unseen = together.most(int(not told.startswith(" ") and not (folder / told).exists()))
     if mark:
-        Path(mark).unlink()
+        (folder / mark).unlink(missing_ok=True)
+    said = printable(str(folder))
+    if told.startswith(" "):
+        raise CheckpointError(
+            f"the first host cannot save in {said}:{told}",
+            expected="a folder that it may write to",
+            remedy="name another one with --checkpoint",
+        )
     if unseen:
         raise BadInput(
-            f"{printable(str(folder))} is not the same folder on all hosts",
+            f"{said} is not the same folder on all hosts",
             expected="one that all see: the first host saves there, and all go on from it",
             remedy="name a folder on a file system that the hosts share, or leave out --checkpoint",
         )

@@ -219,6 +219,8 @@ def load(
             expected=f"at most {made_for.ranks} under [[shard_batch]]",
             remedy=f"plan again with --ranks {ranks}, or set made_for.ranks to {ranks}",
         )
+    # Of hosts those that it lies on have met, and no others.
+    here = ranks if made_for.hosts > 1 else made_for.ranks
     request = Request(
         model=model,
         loss=loss,
@@ -226,10 +228,10 @@ def load(
         optimizer=optimizer,
         cluster=cluster
         or Cluster.here(
-            ranks=made_for.ranks,
-            hosts=made_for.hosts,
+            ranks=here,
+            hosts=min(made_for.hosts, here),
             # As the plan found them; a busy moment must not make it another plan.
-            speeds=made_for.speeds or (1.0,) * made_for.ranks,
+            speeds=(made_for.speeds or (1.0,) * made_for.ranks)[:here],
             far=decisions.far,
         ),
         budget=decisions.budget,

@@ -125,7 +125,8 @@ def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
 def keep_to_own_cores() -> None:
     """Ranks of one machine that wander over all of its cores get in each other's way."""
     who = who_am_i(os.environ)
-    cores = cores_of(who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", who.size)))
+    each_host = max(1, who.size // who.hosts)
+    cores = cores_of(who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host)))
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 

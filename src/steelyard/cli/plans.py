@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from steelyard import __version__
 from steelyard.cli.arguments import cluster_of, planned_for, title
 from steelyard.cli.endings import INFEASIBLE, OK
 from steelyard.cli.ranks import num_started
@@ -18,6 +19,7 @@ from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput, SteelyardError
 from steelyard.core.layout import Layout
+from steelyard.core.printable import printable
 from steelyard.report.lines import Zoom
 
 if TYPE_CHECKING:
@@ -60,6 +62,10 @@ def _on_hosts(wanted: Wanted) -> int:
             expected="no --check, --cluster or --ranks: they are the ranks of this plan",
             remedy="leave it out, or ask one process alone",
         )
+    from steelyard.core.explanation import refuse_to_lose
+
+    # Each host has a file of its own, which may have been edited.
+    refuse_to_lose(wanted.path)
     with planning(wanted.shown) as tell:
         tell("meeting the other hosts, and measuring what joins them")
         from steelyard import api
@@ -80,8 +86,11 @@ def _on_hosts(wanted: Wanted) -> int:
 
 def _in_words(wanted: Wanted) -> dict[str, str]:
     """What has to be the same on all hosts, by name."""
+    script = Path(wanted.train.partition(":")[0])
     return {
+        "version of steelyard": __version__,
         "script": wanted.train,
+        "text of the script": script.read_text(errors="replace") if script.is_file() else "",
         "budget": str(wanted.budget),
         "speeds": str(wanted.speeds),
         "runner": wanted.runner,
@@ -90,7 +99,10 @@ def _in_words(wanted: Wanted) -> dict[str, str]:
 
 
 def _said(error: BaseException) -> str:
-    return error.happened if isinstance(error, SteelyardError) else type(error).__name__
+    cause = error.__cause__ or error
+    if isinstance(error, SteelyardError):
+        return error.happened
+    return printable(f"{type(cause).__name__}: {cause}")
 
 
 def _taken_over(met: "Meeting", wanted: Wanted) -> int:
@@ -106,7 +118,9 @@ def _taken_over(met: "Meeting", wanted: Wanted) -> int:
     for path, text in zip(
         (wanted.path, wanted.path.with_suffix(".json")), told["files"], strict=True
     ):
-        write_whole(path, text.encode())
+        # Of a folder that hosts share there is one, which is written.
+        if not path.is_file() or path.read_text() != text:
+            write_whole(path, text.encode())
     hint(f"written: {wanted.path}, as the first host planned it", wanted.shown)
     return int(told["code"])
 
@@ -144,7 +158,7 @@ def _here(wanted: Wanted, *, hosts: int) -> int:
     hint(f"written: {beside if wanted.is_check else written}", shown)
     if wanted.cluster is None:
         num_ranks = Layout.of(plan.decisions.rules).num_ranks
-        hint(f"next: {_next(wanted, hosts if num_ranks > 1 else 1)}", shown)
+        hint(f"next: {_next(wanted, num_ranks if hosts > 1 else 1)}", shown)
     return OK if tree.fits else INFEASIBLE
 
 

@@ -24,10 +24,12 @@ _CODE = "STEELYARD_EXIT_CODE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laid:
-    """On how many ranks a plan lies, and on how many hosts these are."""
+    """On how many ranks a plan lies, and on how many hosts these are; ``among`` how many ranks it
+    was made for."""
 
     ranks: int = 1
     hosts: int = 1
+    among: int = 1
 
     @classmethod
     def of(cls, plan: Path) -> "Laid":
@@ -35,8 +37,9 @@ class Laid:
         if not plan.is_file():
             return cls()
         decisions = read_decisions(plan)
-        ranks = Layout.of(decisions.rules).num_ranks
-        return cls(ranks=ranks, hosts=decisions.made_for.hosts if ranks > 1 else 1)
+        ranks, made_for = Layout.of(decisions.rules).num_ranks, decisions.made_for
+        # Each host has one.
+        return cls(ranks=ranks, hosts=ranks if made_for.hosts > 1 else 1, among=made_for.ranks)
 
 
 def num_started() -> int:

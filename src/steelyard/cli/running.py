@@ -68,7 +68,7 @@ def run_by(asked: Training) -> int:
                 timeout_seconds=asked.waits_seconds,
                 note=progress.note,
             )
-    if is_quiet() and asked.path.is_file() and laid.ranks == 1:
+    if is_quiet() and laid.ranks == 1 < laid.among:
         hint("the plan lies on one rank: this one has nothing to do", asked.shown)
         return OK
     if is_quiet():

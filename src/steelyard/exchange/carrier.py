@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import select
+import signal
 import socket
 import struct
 import sys
@@ -31,7 +32,7 @@ WHEELS = ("nixl_cu13", "nixl_cu12")
 _RANK = struct.Struct("<I")
 _CONNECTING_SECONDS = 30.0
 # How often one looks after what a device does, at first and later; and how often a hand is lent to
-# what others write here, where no device does it.
+# what others write here: a device may be there and not be used.
 _SPIN_SECONDS, _NAP_SECONDS, _HELP_MS = 2e-3, 5e-5, 1
 _MANY = 4096
 
@@ -48,7 +49,8 @@ class Carrier:
         self._agent = api.nixl_agent(f"steelyard {os.urandom(8).hex()}", config)
         self._memory = {index: _mapped(edge) for index, edge in self._edges.items()}
         regions = [(a, edge["nbytes"], 0, "") for a, edge in self._with_edges()]
-        self._registered = self._agent.register_memory(regions, "DRAM")
+        if regions:  # a rank that neither sends nor reads anything has a carrier too
+            self._agent.register_memory(regions, "DRAM")
         self._listening = socket.create_server((setup["address"], 0), backlog=1024)
         self._writes: dict[int, list[Any]] = {}
         self._under_way: dict[int, deque[tuple[Any, bytes]]] = {}
@@ -199,7 +201,7 @@ class Carrier:
             self._agent.get_new_notifs()
             self._ring()
             if not any(self._under_way.values()):
-                return asked.poll(None if self._setup["has_devices"] else _HELP_MS)
+                return asked.poll(_HELP_MS)
             if heard := asked.poll(0):
                 return heard
             if time.monotonic() - begin > _SPIN_SECONDS:
@@ -249,6 +251,9 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def main() -> None:
+    # What asks a rank to stop is sent to all processes of its group; this one ends behind it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is nothing that was asked
 

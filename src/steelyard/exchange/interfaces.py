@@ -15,6 +15,8 @@ _ANY_PORT = 9
 
 def address_towards(host: str) -> str:
     """This host's own, on the way to that one; empty where there is none."""
+    if not host:
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as looking:
         try:
             looking.connect((host, _ANY_PORT))

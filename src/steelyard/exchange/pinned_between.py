@@ -7,6 +7,7 @@ gives slots back. Over TCP, where tests have it go, that process moves the bytes
 what is sent, nor when.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -23,6 +24,7 @@ from typing import IO, Any, ClassVar
 
 import torch.distributed as dist
 
+from steelyard.core.errors import RankFailed
 from steelyard.core.pinned import Edge
 from steelyard.core.printable import printable
 from steelyard.exchange import carrier
@@ -40,8 +42,9 @@ def is_able() -> bool:
 
 
 def has_devices() -> bool:
-    """Of RDMA."""
-    return any(Path("/sys/class/infiniband").glob("*"))
+    """Of RDMA, that this process may use."""
+    verbs = Path("/dev/infiniband").glob("uverbs*")
+    return any(os.access(device, os.R_OK | os.W_OK) for device in verbs)
 
 
 class BetweenHosts(Pinned):
@@ -95,9 +98,8 @@ class BetweenHosts(Pinned):
             self._to[rank] = To(free)
             self._to[rank].bell, bells[rank] = _going(files, theirs)
         setup = {
-            "rank": self._rank, "address": _own_address(), "has_devices": has_devices(),
-            "edges": edges, "bells": bells, "given_back": given_back, "rings": rings,
-            "frees": frees,
+            "rank": self._rank, "address": _own_address(), "edges": edges, "bells": bells,
+            "given_back": given_back, "rings": rings, "frees": frees,
         }  # fmt: skip
         numbers = [edge["file"] for edge in edges.values()]
         self._carrier = _Carrier([*numbers, *(end.fileno() for end in theirs)])
@@ -111,6 +113,12 @@ class BetweenHosts(Pinned):
             n: each.carrier for n, each in enumerate(everyones) if isinstance(each, _Reached)
         }
         self._carrier.told({rank: carriers[rank] for rank in {*self._from, *self._to}})
+
+    def _gone(self, rank: int) -> RankFailed:
+        error = super()._gone(rank)
+        if self._carrier.is_gone and self._carrier.complaint != "nothing":
+            error.happened += f"; its carrier here said {self._carrier.complaint}"
+        return error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,24 +156,34 @@ class _Carrier:
             stdin.flush()
         except BrokenPipeError:
             raise self._failure("") from None
-        heard, _, _ = select.select([stdout], [], [], _SECONDS)
-        line = stdout.readline() if heard else b""
+        asked = select.poll()
+        asked.register(stdout, select.POLLIN)
+        line = stdout.readline() if asked.poll(1000 * _SECONDS) else b""
         answer: dict[str, Any] = json.loads(line) if line else {"failed": ""}
         if "failed" in answer:
             raise self._failure(answer["failed"])
         return answer
 
-    def _failure(self, said: str) -> Elsewhere:
+    @property
+    def is_gone(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def complaint(self) -> str:
         self._complaints.seek(0)
         lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-        return Elsewhere(f"its carrier says {printable(said or (lines or ['nothing'])[-1])}")
+        return printable((lines or ["nothing"])[-1])
+
+    def _failure(self, said: str) -> Elsewhere:
+        return Elsewhere(f"its carrier says {printable(said) or self.complaint}")
 
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._complaints):
             if file is not None:
-                file.close()
+                with contextlib.suppress(OSError):  # what it was not told any more
+                    file.close()
 
 
 def _coming(files: list[FileIO], theirs: list[FileIO]) -> tuple[FileIO, int]:

@@ -7,6 +7,7 @@ to: see links.py.
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from steelyard.core.pinned import Edge, Rounds
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.pinned_among import pinned_among
+from steelyard.exchange.pinned_between import BetweenHosts
 from steelyard.exchange.slotted import Slotted
 from steelyard.exchange.turns import take_turns
 
@@ -66,12 +68,12 @@ def figures_of_this_rank(*, hosts: int = 1) -> dict[str, float]:
     """What this rank of the group measures, while all others of it do; on several hosts slots are
     written by NIXL, where it is, and nobody says of their cores that they are alike."""
     take_turns()  # as in a step
-    is_known_alike = hosts == 1
     with torch.no_grad():
         # What neighbours do of a few seconds is another figure some seconds later.
-        products = [_product_seconds(is_known_alike=is_known_alike)]
+        product_seconds = _product_seconds if hosts == 1 else _product_seconds_of_host
+        products = [product_seconds()]
         figures = _figures(slots=Pinned if hosts == 1 else pinned_among)
-        products += [_product_seconds(is_known_alike=is_known_alike) for _ in range(_WINDOWS - 1)]
+        products += [product_seconds() for _ in range(_WINDOWS - 1)]
         figures["product"] = median(products)
     return figures
 
@@ -131,7 +133,42 @@ def measured_now(before: Link) -> Link:
     return replace(before, latency_seconds=latency, bytes_per_second=rate, doubt=DOUBT)
 
 
-def _product_seconds(*, is_known_alike: bool = True) -> float:
+def looked_at_link() -> tuple[float, float]:
+    """What a small and a larger exchange of all ranks take at best, the same on each of them: so
+    it is seen in a moment whether a link has become another."""
+    with torch.no_grad():
+        best = []
+        for nbytes, rounds in ((SMALL_BYTES, 3 * _ROUNDS), (MIDDLE_BYTES, _FEW_ROUNDS)):
+            x = torch.ones(nbytes // 4)
+            dist.all_reduce(x)
+            best.append(min(_took(partial(dist.all_reduce, x)) for _ in range(rounds)))
+        timed = torch.tensor(best, dtype=torch.float64)
+        dist.all_reduce(timed, op=dist.ReduceOp.MAX)
+    small, middle = map(float, timed)
+    return small, middle
+
+
+def _product_seconds_of_host() -> float:
+    """The time of some work on all cores of a host: the least, of a while."""
+    dist.barrier()
+    end = time.perf_counter() + _COMPUTING_SECONDS
+    least = math.inf
+    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(LARGE_BYTES // 4)
+    while time.perf_counter() < end or least == math.inf:
+        begin = time.perf_counter()
+        _work(matrix, large)
+        least = min(least, time.perf_counter() - begin)
+    return least * max(1.0, len(os.sched_getaffinity(0)) / quota_cores())
+
+
+def _work(matrix: torch.Tensor, large: torch.Tensor) -> None:
+    for _ in range(_PRODUCTS):
+        torch.mm(matrix, matrix)
+    for _ in range(_SWEEPS):
+        large.mul_(1.0)
+
+
+def _product_seconds() -> float:
     """The processor's time of some work, while all ranks do it; more, where the quota of this
     rank's control group is less than its cores. What others take of a core for a moment is not
     counted: it would be another figure the next time. For the same reason the least of a few, and
@@ -140,8 +177,7 @@ def _product_seconds(*, is_known_alike: bool = True) -> float:
     somebody else's meanwhile, and its caches too: there the least is not what steps take, and the
     usual is of what else goes on just then, so that a quarter of the way is taken."""
     cores = len(os.sched_getaffinity(0))
-    withheld = max(1.0, cores / quota_cores())
-    alike = is_known_alike and are_cores_alike()
+    withheld, alike = max(1.0, cores / quota_cores()), are_cores_alike()
     most = torch.tensor(withheld)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if alike and most == 1:
@@ -152,10 +188,7 @@ def _product_seconds(*, is_known_alike: bool = True) -> float:
     found: list[float] = []
     while time.perf_counter() < end or not found:
         begin = time.process_time()
-        for _ in range(_PRODUCTS):
-            torch.mm(matrix, matrix)
-        for _ in range(_SWEEPS):
-            large.mul_(1.0)
+        _work(matrix, large)
         found.append(time.process_time() - begin)
     return sorted(found)[len(found) // 4 if withheld > 1 else 0] * withheld
 
@@ -222,6 +255,9 @@ def _handed_in_slots(
     pinned.settle()
     dist.barrier()
     pinned.close()
+    if isinstance(pinned, BetweenHosts):
+        x = xs["large"]
+        found["slot copy"] = median(_took(partial(torch.clone, x)) for _ in range(_ROUNDS))
     return found
 
 

@@ -21,6 +21,7 @@ from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import cores_of
+from steelyard.exchange.pinned_between import is_able
 from steelyard.measure.cache import CostCache
 from steelyard.measure.exchanges import (
     DOUBT,
@@ -39,12 +40,12 @@ _HANDED = ("hop", "hand", "hand rate", "hand disturbs")
 _SLOTS = ("slot hop", "slot rate", "slot hand")
 # Of what all exchange so.
 _SLOTTED = ("slotted call", "slotted hop", "slotted rate")
-# Of hosts: which they were.
-_NAMES = "hosts"
+# Of hosts: which they were, and what tells whether their link has become another.
+_NAMES, _LOOK = "hosts", ("small look", "middle look")
 # Ranks on equal cores differ by as much, by what else the machine does.
 _ALIKE_SHARE = 0.15
 # Of hosts that met in this process, whose list of prices may be of no use.
-_met_without_a_list: dict[str, dict[str, float]] = {}
+_met_here: dict[str, dict[str, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +66,10 @@ def measured_ranks(num_ranks: int, *, hosts: int = 1, cache: CostCache | None = 
     and those of several hosts have met before."""
     context = context_of(num_ranks, hosts=hosts)
     found = cache.read_rates(context) if cache else {}
-    if hosts > 1 and not is_whole(found, num_ranks):
-        found = _met_without_a_list.get(context, {})
-        if not found:
+    if hosts > 1:
+        # What was found in this process holds, whatever became of the list.
+        found = _met_here.get(context, found)
+        if not is_whole(found, num_ranks):
             raise BadInput(
                 f"this host has not measured what joins it to {hosts - 1} more",
                 expected="hosts that have met, as they do to make a plan",
@@ -89,22 +91,29 @@ def is_whole(found: Mapping[str, float], num_ranks: int) -> bool:
 
 
 def remember_hosts(
-    said: Sequence[Mapping[str, float]], names: Sequence[str], *, cache: CostCache
+    said: Sequence[Mapping[str, float]],
+    names: Sequence[str],
+    *,
+    look: Sequence[float],
+    cache: CostCache,
 ) -> None:
-    """What the ranks of hosts of these names, one of each, said of themselves."""
+    """What the ranks of hosts of these names, one of each, said of themselves; ``look`` is what
+    they will look at when they meet again."""
     context = context_of(len(names), hosts=len(names))
-    found = {**fitted(said), _NAMES: _number_of(names)}
-    _met_without_a_list[context] = found
+    looked_at = dict(zip(_LOOK, look, strict=True))
+    found = {**fitted(said), **looked_at, _NAMES: _number_of(names)}
+    _met_here[context] = found
     cache.write_rates(context, found)
 
 
-def remembered_link(names: Sequence[str], *, cache: CostCache) -> Link | None:
-    """What joined hosts of these names when they last met; None where others did, or nobody."""
+def remembered_look(names: Sequence[str], *, cache: CostCache) -> tuple[float, ...] | None:
+    """What was looked at when hosts of these names last met; None where others did, or nobody."""
     num_ranks = len(names)
     found = cache.read_rates(context_of(num_ranks, hosts=num_ranks))
-    if not is_whole(found, num_ranks) or found.get(_NAMES) != _number_of(names):
+    is_known = is_whole(found, num_ranks) and {*_LOOK} <= found.keys()
+    if not is_known or found.get(_NAMES) != _number_of(names):
         return None
-    return _measured(found, num_ranks, kind=BETWEEN_HOSTS).link
+    return tuple(found[name] for name in _LOOK)
 
 
 def _number_of(names: Sequence[str]) -> float:
@@ -135,9 +144,9 @@ def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measu
         bytes_per_second=found["slot rate"],
         doubt=DOUBT,
         call_seconds=found["slot hand"],
-        # Who sends a message writes it itself; to another host a device does.
-        disturbs=0.0 if kind == BETWEEN_HOSTS else 1.0,
-        is_remote=kind == BETWEEN_HOSTS,
+        # Who sends a message writes it itself; to another host a device does, of what lies here.
+        disturbs=min(1.0, found.get("slot copied", 1.0)),
+        is_remote="slot copied" in found,
     )
     slotted = replace(
         slots,
@@ -164,7 +173,7 @@ def context_of(num_ranks: int, *, hosts: int = 1) -> str:
     """Under which the figures of so many ranks are remembered."""
     cores = len(cores_of(0, 1))
     said = f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, on {cores} cores"
-    among = f", on {hosts} hosts" if hosts > 1 else ""
+    among = f", on {hosts} hosts{' with RDMA' if is_able() else ''}" if hosts > 1 else ""
     return f"{said}{among}, torch {torch.__version__}"
 
 
@@ -220,7 +229,15 @@ def _through_slots(timed: Mapping[str, float]) -> dict[str, float]:
         "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], NEXT_TO_NONE),
         "slot rate": (MIDDLE_BYTES - SMALL_BYTES) / seconds,
         "slot hand": max(timed["slot hand"], NEXT_TO_NONE),
+        **_copied(timed, seconds),
     }
+
+
+def _copied(timed: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Of the time that a message takes to another host, what a copy of it takes here."""
+    if "slot copy" not in timed:
+        return {}
+    return {"slot copied": max(timed["slot copy"] / seconds, NEXT_TO_NONE)}
 
 
 def _exchanged_through_slots(timed: Mapping[str, float], num_ranks: int) -> dict[str, float]:
