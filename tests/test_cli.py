@@ -21,6 +21,7 @@ from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
 from steelyard.core.explanation import read_plan, write_explanation, write_plan
+from steelyard.core.plan import Plan
 from steelyard.core.rules import Rule
 from tests import fake_api
 from tests.report.sample import MEASURED, PLAN
@@ -105,6 +106,11 @@ def test_what_comes_next_can_be_typed_as_it_stands(
 # --- on several hosts -----------------------------------------------------------------------------
 
 
+def _among_hosts(count: int, *rules: Rule) -> Plan:
+    made_for = replace(PLAN.decisions.made_for, ranks=count, hosts=count)
+    return replace(PLAN, decisions=replace(PLAN.decisions, made_for=made_for, rules=rules))
+
+
 @pytest.fixture
 def as_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], Path]:
     def become(rank: int) -> Path:
@@ -172,10 +178,7 @@ def test_ranks_that_were_started_are_those_that_are_planned_for(
 def test_a_plan_for_several_hosts_is_not_started_by_one(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made_for = replace(PLAN.decisions.made_for, ranks=2, hosts=2)
-    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
-    decisions = replace(PLAN.decisions, made_for=made_for, rules=(rule,))
-    write_plan(planned, replace(PLAN, decisions=decisions))
+    write_plan(planned, _among_hosts(2, Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)))
     said = fails(capsys, "run", "train.py", code=2)
     assert "the plan is for 2 hosts, and this process was started alone" in said
     assert "torchrun --nnodes 2" in said
@@ -195,10 +198,7 @@ def test_ranks_that_others_started_for_their_own_purpose_train_each(
 def test_a_plan_on_fewer_hosts_than_it_was_made_for_is_started_on_these(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made_for = replace(PLAN.decisions.made_for, ranks=4, hosts=4)
-    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
-    decisions = replace(PLAN.decisions, made_for=made_for, rules=(rule,))
-    write_plan(planned, replace(PLAN, decisions=decisions))
+    write_plan(planned, _among_hosts(4, Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)))
     assert "the plan is for 2 hosts" in fails(capsys, "run", "train.py", code=2)
 
 
@@ -206,11 +206,9 @@ def test_a_rank_on_which_nothing_lies_does_nothing(
     api: fake_api.Fake, as_host: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The plan was made for two ranks, and lies on one."""
-    made_for = replace(PLAN.decisions.made_for, ranks=2, hosts=2)
-    decisions = replace(PLAN.decisions, made_for=made_for)
     for rank in (0, 1):
         as_host(rank)
-        write_plan(Path("train.plan.toml"), replace(PLAN, decisions=decisions))
+        write_plan(Path("train.plan.toml"), _among_hosts(2))
         assert main(["run", "train.py", "--steps", "3"]) == 0
     assert [name for name, _ in fake_api.ASKED].count("run_workload") == 1
     assert "this one has nothing to do" in capsys.readouterr().out

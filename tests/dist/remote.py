@@ -59,24 +59,12 @@ def chosen(rank: int) -> dict[str, str]:
 
 def refused(rank: int) -> dict[str, str]:
     """On rank 1 alone something is amiss; both are told, and nobody waits."""
-    edges = [slots.edge(0, 64), slots.edge(1, 64)]
     faults = {
         "no agent": mock.patch.dict(os.environ, UCX_TLS="nothing"),
         "no way": mock.patch.object(between, "_own_address", lambda: "192.0.2.1"),
     }
-    said = {}
-    for name, fault in faults.items():
-        if rank == 1:
-            fault.start()
-        try:
-            BetweenHosts(edges, group=_everyone())
-            said[name] = "nothing"
-        except BadInput as error:
-            said[name] = str(error)
-        if rank == 1:
-            fault.stop()
-        gc.collect()
-    return said
+    with mock.patch.object(slots, "Pinned", BetweenHosts):
+        return slots.said_of(faults, rank)
 
 
 def asked_to_stop(rank: int) -> bool:
@@ -111,18 +99,6 @@ def staged(rank: int) -> dict[str, Any]:
     return found
 
 
-def main(folder: str, rank: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    with mock.patch.object(slots, "Pinned", BetweenHosts):
-        print(json.dumps(slots.killed(rank)))
-    sys.stdout.flush()
-    os._exit(0)  # there is nobody to take leave of
-
-
 def _everyone() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
@@ -130,4 +106,5 @@ def _everyone() -> dist.ProcessGroup:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    with mock.patch.object(slots, "Pinned", BetweenHosts):
+        slots.main(sys.argv[1], int(sys.argv[2]))

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -173,14 +174,18 @@ def _broken_off(rank: int, *, is_heard: bool) -> bool:
 
 def refused(rank: int) -> dict[str, str]:
     """On rank 1 alone something is amiss; both are told."""
-    edges = [edge(0, 64), edge(1, 64)]
     none_left = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     faults = {
         "another host": mock.patch.object(pinned, "host", lambda: "elsewhere"),
         "no memory": mock.patch.object(os, "posix_fallocate", side_effect=none_left),
         "not seen": mock.patch.object(os, "getpid", lambda: 2**22 + 5),
     }
-    said = {}
+    return said_of(faults, rank)
+
+
+def said_of(faults: Mapping[str, Any], rank: int) -> dict[str, str]:
+    """By fault, why slots were refused while rank 1 had it, and what stayed open."""
+    edges, said = [edge(0, 64), edge(1, 64)], {}
     for name, fault in faults.items():
         begun = open_files()
         if rank == 1:

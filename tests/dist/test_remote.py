@@ -3,11 +3,6 @@ of one machine; there is no device for RDMA here, and nothing is said of speed."
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +11,7 @@ import pytest
 from tests.dist.pipelines import MICRO_BATCHES, STEPS
 from tests.dist.ranks import on_ranks, on_two_ranks
 from tests.dist.test_pipelines import _as_one_device
+from tests.dist.test_slots import check_who_died
 
 pytestmark = [
     pytest.mark.dist,
@@ -25,8 +21,6 @@ pytestmark = [
         reason="NIXL is not installed: pip install 'steelyard[rdma]'",
     ),
 ]
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +68,9 @@ def test_who_is_not_reached_is_named_to_all() -> None:
     assert "on rank 1 its carrier says nixlBackendError" in one["no agent"]
     assert "its carrier says OSError: [Errno 99]" in one["no way"], "no such address"
     for said in one.values():
-        assert len(said.splitlines()) == 3, said
+        assert len(said.rstrip().splitlines()) == 3, said
+        assert "/memfd" not in said, "what was made stays open"
+        assert "pipe:" not in said, "a pipe stays open"
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -106,20 +102,4 @@ def test_a_silent_rank_is_waited_for_as_long_as_the_group_says() -> None:
 
 
 def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.remote", str(tmp_path), str(rank)],
-            cwd=_ROOT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    printed, _ = (rank.communicate(timeout=120)[0] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL]
-    said = json.loads(printed)
-    assert said.keys() == {"reading", "sending"}
-    for text in said.values():
-        assert text.startswith("rank 1 is gone"), text
-        assert len(text.splitlines()) == 3
+    check_who_died("tests.dist.remote", tmp_path)

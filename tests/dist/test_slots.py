@@ -67,9 +67,14 @@ def test_a_silent_rank_is_waited_for_as_long_as_the_group_says() -> None:
 
 
 def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
+    check_who_died("tests.dist.slots", tmp_path)
+
+
+def check_who_died(module: str, folder: Path) -> None:
+    """Of the two ranks that this module is, as a command."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.slots", str(tmp_path), str(rank)],
+            [sys.executable, "-m", module, str(folder), str(rank)],
             cwd=_ROOT,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

@@ -12,13 +12,12 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, DistNetworkError, Store  # type: ignore[attr-defined]  # public by its documentation
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
 
 from steelyard.core.errors import BadInput, CheckpointError, RankFailed
 from steelyard.core.printable import printable
@@ -37,6 +36,7 @@ _OTHER_SHARE, _OTHER_SECONDS = 0.25, 5e-4
 _PIECE = 4 << 20
 # Capturing, measuring and searching a large model; who plans may take so long.
 _PLANNING_SECONDS, _MEETING_SECONDS, _HEARING_SECONDS = 6 * 3600.0, 600.0, 60.0
+_ASKING_SECONDS = 0.2
 _TOLD = "told"
 
 
@@ -85,18 +85,12 @@ class Meeting:
         return zlib.decompress(base64.b64decode(whole)).decode()
 
     def _wait(self, keys: Sequence[str], seconds: float) -> None:
-        """A second at a time: while a store waits no signal is heard."""
+        """By asking: while a store waits no signal is heard, and what it waits in vain it says."""
         until = time.monotonic() + seconds
-        while True:
-            try:
-                self.store.wait(list(keys), timedelta(seconds=min(1.0, seconds)))
-            except DistNetworkError:
-                raise
-            except DistError:  # not yet
-                if time.monotonic() > until:
-                    raise
-            else:
-                return
+        while not self.store.check(list(keys)):
+            if time.monotonic() > until:
+                raise DistError(f"nothing within {seconds:g} s")
+            time.sleep(_ASKING_SECONDS)
 
 
 @contextlib.contextmanager

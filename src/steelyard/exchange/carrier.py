@@ -48,16 +48,16 @@ class Carrier:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent(f"steelyard {os.urandom(8).hex()}", config)
         self._memory = {index: _mapped(edge) for index, edge in self._edges.items()}
-        regions = [(a, edge["nbytes"], 0, "") for a, edge in self._with_edges()]
+        regions = [
+            (_address(memory), self._edges[index]["nbytes"], 0, "")
+            for index, memory in self._memory.items()
+        ]
         if regions:  # a rank that neither sends nor reads anything has a carrier too
             self._agent.register_memory(regions, "DRAM")
         self._listening = socket.create_server((setup["address"], 0), backlog=1024)
         self._writes: dict[int, list[Any]] = {}
         self._under_way: dict[int, deque[tuple[Any, bytes]]] = {}
         self._sockets: dict[int, socket.socket] = {}
-
-    def _with_edges(self) -> list[tuple[int, Mapping[str, Any]]]:
-        return [(_address(self._memory[i]), edge) for i, edge in self._edges.items()]
 
     @property
     def offered(self) -> dict[str, Any]:

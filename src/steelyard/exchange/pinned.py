@@ -29,7 +29,7 @@ from steelyard.core.pinned import Edge
 from steelyard.exchange.pinned_slots import CREDIT, GiveBack, Like, Outlet, Room, memory_of
 
 # Of a message: the how-manieth from its sender, the edge, the step, its number, the slot.
-BELL = struct.Struct("<QIQQI")
+_BELL = struct.Struct("<QIQQI")
 # Of these, as many as are read at once.
 _MANY = 16
 _WATCHED_SECONDS = 200e-6
@@ -64,7 +64,7 @@ class Pinned:
         self._ends: dict[int, tuple[int, From | To]] = {}
         self._asked = select.poll()
         files: list[FileIO] = []
-        self._close = weakref.finalize(self, closed, files)
+        self._close = weakref.finalize(self, _closed, files)
         self._meet(files)
         for rank, end in chain[tuple[int, From | To]](self._from.items(), self._to.items()):
             self._ends[end.file.fileno()] = rank, end
@@ -195,7 +195,7 @@ class Pinned:
             number, slot, nbytes = written
             self.moved_bytes += nbytes
             try:
-                to.bell.write(BELL.pack(to.sent, index, self._step, number, slot))
+                to.bell.write(_BELL.pack(to.sent, index, self._step, number, slot))
             except BrokenPipeError:
                 raise self._gone(outlet.edge.target) from None
             to.sent += 1
@@ -257,7 +257,7 @@ class Pinned:
         return heard
 
     def _answer(self, rank: int, source: "From") -> None:
-        for order, index, step, number, slot in BELL.iter_unpack(_read(source, BELL.size)):
+        for order, index, step, number, slot in _BELL.iter_unpack(_read(source, _BELL.size)):
             assert order == source.rung, f"message {order} of rank {rank} is not {source.rung}"
             source.rung += 1
             if step < self._step:  # of one that was broken off here before it was heard
@@ -361,6 +361,6 @@ def _read(end: _End, size: int) -> bytes:
     return said or b""
 
 
-def closed(files: Sequence[FileIO]) -> None:
+def _closed(files: Sequence[FileIO]) -> None:
     for file in files:
         file.close()
