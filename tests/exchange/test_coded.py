@@ -95,9 +95,10 @@ def test_what_is_read_back_and_what_was_lost_are_what_was_written(
 
 
 @pytest.mark.parametrize("codec", [TERNARY, INT8], ids=lambda codec: codec.name)
-@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("rows", [2, 5, 9])
 def test_rows_are_added_in_their_order(codec: Codec, rows: int) -> None:
-    """Few are written down one by one, of many there is a loop: the same bits on every rank."""
+    """Few are written down one by one, of many there is a loop: the same bits on every rank. Five
+    are as many as the blocks that were traced once."""
     each = [encode_gradients([torch.randn(3 * BLOCK)], None, codec.name, 1) for _ in range(rows)]
     total = torch.zeros(3 * BLOCK)
     for one in each:

@@ -242,10 +242,12 @@ def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compil
     its own, and what is added another."""
     read = {"ternary": _ternary_read, "int8": _int8_read, "largest": _largest_read}[codec]
     parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
-    # Of different sizes, and as they lie in what is received: for all sizes, and all that lies so.
-    nbytes = 7 * (4 + CODECS[codec].block_bytes)
+    # As they lie in what is received: for all that lies so, and for all numbers of blocks. Of two
+    # sizes that are alike a trace makes one, and as many blocks as rows were then all there are.
+    count = 5 if rows != 5 else 7
+    nbytes = 9 * (4 + CODECS[codec].block_bytes)
     received = torch.ones(rows, 3, nbytes, dtype=torch.uint8, device=device)
-    taken = _taken_apart(received, codec, 1, 1, 5)
+    taken = _taken_apart(received, codec, 1, 1, count)
     width = taken[0].shape[2]
 
     def run(codes: torch.Tensor, scales: torch.Tensor, *pieces: torch.Tensor) -> tuple[()]:
@@ -255,7 +257,7 @@ def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compil
             into.copy_(into + value if adds else value)
         return ()
 
-    return _compiled(run, [*taken, *torch.ones(parts, 5, each, device=device).unbind()])
+    return _compiled(run, [*taken, *torch.ones(parts, count, each, device=device).unbind()])
 
 
 def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _Compiled:
