@@ -8,7 +8,7 @@ it never stays in a residual. Not for which gradients, nor for sending: see exch
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, reduce
 from importlib.util import find_spec
 from itertools import accumulate
 
@@ -162,7 +162,7 @@ class _Written:
 
     def write(self, part: int, first: int, values: torch.Tensor, *, keeps: bool) -> None:
         encode = _encoder(self._codec, keeps, values.device)
-        scales, codes = encode(_in_parts(values, self._codec))
+        scales, codes = encode(*_in_parts(values, self._codec).unbind())
         self._scales[part, first : first + scales.numel()].copy_(scales)
         words = codes.view(-1).view(torch.int32)
         start = self._blocks + first * self._width // 4
@@ -226,14 +226,16 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
     encode = {"ternary": _ternary, "int8": _int8, "largest": _largest}[codec]
     parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
 
-    def run(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert (values.shape[0], values.shape[2]) == (parts, each)
-        scales, codes, left = encode(values)
+    def run(*pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert pieces[0].shape[1] == each
+        scales, codes, left = encode(pieces)
         if keeps:
-            values.copy_(torch.where(torch.isfinite(scales), left, 0.0))
+            # Piece by piece: one loop then reads what a word is of, and writes what is left.
+            for piece, lost in zip(pieces, left, strict=True):
+                piece.copy_(torch.where(torch.isfinite(scales), lost, 0.0))
         return scales.view(-1), codes
 
-    return _compiled(run, [torch.ones(parts, 5, each, device=device)])
+    return _compiled(run, torch.ones(parts, 5, each, device=device).unbind())
 
 
 @cache
@@ -276,29 +278,29 @@ def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _
     return _torch.compiled(run, examples)
 
 
-_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# A scale of each block, codes, and what they lose of each part.
+_Encoded = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
 
 
-def _ternary(v: torch.Tensor) -> _Three:
-    """-1, 0 or 1 times a scale, to the nearest; sixteen in a word, one of each part.
-
-    ``v`` is (parts, blocks, elements); the scale, the codes, what they lose.
-    """
-    scale = _LEVEL * (v * v).mean((0, 2), keepdim=True).sqrt()
+def _ternary(pieces: _Parts) -> _Encoded:
+    """-1, 0 or 1 times a scale, to the nearest; sixteen in a word, one of each part."""
+    squares = _summed([v * v for v in pieces]).sum(1, keepdim=True)
+    scale = _LEVEL * (squares * (1 / BLOCK)).sqrt()
     half = 0.5 * scale
-    t = (v > half).to(torch.float32) - (v < -half).to(torch.float32)
-    return scale, _put_together((t + 1).to(torch.int32), bits=2), v - t * scale
+    codes = [(v > half).to(torch.float32) - (v < -half).to(torch.float32) for v in pieces]
+    left = [v - code * scale for v, code in zip(pieces, codes, strict=True)]
+    return scale, _put_together([code + 1 for code in codes], bits=2), left
 
 
 def _ternary_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
     return [_added((code - 1) * scales) for code in _taken_out(codes, bits=2)]
 
 
-def _put_together(codes: torch.Tensor, *, bits: int) -> torch.Tensor:
+def _put_together(codes: _Parts, *, bits: int) -> torch.Tensor:
     """Words; the code of the last part is in the highest bits."""
-    words = codes[0]
-    for part in range(1, 32 // bits):
-        words = words | (codes[part] << bits * part)
+    words, *others = (code.to(torch.int32) for code in codes)
+    for part, code in enumerate(others, 1):
+        words = words | (code << bits * part)
     return words
 
 
@@ -308,11 +310,21 @@ def _taken_out(words: torch.Tensor, *, bits: int) -> list[torch.Tensor]:
     return [((words >> bits * part) & some).to(torch.float32) for part in range(32 // bits)]
 
 
-def _int8(v: torch.Tensor) -> _Three:
+def _int8(pieces: _Parts) -> _Encoded:
     """The nearest of 255 multiples of a scale."""
-    scale = v.abs().amax((0, 2), keepdim=True) * (1 / 127)
-    code = torch.round(v / scale.clamp_min(_LEAST)).clamp(-127, 127)
-    return scale, _put_together((code + 128).to(torch.int32), bits=8), v - code * scale
+    scale = _largest_size(pieces) * (1 / 127)
+    codes = [_in_multiples(v, scale) for v in pieces]
+    left = [v - code * scale for v, code in zip(pieces, codes, strict=True)]
+    return scale, _put_together([code + 128 for code in codes], bits=8), left
+
+
+def _largest_size(pieces: _Parts) -> torch.Tensor:
+    """Of each block."""
+    return reduce(torch.maximum, (v.abs() for v in pieces)).amax(1, keepdim=True)
+
+
+def _in_multiples(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.round(v / scale.clamp_min(_LEAST)).clamp(-127, 127)
 
 
 def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
@@ -320,31 +332,32 @@ def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
 
 
 def _added(rows: torch.Tensor) -> torch.Tensor:
-    if len(rows) > _ONE_BY_ONE:
-        return rows.sum(0)
-    first, *others = rows.unbind()
+    return rows.sum(0) if len(rows) > _ONE_BY_ONE else _summed(rows.unbind())
+
+
+def _summed(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, *others = values
     return sum(others, first)
 
 
-def _largest(v: torch.Tensor) -> _Three:
+def _largest(pieces: _Parts) -> _Encoded:
     """Of each quarter of a block the largest, one after the other: where it is, and how many of 255
     multiples of a scale. Places are found by comparing: nothing is taken out of between others."""
-    scale = v.abs().amax((0, 2), keepdim=True) * (1 / 127)
-    places, values, left = [], [], v
-    at = torch.arange(_QUARTER, dtype=torch.float32, device=v.device)
+    scale = _largest_size(pieces) * (1 / 127)
+    places, values, left = [], [], torch.stack([*pieces])
+    at = torch.arange(_QUARTER, dtype=torch.float32, device=scale.device)
     for _ in range(CODECS["largest"].kept):
         size = left.abs()
         found = torch.where(size == size.amax(2, keepdim=True), at, float(_QUARTER))
         # Of what is not a number there is none.
         place = found.amin(2, keepdim=True).clamp_max(_QUARTER - 1)
         is_there = (at == place).to(torch.float32)
-        value = (left * is_there).sum(2, keepdim=True)
-        code = torch.round(value / scale.clamp_min(_LEAST)).clamp(-127, 127)
+        code = _in_multiples((left * is_there).sum(2, keepdim=True), scale)
         left = left - is_there * (code * scale)
         places.append(place)
         values.append(code + 128)
     codes = torch.cat([*places, *values], 2).permute(1, 0, 2)
-    return scale, codes.reshape(v.shape[1], -1).to(torch.uint8), left
+    return scale, codes.reshape(scale.shape[0], -1).to(torch.uint8), left.unbind()
 
 
 def _largest_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
