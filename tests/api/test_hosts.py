@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +15,9 @@ from steelyard.api.hosts import Meeting, _is_as_it_was, check_seen_by_all, meeti
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed
 from steelyard.core.link import Link
+from steelyard.core.machine import this_device
 from steelyard.measure.cache import CostCache
+from steelyard.measure.company import Company
 from steelyard.measure.links import (
     BETWEEN_HOSTS,
     measured_ranks,
@@ -25,6 +29,7 @@ from tests.measure.test_exchanges import said_of
 
 LINK = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e7)
 LOOK = (1e-4, 1e-1)
+_SECONDS = 60.0
 
 
 def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
@@ -123,6 +128,56 @@ def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
         pytest.raises(RankFailed, match="rank 0 has told nothing"),
     ):
         silent.hear()
+
+
+def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None:
+    store = HashStore()
+    first, second, third = (
+        Meeting(who=Who(rank=n, size=3, hosts=3), store=store) for n in range(3)
+    )
+    at_work = [threading.Semaphore(0) for _ in range(2)]
+    rested = [threading.Semaphore(0) for _ in range(2)]
+
+    def works(is_over: Callable[[], bool]) -> None:
+        which = int(threading.current_thread().name)
+        at_work[which].release()
+        while not is_over():
+            time.sleep(0.001)
+        rested[which].release()
+
+    heard: list[str] = []
+    hearing = [
+        threading.Thread(target=lambda one=one: heard.append(one.hear()), name=str(n))
+        for n, one in enumerate((second, third))
+    ]
+    beside = Company(1, this_device(ranks=1), hosts=3)
+    with mock.patch("steelyard.api.hosts.work_until", works):
+        for one in hearing:
+            one.start()
+        with first.in_company():
+            for _ in range(2):
+                with beside.at_work():
+                    assert all(one.acquire(timeout=_SECONDS) for one in at_work)
+                    assert not any(one.acquire(blocking=False) for one in rested)
+                assert all(one.acquire(timeout=_SECONDS) for one in rested)
+        first.tell("a plan")
+        for one in hearing:
+            one.join()
+    assert heard == ["a plan"] * 2
+    assert not beside.notes
+    with beside.at_work():
+        assert beside.notes, "nobody is called any more, which is said"
+
+
+def test_a_host_that_does_not_come_to_work_is_not_waited_for() -> None:
+    first = Meeting(who=Who(rank=0, size=2, hosts=2), store=HashStore())
+    with (
+        mock.patch("steelyard.api.hosts._BEGINNING_SECONDS", 0.1),
+        first.in_company(),
+        pytest.raises(RankFailed, match="another host does not come to work"),
+        Company(1, this_device(ranks=1), hosts=2).at_work(),
+    ):
+        pass
 
 
 class _OneOfTwo:

@@ -166,3 +166,10 @@ def test_what_is_measured_beside_others_is_not_what_is_measured_alone(
         _, survey = measure_operators([some_graph()], DEVICE, cache=cache, **how)  # type: ignore[arg-type]
         assert beside.call_count == begun
         assert bool(survey.measured) == (survey.known == 0)
+
+
+def test_what_is_measured_beside_other_hosts_is_remembered_apart(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    for hosts, is_new in ((1, True), (2, True), (3, True), (2, False)):
+        _, survey = measure_operators([some_graph()], DEVICE, cache=cache, hosts=hosts)
+        assert bool(survey.measured) == is_new

@@ -1,4 +1,5 @@
-"""Ranks on several hosts, one on each: they meet to be measured, and to hear the first's plan.
+"""Ranks on several hosts, one on each: they meet to be measured, are at work while the first
+measures, and hear its plan.
 
 Not for what they exchange while they train, which is as among ranks of one machine.
 """
@@ -12,6 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # 
 from steelyard.core.errors import BadInput, CheckpointError, RankFailed
 from steelyard.core.printable import printable
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link
+from steelyard.measure.company import OTHER_HOSTS
+from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link, work_until
 from steelyard.measure.links import remember_hosts, remembered_look
 from steelyard.run.ranks.join import joined, meeting_place
 from steelyard.run.ranks.together import Together
@@ -36,8 +39,8 @@ _OTHER_SHARE, _OTHER_SECONDS = 0.25, 5e-4
 _PIECE = 4 << 20
 # Capturing, measuring and searching a large model; who plans may take so long.
 _PLANNING_SECONDS, _MEETING_SECONDS, _HEARING_SECONDS = 6 * 3600.0, 600.0, 60.0
-_ASKING_SECONDS = 0.2
-_TOLD = "told"
+_BEGINNING_SECONDS, _ASKING_SECONDS = 120.0, 0.05
+_TOLD, _CALLED = "told", "called to work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,36 @@ class Meeting:
     def is_first(self) -> bool:
         return self.who.rank == 0
 
+    @contextlib.contextmanager
+    def in_company(self) -> Iterator[None]:
+        """Within it the others are called to work whenever something is measured here."""
+        before = OTHER_HOSTS.set(self._others_at_work)
+        try:
+            yield
+        finally:
+            OTHER_HOSTS.reset(before)
+
+    @contextlib.contextmanager
+    def _others_at_work(self) -> Iterator[None]:
+        number = self.store.add(_CALLED, 1)
+        self.store.set(f"work/{number}", "")
+        try:
+            self._wait(
+                [f"at work/{number}/{rank}" for rank in range(1, self.num_ranks)],
+                _BEGINNING_SECONDS,
+            )
+        except DistError as error:
+            raise RankFailed(
+                "another host does not come to work while this one is measured",
+                expected="all hosts that met, waiting for this one's plan",
+                remedy="look at what the others wrote, and start all again",
+                cause="absent",
+            ) from error
+        try:
+            yield
+        finally:
+            self.store.set(f"rest/{number}", "")
+
     def tell(self, text: str) -> None:
         """To all others; until they have heard it, for the store may end with this process."""
         # Larger ones the store drops; what is written twice in it is written small.
@@ -69,8 +102,9 @@ class Meeting:
             self._wait(heard, _HEARING_SECONDS)
 
     def hear(self) -> str:
+        """What the first tells; at work meanwhile, whenever it is called to."""
         try:
-            self._wait([_TOLD], _PLANNING_SECONDS)
+            self._work_until_told()
             numbers = range(int(self.store.get(_TOLD)))
             whole = b"".join(self.store.get(f"{_TOLD}/{number}") for number in numbers)
             self.store.set(f"heard/{self.who.rank}", "")
@@ -83,6 +117,18 @@ class Meeting:
                 cause="absent",
             ) from error
         return zlib.decompress(base64.b64decode(whole)).decode()
+
+    def _work_until_told(self) -> None:
+        until, number = time.monotonic() + _PLANNING_SECONDS, 1
+        while not self.store.check([_TOLD]):
+            if time.monotonic() > until:
+                raise DistError(f"nothing within {_PLANNING_SECONDS:g} s")
+            if self.store.check([f"work/{number}"]):
+                self.store.set(f"at work/{number}/{self.who.rank}", "")
+                work_until(partial(self.store.check, [f"rest/{number}"]))
+                number += 1
+            else:
+                time.sleep(_ASKING_SECONDS)
 
     def _wait(self, keys: Sequence[str], seconds: float) -> None:
         """By asking: while a store waits no signal is heard, and what it waits in vain it says."""

@@ -86,7 +86,8 @@ class Prices:
                 _refuse_slow_first(cluster.speeds)
         self.cluster = cluster
         self._device = cluster.fastest
-        self._company = Company(cluster.ranks_of_a_host if self._is_here else 1, self._device)
+        of_a_host, hosts = (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
+        self._company = Company(of_a_host, self._device, hosts=hosts)
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
@@ -151,6 +152,7 @@ class Prices:
             self._device,
             cache=self._cache,
             sharers=self._company.num_ranks,
+            hosts=self._company.hosts,
             beside=self._company.at_work,
             torch_device=self._home,
             **how,
@@ -305,7 +307,8 @@ class Prices:
         return found.scaled(1 / operators)
 
     def _context(self) -> str:
-        return context_of(self._device, sharers=self._company.num_ranks)
+        company = self._company
+        return context_of(self._device, sharers=company.num_ranks, hosts=company.hosts)
 
     @contextlib.contextmanager
     def as_a_rank(self) -> Iterator[None]:

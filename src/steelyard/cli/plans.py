@@ -75,7 +75,8 @@ def _on_hosts(wanted: Wanted) -> int:
                 tell("waiting for the first host's plan")
                 return _taken_over(met, wanted)
     try:
-        code = _here(wanted, hosts=met.num_ranks)
+        with met.in_company():
+            code = _here(wanted, hosts=met.num_ranks)
     except BaseException as error:
         met.tell(json.dumps({"failed": _said(error)}))
         raise

@@ -3,8 +3,9 @@
 Ranks share caches and the way to memory: beside others an operator takes longer than alone. So
 there are as many processes as there are other ranks, each on its part of the cores, and each goes
 through the operators of the step over and over, for as long as somebody here measures. They are
-told so over pairs of sockets without a name, where nobody else can speak. Not for measuring: see
-operators.py.
+told so over pairs of sockets without a name, where nobody else can speak. Hosts may share a machine
+too, unseen: those that wait for a plan are called to work by whoever knows them. Not for measuring:
+see operators.py.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import IO
@@ -26,13 +28,16 @@ from steelyard.core.errors import RunFailed
 from steelyard.core.graph import Graph
 from steelyard.core.heap import is_kept, keep_what_is_freed
 from steelyard.core.machine import cores_of
-from steelyard.measure.operators import busy_with
+from steelyard.measure.operators import Beside, busy_with
 
 # To start, to make what operators read, and to call each once.
 _SECONDS = 120.0
 # Who has had nothing to do for so long ends: memory is for training.
 _PATIENCE_SECONDS = 15.0
 _IDLE = "ranks were measured beside ranks that had nothing to do: what they would do is too large"
+_ALONE = "operators were measured while the other hosts had nothing to do"
+# How other hosts come to work, where some wait for what is found here.
+OTHER_HOSTS: ContextVar[Beside | None] = ContextVar("other hosts", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +49,12 @@ class _Work:
 
 
 class Company:
-    """The others of so many ranks here. There are none beside a single rank, nor where this process
-    is one of several itself: the others measure when it does."""
+    """The others of so many ranks here, or of one on each of several ``hosts``. There are none
+    beside a single rank, nor where this process is one of several itself: the others measure when
+    it does."""
 
-    def __init__(self, num_ranks: int, device: Device) -> None:
-        self.num_ranks, self._device = num_ranks, device
+    def __init__(self, num_ranks: int, device: Device, *, hosts: int = 1) -> None:
+        self.num_ranks, self.hosts, self._device = num_ranks, hosts, device
         self.notes: tuple[str, ...] = ()
         self._others: dict[int, _Other] = {}
         self._work: _Work | None = None
@@ -65,6 +71,13 @@ class Company:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
+        if self.hosts > 1:
+            called = OTHER_HOSTS.get()
+            if called is None:
+                self.notes = (_ALONE,)
+            with called() if called else contextlib.nullcontext():
+                yield
+            return
         if self.num_ranks == 1 or _is_a_rank():
             yield
             return

@@ -161,6 +161,13 @@ def _product_seconds_of_host() -> float:
     return least * max(1.0, len(os.sched_getaffinity(0)) / quota_cores())
 
 
+def work_until(is_over: Callable[[], bool]) -> None:
+    """As in a step, on all of this process's cores."""
+    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(LARGE_BYTES // 4)
+    while not is_over():
+        _work(matrix, large)
+
+
 def _work(matrix: torch.Tensor, large: torch.Tensor) -> None:
     for _ in range(_PRODUCTS):
         torch.mm(matrix, matrix)

@@ -91,14 +91,15 @@ def measure_operators(
     is_wanted: Callable[[Node], bool] = lambda _: True,
     calls: Calls = lambda _: {},
     sharers: int = 1,
+    hosts: int = 1,
     beside: Beside = contextlib.nullcontext,
 ) -> tuple[Costs, Survey]:
     """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared.
-    ``calls`` makes, of signatures, what no operator of torch carries out. The machine is one of
-    so many ``sharers``."""
+    ``calls`` makes, of signatures, what no operator of torch carries out. The machine is of so many
+    ``sharers``, and one of so many ``hosts``."""
     begin = time.perf_counter()
     subjects = [s for s in distinct(graphs) if is_wanted(s.node)]
-    context = context_of(device, sharers=sharers)
+    context = context_of(device, sharers=sharers, hosts=hosts)
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     new = [s for s in subjects if s.node.signature not in known]
     made = calls([s.node.signature for s in new])
@@ -154,12 +155,14 @@ def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
     return list(found.values())
 
 
-def context_of(device: Device, *, sharers: int = 1) -> str:
+def context_of(device: Device, *, sharers: int = 1, hosts: int = 1) -> str:
     """What besides its signature decides what an operator costs."""
+    among = f", one of {sharers} at work" if sharers > 1 else ""
+    among += f", one of {hosts} hosts at work" if hosts > 1 else ""
     return "|".join(
         (
             f"torch {torch.__version__}",
-            device.kind if sharers == 1 else f"{device.kind}, one of {sharers} at work",
+            f"{device.kind}{among}",
             f"heap kept {is_kept()}",
             # Of gradients: what they took as bytes is remembered otherwise.
             "codes in words",
