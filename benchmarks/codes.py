@@ -50,9 +50,12 @@ WIRE_NUMEL, CORE_NUMEL, TIMES, ROUNDS = 1 << 20, 4 << 20, 10, 40
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["wire", "cores"]
+    parts = {"cores": cores, "wire": wire}
+    wanted = sys.argv[1:] or [*parts]
+    if odd := set(wanted) - parts.keys():
+        raise SystemExit(f"{min(odd)} is no part of it: {' or '.join(parts)}")
     figures: list[dict[str, Any]] = []
-    for what, found in {"cores": cores, "wire": wire}.items():
+    for what, found in parts.items():
         for figure in found() if what in wanted else ():
             print(json.dumps(figure), file=sys.stderr, flush=True)
             figures.append(figure)

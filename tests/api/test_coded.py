@@ -47,9 +47,10 @@ def _planned(
     accuracy_loss: str,
     optimizer: Any,
     runner: Runner = "python",
+    second: float = 1.0,
 ) -> sy.Planned:
     monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
-    CostCache().write_rates(context_of(2), {**LINK, "rate": rate})
+    CostCache().write_rates(context_of(2), {**LINK, "rate": rate, "speed of rank 1": second})
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(256, 256), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(256, 10))
@@ -87,6 +88,19 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     strict = plan.what_if(accuracy_loss="0.0000000001%")
     assert strict.predicted.accuracy_loss == "exact"
     assert any("a probe drifted" in strict.why_not(trade) for trade in _TRADES)
+
+
+def test_ranks_of_unequal_speed_send_codes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD, second=0.4)
+    rules = plan.plan.decisions.rules
+    assert {rule.trade for rule in rules} & set(_TRADES)
+    (shares,) = (rule.shares for rule in rules if rule.trade == "shard_batch")
+    assert shares[0] > shares[1]
+    # The probe cuts the batch as the plan does.
+    assert "probe: 10 steps" in plan.predicted.accuracy_loss
+    assert {each.share for each in plan.look.struck(rules).beside} == {min(shares)}
 
 
 def test_a_bound_on_memory_holds_in_milder_codes_too(

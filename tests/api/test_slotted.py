@@ -42,7 +42,7 @@ def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
     assert _RULE in plan.plan.decisions.rules
     (taken,) = (t for t in plan.plan.taken if t.trade == "pinned_transfer")
     assert taken.rules == (_RULE,)
-    assert taken.label == "exchanges through shared memory"
+    assert taken.label == "exchanges through slots"
     assert taken.buys_seconds > 1e-3
     assert taken.buys_bytes < 0, "the slots are there all the time"
     left = [refusal.left for refusal in plan.plan.refused]

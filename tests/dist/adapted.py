@@ -37,14 +37,14 @@ SLOW = 2e5
 
 
 def adapted(rank: int) -> dict[str, Any]:
-    """One link becomes slow, as the ranks measure it; another plan is for a slow one, and it is
-    not; the last is as it was said to be."""
+    """One link becomes slow, as the ranks measure it, which share the batch unequally; another plan
+    is for a slow one, and it is not; the last is as it was said to be."""
     with tempfile.TemporaryDirectory() as folder:
         paths: list[Any] = [folder]
         dist.broadcast_object_list(paths)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             found = {
-                "slower": _run(rank, Path(paths[0]) / "slower", codes=False, now=SLOW),
+                "slower": _run(rank, Path(paths[0]) / "slower", codes=False, now=SLOW, shares=(2, 1)),
                 "faster": _run(rank, Path(paths[0]) / "faster", codes=True, now=None),
                 "same": _run(rank, Path(paths[0]) / "same", codes=False, now=None),
             }
@@ -52,14 +52,17 @@ def adapted(rank: int) -> dict[str, Any]:
     return found
 
 
-def _run(rank: int, folder: Path, *, codes: bool, now: float | None) -> dict[str, Any]:
+def _run(
+    rank: int, folder: Path, *, codes: bool, now: float | None, shares: tuple[int, ...] = ()
+) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     path = folder / "train.plan.toml"
     workload = _workload()
     if rank == 0:
         rules: tuple[Rule, ...] = (
-            Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16), Rule(trade="overlap", lag=2),
-        )  # fmt: skip
+            Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16, shares=shares),
+            Rule(trade="overlap", lag=2),
+        )
         look = coded._look(2, is_compiled=False)
         decided = coded._decided(look, "ternary", 1, 1 << 16, 0)
         kept = tuple(r for r in decided.rules if r.trade in CODE_TRADES) if codes else ()

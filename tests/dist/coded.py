@@ -47,7 +47,9 @@ RANK = 4
 CASES = {
     "ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
     "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18), "largest": (1, 1 << 16),
+    "ternary in unequal shares": (1, 1 << 16),
 }  # fmt: skip
+UNEQUAL = {"ternary in unequal shares": (2, 1)}
 COMPILED = {"ternary, compiled": (1, 1 << 20)}
 # First steps go without codes in a compiled plan, which then is compiled twice.
 LEAD = 2
@@ -84,14 +86,16 @@ def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
     path = folder / "train.plan.toml"
     if rank == 0:
         look = _look(count, is_compiled=is_compiled)
-        write_decisions(path, _decided(look, codec, micro_batches, bucket, lead))
+        shares = UNEQUAL.get(name, ())
+        write_decisions(path, _decided(look, codec, micro_batches, bucket, lead, shares))
     dist.barrier()
     planned = sy.load(path, model, next_token_loss, batch, optimizer=OPTIMIZER)
     dist.barrier()
     step = planned.apply()
     program = step.live.program
     losses = [float(step(batch)) for _ in range(STEPS)]
-    expected = _plainly(plain, batch, program, codec, count, lead)
+    portions = UNEQUAL.get(name, (1,) * count)
+    expected = _plainly(plain, batch, program, codec, portions, lead)
     apart = [
         float((a - b).norm() / b.norm()) for a, b in zip(model.parameters(), plain.parameters())
     ]
@@ -128,12 +132,13 @@ def _look(count: int, *, is_compiled: bool) -> Look:
 
 
 def _decided(
-    look: Look, codec: str, micro_batches: int, bucket: int, lead: int
+    look: Look, codec: str, micro_batches: int, bucket: int, lead: int, shares: tuple[int, ...] = ()
 ) -> Decisions:
     count = look.request.cluster.num_devices
     rules: tuple[Rule, ...] = (
-        Rule(trade="shard_batch", degree=count, bucket_bytes=bucket), Rule(trade="overlap", lag=2),
-    )  # fmt: skip
+        Rule(trade="shard_batch", degree=count, bucket_bytes=bucket, shares=shares),
+        Rule(trade="overlap", lag=2),
+    )
     if micro_batches > 1:
         rules += (Rule(trade="accumulate", degree=micro_batches),)
     offers, _ = CODECS[codec].offers(look.struck(rules), look.source)
@@ -151,10 +156,12 @@ def _plainly(
     batch: dict[str, Tensor],
     program: Program,
     codec: str,
-    count: int,
+    portions: Sequence[int],
     lead: int,
 ) -> list[float]:
     """All ranks in turn; which gradients share a bucket is read off the program."""
+    count, units = len(portions), sum(portions)
+    sizes = [len(batch["x"]) // units * portion for portion in portions]
     optimizer = OPTIMIZER(model.parameters())
     grouped = _grouped(program)
     named = {f"parameter:{n}": p for n, p in model.named_parameters()}
@@ -166,8 +173,8 @@ def _plainly(
         found, total = [], 0.0
         for rank in range(count):
             model.zero_grad()
-            own = {key: x.chunk(count)[rank] for key, x in batch.items()}
-            loss = next_token_loss(model, own) / count
+            own = {key: x.split(sizes)[rank] for key, x in batch.items()}
+            loss = next_token_loss(model, own) * (portions[rank] / units)
             loss.backward()
             total += float(loss)
             found.append({name: _given(p).clone() for name, p in named.items()})

@@ -11,12 +11,20 @@ from pathlib import Path
 from unittest import mock
 
 from steelyard.cli import main
+from steelyard.measure.company import Company
 from tests.harness import in_a_hurry
+
+# Hosts are at work beside one another all the same.
+_AT_WORK = Company.at_work
 
 
 def hurried(arguments: list[str]) -> int:
     costs = Path(os.environ["STEELYARD_CACHE"])
-    with in_a_hurry(costs), mock.patch("steelyard.measure.exchanges._COMPUTING_SECONDS", 0.2):
+    with (
+        in_a_hurry(costs),
+        mock.patch("steelyard.measure.exchanges._COMPUTING_SECONDS", 0.2),
+        mock.patch.object(Company, "at_work", _AT_WORK),
+    ):
         return main(arguments)
 
 

@@ -81,8 +81,8 @@ class Lossy:
         key = tuple(sorted(rules))
         if key not in self._drifts:
             layout = program.layout
-            if layout != Layout(batch=layout.batch):
-                return "only ranks that share the batch equally, and nothing else, are probed"
+            if layout != Layout(batch=layout.batch, shares=layout.shares):
+                return "only ranks that share the batch, and nothing else, are probed"
             exact = self._exact_twin(rules)
             peaks = (peak_bytes(p, self.look.prices.costs) for p in (program, exact))
             needed = layout.num_ranks * max(peaks)

@@ -47,8 +47,8 @@ class Adapting:
         if reason:
             raise BadInput(
                 f"how gradients are sent cannot change while this plan runs: {reason}",
-                expected="a plan for generated Python in which ranks share the batch equally, each "
-                "with the whole model",
+                expected="a plan for generated Python in which ranks share the batch, and each has "
+                "the whole model",
                 remedy="leave out --adapt",
             )
         self._step, self._look, self._path, self._tell = step, look, path, tell

@@ -146,9 +146,11 @@ def _losses(
             return _trained(source, program, optimizer=optimizer, far=far, channels={}, rank=0)
         together = Together(program.layout.num_ranks)
         channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
+        by_share = {each.share: each for each in (program, *program.beside)}
+        own = [by_share[share] for share in program.layout.portions]
         losses: list[float] = together.run(
             lambda rank: _trained(
-                source, program, optimizer=optimizer, far=far, channels=channels[rank], rank=rank
+                source, own[rank], optimizer=optimizer, far=far, channels=channels[rank], rank=rank
             )
         )[0]
         return losses
@@ -163,7 +165,7 @@ def _trained(
     channels: Mapping[str, Channel],
     rank: int,
 ) -> list[float]:
-    captured = source.captured(micro_batches=program.units)
+    captured = source.captured(micro_batches=program.units, share=program.share)
     twin = _twin(source.model)
     batch = _torch.tree_map(_own, source.batch)
     memory = FarMemory(far) if far is not None and program.is_moving else None

@@ -21,8 +21,9 @@ def why_not_otherwise(rules: Sequence[Rule]) -> str:
     layout = Layout.of(rules)
     if layout == ALONE:
         return "one rank has nobody to send gradients to"
-    if layout != Layout(batch=layout.batch) or any(rule.trade == _STATES for rule in rules):
-        return "ranks hold parts of the model, or unequal shares of the batch"
+    is_shared = layout == Layout(batch=layout.batch, shares=layout.shares)
+    if not is_shared or any(rule.trade == _STATES for rule in rules):
+        return "ranks hold parts of the model"
     return ""
 
 

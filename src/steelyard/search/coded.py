@@ -105,9 +105,9 @@ class Weighing:
                 yield replace(rule, trade=trade, op=op, degree=degree)
 
     def _shared(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
-        """Every way in which ranks share the batch equally and nothing else, or the fastest."""
+        """Every way in which ranks share the batch and nothing else, or the fastest."""
         for layout in self.layouts.layouts:
-            if layout == Layout(batch=layout.batch) != ALONE:
+            if layout == Layout(batch=layout.batch, shares=layout.shares) != ALONE:
                 ways = self.layouts.ways(layout)
                 whole = [w for w in ways if not any(r.trade == _STATES for r in w.rules)]
                 fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))

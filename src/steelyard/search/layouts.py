@@ -40,7 +40,7 @@ _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_state
 _PIPELINE, _ROWS, _SLOTS = "shard_pipeline", "sparse_gradients", "pinned_transfer"
 # How much is sent at once: what hides best depends on the model's layers and on the link.
 _BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
-_THROUGH_SLOTS = "exchanges through shared memory"
+_THROUGH_SLOTS = "exchanges through slots"
 # A way that holds this much less is worth a search of its own where memory is short.
 _LEANER = 0.98
 # What takes this many times as long in one runner may be the faster in another.

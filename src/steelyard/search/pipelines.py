@@ -323,7 +323,7 @@ class Pipelines:
             faster = staged.quad.step_seconds.value - after.quad.step_seconds.value
             yield Taken(
                 trade=_PINNED,
-                label="messages of stages through shared memory",
+                label="messages of stages through slots",
                 rules=slots,
                 buys_bytes=staged.peak.nbytes - after.peak.nbytes,
                 buys_seconds=max(0.0, faster),
@@ -369,7 +369,7 @@ class Pipelines:
     def _why_no_slots(self, best: _Way) -> Iterator[Refusal]:
         if best.is_pinned:
             return
-        label = "messages of stages through shared memory"
+        label = "messages of stages through slots"
         if PINNED not in self._costs.links:
             reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
             yield Refusal(trade=_PINNED, label=label, reason=reason, left=Left.NEVER)

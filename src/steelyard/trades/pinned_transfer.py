@@ -44,7 +44,7 @@ class PinnedTransfer:
             return (), ()
         offer = Offer(
             trade=self.name,
-            label=f"{what} through shared memory",
+            label=f"{what} through slots",
             rules=(Rule(trade=self.name, op=op),),
         )
         return (offer,), ()

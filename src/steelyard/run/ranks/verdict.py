@@ -285,7 +285,7 @@ def _elsewhere(case: Case) -> SteelyardError | None:
         if one.is_witness and one.statement is not None and one.statement.missed is None:
             words = [issued.words for issued in one.progress.issued if issued.group == _ALL]
             text = f"exchanges {', '.join(words) or 'something else'}, where rank {other.rank} "
-            text += "waited for what it sends through shared memory"
+            text += "waited for what it sends through slots"
             return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
     return None
 
