@@ -5,8 +5,10 @@ Not the judgement: that is the tests'.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +17,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import steelyard as sy
 from steelyard.api import adapting
+from steelyard.api.look import Look, Request, Runner
 from steelyard.api.training import run_workload
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
 from steelyard.core.collective import SLOTS
 from steelyard.core.link import Link
+from steelyard.core.plan import Decisions
 from steelyard.core.planfile import read_decisions, write_decisions
 from steelyard.core.rules import Rule
 from tests.dist import coded
@@ -39,35 +44,54 @@ SLOW = 2e5
 def adapted(rank: int) -> dict[str, Any]:
     """One link becomes slow, as the ranks measure it, which share the batch unequally; another plan
     is for a slow one, and it is not; the last is as it was said to be."""
+    with _together() as at:
+        return {
+            "slower": _run(rank, at / "slower", codes=False, now=SLOW, shares=(2, 1)),
+            "faster": _run(rank, at / "faster", codes=True, now=None),
+            "same": _run(rank, at / "same", codes=False, now=None),
+        }
+
+
+def compiled(rank: int) -> dict[str, Any]:
+    with _together() as at:
+        return {"slower": _run(rank, at / "slower", codes=False, now=SLOW, runner="inductor")}
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[Path]:
+    """A folder of all, which is there until all are done."""
     with tempfile.TemporaryDirectory() as folder:
         paths: list[Any] = [folder]
         dist.broadcast_object_list(paths)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
-            found = {
-                "slower": _run(rank, Path(paths[0]) / "slower", codes=False, now=SLOW, shares=(2, 1)),
-                "faster": _run(rank, Path(paths[0]) / "faster", codes=True, now=None),
-                "same": _run(rank, Path(paths[0]) / "same", codes=False, now=None),
-            }
+            yield Path(paths[0])
             dist.barrier()
-    return found
 
 
 def _run(
-    rank: int, folder: Path, *, codes: bool, now: float | None, shares: tuple[int, ...] = ()
+    rank: int,
+    folder: Path,
+    *,
+    codes: bool,
+    now: float | None,
+    shares: tuple[int, ...] = (),
+    runner: Runner = "python",
 ) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     path = folder / "train.plan.toml"
-    workload = _workload()
+    workload = _workload() if runner == "python" else _small()
     if rank == 0:
         rules: tuple[Rule, ...] = (
             Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16, shares=shares),
             Rule(trade="overlap", lag=2),
         )
-        look = coded._look(2, is_compiled=False)
-        decided = coded._decided(look, "ternary", 1, 1 << 16, 0)
-        kept = tuple(r for r in decided.rules if r.trade in CODE_TRADES) if codes else ()
         allowed = Budget(accuracy_loss=0.5)
-        write_decisions(path, replace(decided, rules=(*rules, *kept), budget=allowed))
+        look = _look(workload, runner)
+        if codes:
+            decided = coded._decided(look, "ternary", 1, 1 << 16, 0)
+            rules += tuple(r for r in decided.rules if r.trade in CODE_TRADES)
+        decisions = Decisions(made_for=look.made_for(), budget=allowed, rules=rules)
+        write_decisions(path, decisions)
     dist.barrier()
     planned = sy.load(
         path, workload.model, workload.loss, workload.first_batch(), optimizer=OPTIMIZER
@@ -120,8 +144,28 @@ def _for_a_slow_link(planned: Any) -> Any:
     return Planned(look, replace(planned.plan, predicted=predicted))
 
 
+def _look(workload: sy.Workload, runner: Runner) -> Look:
+    return Request(
+        model=workload.model, loss=workload.loss, batch=workload.first_batch(),
+        optimizer=OPTIMIZER, budget=Budget(), cluster=sy.Cluster.here(ranks=2), runner=runner,
+        title="", on_progress=lambda _: None,
+    ).looked_at()  # fmt: skip
+
+
 def _workload() -> sy.Workload:
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
     batch = tokens(12, 16, 96)
     return sy.Workload(model, next_token_loss, [batch], optimizer=OPTIMIZER)
+
+
+def _small() -> sy.Workload:
+    """Compiling takes a second for each stretch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    batch = {"x": torch.randn(64, 128), "y": torch.randn(64, 128)}
+    return sy.Workload(model, _apart, [batch], optimizer=OPTIMIZER)
+
+
+def _apart(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,25 @@ def test_ranks_send_gradients_otherwise_where_the_link_becomes_another(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
-    ranks = on_two_ranks("tests.dist.adapted:adapted")
-    one, other = ranks
+    one = _adapted("adapted")
+    _check_slower(one["slower"])
+    faster = one["faster"]
+    assert faster["files"]
+    assert not faster["codes"]
+    assert faster["predicted_then"] < faster["predicted"] / 2
+    assert not one["same"]["codes"]
+
+
+def test_compiled_steps_are_compiled_anew_for_it(
+    costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
+    _check_slower(_adapted("compiled")["slower"])
+
+
+def _adapted(scenario: str) -> dict[str, Any]:
+    """What the first rank tells; the other does the same."""
+    one, other = on_two_ranks(f"tests.dist.adapted:{scenario}")
     for name, found in one.items():
         assert found["losses"] == other[name]["losses"], name
         assert len(found["losses"]) == STEPS
@@ -27,15 +45,13 @@ def test_ranks_send_gradients_otherwise_where_the_link_becomes_another(
         assert len(found["files"]) <= 1, "it went to and fro"
         # The file that was asked for is as it was.
         assert ("ternary_gradients" in found["old"]) == (name == "faster")
+    return dict(one)
+
+
+def _check_slower(slower: dict[str, Any]) -> None:
     # Twice in a row, and not before; one step is metered, and no other is like it.
-    slower = one["slower"]
     assert slower["files"] == [f"train.adapted-{2 * EVERY + 1}.plan.toml"] == [slower["named"]]
     assert slower["codes"], "at a hundredth of the rate codes are faster"
     assert any("gradients go otherwise" in note for note in slower["notes"])
     assert any("went without codes" in note for note in slower["notes"])
     assert "probe" in slower["loses"]
-    faster = one["faster"]
-    assert faster["files"]
-    assert not faster["codes"]
-    assert faster["predicted_then"] < faster["predicted"] / 2
-    assert not one["same"]["codes"]

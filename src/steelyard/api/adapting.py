@@ -6,7 +6,7 @@ for which ways there are: see search/adapting.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,15 +14,19 @@ from statistics import median
 from steelyard.api.coded import codecs_here, most_in_milder
 from steelyard.api.live import Step
 from steelyard.api.look import Look
+from steelyard.api.lowering import compiled_limit
 from steelyard.core.amounts import format_bytes, format_seconds
+from steelyard.core.codec import Codec
 from steelyard.core.errors import BadInput
 from steelyard.core.explanation import write_plan
 from steelyard.core.layout import DATA
 from steelyard.core.link import Link
-from steelyard.core.plan import Decisions
+from steelyard.core.plan import Decisions, Prediction
 from steelyard.core.planfile import decode_decisions, encode_decisions
+from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.measure.exchanges import measured_now
+from steelyard.predict import predict
 from steelyard.search.adapting import otherwise, why_not_otherwise
 
 # Steps from one look to the next; after a look that found nothing, twice as many, and so on.
@@ -31,6 +35,8 @@ _EVERY, _MOST_EVERY = 20, 640
 _OFF = 0.25
 # What is not faster by so much, so often in a row, is left alone.
 _LEAST_GAIN, _TIMES = 0.10, 2
+# So many ways are lowered in a look, while all ranks wait.
+_LOWERED = 3
 
 # Between what is told to other ranks.
 _SIDE = "\0"
@@ -41,19 +47,16 @@ class Adapting:
 
     def __init__(self, step: Step, look: Look, path: Path, tell: Callable[[str], None]) -> None:
         rules = step.plan.decisions.rules
-        reason = why_not_otherwise(rules)
-        if step.plan.decisions.made_for.runner != "python":
-            reason = "what is compiled is not compiled anew meanwhile"
-        if reason:
+        if reason := why_not_otherwise(rules):
             raise BadInput(
                 f"how gradients are sent cannot change while this plan runs: {reason}",
-                expected="a plan for generated Python in which ranks share the batch, and each has "
-                "the whole model",
+                expected="a plan in which ranks share the batch, and each has the whole model",
                 remedy="leave out --adapt",
             )
         self._step, self._look, self._path, self._tell = step, look, path, tell
         self._together = step.ranks.together
         self._every, self._in_a_row = _EVERY, 0
+        self._as_run: dict[tuple[Rule, ...], Program] = {}
         self.written: Path | None = None
         self._window: list[tuple[float, float]] = []
         self._waited = step.traffic().waited
@@ -100,14 +103,40 @@ class Adapting:
         budget = decisions.budget
         codecs = codecs_here(look) if budget.accuracy_loss else []
         most = math.inf if budget.memory_bytes is None else budget.memory_bytes
-        now, ways = otherwise(look.layouts, decisions.rules, codecs, most_bytes=most)
-        for way in ways:
-            if now.seconds < (1 + _LEAST_GAIN) * way.seconds:
-                return None
-            drift = self._drift(look, way.rules, budget.accuracy_loss, most)
+        if look.request.runner == "inductor" and budget.memory_bytes is not None:
+            most = compiled_limit(look, budget.memory_bytes)
+        for rules in self._faster(look, codecs, most):
+            drift = self._drift(look, rules, budget.accuracy_loss, most)
             if drift is not None:
-                return drift, encode_decisions(replace(decisions, rules=way.rules))
+                return drift, encode_decisions(replace(decisions, rules=rules))
         return None
+
+    def _faster(
+        self, look: Look, codecs: Sequence[Codec], most_bytes: float
+    ) -> Iterator[tuple[Rule, ...]]:
+        """By enough. A compiled step computes for less time than what was captured, so that more is
+        gained of it; what it takes only its own prices tell, and each is a lowering."""
+        rules = self._step.plan.decisions.rules
+        if look.request.runner != "inductor":
+            now, ways = otherwise(look.layouts, rules, codecs, most_bytes=most_bytes)
+            enough = (way for way in ways if now.seconds >= (1 + _LEAST_GAIN) * way.seconds)
+            yield from (way.rules for way in enough)
+            return
+        _, ways = otherwise(look.layouts, rules, codecs, most_bytes=math.inf)
+        if not ways:
+            return
+        seconds = self._priced(look, rules).quad.step_seconds.value
+        for way in ways[:_LOWERED]:
+            predicted = self._priced(look, way.rules)
+            is_enough = seconds >= (1 + _LEAST_GAIN) * predicted.quad.step_seconds.value
+            if is_enough and predicted.peak.nbytes <= most_bytes:
+                yield way.rules
+
+    def _priced(self, look: Look, rules: tuple[Rule, ...]) -> Prediction:
+        """What the runner makes of a program is the same over every link."""
+        if rules not in self._as_run:
+            self._as_run[rules] = look.as_run(look.struck(rules))
+        return predict(self._as_run[rules], look.costs)
 
     def _drift(
         self, look: Look, rules: tuple[Rule, ...], allowed: float, most_bytes: float
@@ -132,9 +161,8 @@ class Adapting:
         before: Link,
         link: Link,
     ) -> None:
-        program = look.struck(decisions.rules)
-        was = look.priced(look.struck(self._step.plan.decisions.rules)).quad.step_seconds.value
-        predicted = look.priced(program)
+        was = self._priced(look, self._step.plan.decisions.rules).quad.step_seconds.value
+        predicted = self._priced(look, decisions.rules)
         if drift:
             predicted = replace(predicted, quad=replace(predicted.quad, accuracy_loss=drift))
         plan = replace(
