@@ -150,11 +150,11 @@ def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None
         threading.Thread(target=lambda one=one: heard.append(one.hear()), name=str(n))
         for n, one in enumerate((second, third))
     ]
-    beside = Company(1, this_device(ranks=1), hosts=3)
     with mock.patch("steelyard.api.hosts.work_until", works):
         for one in hearing:
             one.start()
         with first.in_company():
+            beside = Company(1, this_device(ranks=1), hosts=3)
             for _ in range(2):
                 with beside.at_work():
                     assert all(one.acquire(timeout=_SECONDS) for one in at_work)
@@ -164,20 +164,31 @@ def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None
         for one in hearing:
             one.join()
     assert heard == ["a plan"] * 2
-    assert not beside.notes
-    with beside.at_work():
-        assert beside.notes, "nobody is called any more, which is said"
+    assert (beside.hosts, beside.notes) == (3, ())
+    alone = Company(1, this_device(ranks=1), hosts=3)
+    assert alone.hosts == 1, "what is measured then is remembered as what it is"
+    assert alone.notes
 
 
-def test_a_host_that_does_not_come_to_work_is_not_waited_for() -> None:
-    first = Meeting(who=Who(rank=0, size=2, hosts=2), store=HashStore())
-    with (
-        mock.patch("steelyard.api.hosts._BEGINNING_SECONDS", 0.1),
-        first.in_company(),
-        pytest.raises(RankFailed, match="another host does not come to work"),
-        Company(1, this_device(ranks=1), hosts=2).at_work(),
-    ):
-        pass
+@pytest.mark.parametrize("failure", ["absent", "stopped"])
+def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> None:
+    store = HashStore()
+    first, second = (Meeting(who=Who(rank=n, size=3, hosts=3), store=store) for n in range(2))
+    heard: list[str] = []
+    hearing = threading.Thread(target=lambda: heard.append(second.hear()))
+    hearing.start()
+    expected, settings = RankFailed, {"_BEGINNING_SECONDS": 1.0, "_HEARING_SECONDS": 1.0}
+    if failure == "stopped":
+        expected, settings = KeyboardInterrupt, {"_HEARING_SECONDS": 1.0}  # type: ignore[assignment]
+        store.set("at work/1/2", "")
+    with mock.patch.multiple("steelyard.api.hosts", **settings):
+        with first.in_company():
+            company = Company(1, this_device(ranks=1), hosts=3)
+            with pytest.raises(expected), company.at_work():
+                raise KeyboardInterrupt
+        first.tell("it failed")
+        hearing.join(timeout=_SECONDS)
+    assert heard == ["it failed"]
 
 
 class _OneOfTwo:

@@ -28,6 +28,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.trade import strike
 from steelyard.exchange.residuals import Residuals
 from steelyard.exchange.together import Together
+from steelyard.operators import codes
 from steelyard.operators.codes import (
     add_decoded,
     decode_gradients,
@@ -92,6 +93,27 @@ def test_what_is_read_back_and_what_was_lost_are_what_was_written(
     again = encode_sum(coded, None, codec.name) if parts == 1 else None
     if again is not None:
         assert torch.allclose(decode_sum(again, codec.name), decode_sum(coded, codec.name), atol=1)
+
+
+@pytest.mark.parametrize("codec", [TERNARY, INT8, LARGEST], ids=lambda codec: codec.name)
+def test_codes_are_compiled_for_what_they_are_given_whatever_torch_makes(codec: Codec) -> None:
+    x = torch.randn(3 * BLOCK)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    codes._encoder.cache_clear()
+    codes._decoder.cache_clear()
+    try:
+        lost = torch.zeros(3 * BLOCK, dtype=torch.float32) if codec.has_residual else None
+        coded = encode_gradients([x], lost, codec.name, 1)
+        back = decode_sum(coded, codec.name)
+    finally:
+        torch.set_default_dtype(before)
+    assert back.dtype == torch.float32
+    assert (back + lost if lost is not None else back).allclose(x, atol=0.02)
+
+
+def test_nothing_is_written_down_of_nothing() -> None:
+    assert encode_gradients([torch.empty(0, 4)], None, TERNARY.name, 1).shape == (1, 0)
 
 
 @pytest.mark.parametrize("codec", [TERNARY, INT8], ids=lambda codec: codec.name)

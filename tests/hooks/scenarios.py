@@ -234,15 +234,22 @@ def unused(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Branching()
     ddp = _wrapped(model, find_unused_parameters=True)
-    compress(ddp, "ternary")
+    lost = compress(ddp, "ternary")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
         ddp(torch.randn(4, 64), goes_left=step % 2 == 0 or rank == 0).square().mean().backward()
         optimizer.step()
+    before = {name: x.clone() for name, x in lost.state_dict().items()}
+    optimizer.zero_grad()
+    ddp(torch.randn(4, 64), goes_left=True).square().mean().backward()
+    after = lost.state_dict()
     return {
         "alike": _is_alike(model),
         "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+        "moved": sorted(n for n in before if not torch.equal(before[n], after[n])),
+        "without": sorted(n for n, p in model.named_parameters() if p.grad is None),
+        "kept": sorted(n for n in before if bool(before[n].any())),
     }
 
 
@@ -298,6 +305,7 @@ def refusals(rank: int) -> dict[str, str]:
         "no code": _refusal(lambda: compress(ddp, "int9")),
         "no exchange": _refusal(lambda: compress(Given())),
         "ternary shards": _refusal(lambda: compress(shards, "ternary")),
+        "sparse": _refusal(lambda: compress(nn.Sequential(nn.Embedding(9, 9, sparse=True)))),
     }
 
 

@@ -87,7 +87,12 @@ def test_a_step_that_is_not_finite_poisons_nothing(device: str) -> None:
 
 def test_parameters_that_nobody_came_by(device: str) -> None:
     for rank in _found("unused", device):
-        assert rank == {"alike": True, "finite": True}
+        assert rank["alike"]
+        assert rank["finite"]
+        # Torch would throw away what came of them: all that is kept of them waits.
+        assert rank["without"] == ["right.bias", "right.weight"]
+        assert rank["kept"] == ["left.weight", "right.weight"]
+        assert rank["moved"] == ["left.weight"]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -113,6 +118,7 @@ def test_what_cannot_be_is_refused_on_every_rank(device: str) -> None:
         assert rank["no code"].startswith("'int9' is no code")
         assert rank["no exchange"].startswith("a Given exchanges no gradients")
         assert "'int8'" in rank["ternary shards"]
+        assert rank["sparse"].startswith("the gradient of 0 is sparse")
 
 
 def test_an_exchange_that_fails_is_told_by_the_backward_pass(device: str) -> None:

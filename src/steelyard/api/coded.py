@@ -14,7 +14,7 @@ from steelyard.api.lowering import compiled_limit, saved_bytes
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec, ladder
-from steelyard.core.errors import Infeasible
+from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
@@ -54,7 +54,11 @@ def with_codes(
             # Each is a lowering, and kernels to compile.
             reason = "was slower than what is taken, at the prices of what was captured"
         if reason is None:
-            tried = _tried(weighing, look, budget, way, plain, best=predicted)
+            try:
+                tried = _tried(weighing, look, budget, way, plain, best=predicted)
+            except Mismatch as odd:
+                # Ranks of unequal shares would exchange in different orders, if in milder codes.
+                tried = odd.happened
             if not isinstance(tried, str):
                 found, predicted = tried
                 continue

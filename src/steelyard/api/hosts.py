@@ -70,12 +70,17 @@ class Meeting:
     @contextlib.contextmanager
     def _others_at_work(self) -> Iterator[None]:
         number = self.store.add(_CALLED, 1)
-        self.store.set(f"work/{number}", "")
         try:
-            self._wait(
-                [f"at work/{number}/{rank}" for rank in range(1, self.num_ranks)],
-                _BEGINNING_SECONDS,
-            )
+            self.store.set(f"work/{number}", "")
+            self._wait_for_work(number)
+            yield
+        finally:
+            self.store.set(f"rest/{number}", "")
+
+    def _wait_for_work(self, number: int) -> None:
+        begun = [f"at work/{number}/{rank}" for rank in range(1, self.num_ranks)]
+        try:
+            self._wait(begun, _BEGINNING_SECONDS)
         except DistError as error:
             raise RankFailed(
                 "another host does not come to work while this one is measured",
@@ -83,10 +88,6 @@ class Meeting:
                 remedy="look at what the others wrote, and start all again",
                 cause="absent",
             ) from error
-        try:
-            yield
-        finally:
-            self.store.set(f"rest/{number}", "")
 
     def tell(self, text: str) -> None:
         """To all others; until they have heard it, for the store may end with this process."""
@@ -120,12 +121,18 @@ class Meeting:
 
     def _work_until_told(self) -> None:
         until, number = time.monotonic() + _PLANNING_SECONDS, 1
+
+        def is_over(number: int) -> bool:
+            # Who called may have been stopped, and say so.
+            ends = [f"rest/{number}"], [_TOLD]
+            return any(map(self.store.check, ends)) or time.monotonic() > until
+
         while not self.store.check([_TOLD]):
             if time.monotonic() > until:
                 raise DistError(f"nothing within {_PLANNING_SECONDS:g} s")
             if self.store.check([f"work/{number}"]):
                 self.store.set(f"at work/{number}/{self.who.rank}", "")
-                work_until(partial(self.store.check, [f"rest/{number}"]))
+                work_until(partial(is_over, number))
                 number += 1
             else:
                 time.sleep(_ASKING_SECONDS)

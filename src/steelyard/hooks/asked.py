@@ -59,6 +59,7 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
             expected=f"one of {', '.join(map(repr, CODECS))}, 'rank 4'",
             remedy='compress(module, "int8"), for example',
         )
+    _refuse_sparse(module)
     device = home_of(module)
     if isinstance(module, DistributedDataParallel):
         return _in_buckets(module, codec, scaler, device)
@@ -69,6 +70,16 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
         expected="a DistributedDataParallel, or a module that fully_shard was called on",
         remedy="wrap the model first, then compress what that returns",
     )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise BadInput(
+                f"the gradient of {name} is sparse, and torch hands it to no hook",
+                expected="gradients that are whole",
+                remedy=f"make {name} with sparse=False",
+            )
 
 
 def _codec_named(code: str) -> Codec | None:
@@ -92,7 +103,9 @@ def _in_buckets(
         take_turns()
     _check_alike(ddp.module, codec, group, device)
     parameters, sums = dict(ddp.module.named_parameters()), Sums(codec, group)
-    buckets = Buckets(parameters, codec, sums, group, scaler, beside)
+    # Torch leaves what no rank came by without a gradient in these two.
+    may_be_unused = ddp.find_unused_parameters or ddp.static_graph
+    buckets = Buckets(parameters, codec, sums, group, scaler, beside, may_be_unused=may_be_unused)
     ddp.register_comm_hook(buckets, _send)
     return buckets
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from steelyard.core.errors import RunFailed
+from steelyard.core.errors import RunFailed, SteelyardError
 
 Came = torch.futures.Future[torch.Tensor]
 
@@ -78,7 +78,9 @@ def _at_work(given: SimpleQueue[Callable[[], None]]) -> None:
         given.get()()
 
 
-def _failed(error: Exception) -> RunFailed:
+def _failed(error: Exception) -> SteelyardError:
+    if isinstance(error, SteelyardError):
+        return error  # it says itself what to do
     return RunFailed(
         f"gradients did not come from all ranks: {str(error)[:200]}",
         expected="every rank there until the backward pass is over",

@@ -4,7 +4,9 @@ and when that is sent.
 Not for how they are added up: see sums.py.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,12 +36,14 @@ class Buckets:
         group: dist.ProcessGroup,
         scaler: Any,
         beside: Beside,
+        *,
+        may_be_unused: bool,
     ) -> None:
         self._parameters = dict(parameters)
         self._names = {id(p): name for name, p in parameters.items()}
         self._codec, self._sums, self._group, self._scaler = codec, sums, group, scaler
-        self._beside = beside
-        self._lost = Kept(room=sums.room, first=torch.zeros)
+        self._beside, self._may_be_unused = beside, may_be_unused
+        self._lost = Kept(room=sums.room, first=partial(torch.zeros, dtype=torch.float32))
         self._starts = Kept(room=lambda numel: numel, first=first_start)
         self._scale = self._scale_now = 1.0
 
@@ -118,7 +122,8 @@ class Buckets:
         coded = {name: g for name, g in gradients.items() if self._goes_in_code(g)}
         if coded and self._codec.rank:
             lost, start = self._kept(coded, scale)
-            self._sums.put_products([*coded.values()], lost, start, share=share)
+            with self._unused_left_out(coded):
+                self._sums.put_products([*coded.values()], lost, start, share=share)
         elif coded:
             _put_into(coded.values(), self._in_code(coded, scale), share)
         rest = [g for name, g in gradients.items() if name not in coded]
@@ -133,7 +138,28 @@ class Buckets:
         flats = [g.reshape(-1) for g in coded.values()]
         if not self._codec.has_residual:
             return self._sums.of(flats, None)
-        return self._sums.of(flats, self._lost_of(coded, scale))
+        lost = self._lost_of(coded, scale)
+        with self._unused_left_out(coded):
+            return self._sums.of(flats, lost)
+
+    @contextmanager
+    def _unused_left_out(self, coded: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Of a parameter that no rank came by nothing is sent: DDP would throw it away."""
+        if not self._may_be_unused:
+            yield
+            return
+        used = torch.stack([g.any() for g in coded.values()]).to(torch.int32)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        places = [self._lost.of_one(name, g.numel()) for name, g in coded.items()]
+        aside = [
+            torch.where(is_used == 0, place, 0.0)
+            for place, is_used in zip(places, used, strict=True)
+        ]
+        for place, waits in zip(places, aside, strict=True):
+            place.sub_(waits)
+        yield
+        for place, waits in zip(places, aside, strict=True):
+            place.add_(waits)
 
     def _kept(
         self, coded: Mapping[str, torch.Tensor], scale: float

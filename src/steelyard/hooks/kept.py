@@ -40,7 +40,7 @@ class Kept:
     def _put_together(self, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
         """Buckets that had some of these parameters are no more."""
         numel = sum(sizes.values())
-        whole = torch.zeros(self._room(numel), device=device)
+        whole = torch.zeros(self._room(numel), dtype=torch.float32, device=device)
         places = whole[:numel].split([*sizes.values()])
         for (name, size), place in zip(sizes.items(), places, strict=True):
             place.copy_(self.of_one(name, size))

@@ -54,8 +54,10 @@ class Company:
     it does."""
 
     def __init__(self, num_ranks: int, device: Device, *, hosts: int = 1) -> None:
-        self.num_ranks, self.hosts, self._device = num_ranks, hosts, device
-        self.notes: tuple[str, ...] = ()
+        self.num_ranks, self._device = num_ranks, device
+        # What is measured with nobody to call is another figure.
+        self.hosts = hosts if OTHER_HOSTS.get() is not None or _is_a_rank() else 1
+        self.notes: tuple[str, ...] = (_ALONE,) if hosts > self.hosts else ()
         self._others: dict[int, _Other] = {}
         self._work: _Work | None = None
 
@@ -72,10 +74,8 @@ class Company:
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         if self.hosts > 1:
-            called = OTHER_HOSTS.get()
-            if called is None:
-                self.notes = (_ALONE,)
-            with called() if called else contextlib.nullcontext():
+            called = OTHER_HOSTS.get() or contextlib.nullcontext
+            with called():
                 yield
             return
         if self.num_ranks == 1 or _is_a_rank():

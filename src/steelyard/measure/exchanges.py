@@ -80,7 +80,7 @@ def figures_of_this_rank(*, hosts: int = 1) -> dict[str, float]:
 
 def _figures(*, slots: _MakesSlots) -> dict[str, float]:
     small, middle, large = (
-        torch.ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES)
+        _ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES)
     )
     begin, calls = time.thread_time(), 3 * _ROUNDS
     seconds = {"small": _seconds(small, calls)}
@@ -105,6 +105,11 @@ def _figures(*, slots: _MakesSlots) -> dict[str, float]:
     return {**seconds, "hand disturbs": slowed if dist.get_rank() < 2 else 0.0}
 
 
+def _ones(*shape: int) -> torch.Tensor:
+    """Four bytes each, whatever format the training script makes tensors in."""
+    return torch.ones(shape, dtype=torch.float32)
+
+
 def _slowest(seconds: float) -> float:
     """Of what each rank took."""
     most = torch.tensor(seconds, dtype=torch.float64)
@@ -117,7 +122,7 @@ def measured_now(before: Link) -> Link:
     exchange takes of a core is as ``before``. The same on each of them."""
     num_ranks = dist.get_world_size()
     with torch.no_grad():
-        small, middle = (torch.ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES))
+        small, middle = (_ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES))
         timed = torch.tensor(
             [_seconds(small, _ROUNDS), _seconds(middle, _FEW_ROUNDS)], dtype=torch.float64
         )
@@ -139,7 +144,7 @@ def looked_at_link() -> tuple[float, float]:
     with torch.no_grad():
         best = []
         for nbytes, rounds in ((SMALL_BYTES, 3 * _ROUNDS), (MIDDLE_BYTES, _FEW_ROUNDS)):
-            x = torch.ones(nbytes // 4)
+            x = _ones(nbytes // 4)
             dist.all_reduce(x)
             best.append(min(_took(partial(dist.all_reduce, x)) for _ in range(rounds)))
         timed = torch.tensor(best, dtype=torch.float64)
@@ -153,7 +158,7 @@ def _product_seconds_of_host() -> float:
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
     least = math.inf
-    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(LARGE_BYTES // 4)
+    matrix, large = _ones(_MATRIX, _MATRIX), _ones(LARGE_BYTES // 4)
     while time.perf_counter() < end or least == math.inf:
         begin = time.perf_counter()
         _work(matrix, large)
@@ -163,7 +168,7 @@ def _product_seconds_of_host() -> float:
 
 def work_until(is_over: Callable[[], bool]) -> None:
     """As in a step, on all of this process's cores."""
-    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(LARGE_BYTES // 4)
+    matrix, large = _ones(_MATRIX, _MATRIX), _ones(LARGE_BYTES // 4)
     while not is_over():
         _work(matrix, large)
 
@@ -189,7 +194,7 @@ def _product_seconds() -> float:
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if alike and most == 1:
         return withheld
-    matrix, large = torch.ones(_MATRIX, _MATRIX), torch.ones(LARGE_BYTES // 4)
+    matrix, large = _ones(_MATRIX, _MATRIX), _ones(LARGE_BYTES // 4)
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
     found: list[float] = []
@@ -326,7 +331,7 @@ def _there_and_back(
 
 def _disturbs(exchange: Callable[[], Sequence[dist.Work | None]], alone: float) -> float:
     """By what share of the time that it takes an exchange slows what runs beside it."""
-    matrix = torch.ones(_MATRIX, _MATRIX)
+    matrix = _ones(_MATRIX, _MATRIX)
     one = median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS))
     # Longer than the exchange, so that it is hidden where it can be.
     count = max(1, round(2 * alone / one))

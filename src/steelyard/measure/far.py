@@ -163,7 +163,8 @@ class _Busy:
 
 def _pace(also: Callable[[], None] = lambda: None) -> float:
     """How often a second a product and a pass over memory are done."""
-    matrix, vector = torch.ones(256, 256), torch.ones(1 << 20)
+    matrix = torch.ones(256, 256, dtype=torch.float32)
+    vector = torch.ones(1 << 20, dtype=torch.float32)
     begin, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() < begin + _WHILE_SECONDS:
         torch.mm(matrix, matrix)

@@ -53,7 +53,7 @@ def _measured(device: torch.device) -> dict[str, float]:
 def matmul_seconds(device: torch.device, *, rounds: int = _ROUNDS) -> list[float]:
     """The same product, timed over and over: for its speed, and for how much it varies."""
     size = _MATMUL_SIZE[device.type]
-    x = torch.ones(size, size, device=device)
+    x = torch.ones(size, size, dtype=torch.float32, device=device)
     clock = Clock(device)
     torch.mm(x, x)
     return [clock.seconds(lambda: torch.mm(x, x)) for _ in range(rounds)]
@@ -66,7 +66,7 @@ def _flops_per_second(device: torch.device) -> float:
 def _bytes_per_second(device: torch.device) -> float:
     """Read and written bytes both count, as they do in a node's ``moved_bytes``."""
     nbytes = _COPY_BYTES[device.type]
-    source = torch.ones(nbytes // 4, device=device)
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.zeros_like(source)
     clock = Clock(device)
     target.copy_(source)
@@ -75,8 +75,8 @@ def _bytes_per_second(device: torch.device) -> float:
 
 def _call_seconds(device: torch.device) -> float:
     """An operator with nothing to do, called as in a step: after one that filled the caches."""
-    small = torch.ones(8, device=device)
-    evicting = torch.ones(_EVICTING_BYTES // 4, device=device)
+    small = torch.ones(8, dtype=torch.float32, device=device)
+    evicting = torch.ones(_EVICTING_BYTES // 4, dtype=torch.float32, device=device)
     clock = Clock(device)
     found = []
     for _ in range(3 * _ROUNDS):

@@ -40,7 +40,9 @@ def encode_gradients(
     written = _Written(codec, parts, blocks, flats[0].device)
     pieces = _Pieces(flats)
     most = _most_at_once(codec, flats[0].device)
-    room = None if residual is not None else flats[0].new_empty(min(blocks, most) * BLOCK)
+    room = None
+    if residual is None:
+        room = flats[0].new_empty(min(blocks, most) * BLOCK, dtype=torch.float32)
     for part in range(parts):
         for first, count in _stretches(blocks, most):
             start, end = ((part * blocks + b) * BLOCK for b in (first, first + count))
@@ -157,7 +159,9 @@ class _Written:
         self._codec, self._width = codec, CODECS[codec].block_bytes
         self._blocks = blocks
         nbytes = blocks * (4 + self._width)
-        self.coded = torch.empty(parts, nbytes, dtype=torch.uint8, device=device)
+        self.coded = torch.empty((parts, nbytes), dtype=torch.uint8, device=device)
+        if not nbytes:
+            return  # and nothing is written
         self._scales, self._words = self.coded.view(torch.float32), self.coded.view(torch.int32)
 
     def write(self, part: int, first: int, values: torch.Tensor, *, keeps: bool) -> None:
@@ -235,7 +239,7 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
                 piece.copy_(torch.where(torch.isfinite(scales), lost, 0.0))
         return scales.view(-1), codes
 
-    return _compiled(run, torch.ones(parts, 5, each, device=device).unbind())
+    return _compiled(run, _ones(parts, 5, each, device=device).unbind())
 
 
 @cache
@@ -259,7 +263,12 @@ def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compil
             into.copy_(into + value if adds else value)
         return ()
 
-    return _compiled(run, [*taken, *torch.ones(parts, count, each, device=device).unbind()])
+    return _compiled(run, [*taken, *_ones(parts, count, each, device=device).unbind()])
+
+
+def _ones(*shape: int, device: torch.device) -> torch.Tensor:
+    """What is compiled for another format than it is given writes beyond the end."""
+    return torch.ones(shape, dtype=torch.float32, device=device)
 
 
 def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _Compiled:

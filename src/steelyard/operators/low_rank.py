@@ -90,7 +90,8 @@ def put_products(
 
 def first_start(numel: int) -> torch.Tensor:
     """The same on every rank and device, and each time."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(numel, dtype=torch.float32, device="cpu", generator=generator)
 
 
 def _matrices(flat: torch.Tensor, shapes: Shapes) -> Iterator[torch.Tensor]:
