@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from steelyard.core.codec import BFLOAT16, CODES, INT8, TERNARY, Codec, codec_of
+from steelyard.core.codec import BFLOAT16, CODES, INT8, LARGEST, TERNARY, Codec, codec_of
+from steelyard.core.errors import Mismatch
 from steelyard.core.rules import Rule
 from steelyard.search.coded import CodedWay, Weighing
 
@@ -54,3 +55,25 @@ def test_a_code_that_cannot_be_had_is_not_taken() -> None:
 
 def test_what_a_way_is_named_for_stays_in_it() -> None:
     assert _gentler(["hidden"], BFLOAT16, TERNARY) == {"hidden": 2}
+
+
+def test_a_gradient_that_cannot_go_in_a_milder_code_keeps_its_own() -> None:
+    """Factors of a thin matrix are hardly smaller, and a plan that asks for them is refused."""
+
+    def counted(rules: tuple[Rule, ...]) -> Any:
+        asked = [rule for rule in rules if rule.trade == "low_rank_gradients"]
+        if any(rule.module == "thin" for rule in asked):
+            raise Mismatch("of thin", expected="a matrix", remedy="plan again")
+        is_largest = sum(rule.trade == "largest_gradients" for rule in rules)
+        return SimpleNamespace(seconds=_REST - is_largest - len(asked), nbytes=0)
+
+    weighing = Weighing(
+        layouts=cast("Any", SimpleNamespace(counted=counted)), codecs=CODES.values()
+    )
+    rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("thin", "wide"))
+    way = CodedWay(
+        codec=LARGEST, trade="largest_gradients", rules=rules, without=(), seconds=_REST - 2,
+        nbytes=0,
+    )  # fmt: skip
+    found = {rule.module: rule.trade for rule in weighing.gentler(way).rules}
+    assert found == {"thin": "largest_gradients", "wide": "low_rank_gradients"}

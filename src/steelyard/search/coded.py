@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES, CODES, Codec, codec_of
+from steelyard.core.errors import Mismatch
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.plan import Taken
 from steelyard.core.rules import Rule
@@ -89,7 +90,10 @@ class Weighing:
                 codes = (*others, *instead)
                 if way.codec not in map(codec_of, codes):
                     continue
-                tried = self._way(way.codec, way.trade, way.without, codes)
+                try:
+                    tried = self._way(way.codec, way.trade, way.without, codes)
+                except Mismatch:
+                    continue  # not every gradient can go in every code
                 if tried.seconds <= (1 + _NEXT_TO_NOTHING) * way.seconds:
                     # What was gained is not given away again bit by bit.
                     way = replace(tried, seconds=min(way.seconds, tried.seconds))
