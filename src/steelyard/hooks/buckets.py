@@ -157,9 +157,11 @@ class Buckets:
         ]
         for place, waits in zip(places, aside, strict=True):
             place.sub_(waits)
-        yield
-        for place, waits in zip(places, aside, strict=True):
-            place.add_(waits)
+        try:
+            yield
+        finally:
+            for place, waits in zip(places, aside, strict=True):
+                place.add_(waits)
 
     def _kept(
         self, coded: Mapping[str, torch.Tensor], scale: float
