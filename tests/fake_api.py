@@ -85,9 +85,17 @@ class Fake(ModuleType):
     def meeting(self, words: dict[str, str]) -> Iterator[SimpleNamespace]:
         """Of two hosts, of which this is the one that the environment says."""
         self._asked("meeting", words=words)
+
+        @contextlib.contextmanager
+        def in_company() -> Iterator[None]:
+            self._asked("others at work")
+            yield
+            self._asked("others have ended their work")
+
         yield SimpleNamespace(
             is_first=os.environ["RANK"] == "0",
             num_ranks=2,
+            in_company=in_company,
             tell=self.told.append,
             hear=lambda: self.told[-1],
         )

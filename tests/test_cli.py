@@ -132,6 +132,12 @@ def test_the_first_of_several_hosts_plans_and_the_others_have_its_plan(
     folders = [as_host(0)]
     assert main(["plan", "train.py", "--memory", "300MiB"]) == 0
     assert asked("plan_workload")["cluster"] == Cluster.here(ranks=2, hosts=2)
+    assert [name for name, _ in fake_api.ASKED if name != "load_workload"] == [
+        "meeting",
+        "others at work",
+        "plan_workload",
+        "others have ended their work",
+    ]
     words = asked("meeting")["words"]
     fake_api.ASKED.clear()
     folders.append(as_host(1))
