@@ -145,7 +145,7 @@ def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
     dist.barrier()
     if rank == 0:
         nbytes = sum(
-            GLOO.collective(kind, axis="", num_ranks=count, nbytes=nbytes).sent_bytes
+            GLOO.collective(kind, axis="", num_ranks=count, nbytes=nbytes).wire_bytes
             for kind, nbytes in sent
         )
         (Path(folder) / "predicted.json").write_text(json.dumps(nbytes))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.collective import GLOO, Exchange, Transport
+from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange, Transport
 from steelyard.core.graph import Ref, item_bytes
 from steelyard.core.program import Program
 from steelyard.exchange.gradients import bucketed_all_reduce
@@ -30,7 +30,32 @@ def test_bytes_around_a_ring_of_four(kind: Exchange, sent: int, gloo_sends: int)
 def test_one_rank_sends_nothing() -> None:
     for kind in Exchange:
         collective = GLOO.collective(kind, axis="x", num_ranks=1, nbytes=1000)
-        assert (collective.sent_bytes, collective.hops) == (0, 0)
+        assert (collective.sent_bytes, collective.wire_bytes, collective.hops) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "nbytes", "said"),
+    [
+        # As the kernel counted them, of float32; tests/dist/test_said.py counts again.
+        (Exchange.ALL_REDUCE, 2, 240, 576),
+        (Exchange.ALL_REDUCE, 3, 240, 1152),
+        (Exchange.ALL_REDUCE, 2, 24_000_000, 12 * 288),
+        (Exchange.REDUCE_SCATTER, 4, 240, 1728),
+        (Exchange.ALL_GATHER, 4, 24_000_000, 864),
+        (Exchange.ALL_TO_ALL, 4, 24_000_000, 432),
+        # Of a scalar one piece goes around; of two, two.
+        (Exchange.ALL_REDUCE, 2, 4, 144),
+        (Exchange.ALL_REDUCE, 2, 8, 288),
+    ],
+)
+def test_what_gloo_says_of_its_messages(
+    kind: Exchange, num_ranks: int, nbytes: int, said: int
+) -> None:
+    collective = GLOO.collective(kind, axis="x", num_ranks=num_ranks, nbytes=nbytes)
+    assert collective.wire_bytes - collective.sent_bytes == said
+    others = [Transport(name="another"), THROUGH_SLOTS]
+    for one in (t.collective(kind, axis="x", num_ranks=num_ranks, nbytes=nbytes) for t in others):
+        assert one.wire_bytes == one.sent_bytes
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def _reported(
         "executed": recorder.executed,
         "planned": planned_calls(program),
         "handed_bytes": recorder.handed_bytes,
-        "predicted_bytes": predicted.quad.communication_bytes.value,
+        "sent_bytes": program.sent_bytes,
         "peak_bytes": _metered(mine, step, batch),
         "predicted_peak_bytes": int(predicted.quad.memory_bytes.value)
         - predicted.peak.resident_bytes,

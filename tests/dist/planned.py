@@ -342,6 +342,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         "executed": recorder.executed,
         "planned": [call for one in step.live.program.passes for call in planned_calls(one)],
         "handed_bytes": recorder.handed_bytes + sends.nbytes,
+        "sent_bytes": step.live.program.sent_bytes,
         "predicted_bytes": planned.predicted.communication_bytes.value,
         "counted_bytes": receipt.measured.communication_bytes,
         "refused": refused,
@@ -405,9 +406,10 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         for way in look.layouts.ways(case.layout)
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
         and any(r.trade == "shard_states" and r.bucket_bytes for r in way.rules) == case.together
-        and not any(r.trade == "pinned_transfer" for r in way.rules)
     ]
+    # Whether slots are quicker is for the machine to say; a case says whether there are any.
     laid = min(ways, key=lambda way: way.nbytes).rules
+    laid = tuple(rule for rule in laid if rule.trade != "pinned_transfer")
     laid = ahead(laid, is_alike=True) if case.together else laid
     if case.in_slots:
         laid = (*laid, Rule(trade="pinned_transfer", op="exchanges"))

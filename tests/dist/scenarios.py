@@ -55,7 +55,7 @@ COSTS = Costs(
 # not see what is freed. So it is given that moment, and the least of a few is taken.
 # Of a mean over the whole batch: what a rank's loss weighs.
 _SHARE = 1 / NUM_RANKS
-METERED, _MOMENT_SECONDS = 4, 0.002
+METERED, _MOMENT_SECONDS = 8, 0.002
 
 
 class Ranks:
@@ -114,7 +114,7 @@ class Ranks:
             "peak_bytes": min(peaks),
             "predicted_peak_bytes": above,
             "handed_bytes": recorder.handed_bytes,
-            "predicted_bytes": predicted.quad.communication_bytes.value,
+            "sent_bytes": program.sent_bytes,
             "executed": recorder.executed,
             "planned": planned_calls(program),
         }
@@ -215,12 +215,15 @@ def gathers(rank: int) -> dict[str, Any]:
 
 
 class Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
-    """Gives gloo's threads time to let go of what has been waited for."""
+    """Gives gloo's threads time to let go of what is waited for: in front of that, so that it is
+    this thread that lets go last, which is seen; and behind."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops._c10d_functional.wait_tensor.default:
+            return func(*args, **(kwargs or {}))
+        time.sleep(2 * _MOMENT_SECONDS)
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            time.sleep(_MOMENT_SECONDS)
+        time.sleep(_MOMENT_SECONDS)
         return result
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.dist.adapted import EVERY, STEPS
 from tests.dist.ranks import on_two_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
 
 
 def test_ranks_send_gradients_otherwise_where_the_link_becomes_another(

@@ -11,7 +11,7 @@ from tests.dist.coded import CASES, COMPILED, MANY, UNEQUAL, codec_in
 from tests.dist.ranks import on_ranks
 from tests.dist.told import check_as_planned
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
 
 
 # Of what float32 takes: small gradients go as they are.

@@ -37,6 +37,7 @@ def test_branches_of_a_network_that_forks_lie_on_different_devices() -> None:
     assert held == [{"left"}, {"right", "head"}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["llama"])
 def test_four_ranks_are_one_device(model: str) -> None:
     ranks = on_ranks(f"tests.dist.pipelines:four_of_{model}", count=4)
@@ -45,6 +46,7 @@ def test_four_ranks_are_one_device(model: str) -> None:
         _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None:
     """A backward pass that is one, and one in two parts."""

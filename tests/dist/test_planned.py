@@ -25,7 +25,7 @@ from tests.dist.planned import (
 )
 from tests.dist.ranks import on_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,14 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
         # Of what is handed over a ring sends that many times as much, in parts that are rounded up.
         among = max(case.layout.batch, 2)
         sent = rank["handed_bytes"] * 2 * (among - 1) / among
-        assert sent == pytest.approx(rank["predicted_bytes"], rel=0 if among == 2 else 1e-3), name
-        assert sent > 0, name
+        assert sent == pytest.approx(rank["sent_bytes"], rel=0 if among == 2 else 1e-3), name
+        assert 0 < sent < rank["predicted_bytes"], name
+        # By the kernel, with what gloo says of each piece: what is tiny and in double precision, as
+        # losses are here, has fewer pieces than in single. Rings of more than two round up.
+        tiny = _SAID_OF_TINY * (case.layout.num_ranks - 1) * case.micro_batches
+        rounded = 0 if among == 2 else 8 * among * len(rank["executed"])
+        counted = rank["counted_bytes"]
+        assert counted == pytest.approx(rank["predicted_bytes"], abs=tiny + rounded), name
     if case.layout.shares:
         assert "a batch of 7 has no shares of " in rank["refused"], name
     elif case.layout.batch > 1:
@@ -129,9 +135,11 @@ def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> Non
     handed = (rank["handed_bytes"] for rank in ranks)
     # The first stage and the last, which hold the tied weight, lie on one rank where stages fold.
     tied_bytes = 0 if case.schedule == "ZBVZeroBubble" else _TIED_BYTES // tensor
-    assert max(map(sum, zip(handed, replicas))) + tied_bytes == sent, name
-    if len(ranks) == 2:  # else exchanges are many and small, and what gloo says of each is much
-        assert max(rank["counted_bytes"] for rank in ranks) == pytest.approx(sent, rel=0.05), name
+    # What gloo says of it comes on top; of slots nothing is said.
+    said = sent - max(map(sum, zip(handed, replicas))) - tied_bytes
+    assert said > 0, name
+    counted = max(rank["counted_bytes"] for rank in ranks)
+    assert counted == pytest.approx(sent, rel=3e-3 if tensor > 1 else 0), name
     assert max(rank["peak_bytes"] for rank in ranks) == pytest.approx(peak, rel=0.01), name
     held = sum(rank["held"] + rank["in_shares"] for rank in ranks) - groups * tied_bytes // 8 * tensor
     if tensor == 1:
@@ -142,3 +150,4 @@ def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> Non
 
 # The weight of 64 words of 32 numbers in double precision.
 _TIED_BYTES = 64 * 32 * 8
+_SAID_OF_TINY = 144

@@ -136,6 +136,7 @@ def weights(checkpoint: Path) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in tensors(checkpoint).items()}
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
     run = ("run", "train.py", "--steps", "6", "--checkpoint-every", "1", "--rank-timeout", "60s")
     whole = steelyard(folder, *run, "--checkpoint", "whole")
@@ -155,6 +156,7 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
     assert weights(folder / "killed" / "step-000006") == weights(folder / "whole" / "step-000006")
 
 
+@pytest.mark.long
 def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     """On ranks that share the batch, equally and not, on ranks that hold parts, of which one is
     stopped, on ranks that hold layers, on one."""
@@ -177,6 +179,7 @@ def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
     _agree(folder / "chain" / "step-000008", folder / "alone" / "step-000008")
 
 
+@pytest.mark.long
 def test_checkpoints_of_layers_in_parts_and_of_states_in_shares_are_whole(folder: Path) -> None:
     """On two stages by two ranks that share tensors, and by two that share the batch and states."""
     run, alone = partial(_ran, folder), _alone(folder)

@@ -80,4 +80,4 @@ def _as_on_one_device(name: str, program: dict[str, Any]) -> None:
 def _sent_as_predicted(name: str, program: dict[str, Any]) -> None:
     assert program["executed"] == program["planned"], name
     # On two ranks a ring sends exactly what it is handed: half of it twice, or a share once.
-    assert program["predicted_bytes"] == program["handed_bytes"] > 0, name
+    assert program["sent_bytes"] == program["handed_bytes"] > 0, name

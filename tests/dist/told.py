@@ -14,9 +14,6 @@ import pytest
 from tests.dist.planned import _digest
 from tests.dist.scenarios import Recorder, planned_calls
 
-# Of each exchange, for each other rank.
-_SAID_BYTES = 600
-
 
 def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
     with Recorder() as recorder:
@@ -44,11 +41,11 @@ def check_as_planned(
     most = max(shares, default=1)
     for rank, share in zip(ranks, shares or [most] * len(ranks), strict=True):
         assert Counter(rank["executed"]) == Counter(rank["planned"]), name
-        assert rank["predicted_bytes"] == rank["sent_bytes"], name
-        # By the kernel: what gloo says of its messages goes with them.
-        said = rank["counted_bytes"] - rank["sent_bytes"]
+        # By the kernel, with what gloo says of its messages. Rings of more than two round up.
         exchanges = sum(call != "wait_tensor" for call in rank["executed"])
-        assert 0 < said <= _SAID_BYTES * (len(ranks) - 1) * exchanges, name
+        rounded = 8 * len(ranks) * exchanges if len(ranks) > 2 else 0
+        assert rank["sent_bytes"] < rank["predicted_bytes"], name
+        assert rank["counted_bytes"] == pytest.approx(rank["predicted_bytes"], abs=rounded), name
         said_peak = pytest.approx(rank["predicted_peak_bytes"], rel=0.01)
         if share == most:
             assert rank["peak_bytes"] == said_peak, name

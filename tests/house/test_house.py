@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,16 @@ def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
 
 
 @pytest.mark.xdist_group("together")
+def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    """Pytest leaves out folders that are called so, without a word: ``dist`` was one of them."""
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert Path("tests/dist") in folders
+    left_out = pytestconfig.getini("norecursedirs")
+    for folder in folders:
+        for part in folder.parts:
+            assert not any(fnmatch(part, pattern) for pattern in left_out), folder
+
+
 def test_what_is_shared_is_made_by_one_worker(request: pytest.FixtureRequest) -> None:
     """Or dear fixtures are made by each: groups were ignored in silence once."""
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -8,6 +8,12 @@ from enum import StrEnum
 
 # The link of what goes through memory that ranks share, whichever axis it goes along.
 SLOTS = "slots"
+# What gloo says of each piece: who sends it that it is ready and what it is, and who gets it that
+# there is room. Counted by the kernel (docs/log.md, 2026-11-26): 48 bytes each.
+GLOO_SENDS, GLOO_GETS = 96, 48
+_SAID_BYTES = GLOO_SENDS + GLOO_GETS
+# Of an all-reduce no piece is larger; and none smaller than an element, of which most have so much.
+_LARGEST_PIECE, _ITEM_BYTES = 1 << 20, 4
 
 
 class Exchange(StrEnum):
@@ -26,9 +32,10 @@ class Exchange(StrEnum):
 class Collective:
     """One exchange, from the call that issues it to the call that waits for it.
 
-    Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other. ``held_bytes`` are
-    the backend's own, besides arguments and results, until the wait is over. Of all ranks there are
-    every ``stride``-th takes part. What ``is_pinned`` goes through memory that they share.
+    Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other, of which the backend
+    ``says`` something besides. ``held_bytes`` are the backend's own, besides arguments and results,
+    until the wait is over. Of all ranks there are every ``stride``-th takes part. What
+    ``is_pinned`` goes through memory that they share.
     """
 
     kind: Exchange
@@ -39,6 +46,7 @@ class Collective:
     held_bytes: int = 0
     stride: int = 1
     is_pinned: bool = False
+    says: bool = False
 
     @property
     def link(self) -> str:
@@ -49,6 +57,34 @@ class Collective:
     def whole_bytes(self) -> int:
         """What is exchanged, seen from all ranks together: a ring's shares, put side by side."""
         return self.sent_bytes // self.hops * self.num_ranks if self.hops else 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """What the rank that says most hands to its connections: what it sends, and what gloo says
+        of each piece of that and of each it gets (gloo/allreduce.cc, allgather.cc, alltoall.cc)."""
+        if not self.says or not self.hops:
+            return self.sent_bytes
+        if self.kind is Exchange.ALL_TO_ALL:
+            return self.sent_bytes + self.hops * _SAID_BYTES
+        if self.kind is Exchange.ALL_GATHER:
+            return self.sent_bytes + 2 * self.hops * _SAID_BYTES
+        return self.sent_bytes + self._said_around_twice
+
+    @property
+    def _said_around_twice(self) -> int:
+        """Of pieces summed up around a ring and then gathered; those of tiny tensors are empty, and
+        of these nothing is said."""
+        n, whole = self.num_ranks, self.whole_bytes // _ITEM_BYTES * _ITEM_BYTES
+        each = max(2, -(-self.sent_bytes // self.hops // _LARGEST_PIECE))
+        piece = max(1, -(-whole // (each * n * _ITEM_BYTES))) * _ITEM_BYTES
+        pieces = -(-whole // piece)
+        of = [min(each, max(0, pieces - share * each)) for share in range(n)]
+        # One share a rank does not send, and one it does not get, in each of both rounds.
+        return max(
+            GLOO_SENDS * (2 * pieces - of[r] - of[r - 1])
+            + GLOO_GETS * (2 * pieces - of[r] - of[r + 1 - n])
+            for r in range(n)
+        )
 
     @property
     def is_far(self) -> bool:
@@ -62,7 +98,7 @@ class Transport:
 
     ``keeps_input``: the argument must stay until the wait is over. ``copies``: a copy of the whole
     tensor is held until then. ``reduces_all``: carried out as an all-reduce. ``is_pinned``: through
-    memory that ranks share.
+    memory that ranks share. ``says``: what is sent is more than was asked for, see ``wire_bytes``.
     """
 
     name: str
@@ -70,6 +106,7 @@ class Transport:
     copies: frozenset[Exchange] = frozenset()
     reduces_all: frozenset[Exchange] = frozenset()
     is_pinned: bool = False
+    says: bool = False
 
     def collective(
         self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int, stride: int = 1
@@ -87,6 +124,7 @@ class Transport:
             held_bytes=nbytes if kind in self.copies else 0,
             stride=stride,
             is_pinned=self.is_pinned,
+            says=self.says,
         )
 
 
@@ -97,6 +135,7 @@ GLOO = Transport(
     keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL}),
     copies=frozenset({Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER}),
     reduces_all=frozenset({Exchange.REDUCE_SCATTER}),
+    says=True,
 )
 # Each writes to the others what is theirs, and reads what came where it lies: nothing is copied.
 THROUGH_SLOTS = Transport(name="slots", is_pinned=True)

@@ -11,6 +11,7 @@ from typing import Self
 from steelyard.core import codec
 from steelyard.core.cluster import far_room
 from steelyard.core.coding import ENCODE
+from steelyard.core.collective import Collective
 from steelyard.core.graph import Argument, Graph, Node, Output, OutputKind, Phase, Role
 from steelyard.core.layout import ALONE, DATA, Layout
 from steelyard.core.parting import Parting
@@ -285,14 +286,24 @@ class Program:
     @cached_property
     def sent_bytes(self) -> int:
         """What this rank sends to others in a step."""
-        once = self.update.sent_bytes if self.update is not None else 0
-        return once + sum(each._sent_in_a_pass for each in self.passes)
+        return sum(c.sent_bytes for c in self._issued)
 
     @cached_property
-    def _sent_in_a_pass(self) -> int:
+    def wire_bytes(self) -> int:
+        """The same with what is said of it."""
+        return sum(c.wire_bytes for c in self._issued)
+
+    @cached_property
+    def _issued(self) -> tuple[Collective, ...]:
+        """All exchanges of a step."""
+        once = self.update._issued if self.update is not None else ()
+        return once + tuple(c for each in self.passes for c in each._issued_in_a_pass)
+
+    @cached_property
+    def _issued_in_a_pass(self) -> tuple[Collective, ...]:
         nodes = self.graph.by_name
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
-        return sum(c.sent_bytes for c in issued if c is not None)
+        return tuple(c for c in issued if c is not None)
 
     @cached_property
     def far_bytes(self) -> int:

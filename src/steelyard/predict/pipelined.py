@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from steelyard.core.collective import Collective, Exchange
+from steelyard.core.collective import GLOO_GETS, GLOO_SENDS, Collective, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Phase, Role
@@ -373,17 +373,22 @@ class Pipelined:
 
     @cached_property
     def _sent_bytes(self) -> list[int]:
-        sent = [0] * len(self._order.ranks)
-        for (rank, _), cost in self._crossing():
-            sent[rank] += self._program.repeats * cost
+        sent, repeats = [0] * len(self._order.ranks), self._program.repeats
+        for rank, other, sizes in self._crossing():
+            sent[rank] += repeats * sum(sizes)
+            if not self._edges:  # nothing is said of what lies in a slot but that it does
+                sent[rank] += repeats * GLOO_SENDS * len(sizes)
+                sent[other] += repeats * GLOO_GETS * len(sizes)
         for rank, exchanged in enumerate(self._exchanged):
-            sent[rank] += sum(times * c.sent_bytes for c, times in exchanged.items())
-        sent = [n + sum(c.sent_bytes for c in self._sums.of(rank)) for rank, n in enumerate(sent)]
-        sent[self._rank_of_loss] += sum(c.sent_bytes for c in self._sums.of_loss())
+            sent[rank] += sum(times * c.wire_bytes for c, times in exchanged.items())
+        for rank in range(len(sent)):
+            sent[rank] += sum(c.wire_bytes for c in self._sums.of(rank))
+            sent[rank] += self._sums.told_bytes(rank, self._rank_of_loss)
+        sent[self._rank_of_loss] += sum(c.wire_bytes for c in self._sums.of_loss())
         return sent
 
-    def _crossing(self) -> list[tuple[tuple[int, float], int]]:
-        """Each edge from one rank to another: the sender, the seconds, the bytes of a value."""
+    def _crossing(self) -> list[tuple[int, int, list[int]]]:
+        """Each edge from one rank to another: both, and the bytes of each value."""
         found = []
         last = len(self._stages) - 1
         for stage in self._stages:
@@ -393,16 +398,15 @@ class Pipelined:
                 (stage.sends_back, max(index - 1, 0)),
             ):
                 if names and self._rank_of[other] != rank:
-                    sizes = self._sizes(names)
-                    found.append(((rank, self._sent_seconds(sizes)), sum(sizes)))
+                    found.append((rank, self._rank_of[other], self._sizes(names)))
         return found
 
     @cached_property
     def _sending(self) -> list[float]:
         """Seconds in which each rank's messages are on their way."""
         seconds = [0.0] * len(self._order.ranks)
-        for (rank, each), _ in self._crossing():
-            seconds[rank] += self._program.repeats * each
+        for rank, _, sizes in self._crossing():
+            seconds[rank] += self._program.repeats * self._sent_seconds(sizes)
         for rank, exchanged in enumerate(self._exchanged):
             for collective, times in exchanged.items():
                 seconds[rank] += times * self._costs.exchange_seconds(collective).value

@@ -38,7 +38,7 @@ def predict(program: Program, costs: Costs) -> Prediction:
     quad = Quad(
         accuracy_loss=UNKNOWN if program.is_lossy else EXACT,
         memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
-        communication_bytes=Estimate.exactly(program.sent_bytes),
+        communication_bytes=Estimate.exactly(program.wire_bytes),
         communication_seconds=takes.communication,
         exposed_communication_seconds=takes.exposed,
         computation_seconds=takes.computation,

@@ -8,7 +8,7 @@ Not for the passes between: see pipelined.py.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from steelyard.core.collective import GLOO, Collective, Exchange
+from steelyard.core.collective import GLOO, GLOO_GETS, GLOO_SENDS, Collective, Exchange
 from steelyard.core.layout import DATA, PIPELINE, Layout
 
 Seconds = Callable[[Collective], float]
@@ -53,6 +53,15 @@ class Sums:
 
     def of_loss(self) -> Iterator[Collective]:
         return self._of_replicas(self.loss_bytes)
+
+    def told_bytes(self, rank: int, rank_of_loss: int) -> int:
+        """What a rank sends of the loss that one of them has: gloo hands it on along a binomial
+        tree (gloo/broadcast.cc)."""
+        ranks = len(self.trained)
+        place = (rank - rank_of_loss) % ranks
+        steps = (1 << i for i in range(ranks.bit_length()))
+        to = sum(step > place and place + step < ranks for step in steps)
+        return to * (self.loss_bytes + GLOO_SENDS) + (GLOO_GETS if place else 0)
 
     def _with_replicas(self, rank: int) -> Iterator[Collective]:
         for nbytes in self.trained[rank]:

@@ -1,0 +1,75 @@
+"""What the kernel says a rank has sent, beside what is said of the same exchange. See told.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.exchange.connections import Wire
+
+_TIMES = 5
+# In elements of float32: a loss, a bias, a bucket, and one that goes in more pieces than two.
+SIZES = (1, 2, 96, 60_000, 6_000_000)
+
+
+def exchanges(rank: int) -> list[dict[str, Any]]:
+    count, found = dist.get_world_size(), []
+    for kind, (exchange, share) in _calls(count).items():
+        for size in SIZES:
+            numel = -(-size // share) * share
+            given = torch.ones(numel)
+            whole = given.nbytes * (count if kind is Exchange.ALL_GATHER else 1)
+            said = GLOO.collective(kind, axis="", num_ranks=count, nbytes=whole)
+            found.append({
+                "name": f"{kind} of {numel}",
+                "counted": _counted(exchange, given),
+                "sent": said.sent_bytes,
+                "said": said.wire_bytes,
+            })  # fmt: skip
+    return found
+
+
+def messages(rank: int) -> dict[str, float]:
+    """Three at once, from the first rank to the second."""
+
+    def send(given: Tensor) -> None:
+        way = dist.irecv if rank else dist.isend
+        ops = [dist.P2POp(way, given.clone(), 1 - rank, tag=tag) for tag in range(3)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return {str(size): _counted(send, torch.ones(size)) for size in SIZES}
+
+
+def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:
+    """Of one time, in the mean; connections come about when they are first used."""
+    exchange(given)
+    dist.barrier()
+    wire = Wire()
+    wire.look()
+    before = wire.sent_bytes
+    for _ in range(_TIMES):
+        exchange(given)
+    counted = wire.sent_bytes
+    dist.barrier()  # nobody begins on what comes next
+    return (counted - before) / _TIMES
+
+
+def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]:
+    return {
+        Exchange.ALL_REDUCE: (dist.all_reduce, 1),
+        Exchange.ALL_GATHER: (
+            lambda x: dist.all_gather_into_tensor(x.new_empty(count * x.numel()), x), 1,
+        ),
+        Exchange.REDUCE_SCATTER: (
+            lambda x: dist.reduce_scatter_tensor(x.new_empty(x.numel() // count), x), count,
+        ),
+        Exchange.ALL_TO_ALL: (
+            lambda x: dist.all_to_all_single(torch.empty_like(x), x), count,
+        ),
+    }  # fmt: skip

@@ -1,0 +1,28 @@
+"""What gloo says of its messages is predicted as the kernel counts it."""
+
+from __future__ import annotations
+
+import pytest
+
+from steelyard.core.collective import GLOO_GETS, GLOO_SENDS
+from tests.dist.ranks import on_ranks, on_two_ranks
+from tests.dist.said import SIZES
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_exchanges_send_as_many_bytes_as_is_said(count: int) -> None:
+    for each in zip(*on_ranks("tests.dist.said:exchanges", count=count), strict=True):
+        name, said, sent = each[0]["name"], each[0]["said"], each[0]["sent"]
+        assert said > sent, name
+        # A ring rounds each piece up to whole elements, of which the last ranks have fewer.
+        pieces = 2 * count * -(-sent // (2 << 20))
+        assert max(one["counted"] for one in each) == pytest.approx(said, abs=8 * pieces), name
+
+
+def test_messages_send_as_many_bytes_as_is_said() -> None:
+    sender, receiver = on_two_ranks("tests.dist.said:messages")
+    for size in SIZES:
+        assert sender[str(size)] == 3 * (4 * size + GLOO_SENDS)
+        assert receiver[str(size)] == 3 * GLOO_GETS
