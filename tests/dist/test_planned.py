@@ -10,6 +10,7 @@ import pytest
 
 from tests.dist.planned import (
     COMPILED,
+    COMPILED_TOO,
     GATHERED_AGAIN,
     STAGES_OF_GROUPS,
     IN_PARTS,
@@ -37,6 +38,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
         ("unequal_on_three", UNEQUAL_ON_THREE, 3),
         ("in_parts", IN_PARTS, 2),
         ("compiled", COMPILED, 2),
+        ("compiled_too", COMPILED_TOO, 2),
         ("in_stages", IN_STAGES, 2),
         ("through_slots", THROUGH_SLOTS, 2),
         ("through_slots_on_three", THROUGH_SLOTS_ON_THREE, 3),
