@@ -216,7 +216,6 @@ def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
         assert "\nset -euo pipefail\n" in text, f"{script.name} would go on after an error"
 
 
-@pytest.mark.xdist_group("together")
 def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     """Pytest leaves out folders that are called so, without a word: ``dist`` was one of them."""
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
@@ -227,6 +226,7 @@ def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
             assert not any(fnmatch(part, pattern) for pattern in left_out), folder
 
 
+@pytest.mark.xdist_group("together")
 def test_what_is_shared_is_made_by_one_worker(request: pytest.FixtureRequest) -> None:
     """Or dear fixtures are made by each: groups were ignored in silence once."""
     if "PYTEST_XDIST_WORKER" in os.environ:
