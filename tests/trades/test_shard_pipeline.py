@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Link
+from steelyard.core.collective import GLOO_GETS, GLOO_SENDS
 from steelyard.core.costs import Costs
 from steelyard.core.ends import balanced_ends, possible_ends
 from steelyard.core.errors import BadInput, Infeasible
@@ -150,10 +151,13 @@ def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
     # The tied weight's gradient goes between both stages once, however many samples there are; and
     # of two ranks a ring sends as much as there is.
     (tied,) = (sizes[name] for name in held[0] & held[1] if name.startswith("parameter:"))
-    handed = (alone - tied) // 2 + tied
-    most = max(handed + gradients[0], handed + gradients[1] + 4)
-    # Besides, gloo says 576 bytes of each gradient, and less of messages and losses.
-    assert most + 576 * (min(map(len, held)) - 1) < sent < most + 576 * (max(map(len, held)) + 2)
+    # Besides, gloo says 576 bytes of each gradient; of two messages there and two back, as many as
+    # without groups, what it says of one; and of the loss, which one rank sums up and hands on.
+    messages, told = 2 * (GLOO_SENDS + GLOO_GETS), 4 + GLOO_SENDS
+    handed = (alone - (tied + 576) - messages - told) // 2 + messages + tied + 576
+    named = [sum(name.startswith("parameter:") for name in own) for own in held]
+    summed = [nbytes + 576 * count for nbytes, count in zip(gradients, named)]
+    assert sent == max(handed + summed[0] + GLOO_GETS, handed + summed[1] + told + 4 + 144)
 
 
 def of_two_groups() -> tuple[Rule, ...]:

@@ -64,11 +64,9 @@ class Collective:
         of each piece of that and of each it gets (gloo/allreduce.cc, allgather.cc, alltoall.cc)."""
         if not self.says or not self.hops:
             return self.sent_bytes
-        if self.kind is Exchange.ALL_TO_ALL:
-            return self.sent_bytes + self.hops * _SAID_BYTES
-        if self.kind is Exchange.ALL_GATHER:
-            return self.sent_bytes + 2 * self.hops * _SAID_BYTES
-        return self.sent_bytes + self._said_around_twice
+        pieces = {Exchange.ALL_TO_ALL: 1, Exchange.ALL_GATHER: 2}.get(self.kind)
+        said = self._said_around_twice if pieces is None else self.hops * pieces * _SAID_BYTES
+        return self.sent_bytes + said
 
     @property
     def _said_around_twice(self) -> int:
