@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from steelyard import _torch
-from steelyard.api.probing import STEPS, coding_errors, drift
+from steelyard.api.probing import STEPS, coding_errors, drift, losses
 from steelyard.core.accuracy import Drift
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
@@ -49,6 +49,8 @@ class Lossy:
     look: "Look"
     _searches: dict[frozenset[Spot], Search] = field(default_factory=dict)
     _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
+    # Of steps in which nothing is in few bits; several plans may be held against the same.
+    _losses: dict[tuple[Rule, ...], list[float]] = field(default_factory=dict)
     _answered: dict[Budget, Search] = field(default_factory=dict)
 
     def find(self, budget: Budget) -> tuple[Found, Prediction]:
@@ -89,25 +91,26 @@ class Lossy:
             free = int(_SHARE_OF_FREE_MEMORY * free_bytes(home_of(self.look.source.model)))
             if needed > free:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
-            request = self.look.request
-            assert request.optimizer is not None
-            request.on_progress(f"probing {STEPS} steps in few bits, and without")
-            seen = drift(
-                self.look.source,
-                program,
-                exact,
-                optimizer=request.optimizer,
-                far=request.cluster.far,
-            )
-            if seen is None:
+            self.look.request.on_progress(f"probing {STEPS} steps in few bits, and without")
+            plain = _kept(rules)
+            if plain not in self._losses:
+                self._losses[plain] = self._losses_of(exact)
+            theirs = self._losses[plain]
+            if not all(map(math.isfinite, theirs)):
                 return f"within {STEPS} steps the loss is not finite, even without"
-            self._drifts[key] = seen
+            self._drifts[key] = drift(self._losses_of(program), theirs, source=self.look.source)
         return self._drifts[key]
+
+    def _losses_of(self, program: Program) -> list[float]:
+        request = self.look.request
+        assert request.optimizer is not None
+        far = request.cluster.far
+        return losses(self.look.source, program, optimizer=request.optimizer, far=far)
 
     def _exact_twin(self, rules: Sequence[Rule]) -> Program:
         """The plan without its 8 bits, or, to the same bits in less memory, with all that can be
         computed again instead of what waits elsewhere."""
-        kept = [r for r in rules if r.trade not in (QUANTISE, "offload", *CODE_TRADES)]
+        kept = _kept(rules)
         if len(kept) < len(rules) and Layout.of(rules).num_ranks > 1:
             return self.look.struck(kept)
         before = [r for r in kept if r.trade != "recompute"]
@@ -220,6 +223,11 @@ class Lossy:
             for op, lost in bad.items()
         )
         return replace(found, refused=(*found.refused, *refusals))
+
+
+def _kept(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Of a plan, what its twin without few bits has too."""
+    return tuple(r for r in sorted(rules) if r.trade not in (QUANTISE, "offload", *CODE_TRADES))
 
 
 def _too_far(lost: list[float]) -> str:

@@ -157,6 +157,16 @@ def _tried(
     if barred:
         return barred
     is_compiled, limit, asked = look.request.runner == "inductor", budget.memory_bytes, budget
+    if not is_compiled and way.seconds >= _seconds(best):
+        return (
+            f"takes ~{format_seconds(way.seconds)} a step before anything else, what is taken less"
+        )
+    too_far = ""
+    if limit is None:
+        # Nothing else is traded then, and a probe takes less time than a search.
+        too_far = _too_far(look, budget, way.rules, look.layouts.strike(way.rules))
+    if too_far:
+        return too_far
     if is_compiled and limit is not None:
         limit = compiled_limit(look, limit)
         asked = replace(budget, memory_bytes=limit + saved_bytes(look))
@@ -175,14 +185,22 @@ def _tried(
         return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
     if limit is not None and (most := most_in_milder(look, found.rules, found.program)) > limit:
         return f"with it steps in milder codes or none would take {format_bytes(most)}"
-    seen = look.lossy.drift_of(found.rules, found.program)
+    too_far = _too_far(look, budget, found.rules, found.program)
+    if too_far:
+        return too_far
+    drift = look.lossy.drift_of(found.rules, found.program)
+    return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(drift)))
+
+
+def _too_far(look: "Look", budget: Budget, rules: Sequence[Rule], program: Program) -> str:
+    """Why this plan loses more than it may, as far as can be seen; empty where it does not."""
+    seen = look.lossy.drift_of(rules, program)
     if isinstance(seen, str):
         return f"is lossy, and {seen}"
     if seen.largest > budget.accuracy_loss:
-        return (
-            f"a probe drifted {seen}, and the accuracy budget is {budget.accuracy_loss * 100:.2g} %"
-        )
-    return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(seen)))
+        most = f"{budget.accuracy_loss * 100:.2g} %"
+        return f"a probe drifted {seen}, and the accuracy budget is {most}"
+    return ""
 
 
 def most_in_milder(look: "Look", rules: Sequence[Rule], program: Program) -> int:

@@ -4,8 +4,7 @@ Runs the captured step, on tensors of its own wherever it writes: the user's mod
 gradients, buffers and random state stay as they are. Not for deciding: see accuracy.py.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,21 +108,8 @@ def _error_of(node: Node, *, number: int) -> Node:
     )
 
 
-def drift(
-    source: StepSource,
-    coded: Program,
-    exact: Program,
-    *,
-    optimizer: OptimizerFactory,
-    far: Far | None,
-) -> Drift | None:
-    """How far the losses of two twins of the model lie apart, step by step; None where they are not
-    even finite as it is."""
-    run = partial(_losses, source, optimizer=optimizer, far=far)
-    theirs = run(exact)
-    if not all(map(math.isfinite, theirs)):
-        return None
-    ours = run(coded)
+def drift(ours: Sequence[float], theirs: Sequence[float], *, source: StepSource) -> Drift:
+    """How far the losses of two twins of the model lie apart, step by step."""
     shares = tuple(_share(a, b) for a, b in zip(ours, theirs, strict=True))
     return Drift(shares=shares, items=batch_size(source.batch) or 1)
 
@@ -135,7 +121,7 @@ def _share(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / abs(theirs) if theirs else float("inf")
 
 
-def _losses(
+def losses(
     source: StepSource, program: Program, *, optimizer: OptimizerFactory, far: Far | None
 ) -> list[float]:
     """Of a twin of the model as it is now, trained on the one batch from one seed; of several
@@ -148,12 +134,12 @@ def _losses(
         channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
         by_share = {each.share: each for each in (program, *program.beside)}
         own = [by_share[share] for share in program.layout.portions]
-        losses: list[float] = together.run(
+        found: list[float] = together.run(
             lambda rank: _trained(
                 source, own[rank], optimizer=optimizer, far=far, channels=channels[rank], rank=rank
             )
         )[0]
-        return losses
+        return found
 
 
 def _trained(
