@@ -55,6 +55,16 @@ def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
     assert remembered_look(["a", "b"], cache=CostCache(tmp_path / "other.sqlite")) is None
 
 
+@pytest.mark.parametrize(("products", "look"), [((2e-3, 1e-3), None), ((1e-3, 2e-3), LOOK)])
+def test_a_first_host_that_was_slow_is_measured_again(
+    tmp_path: Path, products: tuple[float, ...], look: tuple[float, ...] | None
+) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    said = [{**said_of(LINK, 2), "product": product} for product in products]
+    remember_hosts(said, ["a", "b"], look=LOOK, cache=cache)
+    assert remembered_look(["a", "b"], cache=cache) == look
+
+
 @pytest.mark.parametrize(
     ("now", "is_same"),
     [

@@ -107,11 +107,14 @@ def remember_hosts(
 
 
 def remembered_look(names: Sequence[str], *, cache: CostCache) -> tuple[float, ...] | None:
-    """What was looked at when hosts of these names last met; None where others did, or nobody."""
+    """What was looked at when hosts of these names last met; None where others did, or nobody, or
+    where the first was not the fastest: no plan is refused for what it may have done just then."""
     num_ranks = len(names)
     found = cache.read_rates(context_of(num_ranks, hosts=num_ranks))
     is_known = is_whole(found, num_ranks) and {*_LOOK} <= found.keys()
     if not is_known or found.get(_NAMES) != _number_of(names):
+        return None
+    if found[_speed_of(0)] < max(found[_speed_of(rank)] for rank in range(num_ranks)):
         return None
     return tuple(found[name] for name in _LOOK)
 
