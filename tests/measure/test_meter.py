@@ -81,6 +81,12 @@ def test_replay_keeps_the_books(steps: list[tuple[int, int]]) -> None:
     assert replay(events) == expected
 
 
+def test_where_something_lies_nothing_else_does() -> None:
+    """As a thread that is not watched has freed it."""
+    events = [(1, 100), (1, 60), (2, 30), (1, -60), (2, -30)]
+    assert replay(events) == Metered(peak_bytes=100, left_bytes=0, freed_bytes=0)
+
+
 @pytest.mark.slow
 def test_metering_prints_nothing() -> None:
     probe = (

@@ -64,13 +64,14 @@ def meter_once(call: Callable[[], object], *, device: torch.device | None = None
 
 
 def replay(events: Iterable[tuple[int, int]]) -> Metered:
-    """(address, signed bytes) in order of time -> the level they describe."""
+    """(address, signed bytes) in order of time -> the level they describe. What a thread of gloo's
+    frees is in no event; what lies at an address then tells that nothing else does any more."""
     born: dict[int, int] = {}
     level = peak = freed = 0
     for address, nbytes in events:
         if nbytes > 0:
+            level += nbytes - born.get(address, 0)
             born[address] = nbytes
-            level += nbytes
             peak = max(peak, level)
         elif address in born:
             level -= born.pop(address)
