@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
+import termios
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.core.collective import GLOO, Exchange
-from steelyard.exchange.connections import Wire
+from steelyard.exchange.connections import Wire, connections, give_back
 
 _TIMES = 5
 # In elements of float32: a loss, a bias, a bucket, and one that goes in more pieces than two.
@@ -56,18 +60,24 @@ def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:
     before = wire.sent_bytes
     for _ in range(_TIMES):
         exchange(given)
-    counted = _at_rest(wire)
+    _await_sent()
+    counted = wire.sent_bytes
     dist.barrier()  # nobody begins on what comes next
     return (counted - before) / _TIMES
 
 
-def _at_rest(wire: Wire) -> int:
+def _await_sent() -> None:
     """What the kernel took over goes out behind it, as far as the other has room."""
-    before = -1
-    while (now := wire.sent_bytes) != before:
-        before = now
-        time.sleep(0.05)
-    return now
+    lent = connections()
+    while any(_waiting_bytes(connection) for connection in lent):
+        time.sleep(0.001)
+    give_back(lent)
+
+
+def _waiting_bytes(connection: socket.socket) -> int:
+    """Until the other has said that it got them."""
+    (waiting,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    return int(waiting)
 
 
 def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from steelyard import _torch
 from steelyard.api.accuracy import NOT_PROBED
 from steelyard.api.lowering import compiled_limit, saved_bytes
+from steelyard.core.accuracy import Drift
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec, ladder
@@ -161,12 +162,11 @@ def _tried(
         return (
             f"takes ~{format_seconds(way.seconds)} a step before anything else, what is taken less"
         )
-    too_far = ""
     if limit is None:
         # Nothing else is traded then, and a probe takes less time than a search.
-        too_far = _too_far(look, budget, way.rules, look.layouts.strike(way.rules))
-    if too_far:
-        return too_far
+        seen = _drift_within(look, budget, way.rules, look.layouts.strike(way.rules))
+        if isinstance(seen, str):
+            return seen
     if is_compiled and limit is not None:
         limit = compiled_limit(look, limit)
         asked = replace(budget, memory_bytes=limit + saved_bytes(look))
@@ -185,22 +185,23 @@ def _tried(
         return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
     if limit is not None and (most := most_in_milder(look, found.rules, found.program)) > limit:
         return f"with it steps in milder codes or none would take {format_bytes(most)}"
-    too_far = _too_far(look, budget, found.rules, found.program)
-    if too_far:
-        return too_far
-    drift = look.lossy.drift_of(found.rules, found.program)
-    return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(drift)))
+    seen = _drift_within(look, budget, found.rules, found.program)
+    if isinstance(seen, str):
+        return seen
+    return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(seen)))
 
 
-def _too_far(look: "Look", budget: Budget, rules: Sequence[Rule], program: Program) -> str:
-    """Why this plan loses more than it may, as far as can be seen; empty where it does not."""
+def _drift_within(
+    look: "Look", budget: Budget, rules: Sequence[Rule], program: Program
+) -> Drift | str:
+    """Of this plan, as far as can be seen; or why the budget does not allow it."""
     seen = look.lossy.drift_of(rules, program)
     if isinstance(seen, str):
         return f"is lossy, and {seen}"
     if seen.largest > budget.accuracy_loss:
         most = f"{budget.accuracy_loss * 100:.2g} %"
         return f"a probe drifted {seen}, and the accuracy budget is {most}"
-    return ""
+    return seen
 
 
 def most_in_milder(look: "Look", rules: Sequence[Rule], program: Program) -> int:

@@ -308,13 +308,12 @@ class Search:
         return tuple({variant.rules: variant for variant in levels}.values())
 
     def _is_idle(self, variant: Variant, best: Point, limit: int | None) -> bool:
-        """Slices or moved states that are no faster, of parts or where no memory asks for them:
-        not worth exploring; nor, where memory is not bounded, is anything else that is not."""
-        is_asked = limit is not None and self.explored().plain.peak_bytes > limit
-        is_cut = variant.parts > 1 and limit is None
-        is_sliced = bool(variant.streams) and (variant.parts > 1 or not is_asked)
-        if not (variant.states or is_sliced or is_cut):
-            return False
+        """What is no faster where memory is not bounded; else, of that, slices of parts or where no
+        memory asks for them, and moved states: not worth exploring."""
+        if limit is not None and not variant.states:
+            is_asked = self.explored().plain.peak_bytes > limit
+            if not variant.streams or (variant.parts == 1 and is_asked):
+                return False
         program = self._strike(variant.rules)
         return step_seconds(program, self._costs).value >= best.seconds
 
