@@ -93,7 +93,7 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
 def test_ranks_of_unequal_speed_send_codes_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD, second=0.4)
+    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD, second=0.6)
     rules = plan.plan.decisions.rules
     assert {rule.trade for rule in rules} & set(_TRADES)
     (shares,) = (rule.shares for rule in rules if rule.trade == "shard_batch")
