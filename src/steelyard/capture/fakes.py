@@ -232,7 +232,8 @@ def filled(batch: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "meta":
             return leaf
         if leaf.is_contiguous():
-            return torch.zeros(leaf.shape, dtype=leaf.dtype)  # takes no memory until it is written
+            # Takes no memory until it is written.
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
         return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
 
     return _torch.tree_map(real, batch)

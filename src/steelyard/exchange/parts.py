@@ -156,8 +156,8 @@ def _is_same_on_parts(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], dim: int
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    gradients = torch.randn(_STEPS, 4, 6, generator=generator, dtype=torch.float64)
+    whole = torch.randn(4, 6, generator=generator, device="cpu", dtype=torch.float64)
+    gradients = torch.randn(_STEPS, 4, 6, generator=generator, device="cpu", dtype=torch.float64)
     halves = zip(whole.chunk(2, dim), gradients.chunk(2, dim + 1))
     parts = [_after_steps(make, half, own) for half, own in halves]
     return torch.allclose(_after_steps(make, whole, gradients), torch.cat(parts, dim))

@@ -328,12 +328,12 @@ def _tried(
     """Parameters, settings and state after a few steps."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1,) * count for count in dims]
-    held = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    held = [nn.Parameter(torch.randn(shape, generator=generator, device="cpu")) for shape in shapes]
     optimizer = make(held)
     raw = _raw_step(optimizer)
     for _ in range(_PROBE_STEPS):
         for parameter in held:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.randn(parameter.shape, generator=generator, device="cpu")
         groups = _Groups(optimizer)
         # From the last to the first: the order must not matter either.
         portions: list[Collection[int]] = [{id(p)} for p in reversed(held)]
@@ -372,14 +372,14 @@ def _tried_in_rows(
 ) -> list[object]:
     """A parameter and its state after a few steps, so many rows at a time."""
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(sum(counts), _PROBE_COLUMNS, generator=generator)
+    whole = torch.randn(sum(counts), _PROBE_COLUMNS, generator=generator, device="cpu")
     parameter = nn.Parameter(whole)
     optimizer = make([parameter])
     raw = _raw_step(optimizer)
     weights = list(whole.split(list(counts)))
     held: list[dict[str, Any] | None] = [None for _ in counts]
     for _ in range(_PROBE_STEPS):
-        gradients = torch.randn(whole.shape, generator=generator).split(list(counts))
+        gradients = torch.randn(whole.shape, generator=generator, device="cpu").split(list(counts))
         groups, numbers = _Groups(optimizer), Numbers(held[0] or {})
 
         def update(groups: _Groups = groups) -> None:

@@ -83,7 +83,7 @@ def _measured(memory: FarMemory) -> dict[str, float]:
     nbytes = min(nbytes, far.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
     # Two under way may lie in the same place: what they say is nobody's.
     slots = Slots(memory, memory.kept([nbytes]) * 2)
-    large = torch.zeros(nbytes, dtype=torch.uint8)
+    large = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     small = large[:_SMALL_BYTES]
     _trip(slots, large)  # the first touches the buffers and the file
     trips = [_trip(slots, small) for _ in range(_CALLS)]
@@ -163,8 +163,8 @@ class _Busy:
 
 def _pace(also: Callable[[], None] = lambda: None) -> float:
     """How often a second a product and a pass over memory are done."""
-    matrix = torch.ones(256, 256, dtype=torch.float32)
-    vector = torch.ones(1 << 20, dtype=torch.float32)
+    matrix = torch.ones(256, 256, dtype=torch.float32, device="cpu")
+    vector = torch.ones(1 << 20, dtype=torch.float32, device="cpu")
     begin, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() < begin + _WHILE_SECONDS:
         torch.mm(matrix, matrix)

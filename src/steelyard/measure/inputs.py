@@ -35,7 +35,9 @@ class Source:
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
         # Between 0.1 and 1: a valid probability, variance, logarithm, divisor and step count.
-        self._floats = torch.rand(_POOL, generator=self._generator).mul_(0.9).add_(0.1)
+        self._floats = (
+            torch.rand(_POOL, generator=self._generator, device="cpu").mul_(0.9).add_(0.1)
+        )
         self._pools: dict[torch.dtype, torch.Tensor] = {}
 
     def arguments(self, graph: Graph, node: Node) -> Arguments:
@@ -68,7 +70,11 @@ class Source:
         extent = extent_of(like)
         flat = torch.empty(extent, dtype=dtype, device=self._device)
         if below > 1 and not (dtype.is_floating_point or dtype.is_complex):
-            flat.copy_(torch.randint(below, (extent,), generator=self._generator, dtype=dtype))
+            flat.copy_(
+                torch.randint(
+                    below, (extent,), generator=self._generator, device="cpu", dtype=dtype
+                )
+            )
         else:
             _tile(flat, self._pool(dtype))
         made = flat.as_strided(like.shape, like.stride)
@@ -81,11 +87,12 @@ class Source:
             if dtype is torch.bool:
                 # Masks in models are triangles and padding. Of random ones the branches could not
                 # be foretold, and masked_fill takes three times as long.
-                pool = torch.arange(_POOL) // _RUN % 2 == 0
+                pool = torch.arange(_POOL, device="cpu") // _RUN % 2 == 0
             elif dtype.is_floating_point or dtype.is_complex:
                 pool = self._floats.to(dtype)
             else:
-                pool = torch.zeros(_POOL, dtype=dtype)  # the one index that is always valid
+                # The one index that is always valid.
+                pool = torch.zeros(_POOL, dtype=dtype, device="cpu")
             pool = self._pools[dtype] = pool.to(self._device)
         return pool
 

@@ -185,7 +185,7 @@ def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     strides, scales, codes = _parted(coded, x.dim(), x.numel())
     # Some kernels lay their result out otherwise than torch's description of them says; what is
     # read back lies as it did.
-    strides.copy_(torch.tensor(x.stride()))
+    strides.copy_(torch.tensor(x.stride(), device="cpu"))
     buffers = flat.new_empty(2, min(_SLICE, flat.numel()), dtype=torch.float32)
     for part, scale, code in _slices(flat, scales, codes):
         wide, sign = (buffer[: part.numel()].view_as(part) for buffer in buffers)
