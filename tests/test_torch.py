@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
 import logging
 import random
@@ -690,6 +691,33 @@ def test_a_gpu_can_be_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", told.append)
     _torch.keep_busy(7)
     assert told == [7]
+
+
+def test_ranks_share_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is seen where there is a GPU (tests/dist/test_gpus.py); these are its names."""
+    module = importlib.import_module("torch.distributed._symmetric_memory")
+    assert {"dtype", "device"} <= inspect.signature(module.empty).parameters.keys()
+    assert [*inspect.signature(module.rendezvous).parameters] == ["tensor", "group"]
+    given: list[Any] = []
+
+    class Met:
+        def get_buffer(self, *asked: Any) -> Any:
+            return asked
+
+    monkeypatch.setattr(module, "empty", lambda *a, **k: given.append((a, k)))
+    monkeypatch.setattr(module, "rendezvous", lambda *a: given.append(a) or Met())
+    _torch.symmetric_memory(64, torch.device("cuda", 1))
+    assert given == [((64,), {"dtype": torch.uint8, "device": torch.device("cuda", 1)})]
+    memory = torch.empty(64, dtype=torch.uint8)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        assert _torch.symmetric_views(memory, group) == [(0, memory.shape, torch.uint8)]
+        assert given[1] == (memory, group.group_name)
+        assert hasattr(module._SymmetricMemory, "get_buffer")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --- ranks ----------------------------------------------------------------------------------------

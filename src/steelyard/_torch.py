@@ -22,6 +22,9 @@ import torch._dynamo.hooks
 import torch._dynamo.symbolic_convert
 import torch._export.utils
 
+# Memory of GPUs that the processes of a host share; torch has no public name for it yet.
+import torch.distributed._symmetric_memory
+
 # Tracing leaves fake tensors of the model in this tracker's class attributes; leaving it as a
 # context takes them back.
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
@@ -102,6 +105,8 @@ __all__ = [
     "reads_data",
     "storage_key",
     "supervised_agent",
+    "symmetric_memory",
+    "symmetric_views",
     "taken_apart",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -648,6 +653,22 @@ def compiled_kernels(
 def keep_busy(cycles: int) -> None:
     """The current CUDA device does nothing else for so long, and the host goes on."""
     torch.cuda._sleep(cycles)
+
+
+def symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Of a GPU, that other processes of this host can be given to write to."""
+    symmetric = torch.distributed._symmetric_memory
+    made: torch.Tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    return made
+
+
+def symmetric_views(
+    memory: torch.Tensor, group: torch.distributed.ProcessGroup
+) -> list[torch.Tensor]:
+    """What each rank of the group has made so, of one size, as this one sees it for as long as it
+    keeps its own; all of them come together for it."""
+    met = torch.distributed._symmetric_memory.rendezvous(memory, group.group_name)
+    return [met.get_buffer(rank, memory.shape, memory.dtype) for rank in range(group.size())]
 
 
 def exchanges_issued() -> list[dict[str, Any]]:

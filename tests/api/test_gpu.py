@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.home import cluster_at
+from steelyard.api.home import MAY_SHARE, cluster_at
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput
+from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
-from steelyard.measure.home import CPU, home_of
+from steelyard.measure.home import home_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -70,10 +71,26 @@ def test_memory_is_that_of_the_device(gpu: torch.device) -> None:
     assert cluster.fingerprint != Cluster.here().fingerprint
 
 
-def test_ranks_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
+@pytest.mark.gpu
+def test_more_ranks_than_gpus_are_refused_or_share_one(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, seen = torch.cuda.device_count() + 1, torch.cuda.get_device_properties(gpu)
+    alone = cluster_at(gpu, Cluster.here(ranks=1), cache=CostCache()).fastest
+    monkeypatch.delenv(MAY_SHARE, raising=False)
+    with pytest.raises(BadInput, match=f"{ranks} ranks were asked for, and torch sees"):
+        cluster_at(gpu, Cluster.here(ranks=ranks), cache=CostCache())
+    monkeypatch.setenv(MAY_SHARE, "1")
+    shared = cluster_at(gpu, Cluster.here(ranks=ranks), cache=CostCache())
+    assert shared.num_devices == ranks
+    assert shared.fastest.memory_bytes == alone.memory_bytes // 2
+    assert shared.fastest.kind == f"cuda {seen.name}, shared by 2 ranks"
+
+
+def test_hosts_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     there, cache = torch.device("cuda", 0), CostCache()
-    with pytest.raises(BadInput, match="is on cuda:0, and 2 ranks were asked for"):
-        cluster_at(there, Cluster.here(ranks=2), cache=cache)
+    with pytest.raises(BadInput, match="is on cuda:0, and ranks on 2 hosts were asked for"):
+        cluster_at(there, Cluster.here(ranks=2, hosts=2), cache=cache)
     far = Far(tmp_path, "1GB/s", "1MiB")
     with pytest.raises(BadInput, match="is on cuda:0, and far memory was given"):
         cluster_at(there, Cluster.here(far=far), cache=cache)

@@ -25,9 +25,11 @@ from steelyard.core.layout import PIPELINE, Layout
 from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
+from steelyard.exchange.devices import generator_of
 from steelyard.exchange.parts import Way
 from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.pinned_slots import Like
+from steelyard.measure.home import home_of
 from steelyard.measure.meter import meter_once
 from steelyard.predict.schedule import replay
 from steelyard.predict.stages import stage_cost
@@ -36,6 +38,7 @@ from steelyard.run.step import LiveStep
 from steelyard.trades.shard_tensor import ShardTensor
 from tests import zoo
 from tests.capture.stepping import COSTS
+from tests.dist.slots import here
 from tests.zoo import reference
 from tests.zoo.case import Loss, next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -111,6 +114,10 @@ _OF_FOUR = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble"
 
 def two_of_gpt(rank: int) -> Any:
     return _run("gpt", _OF_TWO, in_slots=_IN_SLOTS)
+
+
+def two_of_gpt_on_gpus(rank: int) -> Any:
+    return _run("gpt", {name: _OF_TWO[name] for name in _IN_SLOTS}, in_slots=_IN_SLOTS)
 
 
 def two_of_llama(rank: int) -> Any:
@@ -201,10 +208,16 @@ def _counting_places() -> Iterator[list[int]]:
         yield places
 
 
+def _drawn() -> torch.Tensor:
+    """Where the generator stands from which numbers are drawn here."""
+    return generator_of(here()).get_state()
+
+
 class _OneDevice:
     """What the micro-batches come to on one device, step by step; captured once."""
 
     def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)  # a GPU's generator begins anywhere
         model, loss, batch = case.make()
         self.model = model.double()
         self.batch = _torch.tree_map(
@@ -220,7 +233,7 @@ class _OneDevice:
         for index in range(STEPS):
             torch.manual_seed(SEED + index)
             value = step(self.batch)
-            self.steps.append((value, reference.gradients(self.after), torch.get_rng_state()))
+            self.steps.append((value, reference.gradients(self.after), _drawn()))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -241,7 +254,7 @@ class _OneDevice:
         for index, (value, gradients, state) in enumerate(self.steps):
             torch.manual_seed(SEED + index)
             worst["loss"] = max(worst["loss"], _gap(value, step(self.batch)))
-            assert torch.equal(state, torch.get_rng_state()), "another number of draws"
+            assert torch.equal(state, _drawn()), "another number of draws"
             gaps = [_gap(part(f"parameter:{name}", gradients[name]), p.grad) for name, p in own.items()]
             worst["gradients"] = max(worst["gradients"], *gaps)
         worst["parameters"] = max(
@@ -325,7 +338,7 @@ def _held(program: Program) -> frozenset[str]:
 
 
 def _live(model: nn.Module, program: Program, **settings: Any) -> LiveStep:
-    ranks = Ranks.of(program.layout)
+    ranks = Ranks.of(program.layout, home_of(model))
     parts = ranks.parts_of(model, program)
     return LiveStep(
         model,
@@ -388,6 +401,6 @@ def _peaks(
         assert program.pipeline is not None
         order, stages = program.pipeline.order, program.pipeline.stages
         costs = [stage_cost(s, stages.graph, COSTS) for s in stages.stages]
-        metered = meter_once(lambda step=step: step.backward(batch)).peak_bytes
+        metered = meter_once(lambda step=step: step.backward(batch), device=here()).peak_bytes
         found[schedule] = (replay(order, costs).peak_bytes[rank], metered)
     return found

@@ -522,7 +522,7 @@ def _error(model: nn.Module, alone: nn.Module) -> float:
 def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for tensor in _tensors(model):
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

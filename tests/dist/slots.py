@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,21 @@ from steelyard.core.errors import BadInput, RankFailed
 from steelyard.core.pinned import Edge
 from steelyard.exchange import pinned
 from steelyard.exchange.pinned import Pinned
+from steelyard.exchange.pinned_among import pinned_among
+from steelyard.exchange.pinned_slots import Like
 from steelyard.measure.meter import meter_once
 
 MESSAGES = 40
+
+
+def made(edges: Sequence[Edge]) -> Pinned:
+    """Among all ranks, where tensors are made by default."""
+    return pinned_among(edges, group=_everyone(), device=here())
+
+
+def here() -> torch.device:
+    where = torch.get_default_device()
+    return where if where.type == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
 def edge(source: int, *sizes: int, slots: int = 2, holds_all: bool = False) -> Edge:
@@ -36,7 +48,7 @@ def edge(source: int, *sizes: int, slots: int = 2, holds_all: bool = False) -> E
 
 def _of_all_kinds(number: int) -> list[torch.Tensor]:
     drawn = torch.Generator().manual_seed(number)
-    x = torch.randn(5, 7, generator=drawn)
+    x = torch.randn(5, 7, generator=drawn, device="cpu").to(torch.get_default_device())
     return [
         x.t(), x.bfloat16(), x > 0, torch.empty(3, 0), x.double().sum(), (100 * x).to(torch.int64)
     ]  # fmt: skip
@@ -45,11 +57,13 @@ def _of_all_kinds(number: int) -> list[torch.Tensor]:
 def exchanged(rank: int) -> dict[str, Any]:
     """More messages than slots, all sent before any is read, the last of them read first and two
     kept for good: what came otherwise than it was sent, and what is left open."""
-    begun = open_files()
     own = _of_all_kinds(0)
     likes = [(x.shape, x.dtype) for x in own]
     edges = [edge(source, *(x.nbytes for x in own)) for source in (0, 1)]
-    slots = Pinned(edges, group=_everyone())
+    made(edges).close()  # what libraries open for themselves stays open
+    gc.collect()
+    begun = open_files()
+    slots = made(edges)
     kept, wrong = [], []
     for step in range(3):
         slots.begin()
@@ -81,7 +95,7 @@ def exchanged(rank: int) -> dict[str, Any]:
 def kept_away(rank: int) -> dict[str, Any]:
     """What a step allocates for messages: nothing."""
     x = torch.randn(1 << 16)
-    slots = Pinned([edge(0, x.nbytes), edge(1, x.nbytes)], group=_everyone())
+    slots = made([edge(0, x.nbytes), edge(1, x.nbytes)])
     like = [(x.shape, x.dtype)]
 
     def step() -> None:
@@ -92,7 +106,7 @@ def kept_away(rank: int) -> dict[str, Any]:
         slots.settle()
 
     step()
-    metered = meter_once(step)
+    metered = meter_once(step, device=here())
     dist.barrier()
     return {"peak": metered.peak_bytes, "left": metered.left_bytes}
 
@@ -101,7 +115,7 @@ def made_there(rank: int) -> dict[str, Any]:
     """Messages of two values of which rank 0 makes one where it goes: what came, whether anything
     was copied, and when there was no such place."""
     sizes = (64, 4)
-    slots = Pinned([edge(0, *sizes)], group=_everyone())
+    slots = made([edge(0, *sizes)])
     likes = [((16,), torch.float32), ((1,), torch.int32)]
     places: dict[str, bool] = {}
 
@@ -141,6 +155,7 @@ def made_there(rank: int) -> dict[str, Any]:
         until = time.monotonic() + 10
         while len(slots._written[0].free) < 2 and time.monotonic() < until:
             slots._hear(1)  # from another host it takes a moment
+            slots._written[0].look()  # and so does a GPU
         places["after one that was given up"] = len(slots._written[0].free) == 2
     dist.barrier()
     expected = [[[float(n)] * 16, [n] if n else []] for n in range(4)]
@@ -154,7 +169,7 @@ def broken_off(rank: int) -> list[bool]:
 
 
 def _broken_off(rank: int, *, is_heard: bool) -> bool:
-    slots = Pinned([edge(0, 4, slots=3), edge(1, 4, slots=3)], group=_everyone())
+    slots = made([edge(0, 4, slots=3), edge(1, 4, slots=3)])
     like = [((1,), torch.int32)]
     slots.begin()
     for number in range(3):
@@ -219,13 +234,18 @@ def silent(rank: int) -> str:
 
 def killed(rank: int) -> dict[str, str]:
     """Rank 1 dies over a slot that it has half written."""
-    slots = Pinned([edge(1, 1 << 16), edge(0, 64)], group=_everyone())
+    slots = made([edge(1, 1 << 16), edge(0, 64)])
     slots.begin()
     if rank == 1:
         with mock.patch.object(torch.Tensor, "copy_", side_effect=_die):
             slots.send(0, 0, [torch.ones(1 << 14)])
+    return said_by_whom_it_left(slots, [((1 << 14,), torch.float32)])
+
+
+def said_by_whom_it_left(slots: Pinned, likes: Sequence[Like]) -> dict[str, str]:
+    """By rank 0, when it reads of rank 1, which has ended, and when it sends."""
     attempts = {
-        "reading": lambda: slots.receive(0, 0, [((1 << 14,), torch.float32)]),
+        "reading": lambda: slots.receive(0, 0, likes),
         "sending": lambda: _send_more_than_slots(slots),
     }
     said = {}
@@ -266,7 +286,8 @@ def open_files() -> set[str]:
     return found
 
 
-def main(folder: str, rank: int) -> None:
+def main(folder: str, rank: int, device: str = "cpu") -> None:
+    torch.set_default_device(device)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2,
         timeout=timedelta(seconds=60),
@@ -277,4 +298,4 @@ def main(folder: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -17,7 +17,7 @@ from steelyard.exchange.channel import Channel
 from steelyard.exchange.slotted import Slotted
 from steelyard.measure.meter import meter_once
 from steelyard.operators import all_gather, operator_named
-from tests.dist.slots import open_files
+from tests.dist.slots import here, open_files
 
 _REDUCE = "_c10d_functional.all_reduce.default"
 _IN_PLACE = "_c10d_functional.all_reduce_.default"
@@ -32,7 +32,7 @@ def _rounds(ranks: int, nbytes: int, count: int) -> Rounds:
 
 def _channel() -> Channel:
     assert dist.group.WORLD is not None
-    return Channel.of(dist.group.WORLD)
+    return Channel.of(dist.group.WORLD, here())
 
 
 def _values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, ...]]]:
@@ -41,7 +41,7 @@ def _values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, .
     group = _channel().group
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=drawn)
+        return torch.randn(shape, generator=drawn, device="cpu").to(here())
 
     even = (1,) * ranks
     return [
@@ -109,7 +109,7 @@ def kept_away(rank: int) -> int:
             through.waiting(through.calls[_IN_PLACE](x, "sum", ""))
 
     step()
-    metered = meter_once(step)
+    metered = meter_once(step, device=here())
     dist.barrier()
     slotted.close()
     return metered.peak_bytes

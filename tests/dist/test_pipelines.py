@@ -22,7 +22,7 @@ def test_two_ranks_are_one_device(model: str) -> None:
     assert sum("through slots" in schedule for schedule in ranks[0]) == (4 if model == "gpt" else 0)
     assert sum("through slots" not in schedule for schedule in ranks[0]) == 7
     for schedule in ranks[0]:
-        _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
+        as_one_device(model, schedule, [rank[schedule] for rank in ranks])
         if "through slots" in schedule:
             # Not what dropout or the backward pass of a norm makes, which is copied.
             made = sum(rank[schedule]["made there"] for rank in ranks)
@@ -32,7 +32,7 @@ def test_two_ranks_are_one_device(model: str) -> None:
 def test_branches_of_a_network_that_forks_lie_on_different_devices() -> None:
     ranks = on_two_ranks("tests.dist.pipelines:two_of_towers")
     for schedule in ranks[0]:
-        _as_one_device("towers", schedule, [rank[schedule] for rank in ranks])
+        as_one_device("towers", schedule, [rank[schedule] for rank in ranks])
     held = [{name.partition(".")[0] for name in rank["1F1B"]["held"]} for rank in ranks]
     assert held == [{"left"}, {"right", "head"}]
 
@@ -43,7 +43,7 @@ def test_four_ranks_are_one_device(model: str) -> None:
     ranks = on_ranks(f"tests.dist.pipelines:four_of_{model}", count=4)
     assert {"1F1B", "1F1B through slots"} < set(ranks[0])
     for schedule in ranks[0]:
-        _as_one_device(model, schedule, [rank[schedule] for rank in ranks])
+        as_one_device(model, schedule, [rank[schedule] for rank in ranks])
 
 
 @pytest.mark.long
@@ -54,7 +54,7 @@ def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None
     assert set(ranks[0]) == {"1F1B", "ZBVZeroBubble"}
     for schedule in ranks[0]:
         own = [rank[schedule] for rank in ranks]
-        _as_one_device(model, schedule, own)
+        as_one_device(model, schedule, own)
         # Those of a stage hold the same tensors, and of most of these a half.
         assert own[0]["held"] == own[1]["held"] != own[2]["held"] == own[3]["held"]
         assert own[0]["share"] == own[1]["share"], schedule
@@ -65,7 +65,7 @@ def test_a_call_that_fails_costs_nothing_of_earlier_ones() -> None:
     assert on_two_ranks("tests.dist.pipelines:failed_of_gpt") == [True, True]
 
 
-def _as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> None:
+def as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for what in ("loss", "gradients", "parameters", "buffers"):
             assert rank[what] <= _ROUNDING, (schedule, what)

@@ -70,11 +70,35 @@ def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
     check_who_died("tests.dist.slots", tmp_path)
 
 
-def check_who_died(module: str, folder: Path) -> None:
+def test_ranks_on_gpus_wait_for_what_these_have_yet_to_do() -> None:
+    """Which a file in memory stands in for."""
+    for rank, found in enumerate(on_two_ranks("tests.dist.stood_in:every")):
+        nothing_left = {"wrong": [], "changed": [], "moved": True, "held": True, "left open": []}
+        assert found["exchanged"] == nothing_left
+        assert found["made there"]["came"]
+        if rank == 0:
+            assert all(found["made there"]["places"][when] for when in _THERE)
+        assert found["broken off"] == [True, True]
+        assert found["apart"] == [True, True]
+        assert "on rank 1 no 8.00 KiB of its GPU can be had: full\n" in found["refused"]["no memory"]
+        assert "the GPU of rank 1 does not reach all others" in found["refused"]["out of reach"]
+        for said in found["refused"].values():
+            assert len(said.splitlines()) == 3, said
+
+
+_THERE = ("at first", "of its second value", "after one that was given up")
+
+
+def test_a_rank_that_dies_before_its_gpu_has_written_is_named(tmp_path: Path) -> None:
+    check_who_died("tests.dist.stood_in", tmp_path)
+
+
+def check_who_died(module: str, folder: Path, *, device: str = "cpu") -> None:
     """Of the two ranks that this module is, as a command."""
+    also = [] if device == "cpu" else [device]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(folder), str(rank)],
+            [sys.executable, "-m", module, str(folder), str(rank), *also],
             cwd=_ROOT,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.link import Link
 from steelyard.measure.cache import CostCache
+from steelyard.measure.exchanges import SIZES, Sizes
 from steelyard.measure.links import context_of, fitted, measured_ranks
 
-_SIZES = {"small": 4096, "middle": 1 << 20, "large": 16 << 20}
+_SIZES = SIZES["cpu"]._asdict()
 
 
-def said_of(link: Link, num_ranks: int) -> dict[str, float]:
+def said_of(link: Link, num_ranks: int, *, sizes: Sizes = SIZES["cpu"]) -> dict[str, float]:
     """What a rank measures on a link that is just as it is described."""
     timed = {}
-    for name, nbytes in _SIZES.items():
+    for name, nbytes in sizes._asdict().items():
         made = GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         timed[name] = link.seconds(made.sent_bytes, messages=made.hops)
     own = {"call": 1e-5 * 2 * (num_ranks - 1), "disturbs": 0.25, "product": 1e-3}
     hops = {
-        f"hop {name}": 3 * link.latency_seconds + _SIZES[name] / (2 * link.bytes_per_second)
-        for name in ("small", "middle")
+        f"hop {name}": 3 * link.latency_seconds + nbytes / (2 * link.bytes_per_second)
+        for name, nbytes in list(sizes._asdict().items())[:2]
     }
     return {**timed, **own, **hops, "hand": 2e-5, "hand disturbs": 0.125}
 
@@ -45,6 +46,15 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     assert found["hand"] == 2e-5
     assert found["hand rate"] == pytest.approx(2 * rate, rel=1e-6)
     assert (found["disturbs"], found["hand disturbs"]) == (0.25, 0.125)
+
+
+def test_of_gpus_more_is_sent() -> None:
+    link, sizes = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e11), SIZES["cuda"]
+    slots = {"slot small": 1e-4, "slot large": 1e-3, "slot hand": 1e-5}
+    found = fitted([{**said_of(link, 2, sizes=sizes), **slots}] * 2, sizes=sizes)
+    assert found["rate"] == pytest.approx(1e11, rel=1e-6)
+    assert found["hand rate"] == pytest.approx(2e11, rel=1e-6)
+    assert found["slot rate"] == pytest.approx((sizes.middle - sizes.small) / 9e-4)
 
 
 def test_what_an_exchange_takes_of_a_slow_rank_is_priced_by_its_speed_and_not_twice() -> None:

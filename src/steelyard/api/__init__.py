@@ -8,7 +8,7 @@ from steelyard.api.hosts import Meeting, meeting
 from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
-from steelyard.api.ranks import as_a_rank, joined_ranks, restarts
+from steelyard.api.ranks import as_a_rank, joined_ranks, keep_to_own_gpu, restarts
 from steelyard.api.scaling import scale_workload
 from steelyard.api.training import run_workload
 from steelyard.api.workload import Workload, load_workload
@@ -24,6 +24,7 @@ __all__ = [
     "demo",
     "doctor",
     "joined_ranks",
+    "keep_to_own_gpu",
     "launch",
     "load",
     "load_planned",

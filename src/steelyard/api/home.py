@@ -1,8 +1,9 @@
-"""The cluster of a step on a GPU of this machine: that GPU.
+"""The cluster of a step on a GPU of this machine: that GPU, or one for each rank.
 
 Not for which device that is: see measure/home.py.
 """
 
+import os
 from dataclasses import replace
 
 import torch
@@ -13,18 +14,21 @@ from steelyard.core.errors import BadInput
 from steelyard.measure.cache import CostCache
 from steelyard.measure.rates import with_measured_rates
 
+# Ranks may share a GPU, whose times are then said as if each had one of its own.
+MAY_SHARE = "STEELYARD_SHARE_GPU"
+
 
 def cluster_at(
     home: torch.device, cluster: Cluster, *, runner: str = "python", cache: CostCache
 ) -> Cluster:
-    """``cluster``, where it is this machine and the step lies on a GPU of it: that GPU."""
+    """``cluster``, where it is this machine and the step lies on a GPU of it: as many GPUs."""
     if home.type == "cpu" or not cluster.is_here:
         return cluster
-    if cluster.num_devices > 1:
+    if cluster.hosts > 1:
         raise BadInput(
-            f"the model is on {home}, and {cluster.num_devices} ranks were asked for",
-            expected="one rank, or a model on the CPU: ranks exchange what lies there, by gloo",
-            remedy="plan one rank; steelyard.hooks sends gradients in codes between GPUs",
+            f"the model is on {home}, and ranks on {cluster.hosts} hosts were asked for",
+            expected="ranks of one machine there: GPUs of several hosts have not been tried",
+            remedy="plan for one host; steelyard.hooks sends gradients in codes between GPUs",
         )
     if cluster.far is not None:
         raise BadInput(
@@ -38,11 +42,22 @@ def cluster_at(
             expected="the python runner there: of what is compiled, kernels of a CPU are measured",
             remedy="leave runner= out, or write --runner python",
         )
-    (member,) = cluster.tree.members
-    gpu = with_measured_rates(_gpu(home, cluster.device), cache=cache, torch_device=home)
-    return replace(cluster, tree=replace(cluster.tree, members=(replace(member, of=gpu),)))
+    here = _gpu(home, cluster.fastest, ranks=cluster.num_devices)
+    gpu = with_measured_rates(here, cache=cache, torch_device=home)
+    member = replace(cluster.tree.members[0], of=gpu, count=cluster.num_devices)
+    at_home = replace(cluster, tree=replace(cluster.tree, members=(member,)), speeds=())
+    return at_home.at_speeds(cluster.speeds) if cluster.speeds else at_home
 
 
-def _gpu(home: torch.device, here: Device) -> Device:
-    seen = torch.cuda.get_device_properties(home)
-    return replace(here, kind=f"cuda {seen.name}", memory_bytes=int(seen.total_memory))
+def _gpu(home: torch.device, here: Device, *, ranks: int) -> Device:
+    seen, count = torch.cuda.get_device_properties(home), torch.cuda.device_count()
+    if ranks > count and not os.environ.get(MAY_SHARE):
+        raise BadInput(
+            f"the model is on {home}, {ranks} ranks were asked for, and torch sees {count} GPU"
+            + ("s" if count != 1 else ""),
+            expected="a GPU for each rank: what shares one computes at a part of its speed",
+            remedy=f"plan for {count}; or, to try things with no true times, {MAY_SHARE}=1",
+        )
+    sharers = -(-ranks // count)
+    kind = f"cuda {seen.name}" + (f", shared by {sharers} ranks" if sharers > 1 else "")
+    return replace(here, kind=kind, memory_bytes=int(seen.total_memory) // sharers)

@@ -89,9 +89,10 @@ class Step:
         self._source = source
         self._prices = prices
         self._update = update
-        self.ranks = Ranks.of(Layout.of(plan.decisions.rules))
+        self._home = home_of(source.model)
+        self.ranks = Ranks.of(Layout.of(plan.decisions.rules), self._home)
         if self.ranks.groups:
-            begin_alike([*source.model.parameters(), *source.model.buffers()])
+            begin_alike([*source.model.parameters(), *source.model.buffers()], self._home)
         self._parts: Parts | Layers | PartsOfLayers | None = None
         self._ladder = ladder(plan.decisions.rules)
         program, captured = self._program_at(source)
@@ -129,7 +130,6 @@ class Step:
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
-        self._home = home_of(source.model)
         self._laps = Laps(self._home)
         self._wire, self._looks = Wire(), 0
         self._traffic = [self.traffic()]
@@ -234,8 +234,21 @@ class Step:
         found, many = between(traffic), bool(self.ranks.channels)
         if found is None:
             return (None if self.far or many else 0.0), 0.0, None
-        sent = round(found.sent) if many and self._wire.is_counted else None
+        sent = round(found.sent) if many and self._is_counted else None
         return (None if many else found.busy), found.waited, sent
+
+    @property
+    def _is_counted(self) -> bool:
+        """What goes over connections the kernel counts, and what goes through slots is counted
+        here; NCCL says nothing of what it sends."""
+        if all(channel.backend == "gloo" for channel in self.ranks.channels.values()):
+            return self._wire.is_counted
+        program = self.live.program
+        exchanged = (node.collective for node in program.graph.nodes if node.collective is not None)
+        summed = program.pipeline is not None and (
+            DATA in self.ranks.groups or program.pipeline.stages.shared
+        )
+        return self._wire.is_counted and not summed and all(c.is_pinned for c in exchanged)
 
     def notes_on_ranks(self, waited: float, sent: int | None) -> tuple[str, ...]:
         if not self.ranks.channels:

@@ -26,10 +26,11 @@ from steelyard.core.parting import Parting, Region
 from steelyard.core.pinned import PINNED
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
+from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
 from steelyard.measure.far import measured_links
-from steelyard.measure.home import CPU, free_bytes, random_devices
+from steelyard.measure.home import free_bytes, random_devices
 from steelyard.measure.links import measured_ranks
 from steelyard.measure.operators import Calls, context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
@@ -73,7 +74,9 @@ class Prices:
         links: dict[str, Link] = {}
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring how ranks reach one another")
-            measured = measured_ranks(cluster.num_devices, hosts=cluster.hosts, cache=self._cache)
+            measured = measured_ranks(
+                cluster.num_devices, hosts=cluster.hosts, home=home, cache=self._cache
+            )
             # Of one machine's ranks any two are as near, and of hosts with one each.
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
             if measured.slots is not None:
@@ -87,7 +90,9 @@ class Prices:
         self.cluster = cluster
         self._device = cluster.fastest
         of_a_host, hosts = (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
-        self._company = Company(of_a_host, self._device, hosts=hosts)
+        # Each on a GPU of its own they are in nobody's way.
+        sharers = of_a_host if home.type == "cpu" else 1
+        self._company = Company(sharers, self._device, hosts=hosts)
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)

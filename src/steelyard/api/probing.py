@@ -130,7 +130,7 @@ def losses(
         torch.manual_seed(_SEED)
         if program.layout == ALONE:
             return _trained(source, program, optimizer=optimizer, far=far, channels={}, rank=0)
-        together = Together(program.layout.num_ranks)
+        together = Together(program.layout.num_ranks, home_of(source.model))
         channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
         by_share = {each.share: each for each in (program, *program.beside)}
         own = [by_share[share] for share in program.layout.portions]

@@ -19,16 +19,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from steelyard import _torch
 from steelyard.api.hosts import know_hosts
 from steelyard.api.workload import Workload
-from steelyard.core.errors import Mismatch
+from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import ALONE, DATA, PIPELINE, Layout
 from steelyard.core.machine import cores_of
 from steelyard.core.parting import Parting
 from steelyard.core.placement import Shard
 from steelyard.core.program import Program
+from steelyard.exchange.backends import backend_for
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts, Way
 from steelyard.exchange.turns import take_turns
+from steelyard.measure.home import home_of
 from steelyard.run.bind import live_tensors
 from steelyard.run.pipeline import StagesAtWork
 from steelyard.run.ranks.agreement import words_for
@@ -44,11 +47,12 @@ class Ranks:
 
     layout: Layout = ALONE
     rank: int = 0
+    home: torch.device = CPU
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: Layout) -> "Ranks":
-        """Of the process group that this process has joined."""
+    def of(cls, layout: Layout, home: torch.device = CPU) -> "Ranks":
+        """Of the process group that this process has joined, with a model that lies at ``home``."""
         if layout.num_ranks == 1:
             return cls()
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -61,9 +65,10 @@ class Ranks:
                 remedy="steelyard run starts them; or torchrun, with init_process_group before "
                 "apply; or plan again for this many",
             )
+        _refuse_backends(group, home)
         groups = _groups(layout, group)
         take_turns()
-        return cls(layout=layout, rank=group.rank(), groups=groups)
+        return cls(layout=layout, rank=group.rank(), home=home, groups=groups)
 
     @property
     def together(self) -> Together:
@@ -71,7 +76,7 @@ class Ranks:
 
     @cached_property
     def channels(self) -> Mapping[str, Channel]:
-        return {axis: Channel.of(group) for axis, group in self.groups.items()}
+        return {axis: Channel.of(group, self.home) for axis, group in self.groups.items()}
 
     def parts_of(self, model: nn.Module, program: Program) -> Parts | Layers | PartsOfLayers | None:
         """The model cut to what this rank holds of it; None where that is all of it."""
@@ -105,6 +110,18 @@ class Ranks:
         )
 
 
+def _refuse_backends(group: dist.ProcessGroup, home: torch.device) -> None:
+    """What ranks agree on lies on the host, wherever the model does."""
+    known = dist.get_backend_config(group)
+    if not {"cpu", home.type} <= {pair.partition(":")[0] for pair in known.split(",")}:
+        wanted = "gloo" if home.type == "cpu" else "cpu:gloo,cuda:nccl"
+        raise BadInput(
+            f"the process group carries {known}, and the model is on {home}",
+            expected="a backend for that, and one for the CPU",
+            remedy=f'init_process_group("{wanted}")',
+        )
+
+
 def _groups(layout: Layout, everyone: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
     axes = layout.axes
     if len(axes) == 1:
@@ -131,6 +148,14 @@ def keep_to_own_cores() -> None:
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 
 
+def keep_to_own_gpu() -> None:
+    """``cuda``, without a number, is one for each rank of this machine, as far as there are so
+    many."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count > 1:
+        torch.cuda.set_device(who_am_i(os.environ).local_rank % count)
+
+
 @contextlib.contextmanager
 def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> Iterator[None]:
     """One of the ranks that hold the same plan, a model of the same shapes and the same batch."""
@@ -141,7 +166,8 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     # Ranks that draw another batch each would train on less than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
     who = who_am_i(os.environ)
-    with joined(who, words, timeout_seconds=timeout_seconds):
+    backend = backend_for(home_of(workload.model), ranks=who.size // who.hosts)
+    with joined(who, words, timeout_seconds=timeout_seconds, backend=backend):
         if who.hosts > 1:
             know_hosts(who)
         yield

@@ -257,12 +257,19 @@ def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:
         case torch.dtype() | torch.layout() | torch.memory_format():
             return Symbol(str(value))
         case torch.device():
-            return Symbol(f"torch.device({str(value)!r})")
+            return symbol_of(value)
     raise CaptureRefused(
         f"an operator takes an argument that is no plain value: {str(value)[:80]}",
         expected="tensors, numbers, strings and dtypes",
         remedy="use fixed sizes in the model; shapes may not depend on tensor values",
     )
+
+
+def symbol_of(device: torch.device) -> Symbol:
+    """The GPU that is this process's has no number: of another rank it is another one's."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        device = torch.device("cuda") if device.index == torch.cuda.current_device() else device
+    return Symbol(f"torch.device({str(device)!r})")
 
 
 def signature_of_call(

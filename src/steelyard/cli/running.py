@@ -83,6 +83,7 @@ def _trained(asked: Training, laid: Laid) -> int:
 
             if laid.ranks > 1:
                 api.seed_everything(asked.seed)
+                api.keep_to_own_gpu()
             workload = loaded(asked.train, tell)
             resume = asked.resume
             if laid.ranks > 1:

@@ -21,6 +21,7 @@ class Link:
     ``call_seconds`` is what the device itself spends on a message, and ``disturbs`` the share of
     the time that a transfer takes by which it slows what runs beside it.
     ``is_remote``: what one has written the link carries over to another host, without either.
+    ``is_even``: for what others write here each makes as much room as the one that needs most.
     ``points`` are bytes and seconds; with them, ``latency_seconds`` is what the first takes and
     ``bytes_per_second`` the rate beyond the last: see ``curve``.
     """
@@ -32,6 +33,7 @@ class Link:
     call_seconds: float = 0.0
     disturbs: float = 0.0
     is_remote: bool = False
+    is_even: bool = False
     points: tuple[Point, ...] = ()
 
     @classmethod

@@ -89,6 +89,14 @@ def edges_of(order: Order, stages: Sequence[Stage], graph: Graph) -> tuple[Stage
     return tuple(found)
 
 
+def evenly_held_bytes(edges: Sequence[Edge]) -> int:
+    """On each rank, where all make as much room as the one that reads most."""
+    held: dict[int, int] = {}
+    for edge in edges:
+        held[edge.target] = held.get(edge.target, 0) + edge.nbytes
+    return max(held.values(), default=0)
+
+
 def _held(order: Order, stage: Stage, graph: Graph, *, is_back: bool) -> Iterator[int]:
     """How many messages are read, or stay to be read again, while each action works."""
     names = stage.receives_back if is_back else stage.receives

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from steelyard.core.errors import Mismatch
 from steelyard.core.program import Program
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.hazards import refuse_hazards
+from steelyard.exchange.stopwatch import Stopwatch
 from steelyard.operators import operator_named
 
 # How long a backend may take to let go of what it sent; it does in microseconds where a core is
@@ -22,39 +24,33 @@ _PATIENCE_SECONDS = 0.1
 _PAUSE_SECONDS = 2e-5
 
 
-class Waiting:
+class Waiting(Stopwatch):
     """Waits for what was sent, and says how long that took in all; ``moved_bytes`` went to other
     ranks over no connection."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device)
         self.moved_bytes = 0
         self._wait = operator_named("_c10d_functional.wait_tensor.default")
 
     def __call__(self, sent: torch.Tensor) -> torch.Tensor:
-        begin = time.perf_counter()
-        arrived: torch.Tensor = self._wait(sent)
-        # gloo's thread says that it is done and only then lets go of the tensors and of its own
-        # copies: on a busy machine the step would go on beside memory that its plan has freed.
-        until = time.perf_counter() + _PATIENCE_SECONDS
-        while arrived._use_count() > 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
-            time.sleep(_PAUSE_SECONDS)
-        self.seconds += time.perf_counter() - begin
+        with self.running():
+            arrived: torch.Tensor = self._wait(sent)
+            # gloo's thread says that it is done and only then lets go of the tensors and of its own
+            # copies: on a busy machine the step would go on beside memory that its plan has freed.
+            until = time.perf_counter() + _PATIENCE_SECONDS
+            while arrived._use_count() > 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
+                time.sleep(_PAUSE_SECONDS)
         return arrived
 
 
-class Coding:
+class Coding(Stopwatch):
     """Says how long what writes gradients down and reads them back took in all."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
 
     def timed(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any) -> torch.Tensor:
-            begin = time.perf_counter()
-            found = call(*args)
-            self.seconds += time.perf_counter() - begin
-            return found
+            with self.running():
+                return call(*args)
 
         return run
 
@@ -62,7 +58,7 @@ class Coding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
     """``group`` is the name under which torch's collectives find the process group; ``calls`` stand
-    in place of them where there is none."""
+    in place of them where there is none. What this rank sends lies on its ``device``."""
 
     group: str
     backend: str
@@ -72,10 +68,14 @@ class Channel:
     coding: Coding = field(default_factory=Coding)
     calls: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
     process_group: dist.ProcessGroup | None = None
+    device: torch.device = CPU
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Channel":
+    def of(cls, group: dist.ProcessGroup, device: torch.device = CPU) -> "Channel":
         return cls(
+            waiting=Waiting(device),
+            coding=Coding(device),
+            device=device,
             group=group.group_name,
             backend=dist.get_backend(group),
             num_ranks=group.size(),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.parts import Parts
 
 
@@ -97,9 +98,9 @@ class Layers:
     def _told(self, words: Mapping[str, Any], owner: int) -> dict[str, Any]:
         """What the owner says."""
         text = json.dumps(words).encode() if owner == self._rank else b""
-        length = torch.tensor([len(text)])
+        length = torch.tensor([len(text)], device=CPU)
         self._tell(length, owner)
-        said = torch.zeros(int(length), dtype=torch.uint8)
+        said = torch.zeros(int(length), dtype=torch.uint8, device=CPU)
         if text:
             said = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._tell(said, owner)
@@ -133,6 +134,8 @@ def _forms_of(state: Mapping[str, Any]) -> dict[str, Any]:
             "shape": list(value.shape),
             "stride": list(value.stride()),
             "dtype": str(value.dtype).removeprefix("torch."),
+            # Counts of steps lie on the host, whatever GPU the parameter is on.
+            "device": value.device.type,
         }
         if isinstance(value, torch.Tensor)
         else value
@@ -140,5 +143,5 @@ def _forms_of(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _empty(*, shape: list[int], stride: list[int], dtype: str) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
+def _empty(*, shape: list[int], stride: list[int], dtype: str, device: str) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,22 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.errors import BadInput, RankFailed
 from steelyard.core.machine import quota_cores
 from steelyard.core.pinned import Edge
-from steelyard.exchange.pinned_slots import CREDIT, GiveBack, Like, Outlet, Room, memory_of
+from steelyard.exchange.pinned_slots import (
+    CREDIT,
+    GiveBack,
+    Like,
+    Outlet,
+    Room,
+    SharedRoom,
+    mapped,
+    memory_of,
+)
 
 # Of a message: the how-manieth from its sender, the edge, the step, its number, the slot.
 _BELL = struct.Struct("<QIQQI")
 # Of these, as many as are read at once.
 _MANY = 16
-_WATCHED_SECONDS = 200e-6
+WATCHED_SECONDS = 200e-6
 
 
 class Pinned:
@@ -124,13 +133,19 @@ class Pinned:
 
     def _made(self, files: list[FileIO]) -> "Offered":
         rooms: dict[int, int] = {}
-        bells: dict[int, int] = {}
-        heard: dict[int, int] = {}
         for index, edge in enumerate(self._edges):
             if edge.target == self._rank:
                 files.append(memory := memory_of(edge.nbytes))
-                self._read[index] = Room(edge, memory)
+                self._read[index] = SharedRoom(edge, memory)
                 rooms[index] = memory.fileno()
+        return self._offered(files, Offered, rooms=rooms)
+
+    def _offered(self, files: list[FileIO], kind: "type[O]", **made: Any) -> "O":
+        """With the ends of pipes that others write to."""
+        bells: dict[int, int] = {}
+        heard: dict[int, int] = {}
+        for edge in self._edges:
+            if edge.target == self._rank:
                 if edge.source not in self._from:
                     ring, bell = pipe(files)
                     self._from[edge.source] = From(ring)
@@ -139,20 +154,18 @@ class Pinned:
                 free, credit = pipe(files)
                 self._to[edge.target] = To(free)
                 heard[edge.target] = credit.fileno()
-        return Offered(
-            host=host(), pid=os.getpid(), rooms=rooms, bells=bells, heard=heard, is_made=True,
+        return kind(
+            host=host(), pid=os.getpid(), bells=bells, heard=heard, is_made=True,
             cores=frozenset(os.sched_getaffinity(0)),
             has_cores=quota_cores() >= dist.get_world_size(self._group),
+            **made,
         )  # fmt: skip
 
     def _open(self, everyones: "Sequence[Offered]", files: list[FileIO], *, host: str) -> None:
         for index, edge in enumerate(self._edges):
             if edge.source == self._rank:
                 theirs, to = everyones[edge.target], self._to[edge.target]
-                files.append(memory := theirs.opened(theirs.rooms[index], "r+", host=host))
-                if os.fstat(memory.fileno()).st_size != edge.nbytes:
-                    raise Elsewhere("what another rank made is not as large as was planned")
-                self._written[index] = Outlet(edge, memory)
+                self._written[index] = self._outlet_to(theirs, index, files, host=host)
                 if to.bell is None:
                     to.bell = theirs.opened(theirs.bells[self._rank], "w", host=host)
                     files.append(to.bell)
@@ -161,6 +174,16 @@ class Pinned:
                 credit = theirs.opened(theirs.heard[self._rank], "w", host=host)
                 files.append(credit)
                 self._from[edge.source].credit = credit
+
+    def _outlet_to(
+        self, theirs: "Offered", index: int, files: list[FileIO], *, host: str
+    ) -> Outlet:
+        """Where this rank writes of that edge, which another has made."""
+        edge = self._edges[index]
+        files.append(memory := theirs.opened(theirs.rooms[index], "r+", host=host))
+        if os.fstat(memory.fileno()).st_size != edge.nbytes:
+            raise Elsewhere("what another rank made is not as large as was planned")
+        return Outlet(edge, mapped(memory, edge.nbytes))
 
     # --- sending
 
@@ -177,8 +200,10 @@ class Pinned:
     def _outlet(self, index: int) -> Outlet:
         """With a slot, if one is known to be free."""
         outlet = self._written[index]
+        outlet.look()
         if not outlet.free:
             self._hear(outlet.edge.target)
+            outlet.look()
         return outlet
 
     def settle(self) -> None:
@@ -203,7 +228,7 @@ class Pinned:
     def _hear(self, rank: int) -> None:
         """Which slots of that rank are free again."""
         for index, slot in CREDIT.iter_unpack(_read(self._to[rank], CREDIT.size)):
-            self._written[index].free.append(slot)
+            self._written[index].give_back(slot)
 
     # --- reading
 
@@ -213,11 +238,15 @@ class Pinned:
         while (self._step, index, number) not in self._came:
             self._await({room.edge.source}, until)
         slot = self._came.pop((self._step, index, number))
+        self._until_filled(index, slot, until)
         values = room.tensors(slot, likes, self._given_back(index, slot))
         if room.is_full:
             # Whoever sends would wait for what is held here, and this rank for what it sends.
             values = [value.clone() for value in values]
         return values
+
+    def _until_filled(self, index: int, slot: int, until: float) -> None:
+        """What rang has written, where a processor wrote it."""
 
     def _given_back(self, index: int, slot: int) -> GiveBack:
         credit = self._from[self._read[index].edge.source].credit
@@ -225,10 +254,17 @@ class Pinned:
         return GiveBack(credit, index, slot)
 
     def _await(self, ranks: Collection[int], until: float) -> None:
-        """Something that is heard of any rank; those that are waited for are to be there."""
+        """For a moment, or something that is heard of any rank."""
         heard = self._heard(until)
-        if not heard:
+        if not heard and time.monotonic() >= until:
             raise self._silent(ranks)
+        self._listen(heard, ranks)
+        for index, outlet in self._written.items():
+            if outlet.waiting:
+                self._push(index)
+
+    def _listen(self, heard: Sequence[tuple[int, int]], ranks: Collection[int]) -> None:
+        """To what is said by then; those that are waited for are to be there."""
         for number, _ in heard:
             rank, end = self._ends[number]
             if isinstance(end, From):
@@ -241,9 +277,6 @@ class Pinned:
         for rank in ranks:
             if any(end.is_over for end in (self._from.get(rank), self._to.get(rank)) if end):
                 raise self._gone(rank)
-        for index, outlet in self._written.items():
-            if outlet.waiting:
-                self._push(index)
 
     def _heard(self, until: float) -> list[tuple[int, int]]:
         heard = self._watched() if self.watches else []
@@ -251,7 +284,7 @@ class Pinned:
 
     def _watched(self) -> list[tuple[int, int]]:
         """What is heard within a moment: a core that sleeps takes some time to wake."""
-        end = time.perf_counter() + _WATCHED_SECONDS
+        end = time.perf_counter() + WATCHED_SECONDS
         while not (heard := self._asked.poll(0)) and time.perf_counter() < end:
             pass
         return heard
@@ -311,6 +344,9 @@ class Offered:
         if self.host != host:
             raise Elsewhere("another rank is on another host, or kept apart from this one")
         return FileIO(f"/proc/{self.pid}/fd/{number}", mode)
+
+
+O = TypeVar("O", bound=Offered)
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from steelyard.core.printable import printable
 from steelyard.exchange import carrier
 from steelyard.exchange.interfaces import address_of
 from steelyard.exchange.pinned import Elsewhere, From, Offered, Pinned, To, host, pipe
-from steelyard.exchange.pinned_slots import Outlet, Room, memory_of
+from steelyard.exchange.pinned_slots import Outlet, SharedRoom, mapped, memory_of
 
 # To import NIXL, and for all hosts to reach one another.
 _SECONDS = 60.0
@@ -73,9 +73,9 @@ class BetweenHosts(Pinned):
                 continue
             files.append(memory := memory_of(edge.nbytes))
             if edge.target == self._rank:
-                self._read[index] = Room(edge, memory)
+                self._read[index] = SharedRoom(edge, memory)
             else:
-                self._written[index] = Outlet(edge, memory)
+                self._written[index] = Outlet(edge, mapped(memory, edge.nbytes))
             edges[index] = {
                 "file": memory.fileno(),
                 "nbytes": edge.nbytes,

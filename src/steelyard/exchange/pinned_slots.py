@@ -10,11 +10,13 @@ import mmap
 import os
 import struct
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -39,17 +41,18 @@ def memory_of(nbytes: int) -> FileIO:
     return file
 
 
-class Room:
+def mapped(memory: FileIO, nbytes: int) -> torch.Tensor:
+    """All of it, as bytes to write to."""
+    return torch.frombuffer(mmap.mmap(memory.fileno(), nbytes), dtype=torch.uint8)
+
+
+class Room(ABC):
     """The slots of an edge, where they are read."""
 
-    def __init__(self, edge: Edge, memory: FileIO) -> None:
+    def __init__(self, edge: Edge) -> None:
         self.edge, self._offsets = edge, edge.offsets
-        whole = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
-        size = edge.slot_bytes
-        self.address = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
-        self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
-        # What lies in a slot that is held; it says when it goes.
-        self._held: dict[int, weakref.ref[memoryview]] = {}
+        # What stands for a slot that is held; it says when it goes.
+        self._held: dict[int, weakref.ref[Any]] = {}
 
     @property
     def is_full(self) -> bool:
@@ -59,39 +62,68 @@ class Room:
         self, slot: int, likes: Sequence[Like], give_back: "GiveBack"
     ) -> list[torch.Tensor]:
         """On the slot itself, which is given back when the last of them is gone."""
-        view = self._slots[slot][:]  # one of its own, which goes with the tensors
 
         def let_go(_: object) -> None:
             del self._held[slot]
+            self.over(slot)
             give_back()
 
-        self._held[slot] = weakref.ref(view, let_go)
-        return [*self._on(view, likes)]
+        whole = self.lying(slot)
+        self._held[slot] = weakref.ref(whole, let_go)
+        return [*self._on(whole, likes)]
 
-    def _on(self, view: memoryview, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
+    @abstractmethod
+    def lying(self, slot: int) -> Any:
+        """What stands for all of it, and goes with the last tensor on it."""
+
+    @abstractmethod
+    def part(self, whole: Any, offset: int, nbytes: int) -> torch.Tensor:
+        """Of that, some bytes, which are the storage of a tensor of their own."""
+
+    @abstractmethod
+    def over(self, slot: int) -> None:
+        """Nothing here reads it any more, and nobody has been told."""
+
+    def _on(self, whole: Any, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
         sizes = self.edge.sizes
         for (shape, dtype), size, offset in zip(likes, sizes, self._offsets, strict=True):
-            count = math.prod(shape)
-            assert count * dtype.itemsize <= size, f"{list(shape)} is read where {size} bytes lie"
-            if count:  # tensors hold what they are made of
-                flat = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
-                yield flat.view(list(shape))
-            else:
-                yield torch.empty(list(shape), dtype=dtype)
+            nbytes = math.prod(shape) * dtype.itemsize
+            assert nbytes <= size, f"{list(shape)} is read where {size} bytes lie"
+            yield self.part(whole, offset, nbytes).view(dtype).view(list(shape))
+
+
+class SharedRoom(Room):
+    """In memory of this host."""
+
+    def __init__(self, edge: Edge, memory: FileIO) -> None:
+        super().__init__(edge)
+        whole = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
+        size = edge.slot_bytes
+        self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
+
+    def lying(self, slot: int) -> memoryview:
+        return self._slots[slot][:]  # one of its own
+
+    def part(self, whole: memoryview, offset: int, nbytes: int) -> torch.Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def over(self, slot: int) -> None:
+        """A processor that reads no more has read all."""
 
 
 class Outlet:
     """The slots of an edge, where they are written; ``waiting`` are messages that were not rung
-    for. What the next one holds may be made in a slot that is taken for it before it is sent."""
+    for. What the next one holds may be made in a slot that is taken for it before it is sent.
+    ``whole`` are the bytes of all of them."""
 
-    def __init__(self, edge: Edge, memory: FileIO) -> None:
+    def __init__(self, edge: Edge, whole: torch.Tensor) -> None:
         self.edge = edge
         self.free = deque(range(edge.count))
         self.waiting: deque[tuple[int, tuple[torch.Tensor, ...], int | None]] = deque()
         # Which message is being made, and in which slot.
         self._made: tuple[int, int] | None = None
-        whole = torch.frombuffer(mmap.mmap(memory.fileno(), edge.nbytes), dtype=torch.uint8)
-        self.address = whole.data_ptr()
         self._rooms = [
             [
                 whole.narrow(0, slot * edge.slot_bytes + offset, size)
@@ -129,6 +161,7 @@ class Outlet:
     def written(self) -> tuple[int, int, int] | None:
         """Of a message that now lies in a slot, its number, the slot, and its bytes; None where
         each that waits has none."""
+        self.look()
         able = (n for n, (_, _, slot) in enumerate(self.waiting) if slot is not None or self.free)
         first = next(able, None)
         if first is None:
@@ -141,7 +174,23 @@ class Outlet:
                 place = self._place(slot, position, value.shape, value.dtype)
                 if place.data_ptr() != value.data_ptr():
                     place.copy_(value)
+        self.filled(slot)
         return number, slot, sum(value.nbytes for value in values)
+
+    def give_back(self, slot: int) -> None:
+        """Nobody is to read it any more."""
+        self.free.append(slot)
+
+    def look(self) -> None:
+        """Which of those are really free by now."""
+
+    @property
+    def is_to_come(self) -> bool:
+        """Whether one of those is not."""
+        return False
+
+    def filled(self, slot: int) -> None:
+        """All of a message lies there, and nobody has been told."""
 
     def _place(
         self, slot: int, position: int, shape: torch.Size, dtype: torch.dtype

@@ -14,6 +14,7 @@ from steelyard.core.codec import FIRST_CALLS, LEFT, START
 from steelyard.core.graph import Graph, Node, Ref
 from steelyard.core.layout import DATA
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.devices import CPU
 from steelyard.operators import all_gather, low_rank
 
 # In a checkpoint: what each rank lost of its own gradients, a row each; what was lost of sums; and
@@ -30,8 +31,8 @@ _LeftArguments = tuple[Any, Ref, Ref, tuple[tuple[int, int], ...], int]
 class Residuals:
     """By the names of a program's inputs, the same for batches of every shape."""
 
-    def __init__(self, channels: Mapping[str, Channel]) -> None:
-        self._channels = channels
+    def __init__(self, channels: Mapping[str, Channel], device: torch.device = CPU) -> None:
+        self._channels, self._device = channels, device
         self._tensors: dict[str, torch.Tensor] = {}
         self._members: dict[str, tuple[_Member, ...]] = {}
         self._starts: dict[str, tuple[_Member, ...]] = {}
@@ -48,10 +49,11 @@ class Residuals:
         (planned,) = node.outputs
         if node.name not in self._tensors:
             dtype = getattr(torch, planned.dtype)
+            device = self._device
             self._tensors[node.name] = (
-                low_rank.first_start(planned.numel)
+                low_rank.first_start(planned.numel).to(device)
                 if node.name.endswith(START)
-                else torch.zeros(planned.shape, dtype=dtype)
+                else torch.zeros(planned.shape, dtype=dtype, device=device)
             )
             self._members |= _members(graph)
             self._starts |= _starts(graph)
@@ -94,7 +96,7 @@ class Residuals:
                 self._tensors[name][place] = mine
                 if (lost := saved.get(f"{_OF_SUMS}{target}")) is not None:
                     if own is None:
-                        self._tensors[name][place] += lost / channel.num_ranks
+                        self._tensors[name][place] += (lost / channel.num_ranks).to(self._device)
                     else:
                         sums[place] = lost
             if own is not None:
@@ -119,7 +121,7 @@ class Residuals:
                 cannot.append(target)
                 continue
             total = lost.sum(0) if f"{kind}/" == _OF_RANKS else lost
-            self._owed[target] = self._owed.get(target, 0) + total
+            self._owed[target] = self._owed.get(target, 0) + total.to(parameter.device)
         return sorted({*cannot})
 
     @property
@@ -175,7 +177,7 @@ class Residuals:
 
     def agreed(self, figures: Sequence[float]) -> list[float]:
         """The most that any rank says."""
-        said = self._gathered(torch.tensor(figures, dtype=torch.float64))
+        said = self._gathered(torch.tensor(figures, dtype=torch.float64, device=CPU))
         return [float(most) for most in said.amax(0)]
 
     def _add_own(self, own: torch.Tensor, here: torch.Tensor, start: int) -> None:

@@ -7,7 +7,6 @@ more, each adds up a part and hands the sum on, so that all have the same. Not f
 pinned.py, nor for how many there have to be: core/pinned.py.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,7 +30,7 @@ class Slotted:
         group = over.process_group
         assert group is not None, "these ranks are no processes"
         rounds = _of_all(rounds, group)
-        self._pinned = pinned_among(rounds.edges, group=group)
+        self._pinned = pinned_among(rounds.edges, group=group, device=over.device)
         self._num_ranks, self._rank, self._over = over.num_ranks, over.rank, over
         self._others = [rank for rank in range(over.num_ranks) if rank != over.rank]
         self._index = {pair: index for index, pair in enumerate(rounds.pairs)}
@@ -165,9 +164,9 @@ class Slotted:
         self, rank: int, number: int, like: torch.Tensor, *, sums: bool = False
     ) -> torch.Tensor:
         """What that rank has written, where it lies."""
-        edge, begin = self._edge(rank, self._rank, sums=sums), time.perf_counter()
-        (value,) = self._pinned.receive(edge, number, [(like.shape, like.dtype)])
-        self._over.waiting.seconds += time.perf_counter() - begin
+        edge = self._edge(rank, self._rank, sums=sums)
+        with self._over.waiting.running():
+            (value,) = self._pinned.receive(edge, number, [(like.shape, like.dtype)])
         return value
 
     def _edge(self, source: int, target: int, *, sums: bool) -> int:

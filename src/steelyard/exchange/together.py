@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from steelyard.exchange.channel import Channel, Waiting
+from steelyard.exchange.devices import CPU, generator_of
 
 _WAIT_SECONDS = 600.0
 
@@ -19,12 +20,14 @@ _WAIT_SECONDS = 600.0
 class Together:
     """So many ranks; ``run`` carries out what each does, and gives what each returned."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, device: torch.device = CPU) -> None:
+        self._num_ranks, self._device = num_ranks, device
+        # What is drawn on a host may be drawn on its GPU, too.
+        self._generators = [generator_of(where) for where in dict.fromkeys((CPU, device))]
         self._turn = threading.Condition()
         self._at_work = 0
         self._ended: set[int] = set()
-        self._numbers: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, list[torch.Tensor]] = {}
         self._given: list[torch.Tensor | None] = [None] * num_ranks
 
     def channel(self, rank: int) -> Channel:
@@ -37,18 +40,18 @@ class Together:
         }
         return Channel(
             group="", backend="threads", num_ranks=self._num_ranks, rank=rank, waiting=_Arrived(),
-            calls=calls,
+            calls=calls, device=self._device,
         )  # fmt: skip
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        self._numbers = dict.fromkeys(range(self._num_ranks), torch.get_rng_state())
+        self._numbers = dict.fromkeys(range(self._num_ranks), self._drawn())
         ranks = range(self._num_ranks)
         with ThreadPoolExecutor(self._num_ranks) as pool:
             futures = [pool.submit(self._one, work, rank) for rank in ranks]
         failed = [error for f in futures if (error := f.exception()) is not None]
         for error in sorted(failed, key=lambda error: isinstance(error, _LeftAlone)):
             raise error
-        torch.set_rng_state(self._numbers[0])
+        self._draw_from(self._numbers[0])
         return [future.result() for future in futures]
 
     def _one(self, work: Callable[[int], Any], rank: int) -> Any:
@@ -63,14 +66,21 @@ class Together:
         with self._turn:
             came = self._turn.wait_for(lambda: self._at_work == rank, timeout=_WAIT_SECONDS)
         assert came, f"rank {rank} waits for one that never comes"
-        torch.set_rng_state(self._numbers[rank])
+        self._draw_from(self._numbers[rank])
 
     def _hand_over(self, rank: int) -> None:
-        self._numbers[rank] = torch.get_rng_state()
+        self._numbers[rank] = self._drawn()
         others = ((rank + step) % self._num_ranks for step in range(1, self._num_ranks + 1))
         with self._turn:
             self._at_work = next((other for other in others if other not in self._ended), rank)
             self._turn.notify_all()
+
+    def _drawn(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _draw_from(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def _of(self, rank: int, made: "_Made") -> Callable[..., torch.Tensor]:
         """Everyone gives, in turn; then each takes, in turn."""

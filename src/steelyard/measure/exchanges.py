@@ -1,11 +1,13 @@
 """What a rank does to be measured: how long the ranks of its group take to exchange something, what
 that takes of its core, and how fast it computes.
 
-As a command it joins ranks that somebody started, each on its part of the cores. Not for exchanging
+As a command it joins ranks that somebody started, each on its part of the cores, or on its GPU.
+Tensors are made where torch makes them by default, which is there meanwhile. Not for exchanging
 in a step: the operators of torch do that. Not for starting ranks, nor for what their figures come
 to: see links.py.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,14 +29,26 @@ from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import BadInput
 from steelyard.core.machine import are_cores_alike, cores_of, quota_cores
 from steelyard.core.pinned import Edge, Rounds
+from steelyard.exchange.backends import backend_for
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.pinned_among import pinned_among
 from steelyard.exchange.pinned_between import BetweenHosts
 from steelyard.exchange.slotted import Slotted
 from steelyard.exchange.turns import take_turns
+from steelyard.measure.clock import Clock
 
-SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES = 4096, 1 << 20, 16 << 20
+
+class Sizes(NamedTuple):
+    """Of what is exchanged: nothing to speak of; enough to show a rate; more than caches hold."""
+
+    small: int
+    middle: int
+    large: int
+
+
+SIZES = {"cpu": Sizes(4096, 1 << 20, 16 << 20), "cuda": Sizes(4096, 16 << 20, 128 << 20)}
 # Several ranks of a core, on a machine that others share, have taken more than two minutes.
 SECONDS = 600
 DOUBT = 0.15
@@ -42,49 +57,56 @@ NEXT_TO_NONE = 1e-12
 _ROUNDS, _FEW_ROUNDS = 9, 3
 # What takes longer does not show more of how it disturbs.
 _LONG_SECONDS = 0.2
-_MATRIX = 256
+_MATRIX, _MATRIX_ON_GPU = 256, 4096
 # As in a step, most of the time goes into products, and some into passes over memory.
 _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
 _MakesSlots = Callable[..., Pinned]
 
 
-def main(folder: str, num_ranks: int, rank: int) -> None:
+def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
     cores = cores_of(rank, num_ranks)
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
+    home = CPU
+    if device == "cuda":
+        home = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(home)
     dist.init_process_group(
-        "gloo",
+        backend_for(home, ranks=num_ranks),
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=SECONDS),
     )
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures_of_this_rank()))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures_of_this_rank(home=home)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def figures_of_this_rank(*, hosts: int = 1) -> dict[str, float]:
+def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[str, float]:
     """What this rank of the group measures, while all others of it do; on several hosts slots are
     written by NIXL, where it is, and nobody says of their cores that they are alike."""
     take_turns()  # as in a step
-    with torch.no_grad():
+    with torch.no_grad(), _at(home):
         # What neighbours do of a few seconds is another figure some seconds later.
         product_seconds = _product_seconds if hosts == 1 else _product_seconds_of_host
+        slots: _MakesSlots = Pinned if hosts == 1 else pinned_among
+        if _is_on_gpu():
+            product_seconds, slots = _product_seconds_of_gpu, partial(pinned_among, device=_here())
         products = [product_seconds()]
-        figures = _figures(slots=Pinned if hosts == 1 else pinned_among)
+        figures = _figures(slots=slots)
         products += [product_seconds() for _ in range(_WINDOWS - 1)]
         figures["product"] = median(products)
     return figures
 
 
 def _figures(*, slots: _MakesSlots) -> dict[str, float]:
-    small, middle, large = (
-        _ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES)
-    )
+    small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES[_here().type])
     begin, calls = time.thread_time(), 3 * _ROUNDS
     seconds = {"small": _seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
+    if _is_on_gpu():  # who waits for one has a core at work
+        seconds["call"] = median(_issued(small) for _ in range(calls))
     seconds["middle"] = _seconds(middle, calls)
     # Ranks do the same only where they are told the same.
     is_long = {"middle": _slowest(seconds["middle"]) > _LONG_SECONDS}
@@ -101,13 +123,37 @@ def _figures(*, slots: _MakesSlots) -> dict[str, float]:
     seconds["disturbs"] = _disturbs(lambda: [dist.all_reduce(x, async_op=True)], alone)
     if dist.get_rank() < 2:
         alone = seconds["hop middle"] * x.nbytes / middle.nbytes
-    slowed = _disturbs(lambda: _hand(x), alone)
+    slowed = _disturbs(lambda: _hand(x.cpu()), alone)
     return {**seconds, "hand disturbs": slowed if dist.get_rank() < 2 else 0.0}
 
 
 def _ones(*shape: int) -> torch.Tensor:
     """Four bytes each, whatever format the training script makes tensors in."""
     return torch.ones(shape, dtype=torch.float32)
+
+
+def _at(home: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Each call takes longer within what says so: where it is so anyway, nothing does."""
+    return contextlib.nullcontext() if _here() == home else home
+
+
+def _here() -> torch.device:
+    return torch.get_default_device()
+
+
+def _is_on_gpu() -> bool:
+    return _here().type == "cuda"
+
+
+def _issued(x: torch.Tensor) -> float:
+    """Until an exchange is on its way, and this rank goes on."""
+    begin = time.perf_counter()
+    work = dist.all_reduce(x, async_op=True)
+    seconds = time.perf_counter() - begin
+    assert work is not None
+    work.wait()
+    torch.cuda.synchronize()
+    return seconds
 
 
 def _slowest(seconds: float) -> float:
@@ -120,15 +166,14 @@ def _slowest(seconds: float) -> float:
 def measured_now(before: Link) -> Link:
     """What joins the ranks of this group, which all come together in the middle of a run; what an
     exchange takes of a core is as ``before``. The same on each of them."""
-    num_ranks = dist.get_world_size()
-    with torch.no_grad():
-        small, middle = (_ones(nbytes // 4) for nbytes in (SMALL_BYTES, MIDDLE_BYTES))
+    num_ranks, sizes = dist.get_world_size(), SIZES["cpu"][:2]
+    with torch.no_grad(), _at(CPU):
+        small, middle = (_ones(nbytes // 4) for nbytes in sizes)
         timed = torch.tensor(
             [_seconds(small, _ROUNDS), _seconds(middle, _FEW_ROUNDS)], dtype=torch.float64
         )
         dist.all_reduce(timed, op=dist.ReduceOp.MAX)
     least, more = map(float, timed)
-    sizes = (SMALL_BYTES, MIDDLE_BYTES)
     one, other = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         for nbytes in sizes
@@ -141,9 +186,9 @@ def measured_now(before: Link) -> Link:
 def looked_at_link() -> tuple[float, float]:
     """What a small and a larger exchange of all ranks take at best, the same on each of them: so
     it is seen in a moment whether a link has become another."""
-    with torch.no_grad():
+    with torch.no_grad(), _at(CPU):
         best = []
-        for nbytes, rounds in ((SMALL_BYTES, 3 * _ROUNDS), (MIDDLE_BYTES, _FEW_ROUNDS)):
+        for nbytes, rounds in zip(SIZES["cpu"][:2], (3 * _ROUNDS, _FEW_ROUNDS), strict=True):
             x = _ones(nbytes // 4)
             dist.all_reduce(x)
             best.append(min(_took(partial(dist.all_reduce, x)) for _ in range(rounds)))
@@ -158,7 +203,7 @@ def _product_seconds_of_host() -> float:
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
     least = math.inf
-    matrix, large = _ones(_MATRIX, _MATRIX), _ones(LARGE_BYTES // 4)
+    matrix, large = _ones(_MATRIX, _MATRIX), _ones(SIZES["cpu"].large // 4)
     while time.perf_counter() < end or least == math.inf:
         begin = time.perf_counter()
         _work(matrix, large)
@@ -168,7 +213,7 @@ def _product_seconds_of_host() -> float:
 
 def work_until(is_over: Callable[[], bool]) -> None:
     """As in a step, on all of this process's cores."""
-    matrix, large = _ones(_MATRIX, _MATRIX), _ones(LARGE_BYTES // 4)
+    matrix, large = _ones(_MATRIX, _MATRIX), _ones(SIZES["cpu"].large // 4)
     while not is_over():
         _work(matrix, large)
 
@@ -178,6 +223,17 @@ def _work(matrix: torch.Tensor, large: torch.Tensor) -> None:
         torch.mm(matrix, matrix)
     for _ in range(_SWEEPS):
         large.mul_(1.0)
+
+
+def _product_seconds_of_gpu() -> float:
+    """The least, of a while, where they are of several kinds."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, torch.cuda.get_device_name(_here()))
+    if len(set(names)) == 1:
+        return 1.0
+    matrix, clock = _ones(_MATRIX_ON_GPU, _MATRIX_ON_GPU), Clock(_here())
+    dist.barrier()
+    return min(clock.seconds(lambda: torch.mm(matrix, matrix)) for _ in range(_PRODUCTS))
 
 
 def _product_seconds() -> float:
@@ -194,7 +250,7 @@ def _product_seconds() -> float:
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if alike and most == 1:
         return withheld
-    matrix, large = _ones(_MATRIX, _MATRIX), _ones(LARGE_BYTES // 4)
+    matrix, large = _ones(_MATRIX, _MATRIX), _ones(SIZES["cpu"].large // 4)
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
     found: list[float] = []
@@ -217,8 +273,12 @@ def _handed(name: str, x: torch.Tensor, rounds: int) -> dict[str, float]:
     for turn in range(rounds + 1):
         before = time.perf_counter()
         for is_back in (False, True):
-            for work in _hand(x, is_back=is_back):
+            near = x.cpu()  # as messages of a GPU go
+            for work in _hand(near, is_back=is_back):
                 work.wait()
+            if _is_on_gpu():
+                x.copy_(near)
+                torch.cuda.synchronize()
         if turn:  # the first finds the connection
             seconds.append(time.perf_counter() - before)
         else:
@@ -261,6 +321,9 @@ def _handed_in_slots(
     for number, (name, x) in enumerate(xs.items()):
         found[f"slot {name}"], hand = _there_and_back(pinned, 2 * number, x, rounds)
         if name == "small":
+            if _is_on_gpu():  # without what waits for it
+                pinned.begin()
+                _, hand = _there_and_back(pinned, 2 * number, x, rounds, is_awaited=False)
             found["slot hand"] = hand
         if rank > 1:
             found = dict.fromkeys(found, 0.0)
@@ -276,12 +339,11 @@ def _handed_in_slots(
 def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) -> dict[str, float]:
     """All-reduces through slots; nothing where these ranks share no memory. One after another part
     of what is large, as gradients are that no cache holds any more."""
-    parts = large.split(MIDDLE_BYTES // 4)
+    part = SIZES[_here().type].middle
+    parts = large.split(part // 4)
     assert dist.group.WORLD is not None
-    over = Channel.of(dist.group.WORLD)
-    rounds = Rounds(
-        num_ranks=over.num_ranks, part_bytes=MIDDLE_BYTES, sum_bytes=MIDDLE_BYTES, count=2
-    )
+    over = Channel.of(dist.group.WORLD, _here())
+    rounds = Rounds(num_ranks=over.num_ranks, part_bytes=part, sum_bytes=part, count=2)
     try:
         slotted = Slotted(rounds, over)
     except BadInput:
@@ -308,7 +370,7 @@ def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) ->
 
 
 def _there_and_back(
-    pinned: Pinned, index: int, x: torch.Tensor, rounds: int
+    pinned: Pinned, index: int, x: torch.Tensor, rounds: int, *, is_awaited: bool = True
 ) -> tuple[float, float]:
     """Half of what that takes, and half of what it takes of this rank's core."""
     rank, seconds, begin = dist.get_rank(), [], 0.0
@@ -322,6 +384,8 @@ def _there_and_back(
                 pinned.send(index + rank, turn, [x])
             else:
                 pinned.receive(index + 1 - rank, turn, like)
+                if is_awaited and _is_on_gpu():
+                    torch.cuda.synchronize()
         if turn:
             seconds.append(time.perf_counter() - before)
         else:
@@ -331,7 +395,8 @@ def _there_and_back(
 
 def _disturbs(exchange: Callable[[], Sequence[dist.Work | None]], alone: float) -> float:
     """By what share of the time that it takes an exchange slows what runs beside it."""
-    matrix = _ones(_MATRIX, _MATRIX)
+    size = _MATRIX_ON_GPU if _is_on_gpu() else _MATRIX
+    matrix = _ones(size, size)
     one = median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS))
     # Longer than the exchange, so that it is hidden where it can be.
     count = max(1, round(2 * alone / one))
@@ -358,8 +423,10 @@ def _took(work: Callable[[], object]) -> float:
     dist.barrier()
     begin = time.perf_counter()
     work()
+    if _is_on_gpu():
+        torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -11,8 +11,6 @@ from torch import nn
 from steelyard.core.errors import BadInput
 from steelyard.core.machine import available_bytes
 
-CPU = torch.device("cpu")
-
 
 def home_of(model: nn.Module) -> torch.device:
     """Of all its tensors, other than those that have no values."""

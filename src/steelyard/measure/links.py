@@ -21,18 +21,12 @@ from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import cores_of
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.pinned_between import is_able
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import (
-    DOUBT,
-    LARGE_BYTES,
-    MIDDLE_BYTES,
-    NEXT_TO_NONE,
-    SECONDS,
-    SMALL_BYTES,
-)
+from steelyard.measure.exchanges import DOUBT, NEXT_TO_NONE, SECONDS, SIZES, Sizes
 
-BETWEEN_HOSTS = "network between hosts"
+BETWEEN_HOSTS, BETWEEN_GPUS = "network between hosts", "between GPUs"
 _FIGURES = ("latency", "rate", "call", "disturbs")
 # Of messages from one rank to the next.
 _HANDED = ("hop", "hand", "hand rate", "hand disturbs")
@@ -61,10 +55,16 @@ class Measured:
     slotted: Link | None
 
 
-def measured_ranks(num_ranks: int, *, hosts: int = 1, cache: CostCache | None = None) -> Measured:
-    """So many ranks of gloo, measured once and remembered: on this machine they are started for it,
-    and those of several hosts have met before."""
-    context = context_of(num_ranks, hosts=hosts)
+def measured_ranks(
+    num_ranks: int,
+    *,
+    hosts: int = 1,
+    home: torch.device = CPU,
+    cache: CostCache | None = None,
+) -> Measured:
+    """So many ranks, measured once and remembered: on this machine they are started for it, where
+    ``home`` is one of its GPUs each on one, and those of several hosts have met before."""
+    context = context_of(num_ranks, hosts=hosts, home=home)
     found = cache.read_rates(context) if cache else {}
     if hosts > 1:
         # What was found in this process holds, whatever became of the list.
@@ -76,12 +76,13 @@ def measured_ranks(num_ranks: int, *, hosts: int = 1, cache: CostCache | None = 
                 remedy="on each: torchrun --nnodes ... --nproc-per-node 1 -m steelyard plan",
             )
     if not is_whole(found, num_ranks):
-        found = fitted(_said(num_ranks))
+        found = fitted(_said(num_ranks, home), sizes=SIZES[home.type])
         if cache:
             # Another process may have been first.
             found = {**found, **cache.read_rates(context)}
             cache.write_rates(context, found)
-    return _measured(found, num_ranks, kind="loopback" if hosts == 1 else BETWEEN_HOSTS)
+    here = "loopback" if home.type == "cpu" else BETWEEN_GPUS
+    return _measured(found, num_ranks, kind=here if hosts == 1 else BETWEEN_HOSTS)
 
 
 def is_whole(found: Mapping[str, float], num_ranks: int) -> bool:
@@ -150,6 +151,7 @@ def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measu
         # Who sends a message writes it itself; to another host a device does, of what lies here.
         disturbs=min(1.0, found.get("slot copied", 1.0)),
         is_remote="slot copied" in found,
+        is_even=kind == BETWEEN_GPUS,
     )
     slotted = replace(
         slots,
@@ -172,15 +174,20 @@ def _speed_of(rank: int) -> str:
     return f"speed of rank {rank}"
 
 
-def context_of(num_ranks: int, *, hosts: int = 1) -> str:
+def context_of(num_ranks: int, *, hosts: int = 1, home: torch.device = CPU) -> str:
     """Under which the figures of so many ranks are remembered."""
     cores = len(cores_of(0, 1))
     said = f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, on {cores} cores"
     among = f", on {hosts} hosts{' with RDMA' if is_able() else ''}" if hosts > 1 else ""
+    among += _on_gpus(home) if home.type == "cuda" else ""
     return f"{said}{among}, torch {torch.__version__}"
 
 
-def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _on_gpus(home: torch.device) -> str:
+    return f", on {torch.cuda.device_count()} of {torch.cuda.get_device_properties(home).name}"
+
+
+def fitted(said: Sequence[Mapping[str, float]], *, sizes: Sizes = SIZES["cpu"]) -> dict[str, float]:
     """A line through the times of a small and two large exchanges, as a ring sends them, and one
     through those of messages from one rank to the next; of what each rank said, the slowest
     counts."""
@@ -188,7 +195,7 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
     timed = {name: max(one[name] for one in said) for name in said[0]}
     small, middle, large = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
-        for nbytes in (SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES)
+        for nbytes in sizes
     )
     seconds = timed["large"] - timed["middle"]
     rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, NEXT_TO_NONE)
@@ -198,10 +205,10 @@ def fitted(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "rate": rate,
         "call": max(timed["call"] / small.hops, NEXT_TO_NONE),
         "disturbs": _slowing("disturbs", said, speeds),
-        **_handed_on(timed),
+        **_handed_on(timed, sizes),
         "hand disturbs": _slowing("hand disturbs", said, speeds),
-        **_through_slots(timed),
-        **_exchanged_through_slots(timed, num_ranks),
+        **_through_slots(timed, sizes),
+        **_exchanged_through_slots(timed, num_ranks, sizes),
         **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
     }
 
@@ -212,17 +219,17 @@ def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[fl
     return min(1.0, max(most, NEXT_TO_NONE))
 
 
-def _handed_on(timed: Mapping[str, float]) -> dict[str, float]:
+def _handed_on(timed: Mapping[str, float], sizes: Sizes) -> dict[str, float]:
     seconds = max(timed["hop middle"] - timed["hop small"], NEXT_TO_NONE)
-    rate = (MIDDLE_BYTES - SMALL_BYTES) / seconds
+    rate = (sizes.middle - sizes.small) / seconds
     return {
-        "hop": max(timed["hop small"] - SMALL_BYTES / rate, NEXT_TO_NONE),
+        "hop": max(timed["hop small"] - sizes.small / rate, NEXT_TO_NONE),
         "hand": max(timed["hand"], NEXT_TO_NONE),
         "hand rate": rate,
     }
 
 
-def _through_slots(timed: Mapping[str, float]) -> dict[str, float]:
+def _through_slots(timed: Mapping[str, float], sizes: Sizes) -> dict[str, float]:
     """Next to none of anything where there is no memory to share. What two ranks' cores do for a
     message is not on its way."""
     if "slot small" not in timed:
@@ -230,7 +237,7 @@ def _through_slots(timed: Mapping[str, float]) -> dict[str, float]:
     seconds = max(timed["slot large"] - timed["slot small"], NEXT_TO_NONE)
     return {
         "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], NEXT_TO_NONE),
-        "slot rate": (MIDDLE_BYTES - SMALL_BYTES) / seconds,
+        "slot rate": (sizes.middle - sizes.small) / seconds,
         "slot hand": max(timed["slot hand"], NEXT_TO_NONE),
         **_copied(timed, seconds),
     }
@@ -243,12 +250,14 @@ def _copied(timed: Mapping[str, float], seconds: float) -> dict[str, float]:
     return {"slot copied": max(timed["slot copy"] / seconds, NEXT_TO_NONE)}
 
 
-def _exchanged_through_slots(timed: Mapping[str, float], num_ranks: int) -> dict[str, float]:
+def _exchanged_through_slots(
+    timed: Mapping[str, float], num_ranks: int, sizes: Sizes
+) -> dict[str, float]:
     if "slotted small" not in timed:
         return dict.fromkeys(_SLOTTED, NEXT_TO_NONE)
     small, middle = (
         THROUGH_SLOTS.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
-        for nbytes in (SMALL_BYTES, MIDDLE_BYTES)
+        for nbytes in sizes[:2]
     )
     seconds = max(timed["slotted middle"] - timed["slotted small"], NEXT_TO_NONE)
     call = timed["slotted call"] / small.hops
@@ -266,13 +275,13 @@ def _speeds(said: Sequence[Mapping[str, float]]) -> list[float]:
     return [1.0 if speed > 1 - _ALIKE_SHARE else speed for speed in speeds]
 
 
-def _said(num_ranks: int) -> list[dict[str, float]]:
+def _said(num_ranks: int, home: torch.device) -> list[dict[str, float]]:
     """What each rank of this machine measured."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "steelyard.measure.exchanges", folder, str(num_ranks)]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank)],
+                [*command, str(rank), home.type],
                 # Nothing listens beyond this machine.
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
                 stdout=subprocess.DEVNULL,

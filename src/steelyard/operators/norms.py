@@ -53,8 +53,11 @@ def normalised_sums(
 ) -> torch.Tensor:
     """What these samples add to the gradients of weight and bias."""
     mean, variance = statistics.unbind()
+    # Of these two both ways give the same; a GPU's kernel of the other one wants what it does not
+    # read.
+    kept = (None, None) if x.device.type == "cpu" else (mean, variance.add(eps).rsqrt_())
     _, of_weight, of_bias = _aten.native_batch_norm_backward.default(
-        gradient, x, None, mean, variance, None, None, False, eps, [False, True, True]
+        gradient, x, None, mean, variance, *kept, kept[0] is not None, eps, [False, True, True]
     )
     return torch.stack((of_weight, of_bias))
 

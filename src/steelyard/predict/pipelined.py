@@ -16,7 +16,7 @@ from steelyard.core.in_place import written_in_place
 from steelyard.core.layout import PIPELINE
 from steelyard.core.link import Link
 from steelyard.core.peak import Holding, Peak, Timeline
-from steelyard.core.pinned import PINNED, Edge, edges_of
+from steelyard.core.pinned import PINNED, edges_of, evenly_held_bytes
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate, Quad
@@ -152,7 +152,7 @@ class Pipelined:
             # The global batch stays whole while its parts are worked on.
             batch=self._program.batch_bytes,
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
-            + sum(edge.nbytes for edge in self._edges if self._holds(edge, number))
+            + self._slots_bytes(number)
             + states_bytes(self._stages, self._order, number)
             # Replicas draw apart, and the generator outside of that waits meanwhile.
             + (STATE_BYTES if draws and self._program.layout.batch > 1 else 0),
@@ -291,10 +291,18 @@ class Pipelined:
         messages = bool(coming) + bool(going)
         return own + slots.device_seconds(sum(self._sizes(copied)), messages=messages)
 
-    def _holds(self, edge: Edge, rank: int) -> bool:
+    def _slots_bytes(self, rank: int) -> int:
         """Slots are where they are read; of another host, where they are written too."""
-        is_remote = self._costs.links[PINNED].is_remote
-        return edge.target == rank or (is_remote and edge.source == rank)
+        if not self._edges:
+            return 0
+        slots = self._costs.links[PINNED]
+        if slots.is_even:
+            return evenly_held_bytes(self._edges)
+        return sum(
+            edge.nbytes
+            for edge in self._edges
+            if edge.target == rank or (slots.is_remote and edge.source == rank)
+        )
 
     def _sizes(self, names: Sequence[str]) -> list[int]:
         return [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]

@@ -16,6 +16,7 @@ import torch
 from steelyard.core.graph import Graph, Node, Output, OutputKind
 from steelyard.core.program import Program
 from steelyard.core.stages import Stages
+from steelyard.exchange.devices import CPU, generator_of
 from steelyard.run.emit import emit
 
 Draw = Callable[[], object]
@@ -27,14 +28,15 @@ class Draws:
     m. The stages that draw themselves are one's ``own``; each comes once a step, one stage's
     micro-batches in their order. ``seconds`` are those it took to let others' numbers pass."""
 
-    def __init__(self, stages: Stages, own: Collection[int]) -> None:
+    def __init__(self, stages: Stages, own: Collection[int], device: torch.device = CPU) -> None:
+        self._generator = generator_of(device)
         known: dict[str, Draw] = {}
         self._stages: list[list[Draw]] = []
         for stage in stages.stages:
             random = [node for node in stage.forward.nodes if node.is_random]
             for node in random:
                 if node.signature not in known:
-                    known[node.signature] = _passing(stages.graph, node)
+                    known[node.signature] = _passing(stages.graph, node, device)
             self._stages.append([known[node.signature] for node in random])
         self._own = own
         self._coming: Iterator[_Place] = iter(())
@@ -53,10 +55,10 @@ class Draws:
         if not self._stages[stage]:
             yield
         elif place in self._passed:
-            further = torch.get_rng_state()
-            torch.set_rng_state(self._passed.pop(place))
+            further = self._generator.get_state()
+            self._generator.set_state(self._passed.pop(place))
             yield
-            torch.set_rng_state(further)
+            self._generator.set_state(further)
         else:
             self._pass_by(until=place)
             yield
@@ -72,13 +74,13 @@ class Draws:
                 break
             draws = self._stages[place[1]]
             if draws and place[1] in self._own:
-                self._passed[place] = torch.get_rng_state()
+                self._passed[place] = self._generator.get_state()
             for draw in draws:
                 draw()
         self.seconds += time.perf_counter() - begin
 
 
-def _drawing(graph: Graph, node: Node) -> Draw:
+def _drawing(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
     given = [replace(graph.by_name[i], op="input", args=(), inputs=()) for i in node.inputs]
     alone = replace(
         graph,
@@ -91,44 +93,46 @@ def _drawing(graph: Graph, node: Node) -> Draw:
 
     def draw() -> None:
         with torch.no_grad():
-            run([_zeros(*shape) for shape in shapes], ())
+            run([_zeros(*shape, device) for shape in shapes], ())
 
     return draw
 
 
-def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype).zero_()
+def _zeros(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
-def _passing(graph: Graph, node: Node) -> Draw:
+def _passing(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
     """What leaves the generator where the node's own draw does. Where whole numbers take as much of
     it, they are drawn: in half the time, or, where a processor's library asks for one seed a call,
     in no time."""
-    own = _drawing(graph, node)
+    own = _drawing(graph, node, device)
     numel = max(tensor.numel for tensor in node.outputs)
-    left = _left_by(own)
+    left = _left_by(own, device)
     for dtype, count in product((torch.int64, torch.int32), (1, numel)):
-        others = partial(_whole_numbers, count, dtype)
-        if _left_by(others) == left:
+        others = partial(_whole_numbers, count, dtype, device)
+        if _left_by(others, device) == left:
             return others
     return own
 
 
-def _whole_numbers(count: int, dtype: torch.dtype) -> None:
+def _whole_numbers(count: int, dtype: torch.dtype, device: torch.device) -> None:
     """A few at a time: nobody has counted on room for them."""
-    room = torch.empty(min(count, _AT_ONCE), dtype=dtype)
+    room = torch.empty(min(count, _AT_ONCE), dtype=dtype, device=device)
     for start in range(0, count, _AT_ONCE):
         room[: count - start].random_()
 
 
-def _left_by(draw: Draw) -> list[bytes]:
+def _left_by(draw: Draw, device: torch.device = CPU) -> list[bytes]:
     """The states in which it leaves the generator: from a fresh one, and from one that has a normal
     number left over, of which it makes two."""
-    found, generator = [], torch.default_generator
+    found, generator = [], generator_of(device)
     before = generator.get_state()
     for drawn in (0, 1):
         generator.manual_seed(_SEED)
-        torch.empty(drawn).normal_()
+        torch.empty(drawn, device=device).normal_()
         draw()
         found.append(generator.get_state().numpy().tobytes())
     generator.set_state(before)

@@ -15,6 +15,7 @@ from steelyard.core.pinned import edges_of
 from steelyard.core.program import Pipeline
 from steelyard.core.schedule import AHEAD, Action, Work, source_of
 from steelyard.core.stages import Stage
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.pinned_among import pinned_among
 from steelyard.exchange.pinned_slots import Like
 from steelyard.exchange.receipts import Receipts
@@ -74,9 +75,9 @@ class Numbers:
 class _OfRank:
     """What both ways ask of a pipeline."""
 
-    def __init__(self, pipeline: Pipeline, group: dist.ProcessGroup) -> None:
+    def __init__(self, pipeline: Pipeline, group: dist.ProcessGroup, device: torch.device) -> None:
         self._stages, self._graph = pipeline.stages.stages, pipeline.stages.graph
-        self._group, self._rank_of = group, pipeline.order.rank_of
+        self._group, self._rank_of, self._device = group, pipeline.order.rank_of, device
         self._actions = pipeline.order.ranks[dist.get_rank(group)]
 
     def _read_by(self, action: Action) -> tuple[bool, tuple[str, ...]]:
@@ -90,14 +91,20 @@ class _OfRank:
 
 class ByGloo(_OfRank):
     """Room is made ahead, and messages are told apart by number; ``rank_at`` says the number of a
-    stage's rank among all."""
+    stage's rank among all. What lies on a GPU goes by way of its host: gloo sends nothing else, and
+    NCCL would have all ranks send and read in one order."""
 
     held_bytes = moved_bytes = 0
 
     def __init__(
-        self, pipeline: Pipeline, *, group: dist.ProcessGroup, rank_at: Callable[[int], int]
+        self,
+        pipeline: Pipeline,
+        *,
+        group: dist.ProcessGroup,
+        rank_at: Callable[[int], int],
+        device: torch.device,
     ) -> None:
-        super().__init__(pipeline, group)
+        super().__init__(pipeline, group, device)
         self._rank_at = rank_at
         self._numbers = Numbers(self._stages)
         self._receipts: Receipts | None = None
@@ -119,7 +126,7 @@ class ByGloo(_OfRank):
         arrived = {}
         for name, value, work in self._coming.pop(action, ()):
             work.wait()
-            arrived[name] = value
+            arrived[name] = value.to(self._device)
         return arrived
 
     def sending(
@@ -128,7 +135,7 @@ class ByGloo(_OfRank):
         give_way()
         return [
             dist.P2POp(
-                dist.isend, value.contiguous(), self._rank_at(to), self._group,
+                dist.isend, value.contiguous().cpu(), self._rank_at(to), self._group,
                 tag=self._numbers.of(to, micro_batch, place, is_back=is_back),
             )
             for place, value in enumerate(values.values())
@@ -154,7 +161,7 @@ class ByGloo(_OfRank):
         coming = self._coming[action] = []
         for place, name in enumerate(names):
             shape, dtype = _like(self._graph, name)
-            value = torch.empty(shape, dtype=dtype)
+            value = torch.empty(shape, dtype=dtype, device=CPU)
             number = self._numbers.of(action.stage, action.micro_batch, place, is_back=is_back)
             work = dist.irecv(value, self._rank_at(source), self._group, tag=number)
             assert work is not None, "this rank is one of the group"
@@ -164,11 +171,13 @@ class ByGloo(_OfRank):
 class ThroughSlots(_OfRank):
     """In memory that its ranks share, at places that are made for them before the first step."""
 
-    def __init__(self, pipeline: Pipeline, *, group: dist.ProcessGroup) -> None:
-        super().__init__(pipeline, group)
+    def __init__(
+        self, pipeline: Pipeline, *, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        super().__init__(pipeline, group, device)
         edges = edges_of(pipeline.order, self._stages, self._graph)
         self._edges = {(edge.stage, edge.is_back): index for index, edge in enumerate(edges)}
-        self._pinned = pinned_among(edges, group=group)
+        self._pinned = pinned_among(edges, group=group, device=device)
         self._at_work = 0
         self.held_bytes = self._pinned.held_bytes
 

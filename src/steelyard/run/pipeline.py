@@ -17,7 +17,8 @@ from steelyard.core.graph import Graph, OutputKind
 from steelyard.core.layout import PIPELINE
 from steelyard.core.program import Pipeline
 from steelyard.core.schedule import Action, Work
-from steelyard.exchange.channel import Channel
+from steelyard.exchange.channel import Channel, Waiting
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.schedules import made_schedule
 from steelyard.exchange.turns import take_turns
 from steelyard.operators import copy_laid_out
@@ -49,16 +50,17 @@ class StagesAtWork:
     ) -> None:
         self._group, self._waiting = group, channels[PIPELINE].waiting
         self._replicas = replicas
+        self._device = device = channels[PIPELINE].device
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
         self._rank_of = pipeline.order.rank_of
         rank, last = dist.get_rank(group), len(stages) - 1
         self._messages: Messages = (
-            ThroughSlots(pipeline, group=group)
+            ThroughSlots(pipeline, group=group, device=device)
             if pipeline.is_pinned
-            else ByGloo(pipeline, group=group, rank_at=self._rank_at)
+            else ByGloo(pipeline, group=group, rank_at=self._rank_at, device=device)
         )
         own = [stage for stage in stages if self._rank_of[stage.index] == rank]
-        self._draws = Draws(pipeline.stages, own={stage.index for stage in own})
+        self._draws = Draws(pipeline.stages, own={stage.index for stage in own}, device=device)
         self._own = [
             _Driven(
                 LiveStage(
@@ -73,6 +75,7 @@ class StagesAtWork:
                 group,
                 messages=self._messages,
                 rank_at=self._rank_at,
+                waiting=self._waiting,
             )
             for stage in own
         ]
@@ -125,10 +128,16 @@ class StagesAtWork:
         begin, busy = time.perf_counter(), self._busy_seconds
         with self._added_to_earlier():
             losses = self._carried_out(given)
-        told = self._told(losses, shares)
-        busy = self._busy_seconds - busy
-        self._waiting.seconds += max(0.0, time.perf_counter() - begin - busy)
+        with self._counted_on_gpu():
+            told = self._told(losses, shares)
+        if not self._waiting.on_gpu:
+            busy = self._busy_seconds - busy
+            self._waiting.add(max(0.0, time.perf_counter() - begin - busy))
         return told
+
+    def _counted_on_gpu(self) -> contextlib.AbstractContextManager[None]:
+        """Its host is ahead of it: that has nothing to do says nothing of the GPU."""
+        return self._waiting.running() if self._waiting.on_gpu else contextlib.nullcontext()
 
     def _carried_out(self, given: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """The loss of each micro-batch, on the rank that has it."""
@@ -139,18 +148,20 @@ class StagesAtWork:
             own.begin([dict(values) for values in given], self._draws)
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
-        whom = torch.arange(count) if is_last else None
+        whom = torch.arange(count, device=CPU) if is_last else None
         with self._shares.gathered() if self._shares else contextlib.nullcontext():
             self._schedule.step(
                 target=whom, losses=losses if is_last else None, return_outputs=False
             )
             self._messages.end()
-            for parameter, group in self._sums:
-                dist.all_reduce(_gradient(parameter), group=group)
+            with self._counted_on_gpu():
+                for parameter, group in self._sums:
+                    dist.all_reduce(_gradient(parameter), group=group)
             for parameter in self._trained if self._shares else ():
                 _gradient(parameter)
         self._draws.end()
-        self._sum_up()
+        with self._counted_on_gpu():
+            self._sum_up()
         return losses
 
     @property
@@ -189,14 +200,16 @@ class StagesAtWork:
     def _told(self, losses: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
         name = next(o.node for o in self._graph.outputs if o.kind is OutputKind.LOSS)
         (planned,) = self._graph.by_name[name].outputs
-        total = torch.zeros(planned.shape, dtype=getattr(torch, planned.dtype))
+        dtype = getattr(torch, planned.dtype)
+        total = torch.zeros(planned.shape, dtype=dtype, device=self._device)
         for loss, share in zip(losses, shares):
             total += loss * share
+        total = total.to(CPU)  # as messages go
         if self._replicas is not None and dist.get_rank(self._group) == self._rank_of_loss:
             dist.all_reduce(total, group=self._replicas)
         source = dist.get_global_rank(self._group, self._rank_of_loss)
         dist.broadcast(total, source, group=self._group)
-        return total
+        return total.to(self._device)
 
 
 def _forget(parameters: Iterable[torch.Tensor]) -> None:
@@ -225,19 +238,21 @@ class _Driven(PipelineStage):
         *,
         messages: Messages,
         rank_at: Callable[[int], int],
+        waiting: Waiting,
     ) -> None:
-        token = torch.zeros(1)
+        token = torch.zeros(1, device=CPU)
         super().__init__(
             nn.Identity(),
             live.stage.index,
             num_stages,
-            torch.device("cpu"),
+            CPU,
             input_args=token,
             output_args=token,
             group=group,
         )
         self.live = live
         self._graph, self._messages, self._rank_at = graph, messages, rank_at
+        self._waiting = waiting
         self._values: list[Values] = []
         self._draws: Draws | None = None
         self._given: tuple[str, ...] = ()
@@ -332,7 +347,10 @@ class _Driven(PipelineStage):
     def _take_in(self, work: Work, index: int) -> None:
         """What has come lies as it was captured, before anything reads it."""
         action = Action(stage=self.stage_index, work=work, micro_batch=index)
-        for name, come in self._messages.of(action).items():
+        waited = self._waiting.running() if self._waiting.on_gpu else contextlib.nullcontext()
+        with waited:
+            arrived = self._messages.of(action)
+        for name, come in arrived.items():
             (planned,) = self._graph.by_name[name].outputs
             self._values[index][name] = (
                 come

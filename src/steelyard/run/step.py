@@ -17,6 +17,7 @@ from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.program import Program
 from steelyard.core.updates import WEIGHT
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.residuals import Residuals
 from steelyard.exchange.states import FarStates
 from steelyard.run.bind import (
@@ -135,10 +136,11 @@ class LiveStep:
         self._watch = ModelWatch(model, constants)
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._home = next((p.device for p in self._parameters), CPU)
         self._accumulators: list[Any] | None = None
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
-        self.residuals = Residuals(channels)
+        self.residuals = Residuals(channels, self._home)
         self._guard_by(guard)
         # In which codes the last step was.
         self.rung = 0
@@ -458,7 +460,8 @@ class LiveStep:
         planned = bound.share
         if planned is None:
             return None
-        return torch.full(planned.shape, share, dtype=getattr(torch, planned.dtype))
+        dtype = getattr(torch, planned.dtype)
+        return torch.full(planned.shape, share, dtype=dtype, device=self._home)
 
     def _tangent(
         self, bound: BoundProgram, share: float, scale: float | torch.Tensor
@@ -475,8 +478,7 @@ class LiveStep:
         if tangent is None:
             # A scaler's factor changes often; only the last is worth keeping.
             self._tangents.clear()
-            device = next(iter(self._parameters)).device
-            tangent = torch.full(planned.shape, scale, dtype=dtype, device=device)
+            tangent = torch.full(planned.shape, scale, dtype=dtype, device=self._home)
             tangent = self._tangents[key] = _times(tangent, share)
         return tangent
 

@@ -1,6 +1,6 @@
 """Inside a rank: meet the others, agree with them, and leave without cutting anybody off.
 
-Not for what ranks exchange then: those are nodes of the graph. Gloo, on the CPU.
+Not for what ranks exchange then: those are nodes of the graph.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ def joined(
     timeout_seconds: float,
     start_seconds: float = 300,
     store: Store | None = None,
+    backend: str = "gloo",
 ) -> Iterator[None]:
     """The default process group, while this stands; a rank alone needs none.
 
@@ -44,7 +45,7 @@ def joined(
         if who.hosts > 1:
             speak_between_hosts(store, who, os.environ)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=PrefixStore("group", store),
             rank=who.rank,
             world_size=who.size,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from steelyard.core.errors import RanksDiffer
 from steelyard.core.printable import printable
+from steelyard.exchange.devices import CPU, generator_of
 
 
 class Together(Protocol):
@@ -70,18 +71,18 @@ class InGroup:
         return (signal or "SIGTERM") if is_sent else ""
 
     def same(self, number: int) -> int:
-        held = torch.tensor(number)
+        held = torch.tensor(number, device=CPU)
         dist.broadcast(held, src=0)
         return int(held)
 
     def most(self, number: int) -> int:
-        held = torch.tensor(int(number))
+        held = torch.tensor(int(number), device=CPU)
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
         return int(held)
 
     def words(self, text: str) -> str:
         said = text.encode() if self.saves else b""
-        held = torch.zeros(self.same(len(said)), dtype=torch.uint8)
+        held = torch.zeros(self.same(len(said)), dtype=torch.uint8, device=CPU)
         if self.saves and said:
             held.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         dist.broadcast(held, src=0)
@@ -105,11 +106,12 @@ class InGroup:
             )
 
 
-def begin_alike(tensors: Iterable[torch.Tensor]) -> None:
+def begin_alike(tensors: Iterable[torch.Tensor], home: torch.device = CPU) -> None:
     """Every rank takes the values of the first, and will draw the same: what was drawn differs."""
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
-    state = torch.get_rng_state()
-    dist.broadcast(state, src=0)
-    torch.set_rng_state(state)
+    for generator in [generator_of(device) for device in dict.fromkeys((CPU, home))]:
+        state = generator.get_state()
+        dist.broadcast(state, src=0)
+        generator.set_state(state)

@@ -1,0 +1,112 @@
+"""What is said of GPUs where there is none: which backend carries what lies there, what time counts
+as waiting, and which groups of ranks cannot speak of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from steelyard.api.ranks import Ranks, keep_to_own_gpu
+from steelyard.capture.plain import symbol_of
+from steelyard.core.errors import BadInput
+from steelyard.core.graph import Symbol
+from steelyard.core.layout import Layout
+from steelyard.exchange.backends import backend_for
+from steelyard.exchange.stopwatch import Stopwatch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_nccl_carries_what_each_rank_has_on_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert backend_for(GPU, ranks=4) == "cpu:gloo,cuda:nccl"
+    assert backend_for(GPU, ranks=5) == "gloo"
+    assert backend_for(CPU, ranks=4) == "gloo"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert backend_for(GPU, ranks=4) == "gloo"
+
+
+@pytest.mark.parametrize("known", ["cuda:nccl", "cpu:gloo"])
+def test_a_group_that_cannot_carry_it_is_refused(known: str) -> None:
+    with mock.patch("steelyard.api.ranks.dist") as groups:
+        groups.group.WORLD.size.return_value = 2
+        groups.get_backend_config.return_value = known
+        said = f"carries {known}, and the model is on cuda:1"
+        with pytest.raises(BadInput, match=said) as refused:
+            Ranks.of(Layout(batch=2), GPU)
+    assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_a_rank_computes_on_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for count in (1, 4, 8):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        keep_to_own_gpu()
+    assert chosen == [1, 5]
+
+
+def test_a_gpu_that_is_the_process_own_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert symbol_of(GPU) == Symbol("torch.device('cuda')")
+    assert symbol_of(torch.device("cuda", 0)) == Symbol("torch.device('cuda:0')")
+    assert symbol_of(CPU) == Symbol("torch.device('cpu')")
+
+
+def test_a_processor_waits_by_the_clock() -> None:
+    watch = Stopwatch()
+    begin = time.perf_counter()
+    for _ in range(2):
+        with watch.running():
+            time.sleep(0.01)
+    watch.add(1.0)
+    assert 1.02 <= watch.seconds <= 1.0 + time.perf_counter() - begin
+
+
+class _Event:
+    """Of a GPU that does one thing a second."""
+
+    told = over = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0
+
+    def record(self, stream: Any) -> None:
+        assert stream == "stream of cuda:1"
+        _Event.told += 1
+        self.at = _Event.told
+
+    def query(self) -> bool:
+        return self.at <= _Event.over
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1000.0 * (end.at - self.at)
+
+
+def test_of_a_gpu_counts_what_is_over_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    watch, seen = Stopwatch(GPU), []
+    for _ in range(3):
+        with watch.running():
+            pass
+    for over in (0, 2, 3, 6):
+        _Event.over = over
+        seen.append(watch.seconds)
+    assert seen == [0.0, 1.0, 1.0, 3.0]
