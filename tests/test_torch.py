@@ -693,6 +693,21 @@ def test_a_gpu_can_be_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [7]
 
 
+def test_what_is_to_be_done_when_cuda_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "callable" in inspect.signature(torch.cuda._lazy_call).parameters
+    done: list[int] = []
+    with monkeypatch.context() as begun:
+        begun.setattr(torch.cuda, "is_initialized", lambda: True)
+        _torch.when_cuda_begins(lambda: done.append(1))
+    assert done == [1]
+    if not torch.cuda.is_initialized():
+        queued = vars(torch.cuda)["_queued_calls"]
+        before = len(queued)
+        _torch.when_cuda_begins(lambda: done.append(2))
+        assert (len(queued), done) == (before + 1, [1])
+        queued.pop()
+
+
 def test_ranks_share_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is seen where there is a GPU (tests/dist/test_gpus.py); these are its names."""
     module = importlib.import_module("torch.distributed._symmetric_memory")

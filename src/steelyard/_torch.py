@@ -113,6 +113,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "when_cuda_begins",
 ]
 
 
@@ -653,6 +654,11 @@ def compiled_kernels(
 def keep_busy(cycles: int) -> None:
     """The current CUDA device does nothing else for so long, and the host goes on."""
     torch.cuda._sleep(cycles)
+
+
+def when_cuda_begins(call: Callable[[], object]) -> None:
+    """At once, where it has; CUDA that nobody uses takes a GPU's memory and seconds."""
+    torch.cuda._lazy_call(call)
 
 
 def symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:

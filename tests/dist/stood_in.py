@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from io import FileIO
@@ -44,10 +44,7 @@ class StoodIn:
     def memory(self, nbytes: int) -> torch.Tensor:
         return self._mapped(self._file(nbytes))
 
-    def views(
-        self, memory: torch.Tensor, group: dist.ProcessGroup, gpus: Sequence[str]
-    ) -> list[torch.Tensor]:
-        assert len(set(gpus)) == len(gpus)
+    def views(self, memory: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
         everyones: list[Any] = [None] * group.size()
         dist.all_gather_object(everyones, (os.getpid(), self._files[0].fileno(), memory.nbytes))
         assert {nbytes for *_, nbytes in everyones} == {memory.nbytes}, "they are not even"
@@ -128,8 +125,9 @@ def _apart(rank: int) -> list[bool]:
             own.send(0, number, [torch.tensor([number], dtype=torch.int32)])
         own.settle()
     else:
-        own.receive(0, 0, like)
+        first = own.receive(0, 0, like)
         times = [time.monotonic()]
+        del first  # from here on it may be written again
         assert own.receive(0, 1, like)[0].tolist() == [1]
     times.append(time.monotonic())
     both: list[Any] = [None, None]

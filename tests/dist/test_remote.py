@@ -10,7 +10,7 @@ import pytest
 
 from tests.dist.pipelines import MICRO_BATCHES, STEPS
 from tests.dist.ranks import on_ranks, on_two_ranks
-from tests.dist.test_pipelines import _as_one_device
+from tests.dist.test_pipelines import as_one_device
 from tests.dist.test_slots import check_who_died
 
 pytestmark = [
@@ -90,7 +90,7 @@ def test_stages_are_one_device() -> None:
         "1F1B", "1F1B through slots", "ZBVZeroBubble", "ZBVZeroBubble through slots"
     }  # fmt: skip
     for schedule in ranks[0]:
-        _as_one_device("gpt", schedule, [rank[schedule] for rank in ranks])
+        as_one_device("gpt", schedule, [rank[schedule] for rank in ranks])
         if "through slots" in schedule:
             made = sum(rank[schedule]["made there"] for rank in ranks)
             assert made >= STEPS * MICRO_BATCHES, schedule

@@ -80,7 +80,7 @@ def test_ranks_on_gpus_wait_for_what_these_have_yet_to_do() -> None:
             assert all(found["made there"]["places"][when] for when in _THERE)
         assert found["broken off"] == [True, True]
         assert found["apart"] == [True, True]
-        assert "on rank 1 no 8.00 KiB of its GPU can be had: full\n" in found["refused"]["no memory"]
+        assert "on rank 1 no 8.00 KiB of its GPU can be shared: full\n" in found["refused"]["no memory"]
         assert "the GPU of rank 1 does not reach all others" in found["refused"]["out of reach"]
         for said in found["refused"].values():
             assert len(said.splitlines()) == 3, said

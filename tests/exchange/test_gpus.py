@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from steelyard import _torch
 from steelyard.api.ranks import Ranks, keep_to_own_gpu
 from steelyard.capture.plain import symbol_of
 from steelyard.core.errors import BadInput
@@ -18,6 +19,7 @@ from steelyard.core.graph import Symbol
 from steelyard.core.layout import Layout
 from steelyard.exchange.backends import backend_for
 from steelyard.exchange.stopwatch import Stopwatch
+from steelyard.measure.home import check_is_own
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -46,10 +48,20 @@ def test_a_group_that_cannot_carry_it_is_refused(known: str) -> None:
     assert len(str(refused.value).splitlines()) == 3
 
 
+def test_a_model_is_on_the_gpu_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_is_own(torch.device("cuda", 0))
+    check_is_own(CPU)
+    with pytest.raises(BadInput, match="is on cuda:1, and the current GPU is 0") as refused:
+        check_is_own(GPU)
+    assert "torch.cuda.set_device(1)" in str(refused.value)
+
+
 def test_a_rank_computes_on_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(_torch, "when_cuda_begins", lambda call: call())
     for name, value in {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "5"}.items():
         monkeypatch.setenv(name, value)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():

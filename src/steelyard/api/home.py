@@ -12,6 +12,7 @@ from steelyard.core.cluster import Cluster
 from steelyard.core.device import Device
 from steelyard.core.errors import BadInput
 from steelyard.measure.cache import CostCache
+from steelyard.measure.home import check_is_own
 from steelyard.measure.rates import with_measured_rates
 
 # Ranks may share a GPU, whose times are then said as if each had one of its own.
@@ -42,6 +43,7 @@ def cluster_at(
             expected="the python runner there: of what is compiled, kernels of a CPU are measured",
             remedy="leave runner= out, or write --runner python",
         )
+    check_is_own(home)
     here = _gpu(home, cluster.fastest, ranks=cluster.num_devices)
     gpu = with_measured_rates(here, cache=cache, torch_device=home)
     member = replace(cluster.tree.members[0], of=gpu, count=cluster.num_devices)
@@ -55,7 +57,8 @@ def _gpu(home: torch.device, here: Device, *, ranks: int) -> Device:
         raise BadInput(
             f"the model is on {home}, {ranks} ranks were asked for, and torch sees {count} GPU"
             + ("s" if count != 1 else ""),
-            expected="a GPU for each rank: what shares one computes at a part of its speed",
+            expected="a GPU for each rank, seen by all: what shares one computes at a part of its "
+            "speed",
             remedy=f"plan for {count}; or, to try things with no true times, {MAY_SHARE}=1",
         )
     sharers = -(-ranks // count)

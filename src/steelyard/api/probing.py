@@ -59,7 +59,7 @@ def coding_errors(source: StepSource, base: Program, values: Iterable[str]) -> d
     sinks = [noting(i.sink.target) for i in program.instructions if i.sink is not None]
     devices = random_devices(home_of(source.model))
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
-        bound.run(bound.inputs(leaves, 0, torch.zeros(())), sinks)
+        bound.run(bound.inputs(leaves, 0, torch.zeros((), device=home_of(source.model))), sinks)
     return found
 
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from steelyard.exchange.devices import CPU
 from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts, Way
 from steelyard.exchange.turns import take_turns
-from steelyard.measure.home import home_of
+from steelyard.measure.home import check_is_own, home_of
 from steelyard.run.bind import live_tensors
 from steelyard.run.pipeline import StagesAtWork
 from steelyard.run.ranks.agreement import words_for
@@ -150,10 +150,11 @@ def keep_to_own_cores() -> None:
 
 def keep_to_own_gpu() -> None:
     """``cuda``, without a number, is one for each rank of this machine, as far as there are so
-    many."""
+    many: from when CUDA is first used, if it is."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
-        torch.cuda.set_device(who_am_i(os.environ).local_rank % count)
+        own = who_am_i(os.environ).local_rank % count
+        _torch.when_cuda_begins(partial(torch.cuda.set_device, own))
 
 
 @contextlib.contextmanager
@@ -165,8 +166,9 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
     # Ranks that draw another batch each would train on less than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
-    who = who_am_i(os.environ)
-    backend = backend_for(home_of(workload.model), ranks=who.size // who.hosts)
+    who, home = who_am_i(os.environ), home_of(workload.model)
+    check_is_own(home)
+    backend = backend_for(home, ranks=who.size // who.hosts)
     with joined(who, words, timeout_seconds=timeout_seconds, backend=backend):
         if who.hosts > 1:
             know_hosts(who)

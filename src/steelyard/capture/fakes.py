@@ -234,7 +234,8 @@ def filled(batch: Any) -> Any:
         if leaf.is_contiguous():
             # Takes no memory until it is written.
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
-        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
+        size, stride = leaf.size(), leaf.stride()
+        return torch.empty_strided(size, stride, dtype=leaf.dtype, device="cpu").zero_()
 
     return _torch.tree_map(real, batch)
 

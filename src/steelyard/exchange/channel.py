@@ -58,7 +58,8 @@ class Coding(Stopwatch):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
     """``group`` is the name under which torch's collectives find the process group; ``calls`` stand
-    in place of them where there is none. What this rank sends lies on its ``device``."""
+    in place of them where there is none. What this rank sends lies on its ``device``, from which
+    ``backend`` carries it."""
 
     group: str
     backend: str
@@ -72,12 +73,13 @@ class Channel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device = CPU) -> "Channel":
+        backend: Any = group._get_backend(device)
         return cls(
             waiting=Waiting(device),
             coding=Coding(device),
             device=device,
             group=group.group_name,
-            backend=dist.get_backend(group),
+            backend=backend.name(),
             num_ranks=group.size(),
             rank=group.rank(),
             process_group=group,

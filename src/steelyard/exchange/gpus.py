@@ -5,7 +5,7 @@ Not for slots: see pinned_on_gpus.py.
 """
 
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from steelyard import _torch
 
-# Torch refuses two ranks of one GPU, unless it is told that this is meant.
+# Torch refuses two ranks that have one number for their GPU, be it one or two, unless it is told
+# that this is meant.
 _SHARES_A_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
@@ -49,13 +50,16 @@ class Gpu:
     def memory(self, nbytes: int) -> torch.Tensor:
         return _torch.symmetric_memory(nbytes, self.device)
 
-    def views(
-        self, memory: torch.Tensor, group: dist.ProcessGroup, gpus: Sequence[str]
-    ) -> list[torch.Tensor]:
-        """What each rank has made, as this one may write it; ``gpus`` are those of all."""
-        if len(set(gpus)) < len(gpus):
-            os.environ[_SHARES_A_GPU] = "1"
-        return _torch.symmetric_views(memory, group)
+    def views(self, memory: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        """What each rank has made, as this one may write it."""
+        before = os.environ.get(_SHARES_A_GPU)
+        os.environ[_SHARES_A_GPU] = "1"
+        try:
+            return _torch.symmetric_views(memory, group)
+        finally:
+            del os.environ[_SHARES_A_GPU]
+            if before is not None:
+                os.environ[_SHARES_A_GPU] = before
 
     def lent(self, owner: object, address: int, nbytes: int) -> torch.Tensor:
         """Bytes of this GPU, which keep their owner as long as anything lies on them."""
@@ -63,13 +67,27 @@ class Gpu:
 
     def event(self) -> tuple[Event, Any]:
         """And by what others open it."""
+        made = torch.cuda.Event(interprocess=True)
         with torch.cuda.device(self.device):
-            made = torch.cuda.Event(interprocess=True)
-            return made, made.ipc_handle()
+            return _Made(made, self.device), made.ipc_handle()
 
     def opened(self, handle: Any) -> Event:
         opened: Event = torch.cuda.Event.from_ipc_handle(self.device, handle)
         return opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Whatever GPU is the current one when it is recorded."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def record(self) -> None:
+        self.event.record(torch.cuda.current_stream(self.device))
+
+    def query(self) -> bool:
+        return bool(self.event.query())
 
 
 class _Lent:

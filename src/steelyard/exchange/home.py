@@ -26,7 +26,7 @@ class Layout:
         return self.shape.numel() * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
     def on(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self.dtype).as_strided(self.shape, self.stride)

@@ -235,10 +235,11 @@ class Pinned:
     def receive(self, index: int, number: int, likes: Sequence[Like]) -> list[torch.Tensor]:
         """The values of one message, once it has come, each of its shape."""
         room, until = self._read[index], time.monotonic() + self._timeout
-        while (self._step, index, number) not in self._came:
+        key = self._step, index, number
+        while key not in self._came:
             self._await({room.edge.source}, until)
-        slot = self._came.pop((self._step, index, number))
-        self._until_filled(index, slot, until)
+        self._until_filled(index, self._came[key], until)
+        slot = self._came.pop(key)
         values = room.tensors(slot, likes, self._given_back(index, slot))
         if room.is_full:
             # Whoever sends would wait for what is held here, and this rank for what it sends.
@@ -259,6 +260,10 @@ class Pinned:
         if not heard and time.monotonic() >= until:
             raise self._silent(ranks)
         self._listen(heard, ranks)
+        self._push_all()
+
+    def _push_all(self) -> None:
+        """Messages that have waited for a slot."""
         for index, outlet in self._written.items():
             if outlet.waiting:
                 self._push(index)

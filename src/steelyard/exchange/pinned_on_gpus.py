@@ -44,10 +44,13 @@ class OnGpus(Pinned):
     def _made(self, files: list[FileIO]) -> "_OnGpu":
         self.held_bytes = evenly_held_bytes(self._edges)
         try:
-            self._whole = self._gpu.memory(self.held_bytes)
+            return self._made_here(files)
         except RuntimeError as error:  # the driver's own, or an allocator's
             size = format_bytes(self.held_bytes)
-            raise Elsewhere(f"no {size} of its GPU can be had: {_said(error)}") from None
+            raise Elsewhere(f"no {size} of its GPU can be shared: {_said(error)}") from None
+
+    def _made_here(self, files: list[FileIO]) -> "_OnGpu":
+        self._whole = self._gpu.memory(self.held_bytes)
         begins, handles = _begins(self._edges), dict[int, list[Any]]()
         for index, edge in enumerate(self._edges):
             if self._rank in (edge.source, edge.target):
@@ -55,8 +58,8 @@ class OnGpus(Pinned):
                 self._events[index] = [event for event, _ in made]
                 handles[index] = [handle for _, handle in made]
             if edge.target == self._rank:
-                address = self._whole.data_ptr() + begins[index]
-                self._read[index] = RoomOnGpu(edge, self._gpu, address, self._events[index])
+                own = self._whole[begins[index] : begins[index] + edge.nbytes]
+                self._read[index] = RoomOnGpu(edge, self._gpu, own, self._events[index])
         return self._offered(files, _OnGpu, gpu=self._gpu.name, events=handles)
 
     def _open(self, everyones: Sequence[Offered], files: list[FileIO], *, host: str) -> None:
@@ -64,17 +67,17 @@ class OnGpus(Pinned):
         if any(each.host != host for each in everyones):
             raise Elsewhere("another rank is on another host, or kept apart from this one")
         gpus = [each.gpu for each in everyones if isinstance(each, _OnGpu)]
-        for rank, reaches in enumerate(self._told([self._gpu.reaches(gpu) for gpu in gpus])):
-            if not all(reaches):
+        for rank, reaches in enumerate(self._told(all(map(self._gpu.reaches, gpus)))):
+            if not reaches:
                 raise Elsewhere(f"the GPU of rank {rank} does not reach all others")
         try:
-            self._views = self._gpu.views(self._whole, self._group, gpus)
+            self._views = self._gpu.views(self._whole, self._group)
+            for index, room in self._read.items():
+                assert isinstance(room, RoomOnGpu)
+                room.filled = self._opened(everyones[room.edge.source], index)
+            super()._open(everyones, files, host=host)
         except RuntimeError as error:
-            raise Elsewhere(f"memory of another GPU cannot be opened: {_said(error)}") from None
-        for index, room in self._read.items():
-            assert isinstance(room, RoomOnGpu)
-            room.filled = self._opened(everyones[room.edge.source], index)
-        super()._open(everyones, files, host=host)
+            raise Elsewhere(f"what another GPU has cannot be opened: {_said(error)}") from None
 
     def _outlet_to(
         self,
@@ -104,6 +107,7 @@ class OnGpus(Pinned):
             if time.monotonic() >= until:
                 raise self._silent({room.edge.source})
             self._listen(self._asked.poll(0), {room.edge.source})
+            self._push_all()
             if time.perf_counter() > watched:
                 time.sleep(_PAUSE_SECONDS)
 
@@ -116,16 +120,16 @@ class OnGpus(Pinned):
 
 
 class RoomOnGpu(Room):
-    """At this address; ``filled`` are the events of who writes, known once it has been met."""
+    """On these bytes; ``filled`` are the events of who writes, known once it has been met."""
 
     filled: Sequence[Event]
 
-    def __init__(self, edge: Edge, gpu: Gpu, address: int, emptied: Sequence[Event]) -> None:
+    def __init__(self, edge: Edge, gpu: Gpu, whole: torch.Tensor, emptied: Sequence[Event]) -> None:
         super().__init__(edge)
-        self._gpu, self._address, self._emptied = gpu, address, emptied
+        self._gpu, self._whole, self._emptied = gpu, whole, emptied
 
     def lying(self, slot: int) -> "_Slot":
-        return _Slot(self._address + slot * self.edge.slot_bytes)
+        return _Slot(self._whole, slot * self.edge.slot_bytes)
 
     def part(self, whole: "_Slot", offset: int, nbytes: int) -> torch.Tensor:
         return self._gpu.lent(whole, whole.address + offset, nbytes)
@@ -168,10 +172,11 @@ class _OnGpu(Offered):
 
 
 class _Slot:
-    """A message that is held."""
+    """A message that is held, and with it the memory that it lies in."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, whole: torch.Tensor, begin: int) -> None:
+        self._whole = whole
+        self.address = whole.data_ptr() + begin
 
 
 def _begins(edges: Sequence[Edge]) -> list[int]:

@@ -106,7 +106,7 @@ class SharedRoom(Room):
 
     def part(self, whole: memoryview, offset: int, nbytes: int) -> torch.Tensor:
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def over(self, slot: int) -> None:

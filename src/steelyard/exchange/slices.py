@@ -43,7 +43,7 @@ class _Slices:
     def of(cls, there: There, memory: FarMemory, parts: int) -> "_Slices":
         rows = rows_of_slice(there.rows, there.row_bytes, parts)
         near = min(2, -(-there.rows // rows))
-        room = torch.empty((near, rows, there.columns), dtype=there.dtype)
+        room = torch.empty((near, rows, there.columns), dtype=there.dtype, device="cpu")
         slices = cls(there=there, memory=memory, room=room, arriving=deque())
         for number in range(near):
             slices._fetch(number)

@@ -44,7 +44,7 @@ class Slots:
 
     def fetch(self, slot: int, _: None) -> torch.Tensor:
         shape, stride, dtype = self._layouts[slot]
-        x = torch.empty_strided(shape, stride, dtype=dtype)
+        x = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         self._fetching[slot] = self._memory.fetch(self._offsets[slot], x)
         return x
 

@@ -34,6 +34,7 @@ class Stopwatch:
             yield
             self._counted += time.perf_counter() - begin
             return
+        self._count()
         stream = torch.cuda.current_stream(self._device)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record(stream)
@@ -46,7 +47,11 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
+        self._count()
+        return self._counted
+
+    def _count(self) -> None:
+        """What is over; the rest waits to be."""
         while self._under_way and self._under_way[0][1].query():
             first, last = self._under_way.popleft()
             self._counted += first.elapsed_time(last) * 1e-3
-        return self._counted

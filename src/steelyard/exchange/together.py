@@ -4,6 +4,7 @@ For a look at what ranks would train, where nothing but the numbers counts. Each
 of its own, as processes would. Not for running a plan.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,8 +57,11 @@ class Together:
 
     def _one(self, work: Callable[[int], Any], rank: int) -> Any:
         self._take_turn(rank)
+        is_gpu = self._device.type == "cuda"
         try:
-            return work(rank)
+            # Each thread has a current GPU of its own.
+            with torch.cuda.device(self._device) if is_gpu else contextlib.nullcontext():
+                return work(rank)
         finally:
             self._ended.add(rank)
             self._hand_over(rank)

@@ -25,6 +25,16 @@ def home_of(model: nn.Module) -> torch.device:
     return torch.device(devices[0])
 
 
+def check_is_own(home: torch.device) -> None:
+    """A plan says of the process's own GPU no number: on another rank it is another one."""
+    if home.type == "cuda" and home.index != torch.cuda.current_device():
+        raise BadInput(
+            f"the model is on {home}, and the current GPU is {torch.cuda.current_device()}",
+            expected="a model on the GPU that is the current one in its process",
+            remedy=f"torch.cuda.set_device({home.index}), before the model is made",
+        )
+
+
 def free_bytes(home: torch.device) -> int:
     """What could be allocated there now; torch gives back what it keeps of a GPU, if it has to."""
     if home.type == "cpu":

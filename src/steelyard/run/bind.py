@@ -214,7 +214,7 @@ class BoundProgram:
     def counts(self, leaves: Sequence[Any]) -> list[list[int]]:
         """For each mean in the loss, how many targets it counts in each part, all ranks' alike."""
         # Its own shape is all that the program takes: the last stretch of it may overlap.
-        nothing, found = torch.zeros(()), []
+        nothing, found = torch.zeros((), device="cpu"), []
         starts = [*range(0, self._units - self._size, self._size), self._units - self._size]
         stretches = [self._inputs_at(leaves, start, nothing, None) for start in starts]
         for counter in self.counters:

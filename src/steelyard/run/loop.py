@@ -331,6 +331,8 @@ class _Run:
             )
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)
+        # What was saved is of the first rank, and of its GPU.
+        self._together.draw_alike(self.live.home)
         self.step = self._first = position.step
         self.saved = chosen
         for path in folder.go_on_from(chosen) if self._together.saves else ():

@@ -31,7 +31,7 @@ def random_state(generators: Generators) -> RandomState:
     tensors = {
         "torch": torch.get_rng_state(),
         "python": torch.from_numpy(np.array(words, dtype=np.int64)),
-        "numpy": torch.tensor(np.asarray(keys, dtype=np.int64)),
+        "numpy": torch.tensor(np.asarray(keys, dtype=np.int64), device="cpu"),
         **{f"generator/{key}": g.get_state() for key, g in generators.items()},
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -91,7 +91,7 @@ def drawing_apart(rank: int) -> Iterator[None]:
 
     The seed is drawn, so that the state of a generator outside says all there is to be saved.
     """
-    seed = int(torch.empty((), dtype=torch.int64).random_())
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed((seed + rank) % 2**63)

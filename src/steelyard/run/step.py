@@ -136,11 +136,11 @@ class LiveStep:
         self._watch = ModelWatch(model, constants)
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._home = next((p.device for p in self._parameters), CPU)
+        self.home = next((p.device for p in self._parameters), CPU)
         self._accumulators: list[Any] | None = None
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
-        self.residuals = Residuals(channels, self._home)
+        self.residuals = Residuals(channels, self.home)
         self._guard_by(guard)
         # In which codes the last step was.
         self.rung = 0
@@ -345,7 +345,7 @@ class LiveStep:
         """What codes have lost on all ranks, and in which they are: for a checkpoint."""
         found = self.residuals.whole()
         if self.guard is not None:
-            found[_GUARD] = torch.tensor(self.guard.state)
+            found[_GUARD] = torch.tensor(self.guard.state, device="cpu")
         return found
 
     def put_back_lost(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
@@ -394,7 +394,7 @@ class LiveStep:
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
         own = self._own_parts(bound)
-        with torch.no_grad(), self._own_numbers(bound), _added_to_later(bound):
+        with self._at_home(), torch.no_grad(), self._own_numbers(bound), _added_to_later(bound):
             for index in own:
                 part = bound if index == own[-1] else bound.earlier
                 share = shares[index]
@@ -431,8 +431,14 @@ class LiveStep:
         given = [
             bound.given(leaves, index, self._tangent(bound, shares[index], scale)) for index in own
         ]
-        with self._own_numbers(bound):
+        with self._at_home(), self._own_numbers(bound):
             return self._stages[bound.program].run(given, [shares[index] for index in own])
+
+    def _at_home(self) -> contextlib.AbstractContextManager[Any]:
+        """What a program says of a GPU without its number is this one."""
+        return (
+            torch.cuda.device(self.home) if self.home.type == "cuda" else contextlib.nullcontext()
+        )
 
     def _own_parts(self, bound: BoundProgram) -> range:
         first = self._rank * bound.repeats
@@ -461,7 +467,7 @@ class LiveStep:
         if planned is None:
             return None
         dtype = getattr(torch, planned.dtype)
-        return torch.full(planned.shape, share, dtype=dtype, device=self._home)
+        return torch.full(planned.shape, share, dtype=dtype, device=self.home)
 
     def _tangent(
         self, bound: BoundProgram, share: float, scale: float | torch.Tensor
@@ -478,7 +484,7 @@ class LiveStep:
         if tangent is None:
             # A scaler's factor changes often; only the last is worth keeping.
             self._tangents.clear()
-            tangent = torch.full(planned.shape, scale, dtype=dtype, device=self._home)
+            tangent = torch.full(planned.shape, scale, dtype=dtype, device=self.home)
             tangent = self._tangents[key] = _times(tangent, share)
         return tangent
 

@@ -35,6 +35,10 @@ class Together(Protocol):
         """What the first rank says."""
         ...
 
+    def draw_alike(self, home: torch.device) -> None:
+        """From here on all draw what the first rank draws, on the host and at ``home``."""
+        ...
+
     def check_alike(self, item: str, words: str) -> None:
         """That all came here, with the same words. Who comes alone makes an exchange that nobody
         else makes, and is found out by that when the others' wait ends."""
@@ -55,6 +59,9 @@ class Alone:
 
     def words(self, text: str) -> str:
         return text
+
+    def draw_alike(self, home: torch.device) -> None:
+        pass
 
     def check_alike(self, item: str, words: str) -> None:
         pass
@@ -88,6 +95,12 @@ class InGroup:
         dist.broadcast(held, src=0)
         return bytes(held.tolist()).decode()
 
+    def draw_alike(self, home: torch.device) -> None:
+        for generator in [generator_of(device) for device in dict.fromkeys((CPU, home))]:
+            state = generator.get_state()
+            dist.broadcast(state, src=0)
+            generator.set_state(state)
+
     def check_alike(self, item: str, words: str) -> None:
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(words.encode()).digest()), dtype=torch.int64
@@ -111,7 +124,4 @@ def begin_alike(tensors: Iterable[torch.Tensor], home: torch.device = CPU) -> No
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
-    for generator in [generator_of(device) for device in dict.fromkeys((CPU, home))]:
-        state = generator.get_state()
-        dist.broadcast(state, src=0)
-        generator.set_state(state)
+    InGroup().draw_alike(home)
