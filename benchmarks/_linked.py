@@ -47,10 +47,10 @@ def know_link(pair: Hosts, folder: Path, *, ranks: int) -> None:
     """Put into the list of prices where that of a loopback would be: what is measured of this link
     is nobody else's, so whoever calls has set STEELYARD_CACHE to a file of its own."""
     from steelyard.measure.cache import CostCache
-    from steelyard.measure.links import context_of, fitted
+    from steelyard.measure.links import command_of, context_of, fitted
 
-    module = ["-m", "steelyard.measure.exchanges", str(folder), str(ranks)]
-    run_on(pair, folder, [[*module, str(rank)] for rank in range(ranks)])
+    commands = [command_of(rank, folder=str(folder), num_ranks=ranks) for rank in range(ranks)]
+    run_on(pair, folder, commands)
     said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     CostCache().write_rates(context_of(ranks), fitted(said))
     (folder / "rendezvous").unlink(missing_ok=True)

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from benchmarks.runner import interval
 from steelyard.core.layout import Layout
 from steelyard.core.planfile import read_decisions, write_decisions
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links import context_of, fitted
+from steelyard.measure.links import command_of, context_of, fitted
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -66,7 +66,8 @@ def main() -> None:
         print(json.dumps({"speeds": speeds}), flush=True)
         shares, predicted = _planned(folder)
         print(json.dumps({"shares": shares, "predicted": predicted}), flush=True)
-        _on_ranks(folder, group, [__file__, "--rank"])
+        commands = [[__file__, "--rank", str(folder), str(rank)] for rank in range(RANKS)]
+        _on_ranks(folder, group, commands)
         seconds = json.loads((folder / "seconds.json").read_text())
         apart = [json.loads((folder / f"apart.{rank}.json").read_text()) for rank in range(RANKS)]
     both = [
@@ -124,20 +125,20 @@ def quota(share: float) -> Iterator[Path]:
         group.rmdir()
 
 
-def _on_ranks(folder: Path, group: Path, command: list[str]) -> None:
-    """``command`` of Python with the folder, the number of ranks and the rank; the last of them in
-    the control group from before its first line."""
+def _on_ranks(folder: Path, group: Path, commands: Sequence[Sequence[str]]) -> None:
+    """A command of Python for each rank; the last of them in the control group from before its
+    first line."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     entering = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
     ranks = [
         subprocess.Popen(
             [
                 *(entering if rank == RANKS - 1 else ()),
-                *(sys.executable, *command, str(folder), str(RANKS), str(rank)),
+                *(sys.executable, *command),
             ],
             env=environ,
         )
-        for rank in range(RANKS)
+        for rank, command in enumerate(commands)
     ]
     codes = [rank.wait() for rank in ranks]
     (folder / "rendezvous").unlink(missing_ok=True)
@@ -147,7 +148,8 @@ def _on_ranks(folder: Path, group: Path, command: list[str]) -> None:
 
 def _measured(folder: Path, group: Path) -> list[float]:
     """Put into the list of prices, where ranks of this machine would be."""
-    _on_ranks(folder, group, ["-m", "steelyard.measure.exchanges"])
+    commands = [command_of(rank, folder=str(folder), num_ranks=RANKS) for rank in range(RANKS)]
+    _on_ranks(folder, group, commands)
     said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     found = fitted(said)
     CostCache().write_rates(context_of(RANKS), found)
@@ -231,6 +233,6 @@ def case(share: float = 1.0) -> tuple[nn.Module, Any, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        work(Path(sys.argv[2]), int(sys.argv[4]))
+        work(Path(sys.argv[2]), int(sys.argv[3]))
     else:
         main()

@@ -275,13 +275,20 @@ def _speeds(said: Sequence[Mapping[str, float]]) -> list[float]:
     return [1.0 if speed > 1 - _ALIKE_SHARE else speed for speed in speeds]
 
 
+def command_of(
+    rank: int, *, folder: str, num_ranks: int, home: torch.device = CPU
+) -> Sequence[str]:
+    """Of Python, for a rank that puts what it measures into the folder, to be ``fitted``."""
+    module = "steelyard.measure.exchanges"
+    return ["-m", module, folder, str(num_ranks), str(rank), home.type]
+
+
 def _said(num_ranks: int, home: torch.device) -> list[dict[str, float]]:
     """What each rank of this machine measured."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "steelyard.measure.exchanges", folder, str(num_ranks)]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), home.type],
+                [sys.executable, *command_of(rank, folder=folder, num_ranks=num_ranks, home=home)],
                 # Nothing listens beyond this machine.
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
                 stdout=subprocess.DEVNULL,
