@@ -16,6 +16,8 @@ from torch import Tensor
 
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.exchange.connections import Wire, connections, give_back
+from steelyard.exchange.directly import Directly
+from tests.dist.slotted import EACH_TO_EACH, GATHER, channel
 
 _TIMES = 5
 # In elements of float32: a loss, a bias, a bucket, and one that goes in more pieces than two.
@@ -81,15 +83,13 @@ def _waiting_bytes(connection: socket.socket) -> int:
 
 
 def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]:
+    through = Directly(channel()).channel
+    calls, wait = through.calls, through.waiting
     return {
         Exchange.ALL_REDUCE: (dist.all_reduce, 1),
-        Exchange.ALL_GATHER: (
-            lambda x: dist.all_gather_into_tensor(x.new_empty(count * x.numel()), x), 1,
-        ),
+        Exchange.ALL_GATHER: (lambda x: wait(calls[GATHER](x, count, "")), 1),
         Exchange.REDUCE_SCATTER: (
             lambda x: dist.reduce_scatter_tensor(x.new_empty(x.numel() // count), x), count,
         ),
-        Exchange.ALL_TO_ALL: (
-            lambda x: dist.all_to_all_single(torch.empty_like(x), x), count,
-        ),
+        Exchange.ALL_TO_ALL: (lambda x: wait(calls[EACH_TO_EACH](x, [], [], "")), count),
     }  # fmt: skip

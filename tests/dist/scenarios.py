@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from steelyard import _torch
 from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Device, Link
-from steelyard.core.collective import GLOO
+from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.directly import Directly
 from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
 from steelyard.exchange.pinned import Pinned
@@ -255,6 +256,21 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
         super().__init__()
         self.executed: list[str] = []
         self.handed_bytes = 0
+        self._hand_over = Directly._handed_over
+
+    def __enter__(self) -> Self:
+        def handed_over(directly: Directly, whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
+            self.executed.append(_HANDED_OVER)
+            self.handed_bytes += sum(part.nbytes for part in parts[1:])
+            return self._hand_over(directly, whole, parts)
+
+        Directly._handed_over = handed_over
+        super().__enter__()
+        return self
+
+    def __exit__(self, *given: Any) -> None:
+        super().__exit__(*given)
+        Directly._handed_over = self._hand_over
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional":
@@ -266,17 +282,25 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
 
 
 def planned_calls(program: Program) -> list[str]:
+    """What is not summed up is handed over by us, and waited for without a call of torch's."""
     nodes = program.graph.by_name
-    names = []
+    names: list[str] = []
     for instruction in program.instructions:
         node = nodes[instruction.node]
-        if instruction.sink is None and (node.collective is not None or node.waits_for):
-            names.append(node.op.split(".")[1])
-    return [_CARRIED_OUT.get(name, name) for name in names]
+        if instruction.sink is not None:
+            continue
+        if node.waits_for:
+            sent = nodes[node.waits_for].collective
+            assert sent is not None
+            names += [] if sent.kind in _OURS else ["wait_tensor"]
+        elif node.collective is not None:
+            is_ours = node.collective.kind in _OURS
+            names.append(_HANDED_OVER if is_ours else node.op.split(".")[1])
+    return names
 
 
-# Ours, and by way of what of torch's: of gathers the one that survives on gloo.
-_CARRIED_OUT = {"all_gather": "all_gather_into_tensor_out", "own_rows": "wait_tensor"}
+_OURS = (Exchange.ALL_GATHER, Exchange.ALL_TO_ALL)
+_HANDED_OVER = "handed over"
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

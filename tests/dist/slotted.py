@@ -22,23 +22,23 @@ from tests.dist.slots import here, open_files
 _REDUCE = "_c10d_functional.all_reduce.default"
 _IN_PLACE = "_c10d_functional.all_reduce_.default"
 _SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
-_EACH_TO_EACH = "_c10d_functional.all_to_all_single.default"
-_GATHER = "steelyard.all_gather"
+EACH_TO_EACH = "_c10d_functional.all_to_all_single.default"
+GATHER = "steelyard.all_gather"
 
 
 def _rounds(ranks: int, nbytes: int, count: int) -> Rounds:
     return Rounds(num_ranks=ranks, part_bytes=nbytes, sum_bytes=nbytes, count=count)
 
 
-def _channel() -> Channel:
+def channel() -> Channel:
     assert dist.group.WORLD is not None
     return Channel.of(dist.group.WORLD, here())
 
 
-def _values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, ...]]]:
+def values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, ...]]]:
     """Of each kind of exchange some: the call, what it is given, and the rest of its arguments."""
     drawn = torch.Generator().manual_seed(seed)
-    group = _channel().group
+    group = channel().group
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=drawn, device="cpu").to(here())
@@ -48,39 +48,39 @@ def _values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, .
         (_IN_PLACE, random(1001), ("sum", group)),
         (_REDUCE, random(3, 5), ("sum", group)),
         (_SCATTER, random(2 * ranks, 7), ("sum", ranks, group)),
-        (_GATHER, random(3, 4).bfloat16(), (ranks, group)),
+        (GATHER, random(3, 4).bfloat16(), (ranks, group)),
         (_REDUCE, random().double(), ("sum", group)),
-        (_EACH_TO_EACH, (100 * random(ranks, 33)).to(torch.uint8), (even, even, group)),
+        (EACH_TO_EACH, (100 * random(ranks, 33)).to(torch.uint8), (even, even, group)),
         (_IN_PLACE, random(ranks - 1), ("sum", group)),
         (_IN_PLACE, random(64, 16).bfloat16(), ("sum", group)),
     ]
 
 
-def _by_torch(op: str) -> Callable[..., torch.Tensor]:
-    return all_gather if op == _GATHER else operator_named(op)
+def by_torch(op: str) -> Callable[..., torch.Tensor]:
+    return all_gather if op == GATHER else operator_named(op)
 
 
 def as_torchs(rank: int) -> dict[str, Any]:
     """All under way at one time, waited for in another order than that of their issue, some times
     over: by how much what comes differs, and what is left open."""
     begun = open_files()
-    over = _channel()
+    over = channel()
     ranks = over.num_ranks
-    each = [x for _, x, _ in _values(ranks, rank)]
+    each = [x for _, x, _ in values(ranks, rank)]
     slotted = Slotted(_rounds(ranks, 1 << 14, 2 * len(each)), over)
     through, worst, bitwise, are_alike = slotted.channel, 0.0, True, True
     for step in range(4):
         slotted.begin()
         seed = ranks * step + rank
         expected = [
-            over.waiting(_by_torch(op)(x, *rest)).clone() for op, x, rest in _values(ranks, seed)
+            over.waiting(by_torch(op)(x, *rest)).clone() for op, x, rest in values(ranks, seed)
         ]
-        issued = [through.calls[op](x, *rest) for op, x, rest in _values(ranks, seed)]
+        issued = [through.calls[op](x, *rest) for op, x, rest in values(ranks, seed)]
         for place in [*range(1, len(issued), 2), *range(0, len(issued), 2)]:
             came, known = through.waiting(issued[place]).double(), expected[place].double()
             bitwise = bitwise and torch.equal(came, known)
             worst = max(worst, float((came - known).abs().max() / known.abs().max()))
-        summed = [x for x, (op, *_) in zip(issued, _values(ranks, 0)) if op in (_REDUCE, _IN_PLACE)]
+        summed = [x for x, (op, *_) in zip(issued, values(ranks, 0)) if op in (_REDUCE, _IN_PLACE)]
         told: list[Any] = [None] * ranks
         dist.all_gather_object(told, [float(x.double().sum()) for x in summed])
         are_alike = are_alike and all(sums == told[0] for sums in told)
@@ -98,7 +98,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
 
 def kept_away(rank: int) -> int:
     """What a sum that is made where it lies allocates."""
-    over = _channel()
+    over = channel()
     x = torch.full((1 << 16,), float(rank))
     slotted = Slotted(_rounds(over.num_ranks, x.nbytes, 4), over)
     through = slotted.channel
@@ -117,7 +117,7 @@ def kept_away(rank: int) -> int:
 
 def unlike(rank: int) -> list[int]:
     """Ranks that ask for room for unlike many have room for the most."""
-    over = _channel()
+    over = channel()
     slotted = Slotted(_rounds(over.num_ranks, 4096 * (1 + rank), 2 * (1 + rank)), over)
     through, x = slotted.channel, torch.ones(4096 * over.num_ranks // 4)
     issued = [through.calls[_IN_PLACE](x.clone(), "sum", "") for _ in range(over.num_ranks)]

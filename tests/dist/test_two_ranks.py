@@ -41,15 +41,9 @@ def test_parameters_in_shares() -> None:
         for name, program in programs.items():
             _as_on_one_device(name, program)
             _sent_as_predicted(name, program)
-            if "ahead" not in name:
-                assert program["predicted_peak_bytes"] == program["peak_bytes"], name
+            assert program["predicted_peak_bytes"] == program["peak_bytes"], name
             if name.startswith("all"):
                 assert program["digests"] == rank["expected_digests"], name
-        # A gather's copy is with gloo's thread for a part only of the time that it is in flight,
-        # in which here something is computed: what is predicted is the most it can come to.
-        ahead = programs["all, re-gather, ahead"]
-        assert 0.8 * ahead["predicted_peak_bytes"] <= ahead["peak_bytes"]
-        assert ahead["peak_bytes"] <= ahead["predicted_peak_bytes"]
         keep, again = (programs[f"all, {kind}, window 0"] for kind in ("keep", "re-gather"))
         assert again["peak_bytes"] < 0.8 * keep["peak_bytes"]
         assert again["handed_bytes"] > keep["handed_bytes"]

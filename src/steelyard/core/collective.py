@@ -61,11 +61,11 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """What the rank that says most hands to its connections: what it sends, and what gloo says
-        of each piece of that and of each it gets (gloo/allreduce.cc, allgather.cc, alltoall.cc)."""
+        of each piece of that and of each it gets (gloo/allreduce.cc, transport/tcp/pair.cc)."""
         if not self.says or not self.hops:
             return self.sent_bytes
-        pieces = {Exchange.ALL_TO_ALL: 1, Exchange.ALL_GATHER: 2}.get(self.kind)
-        said = self._said_around_twice if pieces is None else self.hops * pieces * _SAID_BYTES
+        is_handed = self.kind in (Exchange.ALL_TO_ALL, Exchange.ALL_GATHER)
+        said = self.hops * _SAID_BYTES if is_handed else self._said_around_twice
         return self.sent_bytes + said
 
     @property
@@ -127,11 +127,11 @@ class Transport:
 
 
 # Metered in torch 2.13, see docs/decisions/0003-collectives-are-nodes.md; tests/dist holds it.
-# An all-gather's copy is its worker thread's, there at some time before the wait.
+# What is gathered goes straight to each (exchange/directly.py): gloo's own all-gather has a copy.
 GLOO = Transport(
     name="gloo",
     keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL}),
-    copies=frozenset({Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER}),
+    copies=frozenset({Exchange.REDUCE_SCATTER}),
     reduces_all=frozenset({Exchange.REDUCE_SCATTER}),
     says=True,
 )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from steelyard.core.codec import BLOCK, Codec, blocks_of
+from steelyard.exchange.directly import hand_round, put_together
 from steelyard.operators import low_rank
 from steelyard.operators.codes import (
     decode_gradients,
@@ -44,7 +45,7 @@ class Sums:
         if self._parts == 1:
             return decode_sum(self._gathered(coded), name)
         received = torch.empty_like(coded)
-        dist.all_to_all_single(received, coded, group=self._group)
+        hand_round(received, coded, self._group)
         added = encode_sum(received, own := self._own_part(lost), name)
         if lost is not None and own is not None:
             # What the sum loses here is this rank's to make up for.
@@ -83,7 +84,7 @@ class Sums:
         tensors = [piece for row in rows for piece in (row, rest)]
         coded = encode_gradients(tensors, None, self._codec.name, self._ranks)
         received = torch.empty_like(coded)
-        dist.all_to_all_single(received, coded, group=self._group)
+        hand_round(received, coded, self._group)
         return decode_sum(received, self._codec.name)
 
     @property
@@ -95,5 +96,5 @@ class Sums:
 
     def _gathered(self, row: torch.Tensor) -> torch.Tensor:
         gathered = row.new_empty((self._ranks, row.shape[1]))
-        dist.all_gather_single(gathered, row, group=self._group)
+        put_together(gathered, row, self._group)
         return gathered

@@ -19,6 +19,7 @@ from steelyard.core.layout import DATA
 from steelyard.core.pinned import rounds_of
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
+from steelyard.exchange.directly import Directly
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.exchange.slots import Slots
@@ -50,14 +51,14 @@ Line = Instruction | Fused
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
     """``run(inputs, sinks)`` takes the inputs in the order of ``inputs``, and a callable a sink.
-    ``earlier`` is what micro-batches before the last carry out, where that is less; ``slotted``
-    what is exchanged through memory that ranks share."""
+    ``earlier`` is what micro-batches before the last carry out, where that is less; ``carriers``
+    are to be told when a step begins: what carries exchanges in place of torch's own calls."""
 
     source: str
     inputs: tuple[str, ...]
     run: Callable[[Sequence[torch.Tensor], Sequence[Callable[[torch.Tensor], None]]], torch.Tensor]
     earlier: "Emitted | None" = None
-    slotted: tuple[Slotted, ...] = ()
+    carriers: tuple[Slotted | Directly, ...] = ()
 
 
 def emit(
@@ -74,21 +75,30 @@ def emit(
     ``rooms`` say of nodes where what they make may lie."""
     check_channels(program, channels)
     slots = _slots(program, far)
-    # Where nothing is really exchanged, there are calls already.
-    slotted = {
-        axis: Slotted(rounds, channels[axis])
-        for axis, rounds in sorted(rounds_of(program.graph).items())
-        if program.exchanges and not channels[axis].calls
-    }
-    channels = {**channels, **{axis: through.channel for axis, through in slotted.items()}}
+    carriers = _carriers(program, channels)
+    channels = {**channels, **{axis: carrier.channel for axis, carrier in carriers.items()}}
 
     def emitted(program: Program) -> Emitted:
         return _emitted(_Writer(program, tuple(fusing(program)), channels, slots, tensors, rooms))
 
-    whole = replace(emitted(program), slotted=tuple(slotted.values()))
+    whole = replace(emitted(program), carriers=tuple(carriers.values()))
     if program.earlier is program:
         return whole
     return replace(whole, earlier=emitted(program.earlier))
+
+
+def _carriers(program: Program, channels: Mapping[str, Channel]) -> dict[str, Slotted | Directly]:
+    """Where nothing is really exchanged, there are calls already."""
+    carriers: dict[str, Slotted | Directly] = {}
+    rounds = rounds_of(program.graph)
+    for axis, channel in sorted(channels.items()):
+        if not program.exchanges or channel.calls:
+            continue
+        if axis in rounds:
+            carriers[axis] = Slotted(rounds[axis], channel)
+        elif Directly.can(channel):
+            carriers[axis] = Directly(channel)
+    return carriers
 
 
 def _emitted(writer: "_Writer") -> Emitted:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from steelyard.exchange.directly import put_together
+
 
 class Shares:
     """Of ``parameters`` each rank of the group has its rows."""
@@ -35,7 +37,7 @@ class Shares:
 
     def _whole(self, rows: torch.Tensor) -> torch.Tensor:
         whole = rows.new_empty((rows.shape[0] * self._group.size(), *rows.shape[1:]))
-        dist.all_gather_single(whole, rows, group=self._group)
+        put_together(whole, rows, self._group)
         return whole
 
     def _own_rows(self, gradient: torch.Tensor | None) -> torch.Tensor | None:

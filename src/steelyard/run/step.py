@@ -189,9 +189,9 @@ class LiveStep:
     @property
     def shared_bytes(self) -> int:
         """Memory that this rank keeps for what others send."""
-        exchanged = (slots for bound in self._bound.values() for slots in bound.emitted.slotted)
+        exchanged = (one for bound in self._bound.values() for one in bound.emitted.carriers)
         stages = sum(stages.held_bytes for stages in self._stages.values())
-        return stages + sum(slots.held_bytes for slots in exchanged)
+        return stages + sum(one.held_bytes for one in exchanged)
 
     @property
     def moved_bytes(self) -> int:
@@ -389,8 +389,8 @@ class LiveStep:
         shares = self._shares(bound, leaves)
         if bound.program.pipeline is not None:
             return self._accumulate_in_stages(bound, leaves, shares, scale)
-        for slotted in bound.emitted.slotted:
-            slotted.begin()
+        for carrier in bound.emitted.carriers:
+            carrier.begin()
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
         own = self._own_parts(bound)
