@@ -17,7 +17,7 @@ from torch import Tensor
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.exchange.connections import Wire, connections, give_back
 from steelyard.exchange.directly import Directly
-from tests.dist.slotted import EACH_TO_EACH, GATHER, channel
+from tests.dist.slotted import EACH_TO_EACH, GATHER, SCATTER, channel
 
 _TIMES = 5
 # In elements of float32: a loss, a bias, a bucket, and one that goes in more pieces than two.
@@ -88,8 +88,6 @@ def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]
     return {
         Exchange.ALL_REDUCE: (dist.all_reduce, 1),
         Exchange.ALL_GATHER: (lambda x: wait(calls[GATHER](x, count, "")), 1),
-        Exchange.REDUCE_SCATTER: (
-            lambda x: dist.reduce_scatter_tensor(x.new_empty(x.numel() // count), x), count,
-        ),
+        Exchange.REDUCE_SCATTER: (lambda x: wait(calls[SCATTER](x, "sum", count, "")), count),
         Exchange.ALL_TO_ALL: (lambda x: wait(calls[EACH_TO_EACH](x, [], [], "")), count),
     }  # fmt: skip

@@ -25,8 +25,8 @@ from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.graph import Graph
 from steelyard.core.program import Program
+from steelyard.exchange import directly
 from steelyard.exchange.channel import Channel
-from steelyard.exchange.directly import Directly
 from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.parameters import gathered
 from steelyard.exchange.pinned import Pinned
@@ -256,21 +256,21 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
         super().__init__()
         self.executed: list[str] = []
         self.handed_bytes = 0
-        self._hand_over = Directly._handed_over
+        self._hand_over = directly.hand_over
 
     def __enter__(self) -> Self:
-        def handed_over(directly: Directly, whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        def handed_over(parts: Sequence[Tensor], *others: Any, **named: Any) -> Any:
             self.executed.append(_HANDED_OVER)
             self.handed_bytes += sum(part.nbytes for part in parts[1:])
-            return self._hand_over(directly, whole, parts)
+            return self._hand_over(parts, *others, **named)
 
-        Directly._handed_over = handed_over
+        directly.hand_over = handed_over
         super().__enter__()
         return self
 
     def __exit__(self, *given: Any) -> None:
         super().__exit__(*given)
-        Directly._handed_over = self._hand_over
+        directly.hand_over = self._hand_over
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional":
@@ -292,14 +292,13 @@ def planned_calls(program: Program) -> list[str]:
         if node.waits_for:
             sent = nodes[node.waits_for].collective
             assert sent is not None
-            names += [] if sent.kind in _OURS else ["wait_tensor"]
+            names += ["wait_tensor"] if sent.kind is Exchange.ALL_REDUCE else []
         elif node.collective is not None:
-            is_ours = node.collective.kind in _OURS
+            is_ours = node.collective.kind is not Exchange.ALL_REDUCE
             names.append(_HANDED_OVER if is_ours else node.op.split(".")[1])
     return names
 
 
-_OURS = (Exchange.ALL_GATHER, Exchange.ALL_TO_ALL)
 _HANDED_OVER = "handed over"
 
 

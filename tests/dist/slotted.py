@@ -21,7 +21,7 @@ from tests.dist.slots import here, open_files
 
 _REDUCE = "_c10d_functional.all_reduce.default"
 _IN_PLACE = "_c10d_functional.all_reduce_.default"
-_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 EACH_TO_EACH = "_c10d_functional.all_to_all_single.default"
 GATHER = "steelyard.all_gather"
 
@@ -47,7 +47,7 @@ def values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, ..
     return [
         (_IN_PLACE, random(1001), ("sum", group)),
         (_REDUCE, random(3, 5), ("sum", group)),
-        (_SCATTER, random(2 * ranks, 7), ("sum", ranks, group)),
+        (SCATTER, random(2 * ranks, 7), ("sum", ranks, group)),
         (GATHER, random(3, 4).bfloat16(), (ranks, group)),
         (_REDUCE, random().double(), ("sum", group)),
         (EACH_TO_EACH, (100 * random(ranks, 33)).to(torch.uint8), (even, even, group)),

@@ -150,8 +150,8 @@ def test_results_laid_out_otherwise_than_the_graph_says_are_told() -> None:
 
 def test_exchanges_are_left_to_the_links() -> None:
     sent = ("_c10d_functional.all_reduce.default", [X, "sum", "0"], [X.clone()])
-    kept = ("steelyard.own_rows", [X], [X.clone()])
-    _, survey = measure_operators([graph_of(sent, kept)], DEVICE)
+    waited = ("_c10d_functional.wait_tensor.default", [X], [X.clone()])
+    _, survey = measure_operators([graph_of(sent, waited)], DEVICE)
     assert survey.count(Missing.EXCHANGES) == 2
     # Its link is measured, so that nobody need be told.
     assert not any("operators not measured" in note for note in survey.notes)

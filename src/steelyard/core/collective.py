@@ -64,8 +64,8 @@ class Collective:
         of each piece of that and of each it gets (gloo/allreduce.cc, transport/tcp/pair.cc)."""
         if not self.says or not self.hops:
             return self.sent_bytes
-        is_handed = self.kind in (Exchange.ALL_TO_ALL, Exchange.ALL_GATHER)
-        said = self.hops * _SAID_BYTES if is_handed else self._said_around_twice
+        is_around = self.kind is Exchange.ALL_REDUCE
+        said = self._said_around_twice if is_around else self.hops * _SAID_BYTES
         return self.sent_bytes + said
 
     @property
@@ -94,15 +94,14 @@ class Collective:
 class Transport:
     """How a backend carries exchanges out, as seen from the rank that asks for them.
 
-    ``keeps_input``: the argument must stay until the wait is over. ``copies``: a copy of the whole
-    tensor is held until then. ``reduces_all``: carried out as an all-reduce. ``is_pinned``: through
-    memory that ranks share. ``says``: what is sent is more than was asked for, see ``wire_bytes``.
+    ``keeps_input``: the argument must stay until the wait is over. ``is_direct``: of a scattered
+    sum each rank is sent what every other one has for it, in one go. ``is_pinned``: through memory
+    that ranks share. ``says``: what is sent is more than was asked for, see ``wire_bytes``.
     """
 
     name: str
     keeps_input: frozenset[Exchange] = frozenset()
-    copies: frozenset[Exchange] = frozenset()
-    reduces_all: frozenset[Exchange] = frozenset()
+    is_direct: bool = False
     is_pinned: bool = False
     says: bool = False
 
@@ -111,28 +110,29 @@ class Transport:
     ) -> Collective:
         """The exchange of a tensor that is ``nbytes`` large as a whole, around a ring."""
         # A ring passes every share but one's own once to gather, and once more to reduce first.
-        rounds = 2 if kind is Exchange.ALL_REDUCE or kind in self.reduces_all else 1
-        hops = rounds * (num_ranks - 1)
+        hops = (num_ranks - 1) * (2 if kind is Exchange.ALL_REDUCE else 1)
+        each = -(-nbytes // num_ranks)
+        # What comes first is where the result will be.
+        is_held = self.is_direct and kind is Exchange.REDUCE_SCATTER
         return Collective(
             kind=kind,
             axis=axis,
             num_ranks=num_ranks,
-            sent_bytes=hops * -(-nbytes // num_ranks),
+            sent_bytes=hops * each,
             hops=hops,
-            held_bytes=nbytes if kind in self.copies else 0,
+            held_bytes=max(0, num_ranks - 2) * each if is_held else 0,
             stride=stride,
             is_pinned=self.is_pinned,
             says=self.says,
         )
 
 
-# Metered in torch 2.13, see docs/decisions/0003-collectives-are-nodes.md; tests/dist holds it.
-# What is gathered goes straight to each (exchange/directly.py): gloo's own all-gather has a copy.
+# Metered in torch 2.13; tests/dist holds it. All but all-reduces goes straight to whom it is for
+# (docs/decisions/0034-straight-to-each-rank.md): gloo's own hold copies.
 GLOO = Transport(
     name="gloo",
-    keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL}),
-    copies=frozenset({Exchange.REDUCE_SCATTER}),
-    reduces_all=frozenset({Exchange.REDUCE_SCATTER}),
+    keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL, Exchange.REDUCE_SCATTER}),
+    is_direct=True,
     says=True,
 )
 # Each writes to the others what is theirs, and reads what came where it lies: nothing is copied.

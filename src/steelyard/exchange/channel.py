@@ -85,10 +85,6 @@ class Channel:
             process_group=group,
         )
 
-    def own_rows(self, sent: torch.Tensor) -> torch.Tensor:
-        """Of what was sent, once it has arrived, this rank's rows on memory of their own."""
-        return self.waiting(sent).chunk(self.num_ranks)[self.rank].clone()
-
 
 def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:
     """That the live groups are those the program was made for, and can carry it out."""

@@ -1,11 +1,12 @@
-"""Gathers and all-to-alls of ranks that gloo joins: each rank sends each other one what is for it,
-and asks for all that is to come before it sends anything.
+"""Gathers, all-to-alls and scattered sums of ranks that gloo joins: each sends each other one what
+is for it, and asks for all that is to come before it sends anything.
 
 Stands in place of torch's calls (Channel.calls). Gloo's own send first: who asks has his word wait
 behind his data, and who is asked does not send before it is there. Where exchanges follow one
 another on a slow link, a gather of two ranks took 1.5 times as long as what it carries, and an
-all-to-all twice (docs/log.md, 2026-11-27). Nor is there a copy in a thread of gloo's. Not for sums:
-around a ring they go both ways, and take as long as they should.
+all-to-all twice; of a sum that each needs some rows of, gloo sends all rows to all (decision 0034).
+Nor is there a copy in a thread of gloo's. Not for sums that all need: around a ring they go both
+ways, and take as long as they should.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,36 +31,43 @@ def goes_directly(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def hand_over(
-    whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, *, tag: int = 0
+    parts: Sequence[torch.Tensor],
+    rooms: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    tag: int = 0,
 ) -> list[dist.Work]:
-    """Each rank its part; what comes from each is put into ``whole``, side by side. What is
-    returned is to be waited for, in any order."""
-    ranks, own = group.size(), group.rank()
+    """To each other rank its part; what comes from each is put into its room. What is returned is
+    to be waited for, in any order."""
     # Not all to the same one at first.
-    others = [(own + far) % ranks for far in range(1, ranks)]
-    rows = whole.chunk(ranks)
-    works = [dist.irecv(rows[r], group=group, group_src=r, tag=tag) for r in others]
+    others = [(group.rank() + far) % group.size() for far in range(1, group.size())]
+    works = [dist.irecv(rooms[r], group=group, group_src=r, tag=tag) for r in others]
     works += [dist.isend(parts[r], group=group, group_dst=r, tag=tag) for r in others]
-    rows[own].copy_(parts[own])
     # Who is in the group is given one for each.
     return cast("list[dist.Work]", works)
 
 
 def put_together(whole: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Every rank's row, and here they are when this returns."""
-    if not goes_directly(row, group):
+    if goes_directly(row, group):
+        _fill(whole, [row] * group.size(), group)
+    else:
         dist.all_gather_single(whole, row, group=group)
-        return
-    for work in hand_over(whole, [row] * group.size(), group):
-        work.wait()
 
 
 def hand_round(whole: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """To each rank its row; what each has for this one is here when this returns."""
-    if not goes_directly(rows, group):
+    if goes_directly(rows, group):
+        _fill(whole, rows.chunk(group.size()), group)
+    else:
         dist.all_to_all_single(whole, rows, group=group)
-        return
-    for work in hand_over(whole, rows.chunk(group.size()), group):
+
+
+def _fill(whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    rooms, own = whole.chunk(group.size()), group.rank()
+    works = hand_over(parts, rooms, group)
+    rooms[own].copy_(parts[own])
+    for work in works:
         work.wait()
 
 
@@ -73,7 +81,7 @@ class Directly:
         self._over = over
         self._step = self._number = 0
         # By what was returned when it was issued, which whoever waits hands in.
-        self._under_way: dict[int, tuple[torch.Tensor, Sequence[dist.Work]]] = {}
+        self._under_way: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
 
     @staticmethod
     def can(over: Channel) -> bool:
@@ -84,14 +92,14 @@ class Directly:
         calls: dict[str, Callable[..., torch.Tensor]] = {
             "_c10d_functional.all_to_all_single.default": self._all_to_all,
             "steelyard.all_gather": self._all_gather,
+            "_c10d_functional.reduce_scatter_tensor.default": self._reduce_scatter,
         }
         return replace(self._over, calls=calls, waiting=_Arriving(self._over.waiting, self._finish))
 
     def begin(self) -> None:
         """A step. What one that was broken off had asked for comes into its tensors first."""
-        for _, works in [*self._under_way.values()]:
-            for work in works:
-                work.wait()
+        for _, arrive in [*self._under_way.values()]:
+            arrive()
         self._under_way.clear()
         self._step, self._number = (self._step + 1) % _MOST_STEPS, 0
 
@@ -99,32 +107,63 @@ class Directly:
 
     def _all_gather(self, share: torch.Tensor, num_ranks: int, _group: str) -> torch.Tensor:
         whole = share.new_empty((num_ranks * share.shape[0], *share.shape[1:]))
-        return self._handed_over(whole, [share] * num_ranks)
+        return self._filled(whole, [share] * num_ranks)
 
     def _all_to_all(
         self, x: torch.Tensor, _given: list[int], _taken: list[int], _group: str
     ) -> torch.Tensor:
-        return self._handed_over(torch.empty_like(x), x.chunk(self._over.num_ranks))
+        return self._filled(torch.empty_like(x), x.chunk(self._over.num_ranks))
 
-    def _handed_over(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Each rank its part; what comes is put side by side."""
+    def _filled(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        rooms = whole.chunk(self._over.num_ranks)
+        rooms[self._over.rank].copy_(parts[self._over.rank])
+        return self._issued(whole, parts, rooms, lambda: None)
+
+    def _reduce_scatter(self, x: torch.Tensor, op: str, ranks: int, _group: str) -> torch.Tensor:
+        """What comes first lies where the sum will."""
+        assert op == "sum", op
+        parts = x.chunk(ranks)
+        own = parts[self._over.rank]
+        result, *more = (torch.empty_like(own) for _ in range(ranks - 1))
+        rooms = [result, *more]
+        rooms.insert(self._over.rank, own)
+
+        def add_up() -> None:
+            for part in (own, *more):
+                result.add_(part)
+
+        return self._issued(result, parts, rooms, add_up)
+
+    def _issued(
+        self,
+        result: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        rooms: Sequence[torch.Tensor],
+        finish: Callable[[], None],
+    ) -> torch.Tensor:
         group = self._over.process_group
         assert group is not None, "see can"
         tag = self._step * _MOST_OF_A_STEP + self._number % _MOST_OF_A_STEP
         self._number += 1
-        self._under_way[id(whole)] = whole, hand_over(whole, parts, group, tag=tag)
-        return whole
+        works = hand_over(parts, rooms, group, tag=tag)
+
+        def arrive() -> None:
+            for work in works:
+                work.wait()
+            finish()
+
+        self._under_way[id(result)] = result, arrive
+        return result
 
     # --- waiting
 
     def _finish(self, sent: torch.Tensor) -> bool:
         """Whether it was sent from here."""
-        if id(sent) not in self._under_way:
+        _, arrive = self._under_way.pop(id(sent), (None, None))
+        if arrive is None:
             return False
         with self._over.waiting.running():
-            _, works = self._under_way.pop(id(sent))
-            for work in works:
-                work.wait()
+            arrive()
         return True
 
 

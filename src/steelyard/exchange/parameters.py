@@ -15,11 +15,9 @@ from steelyard.core.layout import DATA
 from steelyard.exchange.rewriting import (
     Rewriting,
     issue,
-    issue_in_place,
     joined_rows,
     view,
     wait,
-    wait_for_own_rows,
     whole_rows,
 )
 
@@ -229,7 +227,7 @@ class _Exchanges:
         }
         own: dict[str, str] = {}
         for bucket in _buckets(tensors, able):
-            if len(bucket) == 1:
+            if len(bucket) == 1 and tensors[bucket[0]].is_contiguous:
                 (target,) = bucket
                 own[target] = self._scatter(gradients[target], shares[target])
             else:
@@ -241,15 +239,12 @@ class _Exchanges:
 
     def _scatter(self, gradient: Node, share: Tensor) -> str:
         name, own = f"{gradient.name}_scattered", self._change.tensor(share.shape, share.dtype)
-        is_free_to_write = gradient.outputs[0].is_contiguous and self._change.is_alone(
-            gradient.name
-        )
-        return self._sum(gradient, gradient.name, name=name, own=own, in_place=is_free_to_write)
+        return self._sum(gradient, gradient.name, name=name, own=own)
 
     def _scatter_together(
         self, gradients: Mapping[str, Node], shares: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """A row of each rank's shares, summed where it lies; gradients are views of one's own."""
+        """A row of each rank's shares, one for each rank; gradients are views of one's own."""
         change, nodes = self._change, [*gradients.values()]
         behind, dtype = nodes[-1].name, nodes[-1].outputs[0].dtype
         row = sum(shares[target].numel for target in gradients)
@@ -268,19 +263,11 @@ class _Exchanges:
             start += laid_out.numel
         return own
 
-    def _sum(
-        self, whole: Node, behind: str, *, name: str, own: Tensor, in_place: bool = True
-    ) -> str:
+    def _sum(self, whole: Node, behind: str, *, name: str, own: Tensor) -> str:
         """Of the sum over the ranks, what is this one's own."""
         exchange = self._collective(Exchange.REDUCE_SCATTER, whole.outputs[0].nbytes)
-        if in_place and Exchange.REDUCE_SCATTER in self._transport.reduces_all:
-            # Gloo would do the same on a copy of its own, and let go of it where no meter sees it.
-            sent = issue_in_place(exchange, whole, name=name)
-            arrived = wait_for_own_rows(sent, output=own)
-        else:
-            moved_bytes = 2 * exchange.held_bytes
-            sent = issue(exchange, whole, name=name, output=own, moved_bytes=moved_bytes)
-            arrived = wait(sent, self._transport)
+        sent = issue(exchange, whole, name=name, output=own, moved_bytes=0)
+        arrived = wait(sent, self._transport)
         self._change.put_behind(behind, sent)
         return self._change.put_behind(behind, arrived).name
 

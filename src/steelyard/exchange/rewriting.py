@@ -184,15 +184,14 @@ def issue(
 
 def issue_in_place(collective: Collective, value: Node, *, name: str) -> Node:
     """The call that has ``value``, which nothing else reads, summed where it lies."""
-    assert collective.kind is not Exchange.ALL_GATHER
+    assert collective.kind is Exchange.ALL_REDUCE
     node = call(
         "_c10d_functional.all_reduce_.default", value, name=name,
         args=(Ref(value.name), "sum", Axis(collective.axis)), inputs=(value,),
         output=value.outputs[0],
     )  # fmt: skip
     # No view: a view may be looked at again, and other numbers lie there by then.
-    held = replace(collective, held_bytes=0)
-    return replace(node, collective=held, is_view=False, mutates=(value.name,))
+    return replace(node, collective=collective, is_view=False, mutates=(value.name,))
 
 
 def wait(issued: Node, transport: Transport) -> Node:
@@ -207,16 +206,6 @@ def wait(issued: Node, transport: Transport) -> Node:
     return replace(node, is_view=False, waits_for=issued.name, inputs=(issued.name, *kept))
 
 
-def wait_for_own_rows(issued: Node, *, output: Tensor) -> Node:
-    """The call that waits for a sum, and keeps of it what is this rank's own."""
-    node = call(
-        OWN_ROWS, issued, name=f"{issued.name}_waited", args=(Ref(issued.name),), inputs=(issued,),
-        output=output, moved_bytes=2 * output.nbytes,
-    )  # fmt: skip
-    return replace(node, waits_for=issued.name)
-
-
-OWN_ROWS = "steelyard.own_rows"
 _CALLS = {
     Exchange.ALL_REDUCE: "_c10d_functional.all_reduce.default",
     Exchange.REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",

@@ -19,8 +19,6 @@ from steelyard.exchange.channel import Channel, Waiting
 from steelyard.exchange.pinned_among import pinned_among
 
 _Finish = Callable[[], object]
-# In place of an all-reduce, where each rank reads its own rows of the sum alone.
-SUM_OF_OWN_ROWS = "steelyard.sum_of_own_rows"
 
 
 class Slotted:
@@ -45,7 +43,6 @@ class Slotted:
             "_c10d_functional.all_reduce.default": self._all_reduce,
             "_c10d_functional.all_reduce_.default": self._all_reduce_in_place,
             "_c10d_functional.reduce_scatter_tensor.default": self._reduce_scatter,
-            SUM_OF_OWN_ROWS: self._sum_of_own_rows,
             "_c10d_functional.all_to_all_single.default": self._all_to_all,
             "steelyard.all_gather": self._all_gather,
         }
@@ -98,11 +95,6 @@ class Slotted:
         assert len(parts) == num_ranks, "one for each"
         own = parts[self._rank].clone()
         return self._issued(own, lambda: self._add_up(own, number))
-
-    def _sum_of_own_rows(self, x: torch.Tensor, op: str, _group: str) -> torch.Tensor:
-        assert op == "sum", op
-        number, parts = self._handed_out(x)
-        return self._issued(x, lambda: self._add_up(parts[self._rank], number))
 
     def _all_gather(self, share: torch.Tensor, num_ranks: int, _group: str) -> torch.Tensor:
         number = self._next()

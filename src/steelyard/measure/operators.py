@@ -21,7 +21,6 @@ from steelyard.core.costs import Costs, Missing, OperatorCost, Survey, Unmeasure
 from steelyard.core.graph import Graph, Node
 from steelyard.core.heap import is_kept
 from steelyard.core.quad import Estimate
-from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.measure.cache import CostCache
 from steelyard.measure.clock import Clock, spread
 from steelyard.measure.home import free_bytes, random_devices
@@ -54,7 +53,7 @@ _PART_SHARE = 0.25
 Calls = Callable[[Sequence[str]], Mapping[str, Callable[..., object]]]
 # Within it the others of as many sharers of this machine are at work.
 Beside = Callable[[], contextlib.AbstractContextManager[None]]
-_EXCHANGES = ("_c10d_functional.", "steelyard.all_gather", OWN_ROWS)
+_EXCHANGES = ("_c10d_functional.", "steelyard.all_gather")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -21,9 +21,8 @@ from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel, check_channels
 from steelyard.exchange.directly import Directly
 from steelyard.exchange.far import FarMemory
-from steelyard.exchange.rewriting import OWN_ROWS
 from steelyard.exchange.slots import Slots
-from steelyard.exchange.slotted import SUM_OF_OWN_ROWS, Slotted
+from steelyard.exchange.slotted import Slotted
 from steelyard.exchange.tensors import FarTensors
 from steelyard.exchange.turns import Turns
 from steelyard.operators import copy_laid_out, operator_named
@@ -309,16 +308,12 @@ class _Writer:
         if node.op in CODED_CALLS and DATA in self._channels:
             return self._channels[DATA].coding.timed(operator_named(node.op))
         if node.collective is not None:
-            calls = self._channels[node.collective.axis].calls
-            # Where it lies a sum is made of all rows, although only one's own are read.
-            is_of_own = node.collective.kind is Exchange.REDUCE_SCATTER and node.mutates
-            return (calls.get(SUM_OF_OWN_ROWS) if is_of_own else None) or calls.get(node.op)
+            return self._channels[node.collective.axis].calls.get(node.op)
         if not node.waits_for:
             return None
         collective = self._program.graph.by_name[node.waits_for].collective
         assert collective is not None
-        channel = self._channels[collective.axis]
-        return channel.own_rows if node.op == OWN_ROWS else channel.waiting
+        return self._channels[collective.axis].waiting
 
     def _caller(self, name: Argument) -> FarTensors | Slots | None:
         """What has a place for good is named; what has one for a step has a number."""
