@@ -127,10 +127,10 @@ def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> Non
     predicted = {(rank["predicted_bytes"], rank["predicted_peak_bytes"]) for rank in ranks}
     ((sent, peak),) = predicted
     last = len(ranks) - groups * tensor
-    # With the ranks of the other group: each gradient, in double precision, and the loss; and this
-    # rank's rows of weights in shares. Of what lies so, gradients are whole.
+    # With the ranks of the other group: each gradient, in double precision, and the loss; of weights
+    # in shares this rank's rows, and the other's rows of their gradients.
     replicas = [
-        8 * (rank["held"] + 2 * rank["in_shares"] + (n >= last)) if groups > 1 else 0
+        8 * (rank["held"] + rank["in_shares"] + (n >= last)) if groups > 1 else 0
         for n, rank in enumerate(ranks)
     ]
     assert (sum(rank["in_shares"] for rank in ranks) > 0) == case.with_states, name

@@ -177,15 +177,16 @@ def test_groups_may_hold_states_in_shares() -> None:
     assert not any(node.collective for node in shared.graph.nodes)
     assert shared.pipeline is not None
     sizes = {n.name: n.outputs[0].nbytes for n in shared.graph.inputs() if n.outputs}
-    whole = [
-        sum(sizes[name] for name in shared.pipeline.held(rank) & shared.in_shares)
-        for rank in range(2)
-    ]
+    held = [shared.pipeline.held(rank) & shared.in_shares for rank in range(2)]
+    whole = [sum(sizes[name] for name in names) for names in held]
     before, after = predict(without, costs(1e6)), predict(shared, costs(1e6))
-    sent = after.quad.communication_bytes.value - before.quad.communication_bytes.value
-    said = 288 * len(shared.in_shares)  # by gloo, of each weight that is gathered
-    assert min(whole) // 2 <= sent <= max(whole) // 2 + said
-    assert after.quad.step_seconds.value > before.quad.step_seconds.value
+    # Half of each weight, and half of its gradient, in place of the gradient around a ring: as many
+    # bytes, of which gloo says less.
+    saved = before.quad.communication_bytes.value - after.quad.communication_bytes.value
+    assert saved in [288 * len(names) for names in held]
+    assert saved > 0
+    seconds = [p.quad.step_seconds.value for p in (before, after)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
     # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
     assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
     assert any(h.what == "weights gathered for the passes" for h in after.peak.alive)

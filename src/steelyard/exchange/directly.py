@@ -63,6 +63,37 @@ def hand_round(whole: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup
         dist.all_to_all_single(whole, rows, group=group)
 
 
+def own_rows_of_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Of what the ranks have, summed up, this one's rows on memory of their own."""
+    x = x.contiguous()
+    result = torch.empty_like(x.chunk(group.size())[group.rank()])
+    if goes_directly(x, group):
+        works, add_up = _asked_to_sum(x, result, group)
+        for work in works:
+            work.wait()
+        add_up()
+    else:
+        dist.reduce_scatter_single(result, x, group=group)
+    return result
+
+
+def _asked_to_sum(
+    x: torch.Tensor, result: torch.Tensor, group: dist.ProcessGroup, *, tag: int = 0
+) -> tuple[list[dist.Work], Callable[[], None]]:
+    """What is to be waited for, and what to do then. What comes first lies in ``result``."""
+    parts = x.chunk(group.size())
+    own = parts[group.rank()]
+    more = [torch.empty_like(own) for _ in range(group.size() - 2)]
+    rooms = [result, *more]
+    rooms.insert(group.rank(), own)
+
+    def add_up() -> None:
+        for part in (own, *more):
+            result.add_(part)
+
+    return hand_over(parts, rooms, group, tag=tag), add_up
+
+
 def _fill(whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     rooms, own = whole.chunk(group.size()), group.rank()
     works = hand_over(parts, rooms, group)
@@ -78,7 +109,8 @@ class Directly:
     held_bytes = 0
 
     def __init__(self, over: Channel) -> None:
-        self._over = over
+        assert over.process_group is not None, "see can"
+        self._over, self._group = over, over.process_group
         self._step = self._number = 0
         # By what was returned when it was issued, which whoever waits hands in.
         self._under_way: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
@@ -117,36 +149,21 @@ class Directly:
     def _filled(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         rooms = whole.chunk(self._over.num_ranks)
         rooms[self._over.rank].copy_(parts[self._over.rank])
-        return self._issued(whole, parts, rooms, lambda: None)
+        works = hand_over(parts, rooms, self._group, tag=self._tag())
+        return self._issued(whole, works, lambda: None)
 
     def _reduce_scatter(self, x: torch.Tensor, op: str, ranks: int, _group: str) -> torch.Tensor:
-        """What comes first lies where the sum will."""
         assert op == "sum", op
-        parts = x.chunk(ranks)
-        own = parts[self._over.rank]
-        result, *more = (torch.empty_like(own) for _ in range(ranks - 1))
-        rooms = [result, *more]
-        rooms.insert(self._over.rank, own)
+        result = torch.empty_like(x.chunk(ranks)[self._over.rank])
+        return self._issued(result, *_asked_to_sum(x, result, self._group, tag=self._tag()))
 
-        def add_up() -> None:
-            for part in (own, *more):
-                result.add_(part)
-
-        return self._issued(result, parts, rooms, add_up)
+    def _tag(self) -> int:
+        self._number += 1
+        return self._step * _MOST_OF_A_STEP + self._number % _MOST_OF_A_STEP
 
     def _issued(
-        self,
-        result: torch.Tensor,
-        parts: Sequence[torch.Tensor],
-        rooms: Sequence[torch.Tensor],
-        finish: Callable[[], None],
+        self, result: torch.Tensor, works: Sequence[dist.Work], finish: Callable[[], None]
     ) -> torch.Tensor:
-        group = self._over.process_group
-        assert group is not None, "see can"
-        tag = self._step * _MOST_OF_A_STEP + self._number % _MOST_OF_A_STEP
-        self._number += 1
-        works = hand_over(parts, rooms, group, tag=tag)
-
         def arrive() -> None:
             for work in works:
                 work.wait()

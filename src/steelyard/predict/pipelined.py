@@ -27,7 +27,7 @@ from steelyard.predict.drawn import STATE_BYTES, passing_seconds, states_bytes
 from steelyard.predict.liveness import liveness
 from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 from steelyard.predict.stage_rank import RankBytes, told
-from steelyard.predict.stage_sums import Sums
+from steelyard.predict.stage_sums import Sums, Trained
 from steelyard.predict.stages import parts_of, stage_cost, timed
 from steelyard.predict.timeline import Pick, Playing, durations, high, low, play, value
 
@@ -160,8 +160,7 @@ class Pipelined:
             gradients=sum(self._gradients[name] for name in trained)
             - in_shares * (groups - 1) // groups,
             gathered=sum(gathered),
-            # A gather's copy is its backend's own.
-            above=sum(gathered) + max(self._replay.peak_bytes[number], *gathered, 0),
+            above=sum(gathered) + self._replay.peak_bytes[number],
             update=None if update is None else liveness(update, self._costs),
         )
 
@@ -372,12 +371,15 @@ class Pipelined:
         return Sums(
             layout=self._program.layout,
             shared=tuple(shared),
-            trained=tuple(
-                tuple(self._gradients[n] for n in self._pipeline.trained(r)) for r in numbers
-            ),
+            trained=tuple(map(self._trained_bytes, numbers)),
             loss_bytes=loss.nbytes,
             gathered=tuple(map(self._gathered, numbers)),
         )
+
+    def _trained_bytes(self, number: int) -> tuple[Trained, ...]:
+        in_shares = self._program.in_shares
+        names = self._pipeline.trained(number)
+        return tuple(Trained(self._gradients[n], is_shared=n in in_shares) for n in names)
 
     @cached_property
     def _sent_bytes(self) -> list[int]:

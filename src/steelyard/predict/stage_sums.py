@@ -7,6 +7,7 @@ Not for the passes between: see pipelined.py.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from steelyard.core.collective import GLOO, GLOO_GETS, GLOO_SENDS, Collective, Exchange
 from steelyard.core.layout import DATA, PIPELINE, Layout
@@ -14,16 +15,23 @@ from steelyard.core.layout import DATA, PIPELINE, Layout
 Seconds = Callable[[Collective], float]
 
 
+class Trained(NamedTuple):
+    """A gradient; of a shared weight each rank gets its rows of the sum."""
+
+    nbytes: int
+    is_shared: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
     """``shared``: ranks of one pipeline and the bytes of what they sum up among them; ``trained``:
-    of each of its ranks, the bytes of each gradient, which it sums up with its like in the others;
+    of each of its ranks, each gradient, which it sums up with its like in the others;
     ``gathered``: of each weight that these share, and that is put together in front of the passes.
     """
 
     layout: Layout
     shared: tuple[tuple[frozenset[int], int], ...]
-    trained: tuple[tuple[int, ...], ...]
+    trained: tuple[tuple[Trained, ...], ...]
     loss_bytes: int
     gathered: tuple[tuple[int, ...], ...]
 
@@ -64,8 +72,9 @@ class Sums:
         return to * (self.loss_bytes + GLOO_SENDS) + (GLOO_GETS if place else 0)
 
     def _with_replicas(self, rank: int) -> Iterator[Collective]:
-        for nbytes in self.trained[rank]:
-            yield from self._of_replicas(nbytes)
+        for one in self.trained[rank]:
+            kind = Exchange.REDUCE_SCATTER if one.is_shared else Exchange.ALL_REDUCE
+            yield from self._of_replicas(one.nbytes, kind)
 
     def _gathers(self, rank: int) -> Iterator[Collective]:
         for nbytes in self.gathered[rank]:

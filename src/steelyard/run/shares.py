@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from steelyard.exchange.directly import put_together
+from steelyard.exchange.directly import own_rows_of_sum, put_together
 
 
 class Shares:
@@ -41,8 +41,4 @@ class Shares:
         return whole
 
     def _own_rows(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        # Gloo would reduce and scatter a copy, which its thread frees where no meter sees it.
-        if gradient is None:
-            return None
-        dist.all_reduce(gradient, group=self._group)
-        return gradient.chunk(self._group.size())[self._group.rank()].clone()
+        return None if gradient is None else own_rows_of_sum(gradient, self._group)
