@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Graph, Node, OutputKind, Ref, Role
+from steelyard.core.graph import JOINED_ROWS, Graph, Node, OutputKind, Ref, Role
 from steelyard.core.program import Program
 from steelyard.core.waiting import waiting
 from steelyard.exchange.gradients import bucketed_all_reduce
@@ -38,22 +38,43 @@ def test_its_gradient_is_reduced_and_scattered() -> None:
     assert graph.by_name[output.node].outputs[0].shape == (64,)
     kinds = [graph.by_name[name].collective for name in graph.collectives]
     assert [c.kind for c in kinds if c] == [Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER]
-    # A ring of four: three hops of a quarter to gather; gloo scatters by way of an all-reduce.
-    assert [c.sent_bytes for c in kinds if c] == [3 * 256, 6 * 256]
+    # Of four ranks each sends three a quarter, both times; one that comes lies where the sum will.
+    assert [c.sent_bytes for c in kinds if c] == [3 * 256, 3 * 256]
+    assert [c.held_bytes for c in kinds if c] == [0, 2 * 256]
 
 
-def test_a_gradient_that_nothing_else_reads_is_summed_where_it_lies() -> None:
+def test_a_gradient_stays_until_others_have_its_rows_and_the_sum_is_of_ones_own() -> None:
     graph = gathered(chain(), ["parameter:p0", "parameter:p2"], num_ranks=2, transport=GLOO)
-    assert graph.users["work0"] == ("work0_scattered", "work1")
-    assert [graph.by_name[f"work{k}_scattered"].mutates for k in (0, 2)] == [(), ("work2",)]
-    # No copy of the backend's; one's own rows are copied out when the sum is there.
+    assert graph.users["work0"] == ("work0_scattered", "work0_scattered_waited", "work1")
+    assert [graph.by_name[f"work{k}_scattered"].mutates for k in (0, 2)] == [(), ()]
     sent, own = (graph.by_name[f"work2_scattered{end}"] for end in ("", "_waited"))
     assert sent.collective is not None
     assert (sent.collective.kind, sent.collective.held_bytes) == (Exchange.REDUCE_SCATTER, 0)
-    assert graph.storages_of(sent.name) == graph.storages_of("work2")
+    assert own.inputs == (sent.name, "work2")
     (storage,) = graph.storages_of(own.name)
     assert graph.storages[storage].nbytes == 512
-    assert [n.name for n in graph.nodes if storage in graph.storages_of(n.name)] == [own.name]
+    lying = [n.name for n in graph.nodes if storage in graph.storages_of(n.name)]
+    assert lying == [sent.name, own.name]
+
+
+def test_a_gradient_that_does_not_lie_row_by_row_is_laid_so_to_be_scattered() -> None:
+    """What is sent to a rank lies side by side."""
+    graph = chain()
+    turned = replace(graph.by_name["work0"].outputs[0], shape=(16, 16), stride=(1, 16))
+    whole = replace(graph.by_name[NAME].outputs[0], shape=(16, 16), stride=(16, 1))
+    given = {"work0": turned, NAME: whole}
+    nodes = tuple(replace(n, outputs=(given.get(n.name, n.outputs[0]),)) for n in graph.nodes)
+    scattered = gathered(replace(graph, nodes=nodes), [NAME], num_ranks=2, transport=GLOO)
+    assert scattered.problems() == []
+    (sent,) = (
+        n
+        for n in scattered.nodes
+        if n.collective is not None and n.collective.kind is Exchange.REDUCE_SCATTER
+    )
+    assert scattered.by_name[sent.inputs[0]].op == JOINED_ROWS
+    assert scattered.by_name[sent.inputs[0]].outputs[0].shape == (2, 128)
+    output = next(o for o in scattered.outputs if o.target == NAME)
+    assert scattered.by_name[output.node].outputs[0].shape == (8, 16)
 
 
 def test_gathering_again_is_recomputing_the_gather() -> None:
@@ -136,7 +157,7 @@ def test_those_that_follow_one_another_are_exchanged_together() -> None:
     sent = [(c.kind, c.sent_bytes) for c in kinds if c]
     assert sorted(sent) == sorted([
         *[(Exchange.ALL_GATHER, nbytes // 2) for nbytes in (3072, 1024, 1024)],
-        *[(Exchange.REDUCE_SCATTER, nbytes) for nbytes in (3072, 1024)],
+        *[(Exchange.REDUCE_SCATTER, nbytes // 2) for nbytes in (3072, 1024)],
     ])  # fmt: skip
     assert Program.plain(graph).sent_bytes == Program.plain(apart).sent_bytes
     # Each is taken out in front of what reads it, and gone behind it.

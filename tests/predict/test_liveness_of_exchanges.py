@@ -1,4 +1,4 @@
-"""What is held while an exchange is on its way: the argument, a copy of it, or neither."""
+"""What is held while an exchange is on its way: the argument, what comes of others, or neither."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.exchange.made_up import chain, costs
 _SCATTER = frozenset({Exchange.REDUCE_SCATTER})
 KEEPS_NOTHING = Transport(name="keeps nothing")
 KEEPS_INPUT = Transport(name="keeps its input", keeps_input=_SCATTER)
-COPIES = Transport(name="copies", copies=_SCATTER)
+TAKES = Transport(name="takes what comes", is_direct=True)
 
 GRADIENT, SHARE = 1024, 512
 COSTS = costs(exchange_seconds=1.0)
 
 
-def scattered(transport: Transport, *, window: int | None) -> Program:
+def scattered(transport: Transport, *, window: int | None, ranks: int = 2) -> Program:
     """Three gradients; the first is reduced and scattered, its parameter gathered beforehand."""
-    graph = gathered(chain(), ["parameter:p0"], num_ranks=2, transport=transport)
+    graph = gathered(chain(), ["parameter:p0"], num_ranks=ranks, transport=transport)
     return waits_within(Program.plain(graph), window)
 
 
@@ -31,40 +31,44 @@ def bytes_when(program: Program, value: str) -> int:
     return liveness(program, COSTS).bytes_at[line]
 
 
-# At work2: gradients 1 and 2, the share that is on its way, the loss.
-_ANYWAY = 2 * GRADIENT + SHARE + 4
+def anyway(ranks: int) -> int:
+    """At work2: gradients 1 and 2, the share that is on its way, the loss."""
+    return 2 * GRADIENT + GRADIENT // ranks + 4
 
 
 @pytest.mark.parametrize(
-    ("transport", "window", "held"),
+    ("transport", "ranks", "window", "held"),
     [
-        (KEEPS_NOTHING, 0, 0),
-        (KEEPS_NOTHING, None, 0),
-        (KEEPS_INPUT, 0, 0),
-        (KEEPS_INPUT, None, GRADIENT),
-        (COPIES, 0, 0),
-        (COPIES, None, GRADIENT),
+        (KEEPS_NOTHING, 2, 0, 0),
+        (KEEPS_NOTHING, 2, None, 0),
+        (KEEPS_INPUT, 2, 0, 0),
+        (KEEPS_INPUT, 2, None, GRADIENT),
+        # What comes first lies where the result will.
+        (TAKES, 2, None, 0),
+        (TAKES, 4, 0, 0),
+        (TAKES, 4, None, 2 * GRADIENT // 4),
     ],
     ids=lambda value: value.name if isinstance(value, Transport) else str(value),
 )
-def test_an_outstanding_reduce_scatter_holds_the_whole_gradient(
-    transport: Transport, window: int | None, held: int
+def test_what_an_outstanding_reduce_scatter_holds(
+    transport: Transport, ranks: int, window: int | None, held: int
 ) -> None:
-    program = scattered(transport, window=window)
-    assert bytes_when(program, "work2") == _ANYWAY + held
+    program = scattered(transport, window=window, ranks=ranks)
+    assert bytes_when(program, "work2") == anyway(ranks) + held
 
 
 def test_what_a_backend_holds_stands_in_the_explanation() -> None:
-    program = scattered(COPIES, window=None)
+    program = scattered(TAKES, window=None, ranks=4)
     alive = liveness(program, COSTS)
     for index, nbytes in enumerate(alive.bytes_at):
         assert sum(h.nbytes for h in alive_at(program, index)) == nbytes
     line = next(i for i, ins in enumerate(program.instructions) if ins.value == "work2")
-    assert [h.nbytes for h in alive_at(program, line) if "on its way" in h.what] == [GRADIENT]
+    held = [h.nbytes for h in alive_at(program, line) if "on its way" in h.what]
+    assert held == [2 * GRADIENT // 4]
 
 
 def test_nothing_is_left_of_it_after_the_step() -> None:
-    for transport in (KEEPS_NOTHING, KEEPS_INPUT, COPIES):
+    for transport in (KEEPS_NOTHING, KEEPS_INPUT, TAKES):
         for window in (0, None):
             program = scattered(transport, window=window)
             assert liveness(program, COSTS).left_bytes == 2 * GRADIENT + SHARE + 4

@@ -217,7 +217,8 @@ def test_states_are_shared_where_memory_is_short() -> None:
     assert "shard_states" in trades_of(found)
     (taken,) = (taken for taken in found.taken if taken.trade == "shard_states")
     assert taken.buys_bytes > 0
-    assert taken.pays_seconds > 0
+    # As much is sent as gradients around a ring would.
+    assert taken.pays_seconds == pytest.approx(0, abs=1e-9)
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
 
 

@@ -77,16 +77,13 @@ def _among_ranks(graph: Graph) -> frozenset[str]:
 
 
 def _pinned(graph: Graph, exchanged: Container[str]) -> Graph:
-    return replace(graph, nodes=tuple(_through_slots(n, exchanged) for n in graph.nodes))
+    nodes = tuple(_through_slots(n) if n.name in exchanged else n for n in graph.nodes)
+    return replace(graph, nodes=nodes)
 
 
-def _through_slots(node: Node, exchanged: Container[str]) -> Node:
-    if node.waits_for in exchanged:
-        # What is sent has been written when the call that sends it is over.
-        return replace(node, inputs=(node.waits_for,))
+def _through_slots(node: Node) -> Node:
     by_torch = node.collective
-    if by_torch is None or node.name not in exchanged:
-        return node
+    assert by_torch is not None
     pinned = THROUGH_SLOTS.collective(
         by_torch.kind, axis=by_torch.axis, num_ranks=by_torch.num_ranks,
         nbytes=by_torch.whole_bytes, stride=by_torch.stride,
