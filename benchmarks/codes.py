@@ -112,12 +112,15 @@ def _sent(count: int, way: str) -> tuple[float, float]:
 def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
     from steelyard.core.codec import CODECS, blocks_of
     from steelyard.core.collective import GLOO, Exchange
+    from steelyard.exchange.directly import hand_round, put_together
     from steelyard.operators import codes
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store-{times}", rank=rank, world_size=count
     )
+    group = dist.group.WORLD
+    assert group is not None, "it was just made"
     x = torch.randn(WIRE_NUMEL)
     sent: list[tuple[Exchange, int]] = []
 
@@ -133,11 +136,11 @@ def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
         assert coded.shape[1] == CODECS[way].row_bytes(blocks // parts)
         if parts > 1:
             received = torch.empty_like(coded)
-            dist.all_to_all_single(received, coded)
+            hand_round(received, coded, group)
             sent.append((Exchange.ALL_TO_ALL, coded.nbytes))
             coded = codes.encode_sum(received, None, way)
         whole = coded.new_empty((count, coded.shape[1]))
-        dist.all_gather_single(whole, coded)
+        put_together(whole, coded, group)
         sent.append((Exchange.ALL_GATHER, whole.nbytes))
 
     for _ in range(times):

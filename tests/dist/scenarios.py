@@ -34,7 +34,6 @@ from steelyard.exchange.receipts import Receipts
 from steelyard.exchange.turns import LISTENER, take_turns
 from steelyard.exchange.windows import issued_ahead, waits_within
 from steelyard.measure.meter import meter_once
-from steelyard.operators import operator_named
 from steelyard.predict import predict
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
@@ -194,27 +193,6 @@ def parameters(rank: int) -> dict[str, Any]:
     return {"programs": found, "expected_digests": ranks.digests(sharded=matrices)}
 
 
-def gathers(rank: int) -> dict[str, Any]:
-    """Twenty thousand small gathers through our operator, six in flight."""
-    assert dist.group.WORLD is not None
-    group = dist.group.WORLD.group_name
-    gather = operator_named("steelyard.all_gather")
-    wait = operator_named("_c10d_functional.wait_tensor.default")
-    in_flight, done, wrong = 6, 0, 0
-    shares = [torch.full((128,), float(10 * rank + number)) for number in range(in_flight)]
-    wholes = [
-        torch.cat([torch.full((128,), float(10 * r + number)) for r in range(NUM_RANKS)])
-        for number in range(in_flight)
-    ]
-    while done < 20_000:
-        # A new share each time, so that only the exchange keeps it.
-        issued = [gather(share.clone(), NUM_RANKS, group) for share in shares]
-        for sent, whole in zip(issued, wholes, strict=True):
-            wrong += not torch.equal(wait(sent), whole)
-        done += in_flight
-    return {"done": done, "wrong": wrong}
-
-
 class Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
     """Gives gloo's threads time to let go of what is waited for: in front of that, so that it is
     this thread that lets go last, which is seen; and behind."""
@@ -255,23 +233,28 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
     def __init__(self) -> None:
         super().__init__()
         self.executed: list[str] = []
-        self.handed_bytes = 0
-        self._hand_over = directly.hand_over
+        self.handed_bytes = self._last_bytes = 0
+        self._kept = directly.hand_over, directly.Directly._issued
 
     def __enter__(self) -> Self:
-        def handed_over(parts: Sequence[Tensor], *others: Any, tag: int = 0) -> Any:
-            if tag:  # what no line of the program asks for has none
-                self.executed.append(_HANDED_OVER)
-                self.handed_bytes += sum(part.nbytes for part in parts[1:])
-            return self._hand_over(parts, *others, tag=tag)
+        hand_over, issue = self._kept
 
-        directly.hand_over = handed_over
+        def handed_over(kind: Exchange, parts: Sequence[Tensor], *rest: Any) -> Any:
+            self._last_bytes = sum(part.nbytes for part in parts[1:])
+            return hand_over(kind, parts, *rest)
+
+        def issued(*given: Any) -> Tensor:  # what no line of the program asks for is not
+            self.executed.append(_HANDED_OVER)
+            self.handed_bytes += self._last_bytes
+            return issue(*given)
+
+        directly.hand_over, directly.Directly._issued = handed_over, issued  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *given: Any) -> None:
         super().__exit__(*given)
-        directly.hand_over = self._hand_over
+        directly.hand_over, directly.Directly._issued = self._kept  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional":

@@ -19,7 +19,7 @@ from steelyard.measure.meter import meter_once
 from steelyard.operators import all_gather, operator_named
 from tests.dist.slots import here, open_files
 
-_REDUCE = "_c10d_functional.all_reduce.default"
+REDUCE = "_c10d_functional.all_reduce.default"
 _IN_PLACE = "_c10d_functional.all_reduce_.default"
 SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 EACH_TO_EACH = "_c10d_functional.all_to_all_single.default"
@@ -46,10 +46,10 @@ def values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, ..
     even = (1,) * ranks
     return [
         (_IN_PLACE, random(1001), ("sum", group)),
-        (_REDUCE, random(3, 5), ("sum", group)),
+        (REDUCE, random(3, 5), ("sum", group)),
         (SCATTER, random(2 * ranks, 7), ("sum", ranks, group)),
         (GATHER, random(3, 4).bfloat16(), (ranks, group)),
-        (_REDUCE, random().double(), ("sum", group)),
+        (REDUCE, random().double(), ("sum", group)),
         (EACH_TO_EACH, (100 * random(ranks, 33)).to(torch.uint8), (even, even, group)),
         (_IN_PLACE, random(ranks - 1), ("sum", group)),
         (_IN_PLACE, random(64, 16).bfloat16(), ("sum", group)),
@@ -80,7 +80,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
             came, known = through.waiting(issued[place]).double(), expected[place].double()
             bitwise = bitwise and torch.equal(came, known)
             worst = max(worst, float((came - known).abs().max() / known.abs().max()))
-        summed = [x for x, (op, *_) in zip(issued, values(ranks, 0)) if op in (_REDUCE, _IN_PLACE)]
+        summed = [x for x, (op, *_) in zip(issued, values(ranks, 0)) if op in (REDUCE, _IN_PLACE)]
         told: list[Any] = [None] * ranks
         dist.all_gather_object(told, [float(x.double().sum()) for x in summed])
         are_alike = are_alike and all(sums == told[0] for sums in told)

@@ -19,6 +19,17 @@ def test_what_comes_is_what_torch_gives_in_whatever_order_it_is_waited_for(count
         assert rank["held"] == [0] * 4
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_ten_thousand_exchanges_twelve_in_flight(count: int) -> None:
+    for rank in on_ranks("tests.dist.directly:many", count=count):
+        assert rank["done"] >= 10_000
+        assert rank["wrong"] == 0
+
+
+def test_what_does_not_lie_row_by_row_is_sent_as_if_it_did() -> None:
+    assert on_ranks("tests.dist.directly:otherwise_laid_out", count=2) == [[True] * 3] * 2
+
+
 def test_all_is_asked_for_before_anything_is_sent() -> None:
     expected = ["irecv"] * 2 + ["isend"] * 2
     assert on_ranks("tests.dist.directly:asked_first", count=3) == [[expected] * 3] * 3

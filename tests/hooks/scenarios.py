@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard.core.errors import SteelyardError
+from steelyard.exchange import directly
 from steelyard.hooks import compress
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -119,6 +120,7 @@ def _counted() -> Iterator[dict[str, float]]:
     sent = {"coded": 0.0}
     count = dist.get_world_size()
     kept = dist.all_gather_single, dist.all_to_all_single, dist.all_reduce
+    hand_over = directly.hand_over
 
     def counting(call: Callable[..., Any], of: Callable[..., float]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +129,12 @@ def _counted() -> Iterator[dict[str, float]]:
 
         return run
 
+    def handed_over(kind: Any, parts: Sequence[Tensor], *rest: Any) -> Any:
+        sent["coded"] += (count - 1) * parts[0].nbytes
+        return hand_over(kind, parts, *rest)
+
     gather, hand_out, reduce = kept
+    directly.hand_over = handed_over  # gloo's
     dist.all_gather_single = counting(gather, lambda _, x: (count - 1) * x.nbytes)
     dist.all_to_all_single = counting(hand_out, lambda _, x: (count - 1) / count * x.nbytes)
     dist.all_reduce = counting(reduce, lambda x: 2 * (count - 1) / count * x.nbytes * _is_coded(x))
@@ -135,6 +142,7 @@ def _counted() -> Iterator[dict[str, float]]:
         yield sent
     finally:
         dist.all_gather_single, dist.all_to_all_single, dist.all_reduce = kept
+        directly.hand_over = hand_over
 
 
 def _is_coded(x: Tensor) -> bool:
@@ -321,18 +329,18 @@ def breaks(rank: int) -> str:
     """What the backward pass says where an exchange fails on the hook's own thread."""
     ddp = _wrapped(Given())
     compress(ddp, "int8")
-    gather = dist.all_gather_single
+    gather, hand_over = dist.all_gather_single, directly.hand_over
 
     def gone(*_: Any, **__: Any) -> None:
         raise RuntimeError("connection closed by peer")
 
-    dist.all_gather_single = gone
+    dist.all_gather_single = directly.hand_over = gone
     try:
         ddp(_drawn(rank, 0)).backward()
     except (RuntimeError, SteelyardError) as error:
         return str(error)
     finally:
-        dist.all_gather_single = gather
+        dist.all_gather_single, directly.hand_over = gather, hand_over
     return ""
 
 

@@ -32,10 +32,10 @@ class Exchange(StrEnum):
 class Collective:
     """One exchange, from the call that issues it to the call that waits for it.
 
-    Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other, of which the backend
-    ``says`` something besides. ``held_bytes`` are the backend's own, besides arguments and results,
-    until the wait is over. Of all ranks there are every ``stride``-th takes part. What
-    ``is_pinned`` goes through memory that they share.
+    Each rank sends ``sent_bytes`` in ``hops`` messages, of a sum for all one after the other, of
+    which the backend ``says`` something besides. ``held_bytes`` are the backend's own, besides
+    arguments and results, until the wait is over. Of all ranks there are every ``stride``-th takes
+    part. What ``is_pinned`` goes through memory that they share.
     """
 
     kind: Exchange
@@ -112,7 +112,7 @@ class Transport:
         # A ring passes every share but one's own once to gather, and once more to reduce first.
         hops = (num_ranks - 1) * (2 if kind is Exchange.ALL_REDUCE else 1)
         each = -(-nbytes // num_ranks)
-        # What comes first is where the result will be.
+        # One part that comes lies where the result will.
         is_held = self.is_direct and kind is Exchange.REDUCE_SCATTER
         return Collective(
             kind=kind,

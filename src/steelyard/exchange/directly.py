@@ -6,59 +6,34 @@ behind his data, and who is asked does not send before it is there. Where exchan
 another on a slow link, a gather of two ranks took 1.5 times as long as what it carries, and an
 all-to-all twice; of a sum that each needs some rows of, gloo sends all rows to all (decision 0034).
 Nor is there a copy in a thread of gloo's. Not for sums that all need: around a ring they go both
-ways, and take as long as they should.
+ways, and take as long as they should. Not for the messages: see handing.py.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from steelyard.core.collective import Exchange
 from steelyard.exchange.channel import Channel, Waiting
 from steelyard.exchange.devices import CPU
-
-# So that what is left of a step that some rank broke off meets nothing of the next. Torch takes
-# what fits into 31 bits.
-_MOST_OF_A_STEP, _MOST_STEPS = 1 << 16, 1 << 15
-
-
-def goes_directly(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Gloo sends nothing that lies on a GPU."""
-    backend: Any = group._get_backend(x.device)
-    return x.device.type == "cpu" and backend.name() == "gloo"
-
-
-def hand_over(
-    parts: Sequence[torch.Tensor],
-    rooms: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    *,
-    tag: int = 0,
-) -> list[dist.Work]:
-    """To each other rank its part; what comes from each is put into its room. What is returned is
-    to be waited for, in any order."""
-    # Not all to the same one at first.
-    others = [(group.rank() + far) % group.size() for far in range(1, group.size())]
-    works = [dist.irecv(rooms[r], group=group, group_src=r, tag=tag) for r in others]
-    works += [dist.isend(parts[r], group=group, group_dst=r, tag=tag) for r in others]
-    # Who is in the group is given one for each.
-    return cast("list[dist.Work]", works)
+from steelyard.exchange.handing import UnderWay, begin_step, hand_over
 
 
 def put_together(whole: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Every rank's row, and here they are when this returns."""
-    if goes_directly(row, group):
-        _fill(whole, [row] * group.size(), group)
+    if _goes_directly(row, group):
+        _filled(whole, [row] * group.size(), group, Exchange.ALL_GATHER).wait()
     else:
         dist.all_gather_single(whole, row, group=group)
 
 
 def hand_round(whole: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """To each rank its row; what each has for this one is here when this returns."""
-    if goes_directly(rows, group):
-        _fill(whole, rows.chunk(group.size()), group)
+    if _goes_directly(rows, group):
+        _filled(whole, rows.chunk(group.size()), group, Exchange.ALL_TO_ALL).wait()
     else:
         dist.all_to_all_single(whole, rows, group=group)
 
@@ -67,20 +42,36 @@ def own_rows_of_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Of what the ranks have, summed up, this one's rows on memory of their own."""
     x = x.contiguous()
     result = torch.empty_like(x.chunk(group.size())[group.rank()])
-    if goes_directly(x, group):
-        works, add_up = _asked_to_sum(x, result, group)
-        for work in works:
-            work.wait()
+    if _goes_directly(x, group):
+        under_way, add_up = _asked_to_sum(x, result, group)
+        under_way.wait()
         add_up()
     else:
         dist.reduce_scatter_single(result, x, group=group)
     return result
 
 
+def _goes_directly(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Gloo sends nothing that lies on a GPU."""
+    backend: Any = group._get_backend(x.device)
+    return x.device.type == "cpu" and backend.name() == "gloo"
+
+
+def _filled(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, kind: Exchange
+) -> UnderWay:
+    """With this rank's own part now, and with what comes from the others when it has."""
+    rooms, own = whole.chunk(group.size()), group.rank()
+    under_way = hand_over(kind, parts, rooms, group)
+    rooms[own].copy_(parts[own])
+    return under_way
+
+
 def _asked_to_sum(
-    x: torch.Tensor, result: torch.Tensor, group: dist.ProcessGroup, *, tag: int = 0
-) -> tuple[list[dist.Work], Callable[[], None]]:
-    """What is to be waited for, and what to do then. What comes first lies in ``result``."""
+    x: torch.Tensor, result: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[UnderWay, Callable[[], None]]:
+    """What is to be waited for, and what to do then. One part that comes lies in ``result``."""
+    assert group.size() > 1, "nobody's part lies in the result"
     parts = x.chunk(group.size())
     own = parts[group.rank()]
     more = [torch.empty_like(own) for _ in range(group.size() - 2)]
@@ -91,15 +82,7 @@ def _asked_to_sum(
         for part in (own, *more):
             result.add_(part)
 
-    return hand_over(parts, rooms, group, tag=tag), add_up
-
-
-def _fill(whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    rooms, own = whole.chunk(group.size()), group.rank()
-    works = hand_over(parts, rooms, group)
-    rooms[own].copy_(parts[own])
-    for work in works:
-        work.wait()
+    return hand_over(Exchange.REDUCE_SCATTER, parts, rooms, group), add_up
 
 
 class Directly:
@@ -111,9 +94,10 @@ class Directly:
     def __init__(self, over: Channel) -> None:
         assert over.process_group is not None, "see can"
         self._over, self._group = over, over.process_group
-        self._step = self._number = 0
         # By what was returned when it was issued, which whoever waits hands in.
-        self._under_way: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
+        self._under_way: dict[int, tuple[torch.Tensor, UnderWay, Callable[[], None]]] = {}
+        # Of steps that were broken off.
+        self._left: list[UnderWay] = []
 
     @staticmethod
     def can(over: Channel) -> bool:
@@ -129,58 +113,54 @@ class Directly:
         return replace(self._over, calls=calls, waiting=_Arriving(self._over.waiting, self._finish))
 
     def begin(self) -> None:
-        """A step. What one that was broken off had asked for comes into its tensors first."""
-        for _, arrive in [*self._under_way.values()]:
-            arrive()
+        """A step. What one that was broken off has under way still comes, and gloo says no more to
+        who takes its place away."""
+        for _, under_way, _ in self._under_way.values():
+            under_way.is_given_up()
+            self._left.append(under_way)
         self._under_way.clear()
-        self._step, self._number = (self._step + 1) % _MOST_STEPS, 0
+        begin_step(self._group)
 
     # --- issuing
 
     def _all_gather(self, share: torch.Tensor, num_ranks: int, _group: str) -> torch.Tensor:
+        share = share.contiguous()
         whole = share.new_empty((num_ranks * share.shape[0], *share.shape[1:]))
-        return self._filled(whole, [share] * num_ranks)
+        under_way = _filled(whole, [share] * num_ranks, self._group, Exchange.ALL_GATHER)
+        return self._issued(whole, under_way)
 
     def _all_to_all(
         self, x: torch.Tensor, _given: list[int], _taken: list[int], _group: str
     ) -> torch.Tensor:
-        return self._filled(torch.empty_like(x), x.chunk(self._over.num_ranks))
-
-    def _filled(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        rooms = whole.chunk(self._over.num_ranks)
-        rooms[self._over.rank].copy_(parts[self._over.rank])
-        works = hand_over(parts, rooms, self._group, tag=self._tag())
-        return self._issued(whole, works, lambda: None)
+        x = x.contiguous()
+        whole, parts = torch.empty_like(x), x.chunk(self._over.num_ranks)
+        return self._issued(whole, _filled(whole, parts, self._group, Exchange.ALL_TO_ALL))
 
     def _reduce_scatter(self, x: torch.Tensor, op: str, ranks: int, _group: str) -> torch.Tensor:
         assert op == "sum", op
+        x = x.contiguous()
         result = torch.empty_like(x.chunk(ranks)[self._over.rank])
-        return self._issued(result, *_asked_to_sum(x, result, self._group, tag=self._tag()))
-
-    def _tag(self) -> int:
-        self._number += 1
-        return self._step * _MOST_OF_A_STEP + self._number % _MOST_OF_A_STEP
+        return self._issued(result, *_asked_to_sum(x, result, self._group))
 
     def _issued(
-        self, result: torch.Tensor, works: Sequence[dist.Work], finish: Callable[[], None]
+        self, result: torch.Tensor, under_way: UnderWay, finish: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        def arrive() -> None:
-            for work in works:
-                work.wait()
-            finish()
-
-        self._under_way[id(result)] = result, arrive
+        self._under_way[id(result)] = result, under_way, finish
         return result
 
     # --- waiting
 
     def _finish(self, sent: torch.Tensor) -> bool:
         """Whether it was sent from here."""
-        _, arrive = self._under_way.pop(id(sent), (None, None))
-        if arrive is None:
+        if id(sent) not in self._under_way:
             return False
         with self._over.waiting.running():
-            arrive()
+            _, under_way, finish = self._under_way[id(sent)]
+            under_way.wait()
+            finish()
+            del self._under_way[id(sent)]
+        # What was issued before came before.
+        self._left.clear()
         return True
 
 

@@ -11,7 +11,7 @@ from steelyard.core.program import Program
 
 # On gloo these run as AsyncAllgatherCoalescedWork: two in flight corrupt the heap ("malloc():
 # unaligned tcache chunk"; torch 2.13, the faulty line is not known). The out variant takes another
-# path. Can go when the gathers of tests/dist survive the plain operator.
+# path, and on a CPU ours go by messages. Can go when the plain operator, six in flight, survives.
 _COALESCED = frozenset(
     f"_c10d_functional.all_gather_into_tensor{suffix}.default" for suffix in ("", "_coalesced")
 )

@@ -259,6 +259,7 @@ class _Driven(PipelineStage):
 
     def begin(self, values: list[Values], draws: Draws) -> None:
         self._values, self._draws = values, draws
+        self.live.begin()
         self._given = tuple(values[0])
 
     def clear_runtime_states(self) -> None:

@@ -64,6 +64,12 @@ class LiveStage:
         made = {maker: rooms[value] for value, maker in makers.items()}
         return _Part(graph, self.live, channels, made)
 
+    def begin(self) -> None:
+        """A step."""
+        for part in (self._forward, self._backward, self._to_inputs, self._to_weights):
+            for carrier in part.carriers:
+                carrier.begin()
+
     def forward(self, values: Values) -> torch.Tensor | None:
         """The loss, if it is this stage that gives it."""
         loss: torch.Tensor | None = self._timed(self._forward, values)
@@ -99,6 +105,7 @@ class _Part:
         program = Program.plain(graph)
         emitted = emit(program, channels=channels, rooms=rooms)
         self._run, self._inputs, self._live = emitted.run, emitted.inputs, live
+        self.carriers = emitted.carriers
         lent = _lent(graph)
         sinks = [i.sink for i in program.instructions if i.sink is not None]
         # What goes into the model always goes the same way; the rest goes to the micro-batch.

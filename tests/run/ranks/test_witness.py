@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from steelyard import _torch
 from steelyard.core.errors import CheckpointError, Mismatch, RankFailed, RanksDiffer
+from steelyard.exchange import handing
+from steelyard.exchange.handing import Note
 from steelyard.run.ranks import witness
 from steelyard.run.ranks.places import RankPlace, read_whole
 from steelyard.run.ranks.statement import Progress, Statement
@@ -39,6 +42,36 @@ def said_of(who: Who, error: BaseException) -> Statement | None:
     assert who.place is not None
     found = read_whole(who.place.error)
     return Statement.of_json(found["steelyard"]) if found else None
+
+
+def test_exchanges_of_torchs_and_of_ours_are_counted_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def torchs(group: str, number: int, at_ns: int, *, is_p2p: bool = False) -> dict[str, Any]:
+        return {
+            "process_group": [group, "any"], "collective_seq_id": number, "is_p2p": is_p2p,
+            "time_created_ns": at_ns, "retired": True, "profiling_name": "gloo:all_reduce",
+            "input_dtypes": ["Float"], "input_sizes": [[7]],
+        }  # fmt: skip
+
+    entries = [torchs("0", 5, 10), torchs("1", 2, 20), torchs("0", 9, 25, is_p2p=True),
+               torchs("0", 6, 40)]  # fmt: skip
+    ours = [
+        Note("0", 3, "all-gather float32 [4]", 30, is_over=True),
+        Note("0", 4, "all-gather float32 [8]", 50),
+    ]
+    monkeypatch.setattr(_torch, "exchanges_issued", lambda: entries)
+    monkeypatch.setattr(handing, "LATELY", ours)
+    found = witness.progress()
+    sums, gathers = "all_reduce Float [7]", "all-gather float32 [{}]"
+    assert [(one.group, one.number, one.words) for one in found.lately] == [
+        ("0", 5, sums), ("1", 2, sums), ("0", 8, gathers.format(4)), ("0", 9, sums),
+        ("0", 10, gathers.format(8)),
+    ]  # fmt: skip
+    assert {one.group: one.number for one in found.issued} == {"0": 10, "1": 2}
+    assert found.is_waiting
+    ours[1].is_over = True
+    assert not witness.progress().is_waiting
 
 
 @pytest.mark.parametrize(

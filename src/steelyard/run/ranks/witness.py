@@ -17,10 +17,11 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +30,9 @@ from steelyard.core.printable import printable
 from steelyard.run.ranks.places import RankPlace, write_whole
 from steelyard.run.ranks.statement import Issued, Progress, Statement
 from steelyard.run.ranks.who import Who
+
+if TYPE_CHECKING:
+    from steelyard.exchange.handing import Note
 
 # Gloo raises a plain RuntimeError that begins with the place in its own source; but not the one of
 # whoever issues an exchange after another has timed out.
@@ -149,26 +153,35 @@ def _is_of_memory(error: BaseException) -> bool:
 def progress(line: str = "") -> Progress:
     # Only when something went wrong: it brings in much of torch, which a step has long loaded.
     from steelyard import _torch
+    from steelyard.exchange.handing import LATELY
 
-    entries = _torch.exchanges_issued()
-    # Sends and receives have numbers of their own, which ranks do not share.
-    issued = [
-        Issued(
-            group=str(entry["process_group"][0]),
-            number=entry["collective_seq_id"],
-            words=_words_for(entry),
-        )
-        for entry in entries
-        if not entry["is_p2p"]
-    ]
+    entries, notes = _torch.exchanges_issued(), [*LATELY]
+    issued = _numbered(entries, notes)
     last = {each.group: each for each in issued}
     return Progress(
         issued=tuple(each for _, each in sorted(last.items())),
         lately=tuple(issued[-_LATELY:]),
         # Where nothing was recorded nothing is known: the recorder can be switched off.
-        is_waiting=not entries or any(not entry["retired"] for entry in entries),
+        is_waiting=not entries
+        or any(not entry["retired"] for entry in entries)
+        or any(not note.is_over for note in notes),
         line=line,
     )
+
+
+def _numbered(entries: list[dict[str, Any]], notes: "list[Note]") -> list[Issued]:
+    """In the order of their issue, torch's and ours counted as one: each has numbers for its own.
+    Sends and receives have some, too, which ranks do not share."""
+    made = [(note.at_ns, note.group, "ours", note.number, note.words) for note in notes]
+    for entry in entries:
+        if not entry["is_p2p"]:
+            group, number = str(entry["process_group"][0]), entry["collective_seq_id"]
+            made.append((entry["time_created_ns"], group, "torch's", number, _words_for(entry)))
+    issued, reached = list[Issued](), defaultdict[str, dict[str, int]](dict)
+    for _, group, whose, number, words in sorted(made):
+        reached[group][whose] = number
+        issued.append(Issued(group=group, number=sum(reached[group].values()), words=words))
+    return issued
 
 
 def _words_for(entry: dict[str, Any]) -> str:
