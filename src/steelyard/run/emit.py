@@ -87,11 +87,13 @@ def emit(
 
 
 def _carriers(program: Program, channels: Mapping[str, Channel]) -> dict[str, Slotted | Directly]:
-    """Where nothing is really exchanged, there are calls already."""
-    carriers: dict[str, Slotted | Directly] = {}
+    """Of the axes that it speaks over. Where nothing is really exchanged, there are calls."""
+    nodes, carriers = program.graph.by_name, dict[str, Slotted | Directly]()
+    issued = (nodes[program.instructions[one.issue].node].collective for one in program.exchanges)
     rounds = rounds_of(program.graph)
-    for axis, channel in sorted(channels.items()):
-        if not program.exchanges or channel.calls:
+    for axis in sorted({c.axis for c in issued if c is not None and not c.is_far}):
+        channel = channels[axis]
+        if channel.calls:
             continue
         if axis in rounds:
             carriers[axis] = Slotted(rounds[axis], channel)
