@@ -51,10 +51,10 @@ COSTS = Costs(
         for axis in ("data", "tensor")
     },
 )
-# Gloo lets go of an exchange in a thread of its own, a moment after the wait, where the meter does
-# not see what is freed. So it is given that moment, and the least of a few is taken.
 # Of a mean over the whole batch: what a rank's loss weighs.
 _SHARE = 1 / NUM_RANKS
+# Gloo lets go of a sum in a thread of its own, a moment after the wait, where the meter does not
+# see what is freed. So it is given that moment, and the least of a few is taken.
 METERED, _MOMENT_SECONDS = 8, 0.002
 
 

@@ -116,12 +116,15 @@ def test_it_can_be_struck_on_micro_batches_and_with_something_computed_again() -
 def test_in_the_memory_of_gathering_one_by_one_a_faster_way_is_found() -> None:
     trades: tuple[Trade, ...] = tuple(t for t in TRADES if t.name != "shard_pipeline")
     plain, source = trial().plain, trial().source
+    # Of half as many messages a gradient as around a ring, each waits twice as long.
+    waits = replace(LINK, latency_seconds=2 * LINK.latency_seconds)
+    costs = replace(COSTS, links={DATA: waits})
 
     def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain, trades=trades, source=source, costs=COSTS, layout=layout)
+        return Search(plain, trades=trades, source=source, costs=costs, layout=layout)
 
     layouts = Layouts(
-        plain, trades=trades, source=source, costs=COSTS, num_ranks=2, searching=searching
+        plain, trades=trades, source=source, costs=costs, num_ranks=2, searching=searching
     )
     ways = [
         way
@@ -132,7 +135,7 @@ def test_in_the_memory_of_gathering_one_by_one_a_faster_way_is_found() -> None:
     fastest = min((w for w in ways if w.nbytes <= one_by_one.nbytes), key=lambda w: w.seconds)
     assert _at_once(fastest.rules)
     assert max(rule.lead for rule in fastest.rules) > 0
-    assert fastest.seconds < 0.85 * one_by_one.seconds
+    assert fastest.seconds < 0.8 * one_by_one.seconds
 
 
 def _at_once(rules: tuple[Rule, ...]) -> int:

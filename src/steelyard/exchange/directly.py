@@ -116,7 +116,7 @@ class Directly:
         """A step. What one that was broken off has under way still comes, and gloo says no more to
         who takes its place away."""
         for _, under_way, _ in self._under_way.values():
-            under_way.is_given_up()
+            under_way.give_up()
             self._left.append(under_way)
         self._under_way.clear()
         begin_step(self._group)

@@ -75,7 +75,7 @@ class UnderWay:
             work.wait()
         self._note.is_over = True
 
-    def is_given_up(self) -> None:
+    def give_up(self) -> None:
         """Nobody will wait for it."""
         self._note.is_over = True
 
