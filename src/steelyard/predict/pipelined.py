@@ -355,10 +355,12 @@ class Pipelined:
             for nbytes in sizes
         )  # fmt: skip
 
-    def _sent_seconds(self, sizes: Sequence[int]) -> float:
+    def _sent_seconds(self, sizes: Sequence[int], copied: Sequence[int]) -> float:
+        """Through slots of this host it is who sends them that copies them there."""
         if not self._edges:
             return self._handing(sizes, value)
-        return self._costs.links[PINNED].seconds(sum(sizes), messages=1)
+        slots = self._costs.links[PINNED]
+        return slots.seconds(sum(sizes if slots.is_remote else copied), messages=1)
 
     def _summed_up(self) -> Sums:
         shared = []
@@ -384,7 +386,7 @@ class Pipelined:
     @cached_property
     def _sent_bytes(self) -> list[int]:
         sent, repeats = [0] * len(self._order.ranks), self._program.repeats
-        for rank, other, sizes in self._crossing():
+        for rank, other, sizes, _ in self._crossing():
             sent[rank] += repeats * sum(sizes)
             if not self._edges:  # nothing is said of what lies in a slot but that it does
                 sent[rank] += repeats * GLOO_SENDS * len(sizes)
@@ -397,26 +399,30 @@ class Pipelined:
         sent[self._rank_of_loss] += sum(c.wire_bytes for c in self._sums.of_loss())
         return sent
 
-    def _crossing(self) -> list[tuple[int, int, list[int]]]:
-        """Each edge from one rank to another: both, and the bytes of each value."""
+    def _crossing(self) -> list[tuple[int, int, list[int], list[int]]]:
+        """Each edge from one rank to another: both, the bytes of each value, and of each of those
+        that are copied on their way."""
         found = []
         last = len(self._stages) - 1
+        works = {action.work for actions in self._order.ranks for action in actions}
+        back = Work.BACK_TO_INPUTS if Work.BACK_TO_INPUTS in works else Work.BACKWARD
         for stage in self._stages:
             index, rank = stage.index, self._rank_of[stage.index]
-            for names, other in (
-                (stage.sends, min(index + 1, last)),
-                (stage.sends_back, max(index - 1, 0)),
+            for names, work, other in (
+                (stage.sends, Work.FORWARD, min(index + 1, last)),
+                (stage.sends_back, back, max(index - 1, 0)),
             ):
                 if names and self._rank_of[other] != rank:
-                    found.append((rank, self._rank_of[other], self._sizes(names)))
+                    copied = self._sizes(self._copied(stage, work, names))
+                    found.append((rank, self._rank_of[other], self._sizes(names), copied))
         return found
 
     @cached_property
     def _sending(self) -> list[float]:
         """Seconds in which each rank's messages are on their way."""
         seconds = [0.0] * len(self._order.ranks)
-        for rank, _, sizes in self._crossing():
-            seconds[rank] += self._program.repeats * self._sent_seconds(sizes)
+        for rank, _, sizes, copied in self._crossing():
+            seconds[rank] += self._program.repeats * self._sent_seconds(sizes, copied)
         for rank, exchanged in enumerate(self._exchanged):
             for collective, times in exchanged.items():
                 seconds[rank] += times * self._costs.exchange_seconds(collective).value
