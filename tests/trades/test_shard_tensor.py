@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from steelyard.core.budget import Budget
 from steelyard.core.collective import Exchange
@@ -155,14 +156,16 @@ def test_an_optimizer_that_looks_at_the_whole_is_refused() -> None:
 WITHOUT_STAGES = tuple(trade for trade in TRADES if trade.name != "shard_pipeline")
 
 
-def layouts(price: Costs, model: Trial, *, num_ranks: int) -> Layouts:
+def layouts(
+    price: Costs, model: Trial, *, num_ranks: int, update: Program | None = None
+) -> Layouts:
+    plain = replace(model.plain, update=update)
+
     def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(
-            model.plain, trades=WITHOUT_STAGES, source=model.source, costs=price, layout=layout
-        )
+        return Search(plain, trades=WITHOUT_STAGES, source=model.source, costs=price, layout=layout)
 
     return Layouts(
-        model.plain, trades=WITHOUT_STAGES, source=model.source, costs=price, num_ranks=num_ranks,
+        plain, trades=WITHOUT_STAGES, source=model.source, costs=price, num_ranks=num_ranks,
         searching=searching,
     )  # fmt: skip
 
@@ -200,3 +203,27 @@ def test_weights_are_gathered_for_each_pass_where_memory_is_short() -> None:
 
 def _gathers(rules: tuple[Rule, ...]) -> int:
     return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
+
+
+def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() -> None:
+    """A classifier's ten, among two ranks; five are left of them where two more share tensors."""
+    layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    batch = torch.randn(256, 512), torch.randint(10, (256,))
+    model = Trial(
+        nn.Sequential(*layers), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batch
+    )
+    model.source.optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    # Where updates take longer than what is sent.
+    among_four = layouts(costs(1e12), model, num_ranks=4, update=model.source.update())
+    fastest = min(among_four.ways(Layout(batch=2)), key=lambda way: way.seconds)
+    assert "4.weight" in _named(fastest.rules, "shard_states")
+    ways = among_four.ways(Layout(batch=2, tensor=2))
+    cut = [way.rules for way in ways if "4.weight" in _named(way.rules, "shard_tensor")]
+    in_both = [rules for rules in cut if _named(rules, "shard_states")]
+    assert in_both
+    assert not any("4.weight" in _named(rules, "shard_states") for rules in in_both)
+    assert all(len(set(rules)) == len(rules) for rules in in_both)
+
+
+def _named(rules: tuple[Rule, ...], trade: str) -> set[str]:
+    return {rule.module for rule in rules if rule.trade == trade}

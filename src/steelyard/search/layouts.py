@@ -345,7 +345,9 @@ class Layouts:
         shared: tuple[Rule, ...] = ()
         if layout.batch > 1:
             ways = self.ways(replace(layout, tensor=1))
-            whole = [way for way in ways if not any(rule.trade == _ROWS for rule in way.rules)]
+            # Which weights have shares is another question once they are cut, and asked then.
+            of_whole = {_ROWS, _STATES}
+            whole = [way for way in ways if of_whole.isdisjoint(rule.trade for rule in way.rules)]
             shared = min(whole, key=lambda way: (way.seconds, way.nbytes)).rules
         for cut in self._cuts(layout.tensor):
             if shared:
