@@ -94,7 +94,8 @@ class Fake(ModuleType):
 
         yield SimpleNamespace(
             is_first=os.environ["RANK"] == "0",
-            num_ranks=2,
+            num_ranks=int(os.environ["WORLD_SIZE"]),
+            hosts=2,
             in_company=in_company,
             tell=self.told.append,
             hear=lambda: self.told[-1],

@@ -17,6 +17,7 @@ import pytest
 
 import steelyard
 from steelyard.cli import main
+from steelyard.cli.ranks import Laid, is_to_start
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
@@ -106,8 +107,8 @@ def test_what_comes_next_can_be_typed_as_it_stands(
 # --- on several hosts -----------------------------------------------------------------------------
 
 
-def _among_hosts(count: int, *rules: Rule) -> Plan:
-    made_for = replace(PLAN.decisions.made_for, ranks=count, hosts=count)
+def _among_hosts(count: int, *rules: Rule, each: int = 1) -> Plan:
+    made_for = replace(PLAN.decisions.made_for, ranks=count * each, hosts=count)
     return replace(PLAN, decisions=replace(PLAN.decisions, made_for=made_for, rules=rules))
 
 
@@ -206,6 +207,34 @@ def test_a_plan_on_fewer_hosts_than_it_was_made_for_is_started_on_these(
 ) -> None:
     write_plan(planned, _among_hosts(4, Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)))
     assert "the plan is for 2 hosts" in fails(capsys, "run", "train.py", code=2)
+
+
+@pytest.mark.parametrize(("degree", "hosts"), [(6, 3), (4, 2)])
+def test_ranks_that_several_hosts_have_are_started_as_they_were_planned(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], degree: int, hosts: int
+) -> None:
+    shared = Rule(trade="shard_batch", degree=degree, bucket_bytes=1 << 20)
+    write_plan(planned, _among_hosts(3, shared, each=2))
+    said = fails(capsys, "run", "train.py", code=2)
+    assert f"the plan is for {hosts} hosts" in said
+    assert f"torchrun --nnodes {hosts} --nproc-per-node 2" in said
+
+
+def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -> None:
+    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    write_plan(planned, _among_hosts(3, shared, each=2))
+    laid = Laid.of(planned)
+    assert laid == Laid(ranks=2, hosts=1, among=6)
+    assert is_to_start(laid)
+
+
+def test_all_ranks_of_all_hosts_are_planned_for(
+    api: fake_api.Fake, as_host: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_host(0)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert main(["plan", "train.py"]) == 0
+    assert asked("plan_workload")["cluster"] == Cluster.here(ranks=6, hosts=2)
 
 
 def test_a_rank_on_which_nothing_lies_does_nothing(

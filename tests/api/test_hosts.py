@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,14 @@ from unittest import mock
 import pytest
 from torch.distributed import HashStore
 
-from steelyard.api.hosts import Meeting, _is_as_it_was, check_seen_by_all, meeting
+from steelyard.api.hosts import (
+    Meeting,
+    _is_as_it_was,
+    check_seen_by_all,
+    know_hosts,
+    meeting,
+    on_own_cores,
+)
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed
 from steelyard.core.link import Link
@@ -37,7 +45,7 @@ def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has not measured what joins it to 2 more"):
         measured_ranks(3, hosts=3, cache=cache)
     said = [{**said_of(LINK, 3), "product": product} for product in (1e-3, 2e-3, 1e-3)]
-    remember_hosts(said, ["a", "b", "c"], look=LOOK, cache=cache)
+    remember_hosts(said, ["a", "b", "c"], hosts=3, look=LOOK, cache=cache)
     measured = measured_ranks(3, hosts=3, cache=cache)
     assert measured.link.kind == BETWEEN_HOSTS
     assert measured.link.bytes_per_second == pytest.approx(1e7)
@@ -48,11 +56,12 @@ def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
 
 def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
-    remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], look=LOOK, cache=cache)
-    assert remembered_look(["a", "b"], cache=cache) == LOOK
-    assert remembered_look(["a", "c"], cache=cache) is None
-    assert remembered_look(["b", "a"], cache=cache) is None
-    assert remembered_look(["a", "b"], cache=CostCache(tmp_path / "other.sqlite")) is None
+    remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], hosts=2, look=LOOK, cache=cache)
+    assert remembered_look(["a", "b"], hosts=2, cache=cache) == LOOK
+    assert remembered_look(["a", "c"], hosts=2, cache=cache) is None
+    assert remembered_look(["b", "a"], hosts=2, cache=cache) is None
+    other = CostCache(tmp_path / "other.sqlite")
+    assert remembered_look(["a", "b"], hosts=2, cache=other) is None
 
 
 @pytest.mark.parametrize(("products", "look"), [((2e-3, 1e-3), None), ((1e-3, 2e-3), LOOK)])
@@ -61,8 +70,8 @@ def test_a_first_host_that_was_slow_is_measured_again(
 ) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     said = [{**said_of(LINK, 2), "product": product} for product in products]
-    remember_hosts(said, ["a", "b"], look=LOOK, cache=cache)
-    assert remembered_look(["a", "b"], cache=cache) == look
+    remember_hosts(said, ["a", "b"], hosts=2, look=LOOK, cache=cache)
+    assert remembered_look(["a", "b"], hosts=2, cache=cache) == look
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_a_link_that_has_become_another_is_seen(now: tuple[float, float], is_sam
 def test_a_list_that_cannot_be_written_to_loses_nothing_of_this_process(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     cache = CostCache(tmp_path / "a file" / "costs.sqlite")
-    remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), look=LOOK, cache=cache)
+    remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), hosts=5, look=LOOK, cache=cache)
     assert measured_ranks(5, hosts=5, cache=cache).link.bytes_per_second == pytest.approx(1e7)
 
 
@@ -95,9 +104,62 @@ def test_each_host_has_one_rank_and_all_of_its_machine() -> None:
     assert among.device.memory_bytes == alone.device.memory_bytes
     assert among.device.threads == alone.device.threads
     assert among.fingerprint != Cluster.here(ranks=2).fingerprint
-    for ranks, hosts in ((4, 2), (1, 2), (2, 0), (2, True), (2, 1.0)):
+    for ranks, hosts in ((3, 2), (1, 2), (2, 0), (2, True), (2, 1.0)):
         with pytest.raises(BadInput):
             Cluster.here(ranks=ranks, hosts=hosts)  # type: ignore[arg-type]
+
+
+def test_ranks_of_a_host_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, among = Cluster.here(ranks=2), Cluster.here(ranks=6, hosts=3)
+    assert (among.num_devices, among.ranks_of_a_host) == (6, 2)
+    assert among.device == alone.device
+    assert among.fingerprint != Cluster.here(ranks=6, hosts=6).fingerprint
+    monkeypatch.setattr("steelyard.core.machine.num_cores", lambda: 2)
+    Cluster.here(ranks=48, hosts=3)
+    with pytest.raises(BadInput, match="a cluster of 51 ranks"):
+        Cluster.here(ranks=51, hosts=3)
+
+
+def test_what_ranks_of_one_host_exchange_is_known_apart(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    near = Link(kind="", latency_seconds=1e-5, bytes_per_second=1e9)
+    among = {f"near {name}": seconds for name, seconds in said_of(near, 3).items()}
+    # The fastest of a host stands for it: the second host is half as fast.
+    products = (1.3e-3, 1e-3, 1e-3, 2e-3, 3e-3, 2e-3)
+    said = [{**said_of(LINK, 6), **among, "product": product} for product in products]
+    names = ["a"] * 3 + ["b"] * 3
+    remember_hosts(said, names, hosts=2, look=LOOK, cache=cache)
+    assert remembered_look(names, hosts=2, cache=cache) == LOOK
+    measured = measured_ranks(6, hosts=2, cache=cache)
+    assert measured.link.bytes_per_second == pytest.approx(1e7)
+    assert measured.near is not None
+    assert measured.near.bytes_per_second == pytest.approx(1e9)
+    assert measured.near.latency_seconds == pytest.approx(1e-5)
+    assert measured.near.disturbs == 0.25
+    assert measured.speeds == (1.0,) * 3 + (0.5,) * 3
+    with pytest.raises(BadInput, match="has not measured what joins it to 5 more"):
+        measured_ranks(6, hosts=6, cache=cache)
+
+
+def test_cores_are_a_ranks_own_while_it_measures_and_all_of_them_later() -> None:
+    cores = os.sched_getaffinity(0)
+    own = []
+    for local_rank in range(2):
+        with on_own_cores(Who(rank=2 + local_rank, size=4, local_rank=local_rank, hosts=2)):
+            own.append(os.sched_getaffinity(0))
+        assert os.sched_getaffinity(0) == cores
+    assert all(len(part) == max(1, len(cores) // 2) for part in own)
+    assert set().union(*own) <= cores
+    assert len(cores) == 1 or own[0].isdisjoint(own[1])
+
+
+def test_ranks_that_are_not_neighbours_are_refused_on_all() -> None:
+    who = Who(rank=1, size=4, local_rank=0, hosts=2)
+    with (
+        mock.patch("steelyard.api.hosts._gathered", return_value=[0, 0, 1, 1]),
+        pytest.raises(BadInput, match="rank 1 is number 0 of its host"),
+    ):
+        know_hosts(who)
 
 
 def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
@@ -109,15 +171,17 @@ def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
         Who(size=2, hosts=2).check_size(2)
 
 
-@pytest.mark.parametrize(("local", "hosts"), [("2", "1"), ("2", "2")])
-def test_ranks_that_share_a_host_are_planned_for_by_one_process(
-    monkeypatch: pytest.MonkeyPatch, local: str, hosts: str
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "said"), [("2", "1", "ranks on several hosts"), ("3", "2", "as many ranks")]
+)
+def test_ranks_of_one_host_or_of_some_more_than_of_others_are_not_planned_for(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, hosts: str, said: str
 ) -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": str(int(local) * int(hosts)), "LOCAL_RANK": "0"}
+    environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0"}
     environ |= {"GROUP_WORLD_SIZE": hosts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(BadInput, match="one rank on each of several hosts"), meeting({}):
+    with pytest.raises(BadInput, match=said), meeting({}):
         pass
 
 

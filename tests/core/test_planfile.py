@@ -73,13 +73,21 @@ BATCH = st.lists(
     ),
     max_size=4,
 ).map(tuple)  # fmt: skip
+
+
+def _on_hosts(made_for: MadeFor) -> st.SearchStrategy[MadeFor]:
+    """As many of its ranks on each."""
+    divisors = [n for n in range(1, 13) if made_for.ranks % n == 0]
+    return st.sampled_from(divisors).map(lambda hosts: replace(made_for, hosts=hosts))
+
+
 ANY_DECISIONS = st.builds(
     Decisions,
     made_for=st.builds(
         MadeFor,
         model=WORDS, graph=WORDS, decomposition=WORDS, runner=WORDS, cluster=WORDS, torch=WORDS,
-        batch=BATCH, ranks=LEAST_ONE, hosts=LEAST_ONE,
-    ),
+        batch=BATCH, ranks=LEAST_ONE,
+    ).flatmap(_on_hosts),
     budget=st.builds(
         Budget,
         memory_bytes=st.none() | LEAST_ONE,

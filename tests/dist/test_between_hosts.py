@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.hosts import Hosts, address, hosts
+from steelyard.core.budget import Budget
 from steelyard.core.explanation import read_plan
-from steelyard.core.planfile import read_decisions
+from steelyard.core.planfile import read_decisions, write_decisions
+from steelyard.core.rules import Rule
+from steelyard.trades.shard_pipeline import rules_for
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("between hosts")]
 
@@ -66,25 +70,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
-def _start(pair: Hosts, folders: list[Path], *asked: str) -> list[subprocess.Popen[bytes]]:
+def _start(
+    pair: Hosts, folders: list[Path], *asked: str, each: int = 1
+) -> list[subprocess.Popen[bytes]]:
     """What is asked of steelyard on each host; nobody tells gloo its interface."""
     started, port = [], next(_PORTS)
     for host, folder in enumerate(folders):
         environ = {**os.environ, "STEELYARD_CACHE": str(folder / "costs.sqlite")}
         environ["PYTHONPATH"] = os.pathsep.join((str(_ROOT), os.environ.get("PYTHONPATH", "")))
-        run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        run += [f"--node-rank={host}", f"--master-addr={address(0)}", f"--master-port={port}"]
+        run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        run += [f"--nproc-per-node={each}", f"--node-rank={host}", f"--master-addr={address(0)}", f"--master-port={port}"]
         line = " ".join([*run, "-m", "tests.dist.hurried", *asked])
         said = f"cd {folder} && unset GLOO_SOCKET_IFNAME && exec {line} >said 2>&1"
         # As hosts have cores of their own.
         core = sorted(os.sched_getaffinity(0))[host % len(os.sched_getaffinity(0))]
-        command = ["taskset", "-c", str(core), "sh", "-c", said]
+        command = [*(["taskset", "-c", str(core)] if each == 1 else []), "sh", "-c", said]
         started.append(pair.start(host, command, {**environ, "OMP_NUM_THREADS": "1"}))
     return started
 
 
-def _ended(pair: Hosts, folders: list[Path], *asked: str) -> list[int]:
-    return [one.wait(timeout=300) for one in _start(pair, folders, *asked)]
+def _ended(pair: Hosts, folders: list[Path], *asked: str, each: int = 1) -> list[int]:
+    return [one.wait(timeout=300) for one in _start(pair, folders, *asked, each=each)]
 
 
 def _said(folder: Path) -> str:
@@ -147,3 +153,68 @@ def test_who_loses_the_other_host_says_so(
     assert "rank 0 lost another in the middle of an exchange" in said
     assert "\nexpected: " in said
     assert "\nnext: " in said
+
+
+_BATCH = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)
+_PARTS = tuple(
+    Rule(trade="shard_tensor", module=name, degree=2, dim=dim, count=1)
+    for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1))
+)
+_ALL_TO_ALL = Rule(trade="ternary_gradients", module="0.weight", count=1)
+_STAGES = rules_for(("1",), schedule="1F1B", ranks=2)
+_LAID = {
+    "the batch among all": (_BATCH,),
+    "codes": (_BATCH, _ALL_TO_ALL),
+    "parts on each host": (replace(_BATCH, degree=2), *_PARTS),
+    "stages": (replace(_BATCH, degree=2), Rule(trade="accumulate", degree=4), *_STAGES),
+}
+
+
+@pytest.fixture(scope="module")
+def of_two_each(pair: Hosts, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Hosts with two ranks each, that have met and made a plan."""
+    made = [tmp_path_factory.mktemp(f"host{n}of2") for n in range(2)]
+    for folder in made:
+        (folder / "train.py").write_text(_TRAIN)
+    pair.shape(None)
+    try:
+        assert _ended(pair, made, "plan", "train.py", each=2) == [0, 0], "".join(map(_said, made))
+    finally:
+        pair.shape(_RATE)
+    return made
+
+
+def test_all_ranks_of_all_hosts_have_the_plan_that_the_first_made(of_two_each: list[Path]) -> None:
+    plans = [folder / "train.plan.toml" for folder in of_two_each]
+    assert plans[0].read_text() == plans[1].read_text()
+    made_for = read_decisions(plans[0]).made_for
+    assert (made_for.hosts, made_for.ranks) == (2, 4)
+
+
+@pytest.mark.parametrize("laid", _LAID)
+def test_four_ranks_of_two_hosts_train_and_send_what_was_predicted(
+    pair: Hosts, of_two_each: list[Path], laid: str
+) -> None:
+    plans = [folder / "train.plan.toml" for folder in of_two_each]
+    decisions = replace(
+        read_decisions(plans[0]),
+        rules=tuple(sorted(_LAID[laid])),
+        budget=Budget(accuracy_loss=1.0),
+    )
+    for plan in plans:
+        write_decisions(plan, decisions)
+    asked = ("run", "train.py", "--steps", str(_STEPS))
+    pair.shape(None)
+    try:
+        assert _ended(pair, of_two_each, *asked, each=2) == [0, 0], (
+            "".join(map(_said, of_two_each))
+        )
+    finally:
+        pair.shape(_RATE)
+    shown = read_plan(plans[0])
+    predicted, measured = shown.plan.predicted, shown.measured
+    assert measured.memory_bytes == pytest.approx(predicted.peak.nbytes, rel=0.01)
+    assert measured.communication_bytes == pytest.approx(
+        predicted.quad.communication_bytes.value, rel=0.01
+    )
+    assert measured.last_loss < measured.first_loss

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, one on each: they meet to be measured, are at work while the first
+"""Ranks on several hosts, as many on each: they meet to be measured, are at work while the first
 measures, and hear its plan.
 
 Not for what they exchange while they train, which is as among ranks of one machine.
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
 
 from steelyard.core.errors import BadInput, CheckpointError, RankFailed
+from steelyard.core.machine import cores_of
 from steelyard.core.printable import printable
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import OTHER_HOSTS
@@ -45,7 +46,7 @@ _TOLD, _CALLED = "told", "called to work"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Of all ranks, one on each host."""
+    """Of all ranks, as many on each host."""
 
     who: Who
     store: Store
@@ -53,6 +54,10 @@ class Meeting:
     @property
     def num_ranks(self) -> int:
         return self.who.size
+
+    @property
+    def hosts(self) -> int:
+        return self.who.hosts
 
     @property
     def is_first(self) -> bool:
@@ -105,7 +110,8 @@ class Meeting:
     def hear(self) -> str:
         """What the first tells; at work meanwhile, whenever it is called to."""
         try:
-            self._work_until_told()
+            with on_own_cores(self.who):
+                self._work_until_told()
             numbers = range(int(self.store.get(_TOLD)))
             whole = b"".join(self.store.get(f"{_TOLD}/{number}") for number in numbers)
             self.store.set(f"heard/{self.who.rank}", "")
@@ -150,13 +156,18 @@ class Meeting:
 def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
     """All that were started together know what joins them; ``asked`` is the same on all."""
     who = who_am_i(os.environ)
-    if who.size != who.hosts:
-        one = "one host" if who.hosts == 1 else f"{who.hosts} hosts"
+    if who.hosts == 1:
         raise BadInput(
-            f"{who.size} ranks were started on {one} to make a plan",
-            expected="one rank on each of several hosts",
+            f"{who.size} ranks were started on one host to make a plan",
+            expected="ranks on several hosts, as many on each",
             remedy="torchrun --nnodes 2 --nproc-per-node 1 ...; for ranks of one host, "
             "steelyard plan --ranks 2 alone",
+        )
+    if who.size % who.hosts:
+        raise BadInput(
+            f"{who.size} ranks were started on {who.hosts} hosts to make a plan",
+            expected="as many ranks on each of the hosts",
+            remedy="give all the same --nproc-per-node",
         )
     store = meeting_place(who)
     words = {"torch": torch.__version__, **asked}
@@ -166,15 +177,51 @@ def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
 
 
 def know_hosts(who: Who) -> None:
-    """Within a group of one rank on each host: what joins them is measured, unless all remember it
-    of just these hosts and it is as it was."""
-    cache = CostCache()
+    """Within a group of as many ranks on each host: what joins them is measured, unless all
+    remember it of just these hosts and it is as it was."""
+    cache, hosts = CostCache(), who.hosts
+    _check_neighbours(who)
     names = [str(name) for name in _gathered(socket.gethostname())]
-    before = _gathered(remembered_look(names, cache=cache))
-    if None not in before and len({*before}) == 1 and _is_as_it_was(before[0]):
-        return
-    said = _gathered(figures_of_this_rank(hosts=who.hosts))
-    remember_hosts(said, names, look=looked_at_link(), cache=cache)
+    before = _gathered(remembered_look(names, hosts=hosts, cache=cache))
+    with on_own_cores(who):
+        if None not in before and len({*before}) == 1 and _is_as_it_was(before[0]):
+            return
+        said, look = _gathered(figures_of_this_rank(hosts=hosts)), looked_at_link()
+    # By the cores of the host, on all of which a plan is made.
+    remember_hosts(said, names, hosts=hosts, look=look, cache=cache)
+
+
+def _check_neighbours(who: Who) -> None:
+    """All say the same of it: nobody waits for one that has gone."""
+    each = who.size // who.hosts
+    for rank, local_rank in enumerate(_gathered(who.local_rank)):
+        if local_rank != rank % each:
+            raise BadInput(
+                f"rank {rank} is number {local_rank} of its host, and {who.size} ranks were "
+                f"started on {who.hosts} hosts",
+                expected=f"as many on each, the first {each} on the first host and so on",
+                remedy="torchrun starts them so; srun with --distribution=block",
+            )
+
+
+@contextlib.contextmanager
+def on_own_cores(who: Who) -> Iterator[None]:
+    """Within it this process does not wander over those of the other ranks of its host."""
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    keep_to_cores_of(who)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+
+
+def keep_to_cores_of(who: Who) -> None:
+    """Ranks of one machine that wander over all of its cores get in each other's way."""
+    each_host = max(1, who.size // who.hosts)
+    cores = cores_of(who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host)))
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 
 
 def _is_as_it_was(before: tuple[float, ...]) -> bool:

@@ -155,12 +155,14 @@ class Look:
     @cached_property
     def layouts(self) -> Layouts:
         """On as many of the ranks as is fastest."""
+        cluster = self.request.cluster
         return Layouts(
             self.base,
             trades=self.request.trades,
             source=self._priced_source,
             costs=self.prices.costs,
-            num_ranks=self.request.cluster.num_devices,
+            num_ranks=cluster.num_devices,
+            of_a_host=cluster.ranks_of_a_host if cluster.hosts > 1 else 1,
             searching=lambda layout: self.searching(layout=layout),
         )
 

@@ -219,6 +219,12 @@ def load(
             expected=f"at most {made_for.ranks} under [[shard_batch]]",
             remedy=f"plan again with --ranks {ranks}, or set made_for.ranks to {ranks}",
         )
+    if ranks > 1 and made_for.hosts > 1 and ranks % made_for.ranks_of_a_host:
+        raise Mismatch(
+            f"{path} lies on {ranks} ranks, and each host has {made_for.ranks_of_a_host}",
+            expected="all ranks of some of the hosts, or one rank",
+            remedy="plan again, or correct the degrees of its shard rules",
+        )
     # Of hosts those that it lies on have met, and no others.
     here = ranks if made_for.hosts > 1 else made_for.ranks
     request = Request(
@@ -229,7 +235,7 @@ def load(
         cluster=cluster
         or Cluster.here(
             ranks=here,
-            hosts=min(made_for.hosts, here),
+            hosts=made_for.hosts_of(here),
             # As the plan found them; a busy moment must not make it another plan.
             speeds=(made_for.speeds or (1.0,) * made_for.ranks)[:here],
             far=decisions.far,

@@ -26,6 +26,7 @@ from steelyard.core.parting import Parting, Region
 from steelyard.core.pinned import PINNED
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
+from steelyard.core.spread import Spread
 from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
@@ -72,12 +73,16 @@ class Prices:
         # A rank has a part of the cores; alone on a host, the user's own setting holds.
         self._threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
         links: dict[str, Link] = {}
+        spread = None
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring how ranks reach one another")
             measured = measured_ranks(
                 cluster.num_devices, hosts=cluster.hosts, home=home, cache=self._cache
             )
             # Of one machine's ranks any two are as near, and of hosts with one each.
+            if measured.near is not None:
+                each = cluster.ranks_of_a_host
+                spread = Spread(num_ranks=cluster.num_devices, each=each, near=measured.near)
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
             if measured.slots is not None:
                 links[PINNED] = measured.slots
@@ -106,6 +111,7 @@ class Prices:
             links=links,
             far_bytes=cluster.far.size_bytes if cluster.far else 0,
             carried=_carried(cluster),
+            spread=spread,
         )
         self.compiled_step = self.costs.whole_step
         # What cannot even be called on its own.

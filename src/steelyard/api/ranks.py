@@ -17,11 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from steelyard import _torch
-from steelyard.api.hosts import know_hosts
+from steelyard.api.hosts import keep_to_cores_of, know_hosts
 from steelyard.api.workload import Workload
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import ALONE, DATA, PIPELINE, Layout
-from steelyard.core.machine import cores_of
 from steelyard.core.parting import Parting
 from steelyard.core.placement import Shard
 from steelyard.core.program import Program
@@ -140,12 +139,7 @@ def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
 
 
 def keep_to_own_cores() -> None:
-    """Ranks of one machine that wander over all of its cores get in each other's way."""
-    who = who_am_i(os.environ)
-    each_host = max(1, who.size // who.hosts)
-    cores = cores_of(who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host)))
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+    keep_to_cores_of(who_am_i(os.environ))
 
 
 def keep_to_own_gpu() -> None:

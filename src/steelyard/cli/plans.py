@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from steelyard import __version__
 from steelyard.cli.arguments import cluster_of, planned_for, title
 from steelyard.cli.endings import INFEASIBLE, OK
-from steelyard.cli.ranks import num_started
+from steelyard.cli.ranks import Laid, num_started
 from steelyard.cli.showing import Shown, hint, loaded, planning
 from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput, SteelyardError
-from steelyard.core.layout import Layout
 from steelyard.core.printable import printable
 from steelyard.report.lines import Zoom
 
@@ -51,7 +50,7 @@ class Wanted:
 def plan_by(wanted: Wanted) -> int:
     if num_started() > 1:
         return _on_hosts(wanted)
-    return _here(wanted, hosts=1)
+    return _here(wanted)
 
 
 def _on_hosts(wanted: Wanted) -> int:
@@ -76,7 +75,7 @@ def _on_hosts(wanted: Wanted) -> int:
                 return _taken_over(met, wanted)
     try:
         with met.in_company():
-            code = _here(wanted, hosts=met.num_ranks)
+            code = _here(wanted, met)
     except BaseException as error:
         met.tell(json.dumps({"failed": _said(error)}))
         raise
@@ -126,7 +125,7 @@ def _taken_over(met: "Meeting", wanted: Wanted) -> int:
     return int(told["code"])
 
 
-def _here(wanted: Wanted, *, hosts: int) -> int:
+def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
     from steelyard.core.explanation import (
         Asked,
         refuse_to_lose,
@@ -141,7 +140,7 @@ def _here(wanted: Wanted, *, hosts: int) -> int:
     if not wanted.is_check:
         refuse_to_lose(path)
     with planning(shown) as tell:
-        planned = _planned(wanted, hosts, tell)
+        planned = _planned(wanted, met, tell)
         if wanted.is_check:
             planned.plan = with_reasons(planned.plan, path)
         other = tree_of(planned.what_if(**wanted.what_if).plan) if wanted.what_if else None
@@ -158,12 +157,11 @@ def _here(wanted: Wanted, *, hosts: int) -> int:
     written = f"{path}, and beside it {beside}"
     hint(f"written: {beside if wanted.is_check else written}", shown)
     if wanted.cluster is None:
-        num_ranks = Layout.of(plan.decisions.rules).num_ranks
-        hint(f"next: {_next(wanted, num_ranks if hosts > 1 else 1)}", shown)
+        hint(f"next: {_next(wanted, Laid.of(path))}", shown)
     return OK if tree.fits else INFEASIBLE
 
 
-def _planned(wanted: Wanted, hosts: int, tell: Any) -> "Planned":
+def _planned(wanted: Wanted, met: "Meeting | None", tell: Any) -> "Planned":
     workload = loaded(wanted.train, tell)
     from steelyard import api
 
@@ -174,19 +172,19 @@ def _planned(wanted: Wanted, hosts: int, tell: Any) -> "Planned":
         )
     return api.plan_workload(
         workload, budget=wanted.budget, runner=wanted.runner, maximize=wanted.maximize,
-        minimize=wanted.minimize, cluster=_cluster(wanted, hosts), title=title(wanted.train),
+        minimize=wanted.minimize, cluster=_cluster(wanted, met), title=title(wanted.train),
         on_progress=tell,
     )  # fmt: skip
 
 
-def _cluster(wanted: Wanted, hosts: int) -> Cluster:
-    ranks = wanted.ranks if hosts == 1 else hosts
+def _cluster(wanted: Wanted, met: "Meeting | None") -> Cluster:
+    ranks, hosts = (wanted.ranks, 1) if met is None else (met.num_ranks, met.hosts)
     return cluster_of(wanted.cluster, ranks, wanted.far, hosts=hosts, speeds=wanted.speeds)
 
 
-def _next(wanted: Wanted, hosts: int) -> str:
+def _next(wanted: Wanted, laid: Laid) -> str:
     run_it = ["run", wanted.train, "--plan", str(wanted.path), "--steps", "100"]
     said = shlex.join([*run_it, "--checkpoint", "saved"])
-    if hosts == 1:
+    if laid.hosts == 1:
         return f"steelyard {said}"
-    return f"on each host, torchrun --nnodes {hosts} --nproc-per-node 1 ... -m steelyard {said}"
+    return f"on each host, {laid.torchrun} ... -m steelyard {said}"

@@ -38,8 +38,12 @@ class Laid:
             return cls()
         decisions = read_decisions(plan)
         ranks, made_for = Layout.of(decisions.rules).num_ranks, decisions.made_for
-        # Each host has one.
-        return cls(ranks=ranks, hosts=ranks if made_for.hosts > 1 else 1, among=made_for.ranks)
+        return cls(ranks=ranks, hosts=made_for.hosts_of(ranks), among=made_for.ranks)
+
+    @property
+    def torchrun(self) -> str:
+        """How the ranks of several hosts are started."""
+        return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.ranks // self.hosts}"
 
 
 def num_started() -> int:
@@ -55,8 +59,8 @@ def is_to_start(laid: Laid) -> bool:
     if laid.hosts > 1:
         raise BadInput(
             f"the plan is for {laid.hosts} hosts, and this process was started alone",
-            expected="one process on each of them",
-            remedy=f"on each: torchrun --nnodes {laid.hosts} ... -m steelyard run",
+            expected="a process for each rank on each of them",
+            remedy=f"on each: {laid.torchrun} ... -m steelyard run",
         )
     return True
 

@@ -63,7 +63,7 @@ class Cluster:
     """The devices a plan may use, and the farther memory that each may move values to.
 
     ``speeds`` are of the ranks of this machine, each beside the fastest, where they are known; of
-    several ``hosts`` like this machine each has one rank.
+    several ``hosts`` like this machine each has as many ranks, which are neighbours.
     """
 
     tree: Scope
@@ -146,26 +146,33 @@ class Cluster:
     ) -> "Cluster":
         """The machine this runs on, as the operating system describes it; touches no device.
 
-        ``ranks`` processes share its cores and its memory evenly, and speak over loopback; or there
-        is one on each of as many ``hosts``, which have met before: see docs/hosts.md. How fast each
-        computes beside the fastest, ``speeds=(1, 0.5)``, is measured where nobody says it.
+        ``ranks`` processes share its cores and its memory evenly, and speak over loopback; or as
+        many of them each of several ``hosts``, which have met before: see docs/hosts.md. How fast
+        each computes beside the fastest, ``speeds=(1, 0.5)``, is measured where nobody says it.
         """
         from steelyard.core.machine import loopback, num_cores, this_device
 
-        if type(hosts) is not int or hosts < 1 or (hosts > 1 and hosts != ranks):
+        if type(hosts) is not int or not 1 <= hosts <= _MOST_HOSTS:
             raise BadInput(
-                f"a cluster of {ranks!r} ranks on {hosts!r} hosts",
-                expected="one rank on each of several hosts, or all on this one",
+                f"a cluster of {hosts!r} hosts",
+                expected=f"a whole number of machines like this one, from 1 to {_MOST_HOSTS}",
                 remedy="write Cluster.here(ranks=2, hosts=2), or leave out hosts",
             )
-        most = _MOST_HOSTS if hosts > 1 else _RANKS_OF_A_CORE * num_cores()
-        if type(ranks) is not int or not 1 <= ranks <= most:
+        most = _RANKS_OF_A_CORE * num_cores()
+        if type(ranks) is not int or not 1 <= ranks <= hosts * most:
             raise BadInput(
                 f"a cluster of {ranks!r} ranks",
-                expected=f"a whole number of processes, from 1 to {most} on {num_cores()} cores",
+                expected=f"a whole number of processes, from 1 to {most} on {num_cores()} cores"
+                + (f" of each of {hosts} hosts" if hosts > 1 else ""),
                 remedy="write Cluster.here(ranks=2), or --ranks 2",
             )
-        of = this_device(ranks=1 if hosts > 1 else ranks)
+        if ranks % hosts:
+            raise BadInput(
+                f"a cluster of {ranks} ranks on {hosts} hosts",
+                expected="as many ranks on each of the hosts",
+                remedy=f"write Cluster.here(ranks={hosts}, hosts={hosts}), or leave out hosts",
+            )
+        of = this_device(ranks=ranks // hosts)
         member = Member(of=of, count=ranks, link=loopback())
         found = cls(tree=Scope(name="here", members=(member,)), far=far, hosts=hosts)
         return found.at_speeds(_checked(speeds, ranks)) if speeds else found

@@ -13,6 +13,7 @@ from steelyard.core.errors import BadInput
 from steelyard.core.graph import Body, Node, Phase
 from steelyard.core.layout import DATA, PIPELINE
 from steelyard.core.quad import NOTHING, Estimate
+from steelyard.core.spread import Spread
 
 # A roofline says which resource binds, not how well a kernel uses it: the published errors of
 # such models per operator lie between half and twice.
@@ -42,7 +43,8 @@ class Costs:
     ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
     memory, which takes ``far_bytes``; ``carried`` what an exchange takes as a whole, by axis, kind,
     number of ranks and how far they are apart, where it is known so. ``devices`` are those of the
-    ranks, where they are not all like ``device``.
+    ranks, where they are not all like ``device``; ``spread`` is over how many hosts they are, where
+    several of them have several ranks.
     """
 
     device: Device
@@ -54,6 +56,7 @@ class Costs:
     far_bytes: int = 0
     carried: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()
+    spread: Spread | None = None
 
     def of_rank(self, rank: int) -> "Costs":
         """What the same takes on this rank's device."""
@@ -74,12 +77,19 @@ class Costs:
     def beside_seconds(self, node: Node) -> Estimate:
         """What of them an exchange takes of the device while it is under way."""
         collective = node.collective
-        link = self.links.get(collective.link) if collective else None
+        link = self.link_of(collective) if collective else None
         if collective is None or link is None:
             return FREE
         own = link.device_seconds(collective.sent_bytes, messages=collective.hops)
         own /= self.device.speed
         return Estimate.within(own, share=_DECLARED_SHARE)
+
+    def link_of(self, collective: Collective) -> Link | None:
+        """What it goes over; None where only exchanges as a whole are known."""
+        link = self.links.get(collective.link)
+        if link is None or self.spread is None or collective.is_far:
+            return link
+        return self.spread.link_of(collective, link)
 
     def whole_step_in(self, parts: int) -> Estimate:
         return self.cut_steps.get(parts, self.whole_step)
@@ -135,6 +145,8 @@ class Costs:
                 if collective.is_far
                 else "declare the link that joins these ranks",
             )
+        if self.spread is not None and not collective.is_far:
+            link = self.spread.shared(collective, link)
         seconds = link.seconds(collective.sent_bytes, messages=collective.hops)
         return Estimate.within(seconds, share=link.doubt)
 

@@ -26,9 +26,9 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFor:
-    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, one on
-    each of several ``hosts`` or all on one, and ``speeds`` how fast each of them computes beside
-    the fastest, where they are not equal."""
+    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, as many
+    on each of its ``hosts``, and ``speeds`` how fast each of them computes beside the fastest,
+    where they are not equal."""
 
     model: str
     graph: str
@@ -40,6 +40,14 @@ class MadeFor:
     ranks: int = 1
     hosts: int = 1
     speeds: tuple[float, ...] = ()
+
+    @property
+    def ranks_of_a_host(self) -> int:
+        return self.ranks // self.hosts
+
+    def hosts_of(self, ranks: int) -> int:
+        """On how many of the hosts the first so many ranks are."""
+        return -(-ranks // self.ranks_of_a_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,11 +285,15 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         raise refusal(source, [*problems_of(error, _Head, also=_TABLES), *problems]) from None
     if problems:
         raise refusal(source, problems)
+    made_for = head.made_for.value()
+    if made_for.ranks % made_for.hosts:
+        said = f"{made_for.ranks} ranks on {made_for.hosts} hosts"
+        raise refusal(source, [f"is made for {said}, which are not as many on each"])
     moving = next((rule.trade for rule in rules if rule.trade in FAR_TRADES), "")
     if head.far is None and moving:
         raise refusal(source, [f"moves values to far memory ([[{moving}]]) and has no [far]"])
     return Decisions(
-        made_for=head.made_for.value(),
+        made_for=made_for,
         budget=head.budget.value(),
         rules=rules,
         far=None if head.far is None else head.far.value(),

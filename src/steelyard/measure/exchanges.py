@@ -85,22 +85,45 @@ def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
 
 def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[str, float]:
     """What this rank of the group measures, while all others of it do; on several hosts slots are
-    written by NIXL, where it is, and nobody says of their cores that they are alike."""
+    written by NIXL, where it is and each has one rank, and nobody says of their cores that they are
+    alike."""
     take_turns()  # as in a step
     with torch.no_grad(), _at(home):
         # What neighbours do of a few seconds is another figure some seconds later.
         product_seconds = _product_seconds if hosts == 1 else _product_seconds_of_host
-        slots: _MakesSlots = Pinned if hosts == 1 else pinned_among
+        each = dist.get_world_size() // hosts
+        slots: _MakesSlots | None = Pinned if hosts == 1 else pinned_among if each == 1 else None
         if _is_on_gpu():
             product_seconds, slots = _product_seconds_of_gpu, partial(pinned_among, device=_here())
         products = [product_seconds()]
-        figures = _figures(slots=slots)
+        # Messages are measured where the slowest are.
+        figures = _figures(slots=slots, other=each if hosts > 1 else 1)
+        if hosts > 1 and each > 1:
+            figures |= _among_neighbours(each)
         products += [product_seconds() for _ in range(_WINDOWS - 1)]
         figures["product"] = median(products)
     return figures
 
 
-def _figures(*, slots: _MakesSlots) -> dict[str, float]:
+def _among_neighbours(each: int) -> dict[str, float]:
+    """What exchanges of the ranks of a host take, while those of other hosts do the same."""
+    own = None
+    for first in range(0, dist.get_world_size(), each):
+        group = dist.new_group(list(range(first, first + each)))
+        own = group if first <= dist.get_rank() < first + each else own
+    small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES["cpu"])
+    often = 3 * _ROUNDS
+    timed = ("small", small, often), ("middle", middle, often), ("large", large, _ROUNDS)
+    found = {f"near {name}": _seconds(x, rounds, group=own) for name, x, rounds in timed}
+    found["near disturbs"] = _disturbs(
+        lambda: [dist.all_reduce(large, group=own, async_op=True)], found["near large"]
+    )
+    dist.destroy_process_group(own)
+    return found
+
+
+def _figures(*, slots: _MakesSlots | None, other: int) -> dict[str, float]:
+    """``other`` is the rank to which the first hands something."""
     small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES[_here().type])
     begin, calls = time.thread_time(), 3 * _ROUNDS
     seconds = {"small": _seconds(small, calls)}
@@ -113,18 +136,18 @@ def _figures(*, slots: _MakesSlots) -> dict[str, float]:
     few = _FEW_ROUNDS if is_long["middle"] else calls
     seconds["large"] = _seconds(large, min(few, _ROUNDS))
     is_long["large"] = _slowest(seconds["large"]) > _LONG_SECONDS
-    seconds |= _handed("small", small, calls) | _handed("middle", middle, few)
-    in_slots = _handed_in_slots(slots, {"small": small, "large": middle}, calls)
+    seconds |= _handed("small", small, calls, other) | _handed("middle", middle, few, other)
+    in_slots = _handed_in_slots(slots, {"small": small, "large": middle}, calls) if slots else {}
     seconds |= in_slots
     if in_slots:
         seconds |= _exchanged_in_slots(small, large, calls)
     long = "middle" if is_long["large"] else "large"
     x, alone = {"middle": middle, "large": large}[long], seconds[long]
     seconds["disturbs"] = _disturbs(lambda: [dist.all_reduce(x, async_op=True)], alone)
-    if dist.get_rank() < 2:
+    if dist.get_rank() in (0, other):
         alone = seconds["hop middle"] * x.nbytes / middle.nbytes
-    slowed = _disturbs(lambda: _hand(x.cpu()), alone)
-    return {**seconds, "hand disturbs": slowed if dist.get_rank() < 2 else 0.0}
+    slowed = _disturbs(lambda: _hand(x.cpu(), other), alone)
+    return {**seconds, "hand disturbs": slowed if dist.get_rank() in (0, other) else 0.0}
 
 
 def _ones(*shape: int) -> torch.Tensor:
@@ -261,20 +284,20 @@ def _product_seconds() -> float:
     return sorted(found)[len(found) // 4 if withheld > 1 else 0] * withheld
 
 
-def _seconds(x: torch.Tensor, rounds: int) -> float:
-    dist.all_reduce(x)
-    return median(_took(lambda: dist.all_reduce(x)) for _ in range(rounds))
+def _seconds(x: torch.Tensor, rounds: int, group: dist.ProcessGroup | None = None) -> float:
+    dist.all_reduce(x, group=group)
+    return median(_took(lambda: dist.all_reduce(x, group=group)) for _ in range(rounds))
 
 
-def _handed(name: str, x: torch.Tensor, rounds: int) -> dict[str, float]:
-    """What a message takes from the first rank to the second, as stages hand theirs on, and what of
-    a small one is the time of their cores; half of there and back."""
+def _handed(name: str, x: torch.Tensor, rounds: int, other: int) -> dict[str, float]:
+    """What a message takes from the first rank to another, as stages hand theirs on, and what of a
+    small one is the time of their cores; half of there and back."""
     seconds, begin = [], 0.0
     for turn in range(rounds + 1):
         before = time.perf_counter()
         for is_back in (False, True):
             near = x.cpu()  # as messages of a GPU go
-            for work in _hand(near, is_back=is_back):
+            for work in _hand(near, other, is_back=is_back):
                 work.wait()
             if _is_on_gpu():
                 x.copy_(near)
@@ -286,16 +309,16 @@ def _handed(name: str, x: torch.Tensor, rounds: int) -> dict[str, float]:
     found = {f"hop {name}": median(seconds) / 2}
     if name == "small":
         found["hand"] = (time.thread_time() - begin) / rounds / 2
-    return found if dist.get_rank() < 2 else dict.fromkeys(found, 0.0)
+    return found if dist.get_rank() in (0, other) else dict.fromkeys(found, 0.0)
 
 
-def _hand(x: torch.Tensor, *, is_back: bool = False) -> list[dist.Work]:
-    """From the first rank to the second, or back; nothing of others."""
+def _hand(x: torch.Tensor, other: int, *, is_back: bool = False) -> list[dist.Work]:
+    """From the first rank to that one, or back; nothing of others."""
     rank = dist.get_rank()
-    if rank > 1:
+    if rank not in (0, other):
         return []
-    way = dist.isend if rank == int(is_back) else dist.irecv
-    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(way, x, 1 - rank)])
+    way = dist.isend if (rank == 0) != is_back else dist.irecv
+    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(way, x, other - rank)])
     return works
 
 

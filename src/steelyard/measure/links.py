@@ -34,6 +34,8 @@ _HANDED = ("hop", "hand", "hand rate", "hand disturbs")
 _SLOTS = ("slot hop", "slot rate", "slot hand")
 # Of what all exchange so.
 _SLOTTED = ("slotted call", "slotted hop", "slotted rate")
+# Among ranks of one host, where there are several hosts.
+_NEAR = ("near", "near rate", "near disturbs")
 # Of hosts: which they were, and what tells whether their link has become another.
 _NAMES, _LOOK = "hosts", ("small look", "middle look")
 # Ranks on equal cores differ by as much, by what else the machine does.
@@ -45,11 +47,13 @@ _met_here: dict[str, dict[str, float]] = {}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Of some ranks: what joins them where all exchange something, and where one hands something to
-    another, and both through memory that they share, where they can; and how fast each computes
-    beside the fastest, no speeds where they do not differ by more than the doubt."""
+    another, and both through memory that they share, where they can; what joins those of one host,
+    where others are on other hosts; and how fast each computes beside the fastest, no speeds where
+    they do not differ by more than the doubt."""
 
     link: Link
     handing: Link
+    near: Link | None
     speeds: tuple[float, ...]
     slots: Link | None
     slotted: Link | None
@@ -69,11 +73,13 @@ def measured_ranks(
     if hosts > 1:
         # What was found in this process holds, whatever became of the list.
         found = _met_here.get(context, found)
-        if not is_whole(found, num_ranks):
+        if not is_whole(found, num_ranks, hosts=hosts):
+            each = num_ranks // hosts
             raise BadInput(
                 f"this host has not measured what joins it to {hosts - 1} more",
                 expected="hosts that have met, as they do to make a plan",
-                remedy="on each: torchrun --nnodes ... --nproc-per-node 1 -m steelyard plan",
+                remedy=f"on each: torchrun --nnodes {hosts} --nproc-per-node {each} ... -m "
+                "steelyard plan",
             )
     if not is_whole(found, num_ranks):
         found = fitted(_said(num_ranks, home), sizes=SIZES[home.type])
@@ -85,34 +91,40 @@ def measured_ranks(
     return _measured(found, num_ranks, kind=here if hosts == 1 else BETWEEN_HOSTS)
 
 
-def is_whole(found: Mapping[str, float], num_ranks: int) -> bool:
+def is_whole(found: Mapping[str, float], num_ranks: int, *, hosts: int = 1) -> bool:
     """Whether no figure is missing of what is remembered."""
+    near = _NEAR if 1 < hosts < num_ranks else ()
     speeds_of = map(_speed_of, range(num_ranks))
-    return found.keys() >= {*_FIGURES, *_HANDED, *_SLOTS, *_SLOTTED, *speeds_of}
+    return found.keys() >= {*_FIGURES, *_HANDED, *_SLOTS, *_SLOTTED, *near, *speeds_of}
 
 
 def remember_hosts(
     said: Sequence[Mapping[str, float]],
     names: Sequence[str],
     *,
+    hosts: int,
     look: Sequence[float],
     cache: CostCache,
 ) -> None:
-    """What the ranks of hosts of these names, one of each, said of themselves; ``look`` is what
-    they will look at when they meet again."""
-    context = context_of(len(names), hosts=len(names))
+    """What the ranks, which have their hosts' names, said of themselves; ``look`` is what they will
+    look at when they meet again."""
+    context = context_of(len(names), hosts=hosts)
     looked_at = dict(zip(_LOOK, look, strict=True))
-    found = {**fitted(said), **looked_at, _NAMES: _number_of(names)}
+    figures = fitted(said, each=len(names) // hosts)
+    found = {**figures, **looked_at, _NAMES: _number_of(names)}
     _met_here[context] = found
     cache.write_rates(context, found)
 
 
-def remembered_look(names: Sequence[str], *, cache: CostCache) -> tuple[float, ...] | None:
-    """What was looked at when hosts of these names last met; None where others did, or nobody, or
-    where the first was not the fastest: no plan is refused for what it may have done just then."""
+def remembered_look(
+    names: Sequence[str], *, hosts: int, cache: CostCache
+) -> tuple[float, ...] | None:
+    """What was looked at when ranks of hosts of these names last met; None where others did, or
+    nobody, or where the first was not the fastest: no plan is refused for what it may have done
+    just then."""
     num_ranks = len(names)
-    found = cache.read_rates(context_of(num_ranks, hosts=num_ranks))
-    is_known = is_whole(found, num_ranks) and {*_LOOK} <= found.keys()
+    found = cache.read_rates(context_of(num_ranks, hosts=hosts))
+    is_known = is_whole(found, num_ranks, hosts=hosts) and {*_LOOK} <= found.keys()
     if not is_known or found.get(_NAMES) != _number_of(names):
         return None
     if found[_speed_of(0)] < max(found[_speed_of(rank)] for rank in range(num_ranks)):
@@ -161,9 +173,18 @@ def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measu
         bytes_per_second=found["slotted rate"],
         call_seconds=found["slotted call"],
     )
+    near = None
+    if "near" in found:
+        near = replace(
+            link,
+            latency_seconds=found["near"],
+            bytes_per_second=found["near rate"],
+            disturbs=found["near disturbs"],
+        )
     return Measured(
         link=link,
         handing=handing,
+        near=near,
         speeds=speeds if min(speeds) < 1 else (),
         slots=slots if slots.bytes_per_second > NEXT_TO_NONE else None,
         slotted=slotted if slotted.bytes_per_second > NEXT_TO_NONE else None,
@@ -187,11 +208,13 @@ def _on_gpus(home: torch.device) -> str:
     return f", on {torch.cuda.device_count()} of {torch.cuda.get_device_properties(home).name}"
 
 
-def fitted(said: Sequence[Mapping[str, float]], *, sizes: Sizes = SIZES["cpu"]) -> dict[str, float]:
+def fitted(
+    said: Sequence[Mapping[str, float]], *, sizes: Sizes = SIZES["cpu"], each: int = 1
+) -> dict[str, float]:
     """A line through the times of a small and two large exchanges, as a ring sends them, and one
     through those of messages from one rank to the next; of what each rank said, the slowest
-    counts."""
-    num_ranks, speeds = len(said), _speeds(said)
+    counts. There are ``each`` on one host, which may have exchanged something for themselves."""
+    num_ranks, speeds = len(said), _speeds(said, each)
     timed = {name: max(one[name] for one in said) for name in said[0]}
     small, middle, large = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
@@ -205,12 +228,27 @@ def fitted(said: Sequence[Mapping[str, float]], *, sizes: Sizes = SIZES["cpu"]) 
         "rate": rate,
         "call": max(timed["call"] / small.hops, NEXT_TO_NONE),
         "disturbs": _slowing("disturbs", said, speeds),
+        **_among_neighbours(timed, sizes, each),
+        **({"near disturbs": _slowing("near disturbs", said, speeds)} if each > 1 else {}),
         **_handed_on(timed, sizes),
         "hand disturbs": _slowing("hand disturbs", said, speeds),
         **_through_slots(timed, sizes),
         **_exchanged_through_slots(timed, num_ranks, sizes),
         **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
     }
+
+
+def _among_neighbours(timed: Mapping[str, float], sizes: Sizes, each: int) -> dict[str, float]:
+    if "near small" not in timed:
+        return {}
+    small, middle = (
+        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=each, nbytes=nbytes)
+        for nbytes in sizes[:2]
+    )
+    seconds = max(timed["near middle"] - timed["near small"], NEXT_TO_NONE)
+    rate = (middle.sent_bytes - small.sent_bytes) / seconds
+    latency = (timed["near small"] - small.sent_bytes / rate) / small.hops
+    return {"near": max(latency, NEXT_TO_NONE), "near rate": rate}
 
 
 def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[float]) -> float:
@@ -268,10 +306,13 @@ def _exchanged_through_slots(
     }
 
 
-def _speeds(said: Sequence[Mapping[str, float]]) -> list[float]:
-    """Those within the doubt of the fastest are taken to be as fast."""
-    least = min(one["product"] for one in said)
-    speeds = [least / one["product"] for one in said]
+def _speeds(said: Sequence[Mapping[str, float]], each: int) -> list[float]:
+    """Those within the doubt of the fastest are taken to be as fast; of several hosts those of one
+    are, which get in each other's way for moments."""
+    products = [one["product"] for one in said]
+    of_host = [min(products[n : n + each]) for n in range(0, len(products), each)]
+    least = min(products)
+    speeds = [least / of_host[rank // each] for rank in range(len(products))]
     return [1.0 if speed > 1 - _ALIKE_SHARE else speed for speed in speeds]
 
 

@@ -191,7 +191,7 @@ class Playing:
         stall = max(0.0, arrival - self.clock)
         self._exposed += stall
         self.clock += stall
-        link = self._costs.links.get(issued.link)
+        link = self._costs.link_of(issued)
         if link is None:
             return  # known as a whole, and nothing of what it takes of the device
         disturbs = link.disturbs / self._costs.device.speed * self._whole

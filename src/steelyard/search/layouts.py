@@ -62,32 +62,35 @@ class Layouts:
         source: Source,
         costs: Costs,
         num_ranks: int,
+        of_a_host: int = 1,
         searching: Callable[[tuple[Rule, ...]], Search],
     ) -> None:
+        """On some of the ranks: on one, or on all ``of_a_host``, and as many of others."""
         self._program, self.source, self.costs = program, source, costs
         self.trades = tuple(trades)
         self._searching = searching
         self._searches: dict[tuple[Rule, ...], Search] = {}
         self._ways: dict[Layout, list[Way]] = {}
+        # What some ranks of a host have of it is more than what all of them have.
+        divisors = [n for n in range(2, num_ranks + 1) if num_ranks % n == 0]
+        self._counts = [1, *(n for n in divisors if n % of_a_host == 0)]
         batches, refusals = self._trade(_BATCH).offers(program, source)
         degrees = [1, *(o.rules[0].degree for o in batches if num_ranks % o.rules[0].degree == 0)]
         self.refusals = _never(refusals) or self._uneven(num_ranks, degrees)
         self._regions: dict[int, tuple[Offer, ...]] = {1: ()}
-        for ranks in range(2, num_ranks + 1):
-            if num_ranks % ranks == 0 and self._are_alike(
-                ranks, _TENSOR, f"parts on {ranks} ranks"
-            ):
+        for ranks in divisors:
+            if self._are_alike(ranks, _TENSOR, f"parts on {ranks} ranks"):
                 self._look_for_regions(ranks)
         self.pipelines = dict(self._look_for_stages(num_ranks, degrees))
         self.layouts = [
             Layout(batch=batch, tensor=tensor)
             for tensor in self._regions
             for batch in degrees
-            if num_ranks % (batch * tensor) == 0
+            if batch * tensor in self._counts
             and (tensor == 1 or self._unlike.is_alike(batch * tensor))
         ]
         if batches:
-            self.layouts += self._unequal(num_ranks)
+            self.layouts += self._unequal()
 
     @cached_property
     def _unlike(self) -> Unlike:
@@ -101,7 +104,7 @@ class Layouts:
         self.refusals += (Refusal(trade=trade, label=label, reason=reason, left=Left.NEVER),)
         return False
 
-    def _unequal(self, num_ranks: int) -> Iterator[Layout]:
+    def _unequal(self) -> Iterator[Layout]:
         """The batch among ranks of unequal speed, in shares that they take as long for."""
         possible = self.source.divisors()
 
@@ -111,8 +114,8 @@ class Layouts:
             seconds = step_seconds(program, self.costs).value
             return seconds, rank_seconds(program, self.costs)
 
-        for ranks in range(2, min(num_ranks, possible[-1]) + 1):
-            if num_ranks % ranks == 0 and not self._unlike.is_alike(ranks):
+        for ranks in self._counts[1:]:
+            if ranks <= possible[-1] and not self._unlike.is_alike(ranks):
                 units = units_for(ranks, possible)
                 try:
                     shares = unequal_shares(units, self._unlike.whole_seconds[:ranks], timed)
@@ -143,7 +146,9 @@ class Layouts:
         ]
         for layout in laid:
             ranks = layout.num_ranks
-            if num_ranks % ranks or not self._are_alike(ranks, _PIPELINE, layers(layout)):
+            if ranks not in self._counts:
+                continue
+            if not self._are_alike(ranks, _PIPELINE, layers(layout)):
                 continue
             found = Pipelines(
                 self._program,

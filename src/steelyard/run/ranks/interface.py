@@ -15,14 +15,14 @@ _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def speak_between_hosts(store: Store, who: Who, environ: MutableMapping[str, str]) -> None:
-    """The others look towards the first rank, and that one towards the second: its own name may
-    stand for its loopback."""
+    """The others look towards the first rank, and that one towards the second host: its own name
+    may stand for its loopback."""
     if who.rank:
         towards = who.address
-        if who.rank == 1:
-            store.set("second", address_towards(towards))
+        if who.rank == who.size // who.hosts:
+            store.set("second host", address_towards(towards))
     else:
-        towards = store.get("second").decode()
+        towards = store.get("second host").decode()
     name = interface_of(address_towards(towards))
     if name:
         environ.setdefault(_VARIABLE, name)

@@ -1,0 +1,81 @@
+"""Ranks of several hosts: what of an exchange leaves the busiest, and what carries it."""
+
+from __future__ import annotations
+
+import pytest
+
+from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.costs import Costs
+from steelyard.core.layout import DATA, PIPELINE
+from steelyard.core.link import Link
+from steelyard.core.spread import Spread
+from tests.trades.test_shard_batch import DEVICE
+
+NEAR = Link(kind="near", latency_seconds=1e-5, bytes_per_second=1e9)
+BETWEEN = Link(kind="between", latency_seconds=1e-3, bytes_per_second=1e7, disturbs=0.5)
+SUM, GATHER = Exchange.ALL_REDUCE, Exchange.ALL_GATHER
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "kind", "count", "stride", "leaving"),
+    [
+        (4, 2, SUM, 4, 1, 1),  # one rank of each host sends to the next host
+        (4, 2, SUM, 2, 2, 2),  # two rings, each of a rank of either host
+        (4, 2, SUM, 2, 1, 0),  # within each host
+        (4, 2, GATHER, 4, 1, 4 / 3),  # of three others two are elsewhere, for both ranks
+        (6, 3, GATHER, 6, 1, 9 / 5),
+        (6, 3, SUM, 2, 1, 1),  # ranks 2 and 3
+        (6, 2, SUM, 3, 1, 2),  # ranks 2 and 3 of the middle host, of a ring each
+        (6, 2, GATHER, 3, 2, 2),
+        (3, 1, SUM, 3, 1, 1),
+        (3, 1, GATHER, 3, 1, 1),
+    ],
+)
+def test_what_leaves_a_host(
+    ranks: int, each: int, kind: Exchange, count: int, stride: int, leaving: float
+) -> None:
+    one = GLOO.collective(kind, axis=DATA, num_ranks=count, nbytes=1 << 20, stride=stride)
+    assert Spread(num_ranks=ranks, each=each, near=NEAR).leaving(one) == pytest.approx(leaving)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "stride", "leaving"),
+    [(4, 2, 2, 2), (4, 2, 1, 1), (6, 2, 2, 2), (6, 3, 2, 1), (4, 4, 1, 0)],
+)
+def test_stages_hand_on_to_the_next_host(
+    ranks: int, each: int, stride: int, leaving: float
+) -> None:
+    """Of three to a host and two to a stage: rank 1 to 3, and then 2 to 4."""
+    one = GLOO.collective(GATHER, axis=PIPELINE, num_ranks=2, nbytes=1 << 20, stride=stride)
+    assert Spread(num_ranks=ranks, each=each, near=NEAR).leaving(one) == leaving
+
+
+def test_an_exchange_takes_what_the_way_out_of_the_busiest_host_takes() -> None:
+    spread = Spread(num_ranks=4, each=2, near=NEAR)
+    costs = Costs(device=DEVICE, links={DATA: BETWEEN}, spread=spread)
+
+    def seconds(count: int, stride: int) -> float:
+        made = GLOO.collective(SUM, axis=DATA, num_ranks=count, nbytes=1 << 20, stride=stride)
+        return costs.exchange_seconds(made).value
+
+    assert seconds(2, 1) == pytest.approx(2 * 1e-5 + (1 << 20) / 1e9)
+    assert seconds(2, 2) == pytest.approx(2 * 1e-3 + 2 * (1 << 20) / 1e7)
+    assert seconds(4, 1) == pytest.approx(6 * 1e-3 + 1.5 * (1 << 20) / 1e7)
+
+
+def test_what_it_takes_of_a_device_is_of_the_bytes_that_this_sends() -> None:
+    """However many others of its host wait for the same way out."""
+    spread = Spread(num_ranks=4, each=2, near=NEAR)
+    over, within = (
+        GLOO.collective(SUM, axis=DATA, num_ranks=2, nbytes=1 << 20, stride=stride)
+        for stride in (2, 1)
+    )
+    costs = Costs(device=DEVICE, links={DATA: BETWEEN}, spread=spread)
+    assert costs.link_of(over) == BETWEEN
+    assert costs.link_of(within) == NEAR
+
+
+def test_a_way_out_that_is_faster_than_what_is_near_is_not_said_to_be() -> None:
+    slow = Link(kind="near", latency_seconds=1e-5, bytes_per_second=1e6)
+    one = GLOO.collective(SUM, axis=DATA, num_ranks=4, nbytes=1 << 20)
+    assert Spread(num_ranks=4, each=2, near=slow).shared(one, BETWEEN).bytes_per_second == 1e6
