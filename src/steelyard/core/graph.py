@@ -505,7 +505,16 @@ class Graph:
         return (n for n in self.nodes if n.phase is Phase.FORWARD and not n.is_input)
 
     def storages_of(self, name: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(t.storage for t in self.by_name[name].outputs))
+        # Each rewriting of a step asks of every value, and again of each that reads it.
+        found = self._lying.get(name)
+        if found is None:
+            found = tuple(dict.fromkeys(t.storage for t in self.by_name[name].outputs))
+            self._lying[name] = found
+        return found
+
+    @cached_property
+    def _lying(self) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def resident_bytes(self, *roles: Role) -> int:
         """Bytes of the storages with these roles that the step's inputs lie on."""

@@ -133,7 +133,8 @@ class Program:
             for name in instruction.inputs:
                 last_read[name] = index
         inputs = {node.name: node for node in graph.inputs()}
-        lying = _last_reads(graph, instructions)
+        is_overwriting = any(output.kind is OutputKind.UPDATE for output in graph.outputs)
+        lying = _last_reads(graph, instructions) if is_overwriting else {}
         departures: dict[int, list[Instruction]] = {}
         for output in graph.outputs:
             if output.kind is OutputKind.LOSS:
@@ -166,7 +167,10 @@ class Program:
 
     def with_graph(self, graph: Graph) -> "Program":
         """The same step over another graph, as that was captured."""
-        return self.with_lines((as_captured(graph, name) for name in order_of(graph)), on=graph)
+        known = {line.value: line for line in self.instructions if line.sink is None}
+        return self.with_lines(
+            (as_captured(graph, name, known.get(name)) for name in order_of(graph)), on=graph
+        )
 
     def as_graph(self) -> Graph:
         """A graph whose nodes are the lines: what is computed again stands there again."""
@@ -392,8 +396,12 @@ class Program:
         return found
 
 
-def as_captured(graph: Graph, name: str) -> Instruction:
+def as_captured(graph: Graph, name: str, known: Instruction | None = None) -> Instruction:
+    """The line of this node; ``known``, where that is the same."""
     node = graph.by_name[name]
+    found = known and (known.node, known.inputs, known.phase)
+    if known is not None and found == (name, node.inputs, node.phase):
+        return known
     return Instruction(node=name, value=name, inputs=node.inputs, phase=node.phase)
 
 

@@ -196,9 +196,9 @@ def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[l
     graph, nodes = program.graph, program.graph.by_name
     added = _added(graph)
     values = {lines[wait].value}
+    sums = {so_far for value, so_far in added if value in values}
     follow = [wait]
     for index in range(wait + 1, len(lines)):
-        sums = {so_far for value, so_far in added if value in values}
         if not sums.isdisjoint(lines[index].inputs):
             return follow, index
         if not values.intersection(lines[index].inputs):
@@ -206,5 +206,6 @@ def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[l
         if not (nodes[lines[index].node].is_free or _goes_along(nodes, nodes[lines[index].node])):
             return follow, index
         values.add(lines[index].value)
+        sums |= {so_far for value, so_far in added if value == lines[index].value}
         follow.append(index)
     return follow, len(lines)
