@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.costs import Costs
-from steelyard.core.layout import DATA, PIPELINE
+from steelyard.core.layout import DATA, PIPELINE, Layout
 from steelyard.core.link import Link
 from steelyard.core.spread import Spread
+from steelyard.predict import message_of
+from steelyard.predict.stage_sums import Sums
 from tests.trades.test_shard_batch import DEVICE
 
 NEAR = Link(kind="near", latency_seconds=1e-5, bytes_per_second=1e9)
@@ -39,15 +43,54 @@ def test_what_leaves_a_host(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "each", "stride", "leaving"),
-    [(4, 2, 2, 2), (4, 2, 1, 1), (6, 2, 2, 2), (6, 3, 2, 1), (4, 4, 1, 0)],
+    ("stages", "each", "stride", "leaving"),
+    [
+        (2, 2, 2, 2),
+        (4, 2, 1, 1),
+        (3, 2, 2, 2),
+        (3, 3, 2, 1),
+        (4, 4, 1, 0),
+        (2, 2, 1, 0),
+        (2, 4, 2, 0),
+    ],
 )
 def test_stages_hand_on_to_the_next_host(
-    ranks: int, each: int, stride: int, leaving: float
+    stages: int, each: int, stride: int, leaving: float
 ) -> None:
-    """Of three to a host and two to a stage: rank 1 to 3, and then 2 to 4."""
-    one = GLOO.collective(GATHER, axis=PIPELINE, num_ranks=2, nbytes=1 << 20, stride=stride)
-    assert Spread(num_ranks=ranks, each=each, near=NEAR).leaving(one) == leaving
+    """Of three to a host and two to a stage: rank 1 to 3, and then 2 to 4. Where the plan lies on
+    the ranks of one host nothing leaves it, however many others met."""
+    one = message_of(Layout(pipeline=stages, batch=stride), 1 << 20)
+    assert Spread(num_ranks=24, each=each, near=NEAR).leaving(one) == leaving
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "each", "leaving"),
+    [
+        (Layout(pipeline=4), {0, 3}, 2, 1),  # a tied embedding, on the first and the last
+        (Layout(pipeline=4, batch=2), {0, 3}, 4, 2),
+        (Layout(pipeline=4), {1, 2}, 2, 1),
+        (Layout(pipeline=4), {0, 1}, 2, 0),
+        (Layout(pipeline=6), {0, 1, 5}, 2, 1),
+    ],
+)
+def test_what_stages_sum_up_goes_between_the_hosts_that_they_are_on(
+    layout: Layout, ranks: set[int], each: int, leaving: float
+) -> None:
+    nothing: tuple[tuple[Any, ...], ...] = ((),) * layout.pipeline
+    sums = Sums(
+        layout=layout, shared=((frozenset(ranks), 1 << 20),), trained=nothing, loss_bytes=4,
+        gathered=nothing,
+    )  # fmt: skip
+    (one,) = (c for c in sums.of(min(ranks)) if c.axis == PIPELINE)
+    spread = Spread(num_ranks=layout.num_ranks, each=each, near=NEAR)
+    assert spread.leaving(one) == leaving
+
+
+def test_groups_that_share_tensors_are_as_far_apart_as_they_are_large() -> None:
+    """Of a program that does not know of them."""
+    one = GLOO.collective(SUM, axis=DATA, num_ranks=2, nbytes=1 << 20)
+    assert Spread(num_ranks=4, each=2, near=NEAR).leaving(one) == 0
+    assert Spread(num_ranks=4, each=2, near=NEAR, group=2).leaving(one) == 2
 
 
 def test_an_exchange_takes_what_the_way_out_of_the_busiest_host_takes() -> None:

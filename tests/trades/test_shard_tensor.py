@@ -18,8 +18,11 @@ from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.graph import Role
 from steelyard.core.layout import TENSOR, Layout
+from steelyard.core.link import Link
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
+from steelyard.core.spread import Spread
+from steelyard.core.updates import WEIGHT
 from steelyard.exchange.parts import why_unparted
 from steelyard.search import Layouts, Search
 from steelyard.trades import TRADES
@@ -227,3 +230,20 @@ def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() 
 
 def _named(rules: tuple[Rule, ...], trade: str) -> set[str]:
     return {rule.module for rule in rules if rule.trade == trade}
+
+
+def test_groups_on_hosts_of_their_own_sum_up_over_what_joins_the_hosts() -> None:
+    """Of four ranks two to a host, those that share the batch are on different ones, and their
+    bucket is what is best there; what that pays is told so, too."""
+    near = Link(kind="near", latency_seconds=1e-6, bytes_per_second=1e12)
+    price = replace(costs(1e7), spread=Spread(num_ranks=4, each=2, near=near))
+    gradients = sum(
+        n.outputs[0].nbytes for n in trial().plain.graph.inputs() if n.name.startswith(WEIGHT)
+    )
+    among_four = layouts(price, trial(), num_ranks=4)
+    way = min(among_four.ways(Layout(batch=2, tensor=2)), key=lambda way: way.seconds)
+    told = [taken for taken in among_four.taken(way) if taken.trade == "shard_batch"]
+    assert told[0].pays_seconds > gradients / 1e7
+    of_one_host = min(among_four.ways(Layout(batch=2)), key=lambda way: way.seconds)
+    told = [taken for taken in among_four.taken(of_one_host) if taken.trade == "shard_batch"]
+    assert told[0].pays_seconds < 0.01 * gradients / 1e7

@@ -4,7 +4,7 @@ Not for deciding, measuring or explaining: each is the business of one room.
 """
 
 from steelyard.api.demo import demo
-from steelyard.api.hosts import Meeting, meeting
+from steelyard.api.hosts import Meeting, know_ranks_here, meeting
 from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
@@ -25,6 +25,7 @@ __all__ = [
     "doctor",
     "joined_ranks",
     "keep_to_own_gpu",
+    "know_ranks_here",
     "launch",
     "load",
     "load_planned",

@@ -27,7 +27,7 @@ from steelyard.core.printable import printable
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import OTHER_HOSTS
 from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link, work_until
-from steelyard.measure.links import remember_hosts, remembered_look
+from steelyard.measure.links import measured_ranks, remember_hosts, remembered_look
 from steelyard.run.ranks.join import joined, meeting_place
 from steelyard.run.ranks.together import Together
 from steelyard.run.ranks.who import Who, who_am_i
@@ -189,6 +189,11 @@ def know_hosts(who: Who) -> None:
         said, look = _gathered(figures_of_this_rank(hosts=hosts)), looked_at_link()
     # By the cores of the host, on all of which a plan is made.
     remember_hosts(said, names, hosts=hosts, look=look, cache=cache)
+
+
+def know_ranks_here(num_ranks: int) -> None:
+    """What joins so many ranks of this host alone, where nobody has measured it."""
+    measured_ranks(num_ranks, cache=CostCache())
 
 
 def _check_neighbours(who: Who) -> None:

@@ -516,8 +516,20 @@ def _other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:
             "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
             "the step as it is now that was predicted, and runs"
         )
-    if ours.cluster != theirs.cluster:
+    if ours.cluster not in (theirs.cluster, _part_of(theirs, ours.ranks)):
         yield "planned for another machine or number of threads; predicted anew for this one"
+
+
+def _part_of(theirs: MadeFor, ranks: int) -> str:
+    """What a machine like this is for a plan that was made for several hosts like it, and lies on
+    so many of their ranks."""
+    if theirs.hosts == 1:
+        return theirs.cluster
+    speeds, hosts = theirs.speeds or (1.0,) * theirs.ranks, theirs.hosts_of(ranks)
+    whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
+    if whole.fingerprint != theirs.cluster:
+        return theirs.cluster
+    return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds[:ranks]).fingerprint
 
 
 def _check_cluster(decisions: Decisions, cluster: Cluster) -> None:

@@ -54,7 +54,7 @@ def plan_by(wanted: Wanted) -> int:
 
 
 def _on_hosts(wanted: Wanted) -> int:
-    """One process on each, all of which were asked the same: the first plans, and all have it."""
+    """As many processes on each, all asked the same: the first plans, and all have it."""
     if wanted.is_check or wanted.cluster is not None or wanted.ranks > 1:
         raise BadInput(
             "this process is one of several that were started together to make a plan",
@@ -157,7 +157,13 @@ def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
     written = f"{path}, and beside it {beside}"
     hint(f"written: {beside if wanted.is_check else written}", shown)
     if wanted.cluster is None:
-        hint(f"next: {_next(wanted, Laid.of(path))}", shown)
+        laid = Laid.of(path)
+        if met is not None and laid.hosts == 1 < laid.ranks:
+            # Its ranks would each find that nobody has measured them, all at one time.
+            from steelyard import api
+
+            api.know_ranks_here(laid.ranks)
+        hint(f"next: {_next(wanted, laid)}", shown)
     return OK if tree.fits else INFEASIBLE
 
 

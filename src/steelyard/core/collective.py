@@ -32,10 +32,11 @@ class Exchange(StrEnum):
 class Collective:
     """One exchange, from the call that issues it to the call that waits for it.
 
-    Each rank sends ``sent_bytes`` in ``hops`` messages, of a sum for all one after the other, of
-    which the backend ``says`` something besides. ``held_bytes`` are the backend's own, besides
-    arguments and results, until the wait is over. Of all ranks there are every ``stride``-th takes
-    part. What ``is_pinned`` goes through memory that they share.
+    Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other unless it
+    ``is_direct``, of which the backend ``says`` something besides. ``held_bytes`` are the backend's
+    own, besides arguments and results, until the wait is over. Of all ranks there are every
+    ``stride``-th takes part; of those of a pipeline those at these ``places``. What ``is_pinned``
+    goes through memory that they share.
     """
 
     kind: Exchange
@@ -45,8 +46,15 @@ class Collective:
     hops: int
     held_bytes: int = 0
     stride: int = 1
+    places: tuple[int, ...] = ()
+    is_direct: bool = False
     is_pinned: bool = False
     says: bool = False
+
+    @property
+    def waits(self) -> int:
+        """How many of its messages are on their way one after the other."""
+        return min(self.hops, 1) if self.is_direct else self.hops
 
     @property
     def link(self) -> str:
@@ -94,8 +102,8 @@ class Collective:
 class Transport:
     """How a backend carries exchanges out, as seen from the rank that asks for them.
 
-    ``keeps_input``: the argument must stay until the wait is over. ``is_direct``: of a scattered
-    sum each rank is sent what every other one has for it, in one go. ``is_pinned``: through memory
+    ``keeps_input``: the argument must stay until the wait is over. ``is_direct``: but for a sum for
+    all, each rank is sent what every other one has for it, in one go. ``is_pinned``: through memory
     that ranks share. ``says``: what is sent is more than was asked for, see ``wire_bytes``.
     """
 
@@ -122,6 +130,7 @@ class Transport:
             hops=hops,
             held_bytes=max(0, num_ranks - 2) * each if is_held else 0,
             stride=stride,
+            is_direct=self.is_direct and kind is not Exchange.ALL_REDUCE,
             is_pinned=self.is_pinned,
             says=self.says,
         )

@@ -147,7 +147,7 @@ class Costs:
             )
         if self.spread is not None and not collective.is_far:
             link = self.spread.shared(collective, link)
-        seconds = link.seconds(collective.sent_bytes, messages=collective.hops)
+        seconds = link.seconds(collective.sent_bytes, messages=collective.waits)
         return Estimate.within(seconds, share=link.doubt)
 
     def is_measured(self, node: Node) -> bool:

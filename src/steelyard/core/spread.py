@@ -4,23 +4,27 @@ Each host has one way out, which all of its ranks share; among themselves they n
 for how fast the ways are: see link.py.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from steelyard.core.collective import Collective, Exchange
-from steelyard.core.layout import PIPELINE
+from steelyard.core.layout import DATA, PIPELINE
 from steelyard.core.link import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Ranks of a host are neighbours, ``each`` of them; ``near`` is what joins these."""
+    """Ranks of a host are neighbours, ``each`` of them; ``near`` is what joins these. Of programs
+    that know of one rank where ``group`` of them share tensors, those that share the batch are so
+    many times as far apart."""
 
     num_ranks: int
     each: int
     near: Link
+    group: int = 1
 
     def link_of(self, collective: Collective, between: Link) -> Link:
         """What it takes of a device is said of this."""
@@ -37,43 +41,55 @@ class Spread:
 
     def leaving(self, collective: Collective) -> float:
         """The bytes that leave the busiest host, for each that a rank sends."""
-        is_sum = collective.kind is Exchange.ALL_REDUCE
+        is_sum, stride = collective.kind is Exchange.ALL_REDUCE, collective.stride
         if collective.axis == PIPELINE and not is_sum:
-            return _handed_on(self.num_ranks, self.each, collective.stride)
-        return _exchanged(
-            self.num_ranks, self.each, collective.num_ranks, collective.stride, is_ring=is_sum
-        )
+            return _handed_on(self.each, collective.places, stride)
+        if collective.axis == DATA:
+            stride *= self.group
+        groups = _groups(self.num_ranks, collective.num_ranks, stride, collective.places)
+        return _exchanged(groups, self.each, is_ring=is_sum)
 
 
 # The search asks for the same few over and over.
 @lru_cache
-def _exchanged(num_ranks: int, each: int, count: int, stride: int, *, is_ring: bool) -> float:
-    """Around a ring each sends all to the next; else to every other one its part."""
-    leaving: dict[int, float] = defaultdict(float)
-    for rank in range(num_ranks):
-        place = rank // stride % count
-        first = rank - place * stride
-        to = [(place + 1) % count] if is_ring else [n for n in range(count) if n != place]
-        away = sum(_are_apart(rank, first + other * stride, each) for other in to)
-        leaving[rank // each] += away / len(to)
-    return max(leaving.values())
+def _groups(
+    num_ranks: int, count: int, stride: int, places: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Every ``stride``-th of as many neighbours; or those at these places, of as many pipelines as
+    a stage has ranks."""
+    if places:
+        return tuple(tuple(first + n * stride for n in places) for first in range(stride))
+    firsts = (rank for rank in range(num_ranks) if rank // stride % count == 0)
+    return tuple(tuple(first + n * stride for n in range(count)) for first in firsts)
 
 
 @lru_cache
-def _handed_on(num_ranks: int, each: int, stride: int) -> float:
+def _exchanged(groups: Sequence[tuple[int, ...]], each: int, *, is_ring: bool) -> float:
+    """Around a ring each sends all to the next; else to every other one its part."""
+    leaving: Counter[int] = Counter()
+    for group in groups:
+        for place, rank in enumerate(group):
+            to = group[(place + 1) % len(group)]
+            others = [to] if is_ring else [other for other in group if other != rank]
+            away = sum(_are_apart(rank, other, each) for other in others)
+            # In whole numbers, as many parts as there are others in a group.
+            leaving[rank // each] += away
+    parts = 1 if is_ring else len(groups[0]) - 1
+    return max(leaving.values()) / parts
+
+
+@lru_cache
+def _handed_on(each: int, places: tuple[int, ...], stride: int) -> float:
     """From each stage to the next, by all ranks that have the one."""
+    steps = ((first * stride, second * stride) for first, second in pairwise(places))
     return max(
-        (
-            n
-            for first in range(0, num_ranks - stride, stride)
-            for n in _leaving_stage(range(first, first + stride), stride, each)
-        ),
-        default=0,
+        max(_sending(range(first, first + stride), second - first, each).values(), default=0)
+        for first, second in steps
     )
 
 
-def _leaving_stage(sending: range, stride: int, each: int) -> Iterator[int]:
-    yield from Counter(r // each for r in sending if _are_apart(r, r + stride, each)).values()
+def _sending(ranks: range, distance: int, each: int) -> Counter[int]:
+    return Counter(rank // each for rank in ranks if _are_apart(rank, rank + distance, each))
 
 
 def _are_apart(one: int, other: int, each: int) -> bool:

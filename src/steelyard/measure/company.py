@@ -49,7 +49,7 @@ class _Work:
 
 
 class Company:
-    """The others of so many ranks here, or of one on each of several ``hosts``. There are none
+    """The others of so many ranks here, or of as many on each of several ``hosts``. There are none
     beside a single rank, nor where this process is one of several itself: the others measure when
     it does."""
 

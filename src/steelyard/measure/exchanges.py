@@ -89,9 +89,11 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
     alike."""
     take_turns()  # as in a step
     with torch.no_grad(), _at(home):
-        # What neighbours do of a few seconds is another figure some seconds later.
-        product_seconds = _product_seconds if hosts == 1 else _product_seconds_of_host
         each = dist.get_world_size() // hosts
+        product_seconds = _product_seconds
+        if hosts > 1:
+            # What neighbours do of a few seconds is another figure some seconds later.
+            product_seconds = partial(_product_seconds_of_host, each)
         slots: _MakesSlots | None = Pinned if hosts == 1 else pinned_among if each == 1 else None
         if _is_on_gpu():
             product_seconds, slots = _product_seconds_of_gpu, partial(pinned_among, device=_here())
@@ -106,7 +108,8 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
 
 
 def _among_neighbours(each: int) -> dict[str, float]:
-    """What exchanges of the ranks of a host take, while those of other hosts do the same."""
+    """What exchanges of the ranks of a host take, while those of other hosts do the same; each
+    host begins by itself, as a word to another one may take longer than all that is measured."""
     own = None
     for first in range(0, dist.get_world_size(), each):
         group = dist.new_group(list(range(first, first + each)))
@@ -116,7 +119,7 @@ def _among_neighbours(each: int) -> dict[str, float]:
     timed = ("small", small, often), ("middle", middle, often), ("large", large, _ROUNDS)
     found = {f"near {name}": _seconds(x, rounds, group=own) for name, x, rounds in timed}
     found["near disturbs"] = _disturbs(
-        lambda: [dist.all_reduce(large, group=own, async_op=True)], found["near large"]
+        lambda: [dist.all_reduce(large, group=own, async_op=True)], found["near large"], own
     )
     dist.destroy_process_group(own)
     return found
@@ -221,8 +224,9 @@ def looked_at_link() -> tuple[float, float]:
     return small, middle
 
 
-def _product_seconds_of_host() -> float:
-    """The time of some work on all cores of a host: the least, of a while."""
+def _product_seconds_of_host(each: int) -> float:
+    """The time of some work on a rank's cores of a host, of which all have a quota together: the
+    least, of a while."""
     dist.barrier()
     end = time.perf_counter() + _COMPUTING_SECONDS
     least = math.inf
@@ -231,7 +235,7 @@ def _product_seconds_of_host() -> float:
         begin = time.perf_counter()
         _work(matrix, large)
         least = min(least, time.perf_counter() - begin)
-    return least * max(1.0, len(os.sched_getaffinity(0)) / quota_cores())
+    return least * max(1.0, each * len(os.sched_getaffinity(0)) / quota_cores())
 
 
 def work_until(is_over: Callable[[], bool]) -> None:
@@ -286,7 +290,7 @@ def _product_seconds() -> float:
 
 def _seconds(x: torch.Tensor, rounds: int, group: dist.ProcessGroup | None = None) -> float:
     dist.all_reduce(x, group=group)
-    return median(_took(lambda: dist.all_reduce(x, group=group)) for _ in range(rounds))
+    return median(_took(lambda: dist.all_reduce(x, group=group), group) for _ in range(rounds))
 
 
 def _handed(name: str, x: torch.Tensor, rounds: int, other: int) -> dict[str, float]:
@@ -416,7 +420,11 @@ def _there_and_back(
     return median(seconds) / 2, (time.thread_time() - begin) / rounds / 2
 
 
-def _disturbs(exchange: Callable[[], Sequence[dist.Work | None]], alone: float) -> float:
+def _disturbs(
+    exchange: Callable[[], Sequence[dist.Work | None]],
+    alone: float,
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """By what share of the time that it takes an exchange slows what runs beside it."""
     size = _MATRIX_ON_GPU if _is_on_gpu() else _MATRIX
     matrix = _ones(size, size)
@@ -437,13 +445,13 @@ def _disturbs(exchange: Callable[[], Sequence[dist.Work | None]], alone: float) 
 
     shares = []
     for _ in range(_ROUNDS):
-        before, during, after = _took(computing), _took(beside), _took(computing)
+        before, during, after = (_took(each, group) for each in (computing, beside, computing))
         shares.append((during - (before + after) / 2) / alone)
     return median(shares)
 
 
-def _took(work: Callable[[], object]) -> float:
-    dist.barrier()
+def _took(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
+    dist.barrier(group)
     begin = time.perf_counter()
     work()
     if _is_on_gpu():

@@ -216,17 +216,12 @@ def fitted(
     counts. There are ``each`` on one host, which may have exchanged something for themselves."""
     num_ranks, speeds = len(said), _speeds(said, each)
     timed = {name: max(one[name] for one in said) for name in said[0]}
-    small, middle, large = (
-        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
-        for nbytes in sizes
-    )
-    seconds = timed["large"] - timed["middle"]
-    rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, NEXT_TO_NONE)
-    latency = (timed["small"] - small.sent_bytes / rate) / small.hops
+    latency, rate = _latency_and_rate(timed, num_ranks, sizes)
+    hops = 2 * (num_ranks - 1)
     return {
-        "latency": max(latency, NEXT_TO_NONE),
+        "latency": latency,
         "rate": rate,
-        "call": max(timed["call"] / small.hops, NEXT_TO_NONE),
+        "call": max(timed["call"] / hops, NEXT_TO_NONE),
         "disturbs": _slowing("disturbs", said, speeds),
         **_among_neighbours(timed, sizes, each),
         **({"near disturbs": _slowing("near disturbs", said, speeds)} if each > 1 else {}),
@@ -241,14 +236,23 @@ def fitted(
 def _among_neighbours(timed: Mapping[str, float], sizes: Sizes, each: int) -> dict[str, float]:
     if "near small" not in timed:
         return {}
-    small, middle = (
-        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=each, nbytes=nbytes)
-        for nbytes in sizes[:2]
+    near = {name: timed[f"near {name}"] for name in sizes._fields}
+    latency, rate = _latency_and_rate(near, each, sizes)
+    return {"near": latency, "near rate": rate}
+
+
+def _latency_and_rate(
+    timed: Mapping[str, float], num_ranks: int, sizes: Sizes
+) -> tuple[float, float]:
+    """Of each hop around the ring, and of the bytes that each rank sends."""
+    small, middle, large = (
+        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
+        for nbytes in sizes
     )
-    seconds = max(timed["near middle"] - timed["near small"], NEXT_TO_NONE)
-    rate = (middle.sent_bytes - small.sent_bytes) / seconds
-    latency = (timed["near small"] - small.sent_bytes / rate) / small.hops
-    return {"near": max(latency, NEXT_TO_NONE), "near rate": rate}
+    seconds = timed["large"] - timed["middle"]
+    rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, NEXT_TO_NONE)
+    latency = (timed["small"] - small.sent_bytes / rate) / small.hops
+    return max(latency, NEXT_TO_NONE), rate
 
 
 def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[float]) -> float:

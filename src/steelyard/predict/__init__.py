@@ -4,7 +4,7 @@ Not for measuring or deciding; search scores with it and the receipt is held aga
 """
 
 from steelyard.predict.carried import carried
-from steelyard.predict.pipelined import pipelined
+from steelyard.predict.pipelined import message_of, pipelined
 from steelyard.predict.predict import (
     kept_gradients_bytes,
     least_possible_bytes,
@@ -21,6 +21,7 @@ __all__ = [
     "carried",
     "kept_gradients_bytes",
     "least_possible_bytes",
+    "message_of",
     "peak_bytes",
     "pipelined",
     "predict",

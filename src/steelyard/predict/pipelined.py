@@ -13,7 +13,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Phase, Role
 from steelyard.core.in_place import written_in_place
-from steelyard.core.layout import PIPELINE
+from steelyard.core.layout import PIPELINE, Layout
 from steelyard.core.link import Link
 from steelyard.core.peak import Holding, Peak, Timeline
 from steelyard.core.pinned import PINNED, edges_of, evenly_held_bytes
@@ -42,6 +42,16 @@ def pipelined(program: Program, pipeline: Pipeline, costs: Costs) -> "Pipelined"
     return Pipelined(program, pipeline, costs)
 
 
+def message_of(layout: Layout, nbytes: int) -> Collective:
+    """From one stage to another: of their ways the slowest. It takes as long as one of two that
+    gather does."""
+    return Collective(
+        kind=Exchange.ALL_GATHER, axis=PIPELINE, num_ranks=2, sent_bytes=nbytes, hops=1,
+        # Ranks of one pipeline are as far apart as can be.
+        stride=layout.num_ranks // layout.pipeline, places=tuple(range(layout.pipeline)),
+    )  # fmt: skip
+
+
 class Pipelined:
     """A program in stages, priced; the figures are those of the rank that has most of each."""
 
@@ -60,8 +70,6 @@ class Pipelined:
                 remedy="take [[pinned_transfer]] out of the plan, or plan again for these ranks",
             )
         self._stage_costs = [self._stage_cost(stage) for stage in stages]
-        # Ranks of one pipeline are as far apart as can be.
-        self._stride = program.layout.num_ranks // program.layout.pipeline
         self._programs: dict[Graph, Program] = {}
         self._sums = self._summed_up()
         self._replay, self._ends = self._played(value, value)
@@ -239,7 +247,7 @@ class Pipelined:
     def _with_calls(self, stage: Stage, link: Pick | None, cost: StageCost) -> StageCost:
         """And what goes on around an action, and its messages from and to other ranks, take of the
         device itself."""
-        joins = self._costs.links.get(PIPELINE)
+        joins = self._costs.link_of(self._message(0))
         if link is None or joins is None:
             return cost
         before, behind = self._is_apart(stage, -1), self._is_apart(stage, +1)
@@ -258,7 +266,7 @@ class Pipelined:
     def _disturbs(self) -> float:
         """By what share of the time that a message is under way it slows what both ranks work on;
         through slots each writes its own."""
-        joins = self._costs.links.get(PIPELINE)
+        joins = self._costs.link_of(self._message(0))
         return 0.0 if joins is None or self._edges else joins.disturbs
 
     def _copied(self, stage: Stage, work: Work, sent: Sequence[str]) -> Sequence[str]:
@@ -343,17 +351,10 @@ class Pipelined:
         """A message for each; one that goes on alone takes what one of two that gather does."""
         if link is None:
             return 0.0
-        return sum(
-            link(
-                self._costs.exchange_seconds(
-                    Collective(
-                        kind=Exchange.ALL_GATHER, axis=PIPELINE, num_ranks=2, sent_bytes=nbytes,
-                        hops=1, stride=self._stride,
-                    )
-                )
-            )
-            for nbytes in sizes
-        )  # fmt: skip
+        return sum(link(self._costs.exchange_seconds(self._message(nbytes))) for nbytes in sizes)
+
+    def _message(self, nbytes: int) -> Collective:
+        return message_of(self._program.layout, nbytes)
 
     def _sent_seconds(self, sizes: Sequence[int], copied: Sequence[int]) -> float:
         """Through slots of this host it is who sends them that copies them there."""

@@ -6,7 +6,7 @@ Not for the passes between: see pipelined.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from steelyard.core.collective import GLOO, GLOO_GETS, GLOO_SENDS, Collective, Exchange
@@ -92,6 +92,7 @@ class Sums:
     def _among(self, ranks: frozenset[int], nbytes: int) -> Collective:
         # Ranks of one pipeline are as far apart as can be.
         stride = self.layout.batch * self.layout.tensor
-        return GLOO.collective(
+        made = GLOO.collective(
             Exchange.ALL_REDUCE, axis=PIPELINE, num_ranks=len(ranks), nbytes=nbytes, stride=stride
         )
+        return replace(made, places=tuple(sorted(ranks)))

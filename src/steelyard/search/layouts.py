@@ -353,7 +353,7 @@ class Layouts:
             # Which weights have shares is another question once they are cut, and asked then.
             of_whole = {_ROWS, _STATES}
             whole = [way for way in ways if of_whole.isdisjoint(rule.trade for rule in way.rules)]
-            shared = min(whole, key=lambda way: (way.seconds, way.nbytes)).rules
+            shared = self._fastest_of_groups(whole, layout.tensor).rules
         for cut in self._cuts(layout.tensor):
             if shared:
                 yield *shared, *cut
@@ -361,6 +361,21 @@ class Layouts:
             offers, _ = self._trade(_OVERLAP).offers(self.strike(cut), self.source)
             for offer in offers[:: max(len(offers) - 1, 1)]:
                 yield *offer.rules, *cut
+
+    def _fastest_of_groups(self, ways: Sequence["Way"], group: int) -> "Way":
+        """Of ways to share the batch, where ``group`` ranks stand for each of theirs."""
+        costs = self._costs_of_groups(group)
+        if costs is self.costs:
+            return min(ways, key=lambda way: (way.seconds, way.nbytes))
+        seconds = {way: step_seconds(self.strike(way.rules), costs).value for way in ways}
+        return min(ways, key=lambda way: (seconds[way], way.nbytes))
+
+    def _costs_of_groups(self, group: int) -> Costs:
+        """Of hosts that have several ranks, other links join groups than join as many ranks."""
+        spread = self.costs.spread
+        if spread is None or group == 1:
+            return self.costs
+        return replace(self.costs, spread=replace(spread, group=group))
 
     def _cuts(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
         """The first offers, best first, and one more each time; no tensor is cut twice."""
@@ -440,7 +455,8 @@ class Layouts:
             label = f"{among}, gradients {sent}, {lag} under way"
             if is_synchronised(self.strike(of_batch).graph):
                 label += ", BatchNorm's statistics of all samples"
-            yield self._gained(_BATCH, label, (), (*waiting, *of_batch))
+            costs = self._costs_of_groups(way.layout.tensor)
+            yield self._gained(_BATCH, label, (), (*waiting, *of_batch), costs)
         before = (*waiting, *of_batch) if of_batch else ()
         if of_tensors:
             label = f"{tensors(of_tensors)} in parts on {way.layout.tensor} ranks"
@@ -486,10 +502,16 @@ class Layouts:
         )
 
     def _gained(
-        self, trade: str, label: str, before: tuple[Rule, ...], after: tuple[Rule, ...]
+        self,
+        trade: str,
+        label: str,
+        before: tuple[Rule, ...],
+        after: tuple[Rule, ...],
+        costs: Costs | None = None,
     ) -> Taken:
+        """``costs`` are of the batch among groups, where that is another price."""
         programs = self.strike(before), self.strike(after)
-        without, with_it = (predict(program, self.costs).quad for program in programs)
+        without, with_it = (predict(program, costs or self.costs).quad for program in programs)
         quicker = without.computation_seconds.value - with_it.computation_seconds.value
         return Taken(
             trade=trade,

@@ -21,7 +21,7 @@ from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
 from steelyard.core.trade import Left, Refusal, Trade, strike
-from steelyard.predict import pipelined, predict, step_seconds
+from steelyard.predict import message_of, pipelined, predict, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.search import Search
@@ -217,8 +217,9 @@ class Pipelines:
         return self._costs.seconds(node).value
 
     def _handing(self, nbytes: int) -> float:
-        link = self._costs.links.get("pipeline")
-        return link.seconds(nbytes, messages=1) if link is not None else 0.0
+        if "pipeline" not in self._costs.links:
+            return 0.0
+        return self._costs.exchange_seconds(message_of(self._layout, nbytes)).value
 
     def _holds(self, node: Node) -> float:
         """Activations of about as many micro-batches as there are ranks; weights with gradients

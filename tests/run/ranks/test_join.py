@@ -147,6 +147,26 @@ def test_the_first_looks_towards_the_second_and_nobody_overrules_who_knows_bette
     assert environs == [{"GLOO_SOCKET_IFNAME": own or "lo"}] * 2
 
 
+def test_all_ranks_of_the_first_host_look_towards_the_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the first host its name may be its loopback, for whichever rank asks."""
+    store, asked = HashStore(), list[str]()
+
+    def towards(host: str) -> str:
+        asked.append(host)
+        return f"from {host}"
+
+    module = "steelyard.run.ranks.interface"
+    monkeypatch.setattr(f"{module}.address_towards", towards)
+    monkeypatch.setattr(f"{module}.interface_of", lambda address: f"one {address}")
+    for rank in (3, 2, 1, 0):
+        who = Who(rank=rank, size=4, hosts=2, local_rank=rank % 2, address="alpha")
+        speak_between_hosts(store, who, environ := {})
+        expected = "alpha" if rank >= 2 else "from alpha"
+        assert environ == {"GLOO_SOCKET_IFNAME": f"one from {expected}"}, rank
+
+
 def test_a_rank_alone_needs_no_group() -> None:
     with joined(Who(), {}, timeout_seconds=1):
         assert not torch.distributed.is_initialized()

@@ -15,11 +15,12 @@ _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def speak_between_hosts(store: Store, who: Who, environ: MutableMapping[str, str]) -> None:
-    """The others look towards the first rank, and that one towards the second host: its own name
-    may stand for its loopback."""
-    if who.rank:
+    """The others look towards the first host, and the ranks of that one towards the second: its own
+    name may stand for its loopback."""
+    of_a_host = who.size // who.hosts
+    if who.rank >= of_a_host:
         towards = who.address
-        if who.rank == who.size // who.hosts:
+        if who.rank == of_a_host:
             store.set("second host", address_towards(towards))
     else:
         towards = store.get("second host").decode()
