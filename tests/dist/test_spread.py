@@ -22,7 +22,10 @@ _NEAR = Link(kind="near", latency_seconds=0.0, bytes_per_second=1e12)
 _MOST_MORE, _SAID = 1.08, 100_000
 
 
-@pytest.mark.parametrize(("count", "each"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("count", "each"),
+    [(2, 2), pytest.param(3, 2, marks=pytest.mark.long), pytest.param(2, 3, marks=pytest.mark.long)],
+)
 def test_what_leaves_the_busiest_host_is_what_is_said(
     count: int, each: int, tmp_path: Path
 ) -> None:
