@@ -153,11 +153,22 @@ def test_cores_are_a_ranks_own_while_it_measures_and_all_of_them_later() -> None
     assert len(cores) == 1 or own[0].isdisjoint(own[1])
 
 
-def test_ranks_that_are_not_neighbours_are_refused_on_all() -> None:
+@pytest.mark.parametrize(
+    ("places", "cores", "said"),
+    [
+        ((0, 0, 1, 1), ({0}, {0}, {0}, {0}), "rank 1 is number 0 of its host"),
+        # A part of a part would be less than each was given.
+        ((0, 1, 0, 1), ({0, 1}, {0, 1}, {0}, {1}), "rank 3 may use other cores than rank 2"),
+    ],
+)
+def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
+    places: tuple[int, ...], cores: tuple[set[int], ...], said: str
+) -> None:
     who = Who(rank=1, size=4, local_rank=0, hosts=2)
+    everyones = list(zip(places, cores, strict=True))
     with (
-        mock.patch("steelyard.api.hosts._gathered", return_value=[0, 0, 1, 1]),
-        pytest.raises(BadInput, match="rank 1 is number 0 of its host"),
+        mock.patch("steelyard.api.hosts._gathered", return_value=everyones),
+        pytest.raises(BadInput, match=said),
     ):
         know_hosts(who)
 

@@ -199,13 +199,20 @@ def know_ranks_here(num_ranks: int) -> None:
 def _check_neighbours(who: Who) -> None:
     """All say the same of it: nobody waits for one that has gone."""
     each = who.size // who.hosts
-    for rank, local_rank in enumerate(_gathered(who.local_rank)):
+    found = _gathered((who.local_rank, os.sched_getaffinity(0)))
+    for rank, (local_rank, cores) in enumerate(found):
         if local_rank != rank % each:
             raise BadInput(
                 f"rank {rank} is number {local_rank} of its host, and {who.size} ranks were "
                 f"started on {who.hosts} hosts",
                 expected=f"as many on each, the first {each} on the first host and so on",
                 remedy="torchrun starts them so; srun with --distribution=block",
+            )
+        if cores != found[rank - rank % each][1]:
+            raise BadInput(
+                f"rank {rank} may use other cores than rank {rank - rank % each} of its host",
+                expected="ranks that may use all that their host gives; each keeps to its part",
+                remedy="start them unbound: srun --cpu-bind=none",
             )
 
 

@@ -43,7 +43,8 @@ class Laid:
     @property
     def torchrun(self) -> str:
         """How the ranks of several hosts are started."""
-        return f"torchrun --nnodes {self.hosts} --nproc-per-node {self.ranks // self.hosts}"
+        each = -(-self.ranks // self.hosts)
+        return f"torchrun --nnodes {self.hosts} --nproc-per-node {each}"
 
 
 def num_started() -> int:
