@@ -208,7 +208,11 @@ def _as_rank(folder: Path, rank: int) -> Iterator[None]:
 
 
 def pace(name: str, optimizer: str, folder: Path, rank: int) -> None:
-    """What the ranks take for a step of which nothing is exchanged."""
+    """What the ranks take for a step of which nothing is exchanged, as they do beside the others:
+    there a plan's process keeps what a step frees, and whatever runs in it is faster by that."""
+    from steelyard.core.heap import keep_what_is_freed
+
+    keep_what_is_freed()
     step = _ddp(name, optimizer, rank, BUCKETS_MB[0], torch.float32, exchanges=False)
     torch.manual_seed(0)
     _, _, batch = MODELS[name]()
