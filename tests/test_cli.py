@@ -228,6 +228,14 @@ def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -
     assert is_to_start(laid)
 
 
+def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(planned: Path) -> None:
+    """Somebody edited it; that is said where it is loaded."""
+    write_plan(
+        planned, _among_hosts(1, Rule(trade="shard_batch", degree=4, bucket_bytes=1), each=2)
+    )
+    assert Laid.of(planned) == Laid(ranks=4, hosts=1, among=2)
+
+
 def test_all_ranks_of_all_hosts_are_planned_for(
     api: fake_api.Fake, as_host: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ class MadeFor:
 
     def hosts_of(self, ranks: int) -> int:
         """On how many of the hosts the first so many ranks are."""
-        return -(-ranks // self.ranks_of_a_host)
+        return 1 if self.hosts == 1 else -(-ranks // self.ranks_of_a_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
