@@ -16,6 +16,13 @@ from steelyard.api.held import batch_held
 from steelyard.api.live import Step
 from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
+from steelyard.api.made_for import (
+    check_cluster,
+    check_file,
+    check_made_for,
+    cluster_for,
+    other_than_planned,
+)
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
 from steelyard.capture.batching import batch_size
@@ -29,7 +36,7 @@ from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.explanation import write_plan
 from steelyard.core.layout import Layout
-from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, Plan, Prediction
+from steelyard.core.plan import Decisions, FrontierPoint, Plan, Prediction
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
 from steelyard.core.program import Program
@@ -200,46 +207,13 @@ def load(
     _check("cluster", cluster, fine=known, expected="the cluster of the plan, or none")
     decisions = read_decisions(_path(path))
     made_for = decisions.made_for
-    if made_for.runner not in DECOMPOSITIONS:
-        raise BadInput(
-            f"{path} is for an unknown runner, {made_for.runner[:40]!r}",
-            expected=" or ".join(DECOMPOSITIONS),
-            remedy="correct made_for.runner, or plan again",
-        )
-    if made_for.decomposition not in DECOMPOSITIONS[made_for.runner]:
-        raise BadInput(
-            f"{path} is for an unknown table of operators, {made_for.decomposition[:40]!r}",
-            expected=" or ".join(DECOMPOSITIONS[made_for.runner]),
-            remedy="plan again with this version",
-        )
-    ranks = Layout.of(decisions.rules).num_ranks
-    if ranks > made_for.ranks:
-        raise Mismatch(
-            f"{path} lies on {ranks} ranks, and is made for {made_for.ranks}",
-            expected=f"at most {made_for.ranks} under [[shard_batch]]",
-            remedy=f"plan again with --ranks {ranks}, or set made_for.ranks to {ranks}",
-        )
-    if ranks > 1 and made_for.hosts > 1 and ranks % made_for.ranks_of_a_host:
-        raise Mismatch(
-            f"{path} lies on {ranks} ranks, and each host has {made_for.ranks_of_a_host}",
-            expected="all ranks of some of the hosts, or one rank",
-            remedy="plan again, or correct the degrees of its shard rules",
-        )
-    # Of hosts those that it lies on have met, and no others.
-    here = ranks if made_for.hosts > 1 else made_for.ranks
+    check_file(path, decisions)
     request = Request(
         model=model,
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=cluster
-        or Cluster.here(
-            ranks=here,
-            hosts=made_for.hosts_of(here),
-            # As the plan found them; a busy moment must not make it another plan.
-            speeds=(made_for.speeds or (1.0,) * made_for.ranks)[:here],
-            far=decisions.far,
-        ),
+        cluster=cluster or cluster_for(decisions),
         budget=decisions.budget,
         runner="inductor" if made_for.runner == "inductor" else "python",
         decomposition=made_for.decomposition,
@@ -247,16 +221,16 @@ def load(
         on_progress=on_progress,
     )
     if cluster is not None:
-        _check_cluster(decisions, cluster)
+        check_cluster(decisions, cluster)
         if cluster.num_devices > 1 and not cluster.is_here:
             from steelyard.api.elsewhere import Elsewhere
 
             where = Elsewhere(request=request)
             if cut(model) is not None or where.made_for().graph == made_for.graph:
-                _check_made_for(decisions, where.made_for())
+                check_made_for(decisions, where.made_for())
                 return where.read(decisions)
     look = request.looked_at()
-    _check_made_for(decisions, look.made_for())
+    check_made_for(decisions, look.made_for())
     return _replanned(look, decisions)
 
 
@@ -453,7 +427,7 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     program = look.struck(decisions.rules)
     predicted, lost = _lossy(look, decisions, program)
     held = _batch_held(look, decisions.rules)
-    notes = [*lost, *look.notes(), *held, *_other_than_planned(look.made_for(), decisions.made_for)]
+    notes = [*lost, *look.notes(), *held, *other_than_planned(look.made_for(), decisions.made_for)]
     far, limit = decisions.far, decisions.budget.memory_bytes
     if far is not None and program.far_bytes > far.size_bytes:
         raise Mismatch(
@@ -505,59 +479,6 @@ def _lossy(look: Look, decisions: Decisions, program: Program) -> tuple[Predicti
             f"does not fit: a probe drifted {seen}, and the accuracy budget is {bound:.2%}"
         )
     return replace(predicted, quad=quad), notes
-
-
-def _other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:
-    """What leaves the rules as good as they were, and may change what they cost or compute."""
-    if ours.batch != theirs.batch:
-        yield "planned for another batch shape; the same rules were predicted anew"
-    elif ours.graph != theirs.graph:
-        yield (
-            "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
-            "the step as it is now that was predicted, and runs"
-        )
-    if ours.cluster not in (theirs.cluster, _part_of(theirs, ours.ranks)):
-        yield "planned for another machine or number of threads; predicted anew for this one"
-
-
-def _part_of(theirs: MadeFor, ranks: int) -> str:
-    """What a machine like this is for a plan that was made for several hosts like it, and lies on
-    so many of their ranks."""
-    if theirs.hosts == 1:
-        return theirs.cluster
-    speeds, hosts = theirs.speeds or (1.0,) * theirs.ranks, theirs.hosts_of(ranks)
-    whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
-    if whole.fingerprint != theirs.cluster:
-        return theirs.cluster
-    return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds[:ranks]).fingerprint
-
-
-def _check_cluster(decisions: Decisions, cluster: Cluster) -> None:
-    theirs = decisions.made_for.cluster
-    if cluster.fingerprint != theirs:
-        raise Mismatch(
-            f"the plan was made for another cluster than {cluster.tree.name} (fingerprint "
-            f"{theirs[:16]}, this one is {cluster.fingerprint})",
-            expected="the cluster that was planned for",
-            remedy="name that one, or plan again for this one",
-        )
-
-
-def _check_made_for(decisions: Decisions, ours: MadeFor) -> None:
-    theirs = decisions.made_for
-    if ours.model != theirs.model:
-        raise Mismatch(
-            "the plan was made for another model, loss or set of trained parameters "
-            f"(fingerprint {theirs.model[:16]}, this one is {ours.model})",
-            expected="the model and loss that were planned",
-            remedy="plan again for this model",
-        )
-    if ours.torch != theirs.torch:
-        raise Mismatch(
-            f"the plan was made under torch {theirs.torch[:20]}, this is {ours.torch}",
-            expected="the same version: operators and their memory differ between versions",
-            remedy="plan again under this torch",
-        )
 
 
 def _title(look: Look, rules: Sequence[Rule]) -> str:
