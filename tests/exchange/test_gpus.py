@@ -86,8 +86,16 @@ def test_a_processor_waits_by_the_clock() -> None:
     for _ in range(2):
         with watch.running():
             time.sleep(0.01)
-    watch.add(1.0)
-    assert 1.02 <= watch.seconds <= 1.0 + time.perf_counter() - begin
+    assert 0.02 <= watch.seconds <= time.perf_counter() - begin
+
+
+def test_what_is_computed_meanwhile_is_no_waiting() -> None:
+    watch, begin = Stopwatch(), time.perf_counter()
+    with watch.running():
+        time.sleep(0.01)
+        with watch.stopped():
+            time.sleep(0.05)
+    assert 0.01 <= watch.seconds <= time.perf_counter() - begin - 0.05
 
 
 class _Event:
@@ -122,3 +130,18 @@ def test_of_a_gpu_counts_what_is_over_and_nobody_waits(monkeypatch: pytest.Monke
         _Event.over = over
         seen.append(watch.seconds)
     assert seen == [0.0, 1.0, 1.0, 3.0]
+
+
+def test_a_gpu_computes_while_its_watch_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    _Event.told = _Event.over = 0
+    watch = Stopwatch(GPU)
+    with watch.running():  # 1 to 6
+        for _ in range(2):
+            with watch.stopped():  # 2 to 3, 4 to 5
+                pass
+    _Event.over = 5
+    assert watch.seconds == 0.0, "of what goes on nothing is taken away"
+    _Event.over = 6
+    assert watch.seconds == 3.0

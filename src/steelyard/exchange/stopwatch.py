@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,9 @@ class Stopwatch:
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
         self._counted = 0.0
-        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._under_way: deque[tuple[_Span, list[_Span]]] = deque()
+        # Of what runs now, what is not to be counted.
+        self._apart: list[_Span] | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -31,19 +34,44 @@ class Stopwatch:
     def running(self) -> Iterator[None]:
         if not self.on_gpu:
             begin = time.perf_counter()
-            yield
-            self._counted += time.perf_counter() - begin
+            try:
+                yield
+            finally:
+                self._counted += time.perf_counter() - begin
             return
         self._count()
-        stream = torch.cuda.current_stream(self._device)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record(stream)
-        yield
-        last.record(stream)
-        self._under_way.append((first, last))
+        span, apart = self._begun(), list[_Span]()
+        self._apart = apart
+        try:
+            yield
+        finally:
+            self._apart = None
+        self._end(span)
+        self._under_way.append((span, apart))
 
-    def add(self, seconds: float) -> None:
-        self._counted += seconds
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Within ``running`` what is not counted."""
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._counted -= time.perf_counter() - begin
+            return
+        assert self._apart is not None, "it does not run"
+        span = self._begun()
+        yield
+        self._end(span)
+        self._apart.append(span)
+
+    def _begun(self) -> "_Span":
+        span = _Span(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+        span.first.record(torch.cuda.current_stream(self._device))
+        return span
+
+    def _end(self, span: "_Span") -> None:
+        span.last.record(torch.cuda.current_stream(self._device))
 
     @property
     def seconds(self) -> float:
@@ -52,6 +80,15 @@ class Stopwatch:
 
     def _count(self) -> None:
         """What is over; the rest waits to be."""
-        while self._under_way and self._under_way[0][1].query():
-            first, last = self._under_way.popleft()
-            self._counted += first.elapsed_time(last) * 1e-3
+        while self._under_way and self._under_way[0][0].last.query():
+            span, apart = self._under_way.popleft()
+            self._counted += span.seconds - sum(each.seconds for each in apart)
+
+
+class _Span(NamedTuple):
+    first: torch.cuda.Event
+    last: torch.cuda.Event
+
+    @property
+    def seconds(self) -> float:
+        return float(self.first.elapsed_time(self.last)) * 1e-3

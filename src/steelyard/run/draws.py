@@ -5,7 +5,6 @@ batch: those draw apart, see randomness.py.
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ _Place = tuple[int, int]
 class Draws:
     """Within ``at(m, s)`` the generator stands where one device begins with stage s of micro-batch
     m. The stages that draw themselves are one's ``own``; each comes once a step, one stage's
-    micro-batches in their order. ``seconds`` are those it took to let others' numbers pass."""
+    micro-batches in their order."""
 
     def __init__(self, stages: Stages, own: Collection[int], device: torch.device = CPU) -> None:
         self._generator = generator_of(device)
@@ -41,7 +40,6 @@ class Draws:
         self._own = own
         self._coming: Iterator[_Place] = iter(())
         self._passed: dict[_Place, torch.Tensor] = {}
-        self.seconds = 0.0
 
     def begin(self, micro_batches: int) -> None:
         """The places of a step, in the order of one device."""
@@ -68,7 +66,6 @@ class Draws:
         self._pass_by(until=None)
 
     def _pass_by(self, *, until: _Place | None) -> None:
-        begin = time.perf_counter()
         for place in self._coming:
             if place == until:
                 break
@@ -77,7 +74,6 @@ class Draws:
                 self._passed[place] = self._generator.get_state()
             for draw in draws:
                 draw()
-        self.seconds += time.perf_counter() - begin
 
 
 def _drawing(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:

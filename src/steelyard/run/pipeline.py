@@ -4,7 +4,6 @@ Not for what a stage computes (stage.py), nor for choosing stages and schedule: 
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -125,19 +124,10 @@ class StagesAtWork:
 
     def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
         """Forward and backward of all micro-batches; the loss, from the rank that has it."""
-        begin, busy = time.perf_counter(), self._busy_seconds
-        with self._added_to_earlier():
-            losses = self._carried_out(given)
-        with self._counted_on_gpu():
-            told = self._told(losses, shares)
-        if not self._waiting.on_gpu:
-            busy = self._busy_seconds - busy
-            self._waiting.add(max(0.0, time.perf_counter() - begin - busy))
-        return told
-
-    def _counted_on_gpu(self) -> contextlib.AbstractContextManager[None]:
-        """Its host is ahead of it: that has nothing to do says nothing of the GPU."""
-        return self._waiting.running() if self._waiting.on_gpu else contextlib.nullcontext()
+        with self._waiting.running():  # but for what is computed: see _Driven
+            with self._added_to_earlier():
+                losses = self._carried_out(given)
+            return self._told(losses, shares)
 
     def _carried_out(self, given: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """The loss of each micro-batch, on the rank that has it."""
@@ -154,19 +144,14 @@ class StagesAtWork:
                 target=whom, losses=losses if is_last else None, return_outputs=False
             )
             self._messages.end()
-            with self._counted_on_gpu():
-                for parameter, group in self._sums:
-                    dist.all_reduce(_gradient(parameter), group=group)
+            for parameter, group in self._sums:
+                dist.all_reduce(_gradient(parameter), group=group)
             for parameter in self._trained if self._shares else ():
                 _gradient(parameter)
-        self._draws.end()
-        with self._counted_on_gpu():
-            self._sum_up()
+        with self._waiting.stopped():
+            self._draws.end()
+        self._sum_up()
         return losses
-
-    @property
-    def _busy_seconds(self) -> float:
-        return self._draws.seconds + sum(own.live.busy_seconds for own in self._own)
 
     @contextlib.contextmanager
     def _added_to_earlier(self) -> Iterator[None]:
@@ -297,7 +282,7 @@ class _Driven(PipelineStage):
         self._take_in(Work.FORWARD, fwd_chunk_id)
         stage = self.live.stage
         assert self._draws is not None
-        with self._draws.at(fwd_chunk_id, stage.index):
+        with self._waiting.stopped(), self._draws.at(fwd_chunk_id, stage.index):
             loss = self.live.forward(values)
         keep_only(values, dict.fromkeys((*self._given, *stage.kept, *stage.sends)))
         if self.is_last:
@@ -314,7 +299,8 @@ class _Driven(PipelineStage):
     ) -> None:
         values, stage = self._values[bwd_chunk_id], self.live.stage
         self._take_in(Work.BACKWARD if full_backward else Work.BACK_TO_INPUTS, bwd_chunk_id)
-        (self.live.backward if full_backward else self.live.back_to_inputs)(values)
+        with self._waiting.stopped():
+            (self.live.backward if full_backward else self.live.back_to_inputs)(values)
         kept = () if full_backward else (*self._given, *stage.kept_between)
         keep_only(values, dict.fromkeys((*kept, *stage.sends_back)))
 
@@ -324,7 +310,8 @@ class _Driven(PipelineStage):
         last_backward: bool = False,  # noqa: ARG002 - torch's signature
     ) -> None:
         self._take_in(Work.BACK_TO_WEIGHTS, bwd_chunk_id)
-        self.live.back_to_weights(self._values[bwd_chunk_id])
+        with self._waiting.stopped():
+            self.live.back_to_weights(self._values[bwd_chunk_id])
         self._values[bwd_chunk_id].clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -348,10 +335,7 @@ class _Driven(PipelineStage):
     def _take_in(self, work: Work, index: int) -> None:
         """What has come lies as it was captured, before anything reads it."""
         action = Action(stage=self.stage_index, work=work, micro_batch=index)
-        waited = self._waiting.running() if self._waiting.on_gpu else contextlib.nullcontext()
-        with waited:
-            arrived = self._messages.of(action)
-        for name, come in arrived.items():
+        for name, come in self._messages.of(action).items():
             (planned,) = self._graph.by_name[name].outputs
             self._values[index][name] = (
                 come

@@ -3,7 +3,6 @@
 Not for who works when, nor for what goes between ranks: see pipeline.py.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from operator import setitem
@@ -46,7 +45,6 @@ class LiveStage:
         self.live = {name: live[name] for name in stage.held} | {
             name: value for name, value in live.items() if not name.startswith(_HELD)
         }
-        self.busy_seconds = 0.0
         self._forward = self._part(stage.forward, channels, ahead, kept=stage.kept)
         self._backward = self._part(stage.backward, channels, back)
         self._to_inputs = self._part(stage.back_to_inputs, channels, back, kept=stage.kept_between)
@@ -72,23 +70,17 @@ class LiveStage:
 
     def forward(self, values: Values) -> torch.Tensor | None:
         """The loss, if it is this stage that gives it."""
-        loss: torch.Tensor | None = self._timed(self._forward, values)
+        loss: torch.Tensor | None = self._forward(values)
         return loss
 
     def backward(self, values: Values) -> None:
-        self._timed(self._backward, values)
+        self._backward(values)
 
     def back_to_inputs(self, values: Values) -> None:
-        self._timed(self._to_inputs, values)
+        self._to_inputs(values)
 
     def back_to_weights(self, values: Values) -> None:
-        self._timed(self._to_weights, values)
-
-    def _timed(self, part: "_Part", values: Values) -> Any:
-        begin = time.perf_counter()
-        result = part(values)
-        self.busy_seconds += time.perf_counter() - begin
-        return result
+        self._to_weights(values)
 
 
 _HELD = ("parameter:", "buffer:")
