@@ -48,6 +48,8 @@ _SHARE_ALONE = 0.6
 _MOST_TOGETHER_BYTES = 4 << 30
 # Smaller differences are a kernel's own rounding.
 _PAGE_BYTES = 4096
+# Torch's allocator of a GPU leaves so much of a block beside what was asked for.
+_BESIDE_ON_GPU = 1 << 20
 # A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
 _PART_SHARE = 0.25
 Calls = Callable[[Sequence[str]], Mapping[str, Callable[..., object]]]
@@ -188,6 +190,7 @@ class _Table:
         self._calls, self._sharers = calls, sharers
         self._plain = Costs(device=device)
         self._device = torch_device
+        self._rounding_bytes = _PAGE_BYTES if torch_device.type == "cpu" else _BESIDE_ON_GPU
         self._budget = seconds_budget
         self._deadline = time.perf_counter() + seconds_budget
         self._slowness = 1.0
@@ -285,7 +288,7 @@ class _Table:
             return False
         more = metered.left_bytes - _result_bytes(subject)
         # What the graph does not know of a result is at least there while the call lasts.
-        unknown = more if more > _PAGE_BYTES else 0
+        unknown = more if more > self._rounding_bytes else 0
         subject.workspace_bytes = max(0, metered.peak_bytes - metered.left_bytes + unknown)
         if unknown:
             self.notes.append(
