@@ -17,6 +17,7 @@ from torch import Tensor
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.exchange.connections import Wire, connections, give_back
 from steelyard.exchange.directly import Directly
+from steelyard.run.ranks.together import InGroup
 from tests.dist.slotted import EACH_TO_EACH, GATHER, SCATTER, channel
 
 _TIMES = 5
@@ -51,6 +52,12 @@ def messages(rank: int) -> dict[str, float]:
             work.wait()
 
     return {str(size): _counted(send, torch.ones(size)) for size in SIZES}
+
+
+def asked(rank: int) -> dict[str, float]:
+    together = InGroup()
+    counted = _counted(lambda _: together.stopping(""), torch.ones(1))
+    return {"counted": counted, "said": together.asked_bytes / (1 + _TIMES)}
 
 
 def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:

@@ -26,3 +26,9 @@ def test_messages_send_as_many_bytes_as_is_said() -> None:
     for size in SIZES:
         assert sender[str(size)] == 3 * (4 * size + GLOO_SENDS)
         assert receiver[str(size)] == 3 * GLOO_GETS
+
+
+def test_what_ranks_ask_each_other_before_a_step_is_known_as_the_kernel_counts_it() -> None:
+    """It is in no prediction of a step, and in none of its receipts."""
+    for rank in on_two_ranks("tests.dist.said:asked"):
+        assert rank["counted"] == rank["said"] > 0

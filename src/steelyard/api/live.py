@@ -223,6 +223,7 @@ class Step:
             coded = sum(channel.coding.seconds for channel in self.ranks.channels.values())
             moved = sum(channel.waiting.moved_bytes for channel in self.ranks.channels.values())
             sent = self._wire.sent_bytes + self.live.moved_bytes + moved
+            sent -= self.ranks.together.asked_bytes
         if self.far is not None:
             busy, waited = self.far.busy_seconds, self.far.waited_seconds + waited
         return Traffic(busy, waited, sent, coded)

@@ -69,7 +69,7 @@ class Ranks:
         take_turns()
         return cls(layout=layout, rank=group.rank(), home=home, groups=groups)
 
-    @property
+    @cached_property
     def together(self) -> Together:
         return InGroup() if self.groups else Alone()
 

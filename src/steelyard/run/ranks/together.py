@@ -10,16 +10,21 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import RanksDiffer
 from steelyard.core.printable import printable
 from steelyard.exchange.devices import CPU, generator_of
 
 
 class Together(Protocol):
-    """``saves``: whether this rank writes what is the same on all."""
+    """``saves``: whether this rank writes what is the same on all. ``asked_bytes`` went to others
+    to ask whether to stop, before each step and not for it."""
 
     @property
     def saves(self) -> bool: ...
+
+    @property
+    def asked_bytes(self) -> int: ...
 
     def stopping(self, signal: str) -> str:
         """The signal that some rank was sent, if one was; asked by all before each step."""
@@ -47,6 +52,7 @@ class Together(Protocol):
 
 class Alone:
     saves = True
+    asked_bytes = 0
 
     def stopping(self, signal: str) -> str:
         return signal
@@ -72,10 +78,15 @@ class InGroup:
 
     def __init__(self) -> None:
         self.saves = dist.get_rank() == 0
+        self.asked_bytes = 0
 
     def stopping(self, signal: str) -> str:
-        is_sent = self.most(bool(signal)) > 0
-        return (signal or "SIGTERM") if is_sent else ""
+        held = torch.tensor(int(bool(signal)), dtype=torch.int32, device=CPU)
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        self.asked_bytes += GLOO.collective(
+            Exchange.ALL_REDUCE, axis="", num_ranks=dist.get_world_size(), nbytes=held.nbytes
+        ).wire_bytes
+        return (signal or "SIGTERM") if held else ""
 
     def same(self, number: int) -> int:
         held = torch.tensor(number, device=CPU)
