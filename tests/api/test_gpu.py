@@ -85,12 +85,14 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
     assert shared.num_devices == ranks
     assert shared.fastest.memory_bytes == alone.memory_bytes // 2
     assert shared.fastest.kind == f"cuda {seen.name}, shared by 2 ranks"
+    # On several hosts each has as many.
+    count = torch.cuda.device_count()
+    hosts = cluster_at(gpu, Cluster.here(ranks=3 * count, hosts=3), cache=CostCache())
+    assert (hosts.num_devices, hosts.hosts, hosts.fastest) == (3 * count, 3, alone)
 
 
-def test_hosts_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
+def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     there, cache = torch.device("cuda", 0), CostCache()
-    with pytest.raises(BadInput, match="is on cuda:0, and ranks on 2 hosts were asked for"):
-        cluster_at(there, Cluster.here(ranks=2, hosts=2), cache=cache)
     far = Far(tmp_path, "1GB/s", "1MiB")
     with pytest.raises(BadInput, match="is on cuda:0, and far memory was given"):
         cluster_at(there, Cluster.here(far=far), cache=cache)

@@ -6,26 +6,32 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from steelyard.api.hosts import (
     Meeting,
     _is_as_it_was,
+    check_neighbours,
     check_seen_by_all,
-    know_hosts,
     meeting,
     on_own_cores,
 )
+from steelyard.api.made_for import other_than_planned
 from steelyard.core.cluster import Cluster
-from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed
+from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed, RanksDiffer
 from steelyard.core.link import Link
 from steelyard.core.machine import this_device
+from steelyard.core.plan import MadeFor
+from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
+from steelyard.measure.exchanges import SIZES
 from steelyard.measure.links import (
     BETWEEN_HOSTS,
     measured_ranks,
@@ -87,7 +93,7 @@ def test_a_first_host_that_was_slow_is_measured_again(
 )
 def test_a_link_that_has_become_another_is_seen(now: tuple[float, float], is_same: bool) -> None:
     with mock.patch("steelyard.api.hosts.looked_at_link", return_value=now):
-        assert _is_as_it_was(LOOK) == is_same
+        assert _is_as_it_was(LOOK, CPU) == is_same
 
 
 def test_a_list_that_cannot_be_written_to_loses_nothing_of_this_process(tmp_path: Path) -> None:
@@ -170,7 +176,7 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
         mock.patch("steelyard.api.hosts._gathered", return_value=everyones),
         pytest.raises(BadInput, match=said),
     ):
-        know_hosts(who)
+        check_neighbours(who)
 
 
 def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
@@ -180,6 +186,27 @@ def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
         Who(size=2).check_size(2, planned_hosts=2)
     with pytest.raises(Mismatch, match="for ranks of one host, and the ranks are on 2"):
         Who(size=2, hosts=2).check_size(2)
+
+
+def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met() -> None:
+    """Also on GPUs, which Cluster.here() knows nothing of."""
+    here = Cluster.here(ranks=2)
+    (joined,) = here.tree.members
+    gpu = replace(here.fastest, kind="cuda NVIDIA H100")
+    on_gpus = replace(here, tree=replace(here.tree, members=(replace(joined, of=gpu),)))
+    planned = MadeFor(
+        model="m", graph="g", decomposition="python-2", runner="python", torch="2.13", batch=(),
+        cluster=on_gpus.on_hosts(4, 2, (1.0,) * 4).fingerprint, ranks=4, hosts=2,
+    )  # fmt: skip
+
+    def notes(cluster: Cluster) -> list[str]:
+        run = replace(planned, ranks=2, hosts=1, cluster=cluster.at_speeds((1.0, 1.0)).fingerprint)
+        return list(other_than_planned(run, planned, cluster))
+
+    assert notes(on_gpus) == []
+    (note,) = notes(here)
+    assert "planned for another machine" in note
+    assert here.on_hosts(4, 2, (1, 1, 1, 0.5)) == Cluster.here(4, hosts=2, speeds=(1, 1, 1, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +280,77 @@ def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None
     alone = Company(1, this_device(ranks=1), hosts=3)
     assert alone.hosts == 1, "what is measured then is remembered as what it is"
     assert alone.notes
+
+
+def test_all_measure_what_joins_them_once_the_first_asks_and_once_for_a_kind_of_device(
+    tmp_path: Path,
+) -> None:
+    store, cache = HashStore(), CostCache(tmp_path / "costs.sqlite")
+    first, second = (Meeting(who=Who(rank=n, size=2, hosts=2), store=store) for n in range(2))
+    measuring: list[tuple[int, int, str]] = []
+
+    def measured(one: Meeting, number: int, home: torch.device) -> None:
+        measuring.append((one.who.rank, number, home.type))
+        said = [said_of(LINK, 2)] * 2
+        remember_hosts(said, ["a", "b"], hosts=2, home=home, look=LOOK, cache=cache)
+
+    heard: list[str] = []
+    hearing = threading.Thread(target=lambda: heard.append(second.hear()))
+    with mock.patch.object(Meeting, "_measure", measured):
+        hearing.start()
+        with first.in_company():
+            for _ in range(2):
+                assert measured_ranks(2, hosts=2, cache=cache).link.bytes_per_second > 0
+        first.tell("a plan")
+        hearing.join(timeout=_SECONDS)
+    assert heard == ["a plan"]
+    assert sorted(measuring) == [(0, 1, "cpu"), (1, 1, "cpu")]
+
+
+def test_who_could_not_measure_says_so_when_the_first_has_told() -> None:
+    store = HashStore()
+    first, second = (Meeting(who=Who(rank=n, size=2, hosts=2), store=store) for n in range(2))
+    differs = RanksDiffer(
+        "rank 1 differs from rank 0 in the kind of device",
+        expected="the same",
+        remedy="none",
+        rank=1,
+        item="kind of device",
+    )
+    raised: list[BaseException] = []
+
+    def hear() -> None:
+        try:
+            second.hear()
+        except RanksDiffer as error:
+            raised.append(error)
+
+    hearing = threading.Thread(target=hear)
+    with mock.patch.object(Meeting, "_measure", side_effect=differs):
+        hearing.start()
+        with first.in_company(), pytest.raises(RanksDiffer):
+            measured_ranks(2, hosts=2)
+        assert hearing.is_alive(), "the first has told nothing yet"
+        first.tell("it failed")
+        hearing.join(timeout=_SECONDS)
+    assert raised == [differs]
+
+
+def test_what_goes_between_gpus_of_hosts_is_of_sizes_that_a_network_carries(tmp_path: Path) -> None:
+    cache, gpu = CostCache(tmp_path / "costs.sqlite"), torch.device("cuda", 0)
+    near = Link(kind="", latency_seconds=1e-5, bytes_per_second=1e11)
+    of_a_host = said_of(near, 2, sizes=SIZES["cuda"]).items()
+    said = [said_of(LINK, 4) | {f"near {name}": seconds for name, seconds in of_a_host}] * 4
+    names = ["a", "a", "b", "b"]
+    with mock.patch("steelyard.measure.links._on_gpus", return_value=", on 2 of a kind"):
+        remember_hosts(said, names, hosts=2, home=gpu, look=LOOK, cache=cache)
+        measured = measured_ranks(4, hosts=2, home=gpu, cache=cache)
+        assert remembered_look(names, hosts=2, home=gpu, cache=cache) == LOOK
+    assert measured.link.bytes_per_second == pytest.approx(1e7)
+    assert measured.near is not None
+    assert measured.near.bytes_per_second == pytest.approx(1e11)
+    assert (measured.slots, measured.slotted) == (None, None)
+    assert remembered_look(names, hosts=2, cache=cache) is None, "of processors nothing is known"
 
 
 @pytest.mark.parametrize("failure", ["absent", "stopped"])

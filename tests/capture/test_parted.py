@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +22,11 @@ from steelyard.capture.parted import parted
 from steelyard.capture.source import Captured, StepSource
 from steelyard.core.collective import GLOO, Exchange
 from steelyard.core.errors import BadInput
-from steelyard.core.graph import Graph, OutputKind, Phase, Role
+from steelyard.core.graph import Argument, Graph, Node, OutputKind, Phase, Role, Symbol
 from steelyard.core.parting import Parting
 from steelyard.core.placement import PARTIAL, REPLICATE, Placement, Shard, fits
+from steelyard.exchange.devices import CPU
+from steelyard.operators import torch_object
 from tests import zoo
 from tests.capture import in_step
 
@@ -268,3 +272,31 @@ def _columns_then_rows(*, layers: int) -> list[tuple[str, Placement]]:
 def _widened(leaf: Any) -> Any:
     is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
     return leaf.to(torch.float64) if is_float else leaf
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_llama", "moe"])
+def test_a_step_on_a_gpu_is_cut_as_one_on_a_processor(name: str) -> None:
+    """What it makes of nothing, like places and masks, it makes there. No GPU is needed to say so:
+    nothing is computed."""
+    whole = Whole.named(name)
+    there = replace(whole.graph, nodes=tuple(map(_on_a_gpu, whole.graph.nodes)))
+    assert there != whole.graph, "nothing was made of nothing"
+    choice, gpu = whole.at_random(1, 2), torch.device("cuda", 0)
+    # A copy that lies otherwise asks for the driver, also where nothing is copied.
+    laid_out = {"steelyard.copy_laid_out": lambda x, *laid: x.new_empty_strided(*laid)}
+    with mock.patch.dict("steelyard.operators._OWN", laid_out):
+        graph = parted(there, choice, rank=1, transport=GLOO, device=gpu)
+    here = whole.in_parts(choice)[1]
+    assert [(n.name, n.outputs) for n in graph.nodes] == [(n.name, n.outputs) for n in here.nodes]
+    assert graph.problems() == []
+
+
+def _on_a_gpu(node: Node) -> Node:
+    args = tuple(map(_argument_on_a_gpu, node.args))
+    kwargs = tuple((key, _argument_on_a_gpu(value)) for key, value in node.kwargs)
+    return replace(node, args=args, kwargs=kwargs)
+
+
+def _argument_on_a_gpu(argument: Argument) -> Argument:
+    is_processor = isinstance(argument, Symbol) and torch_object(argument.text) == CPU
+    return Symbol("torch.device('cuda:0')") if is_processor else argument

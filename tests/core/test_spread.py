@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.core.collective import GLOO, Exchange
+from steelyard.core.collective import GLOO, NCCL, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.layout import DATA, PIPELINE, Layout
 from steelyard.core.link import Link
@@ -40,6 +40,15 @@ def test_what_leaves_a_host(
 ) -> None:
     one = GLOO.collective(kind, axis=DATA, num_ranks=count, nbytes=1 << 20, stride=stride)
     assert Spread(num_ranks=ranks, each=each, near=NEAR).leaving(one) == pytest.approx(leaving)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaving"),
+    [(SUM, 1), (GATHER, 1), (Exchange.REDUCE_SCATTER, 1), (Exchange.ALL_TO_ALL, 64 / 15)],
+)
+def test_nccl_gathers_around_a_ring_too(kind: Exchange, leaving: float) -> None:
+    one = NCCL.collective(kind, axis=DATA, num_ranks=16, nbytes=1 << 20)
+    assert Spread(num_ranks=16, each=8, near=NEAR).leaving(one) == pytest.approx(leaving)
 
 
 @pytest.mark.parametrize(

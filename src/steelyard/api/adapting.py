@@ -81,7 +81,8 @@ class Adapting:
 
     def _looked(self, number: int) -> bool:
         before = self._look.prices.costs.links[DATA]
-        link = measured_now(before)
+        hosts, home = self._look.request.cluster.hosts, self._step.ranks.home
+        link = measured_now(before, hosts=hosts, home=home)
         look = self._look.over(link)
         found = self._better(look) if self._together.saves else None
         text = self._together.words("" if found is None else _SIDE.join(found))

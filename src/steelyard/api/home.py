@@ -1,4 +1,5 @@
-"""The cluster of a step on a GPU of this machine: that GPU, or one for each rank.
+"""The cluster of a step on a GPU of this machine: that GPU, or one for each rank here, and on
+other hosts as many like it.
 
 Not for which device that is: see measure/home.py.
 """
@@ -25,12 +26,6 @@ def cluster_at(
     """``cluster``, where it is this machine and the step lies on a GPU of it: as many GPUs."""
     if home.type == "cpu" or not cluster.is_here:
         return cluster
-    if cluster.hosts > 1:
-        raise BadInput(
-            f"the model is on {home}, and ranks on {cluster.hosts} hosts were asked for",
-            expected="ranks of one machine there: GPUs of several hosts have not been tried",
-            remedy="plan for one host; steelyard.hooks sends gradients in codes between GPUs",
-        )
     if cluster.far is not None:
         raise BadInput(
             f"the model is on {home}, and far memory was given",
@@ -44,7 +39,7 @@ def cluster_at(
             remedy="leave runner= out, or write --runner python",
         )
     check_is_own(home)
-    here = _gpu(home, cluster.fastest, ranks=cluster.num_devices)
+    here = _gpu(home, cluster.fastest, ranks=cluster.ranks_of_a_host)
     gpu = with_measured_rates(here, cache=cache, torch_device=home)
     member = replace(cluster.tree.members[0], of=gpu, count=cluster.num_devices)
     at_home = replace(cluster, tree=replace(cluster.tree, members=(member,)), speeds=())

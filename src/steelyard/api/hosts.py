@@ -12,21 +12,25 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
+from torch import nn
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # public by its documentation
 
-from steelyard.core.errors import BadInput, CheckpointError, RankFailed
+from steelyard.core.errors import BadInput, CheckpointError, RankFailed, SteelyardError
 from steelyard.core.machine import cores_of
 from steelyard.core.printable import printable
+from steelyard.exchange.backends import backend_for
+from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
-from steelyard.measure.company import OTHER_HOSTS
+from steelyard.measure.company import ALL_HOSTS, OTHER_HOSTS
 from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link, work_until
+from steelyard.measure.home import home_of
 from steelyard.measure.links import measured_ranks, remember_hosts, remembered_look
 from steelyard.run.ranks.join import joined, meeting_place
 from steelyard.run.ranks.together import Together
@@ -41,7 +45,7 @@ _PIECE = 4 << 20
 # Capturing, measuring and searching a large model; who plans may take so long.
 _PLANNING_SECONDS, _MEETING_SECONDS, _HEARING_SECONDS = 6 * 3600.0, 600.0, 60.0
 _BEGINNING_SECONDS, _ASKING_SECONDS = 120.0, 0.05
-_TOLD, _CALLED = "told", "called to work"
+_TOLD, _CALLED, _WORK = "told", "called to work", "work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,8 @@ class Meeting:
 
     who: Who
     store: Store
+    # Kinds of device on which it is known what joins them.
+    _known: set[str] = field(default_factory=set)
 
     @property
     def num_ranks(self) -> int:
@@ -65,24 +71,48 @@ class Meeting:
 
     @contextlib.contextmanager
     def in_company(self) -> Iterator[None]:
-        """Within it the others are called to work whenever something is measured here."""
-        before = OTHER_HOSTS.set(self._others_at_work)
+        """Within it the others are called to work whenever something is measured here, and come to
+        measure what joins all."""
+        before, known = OTHER_HOSTS.set(self._others_at_work), ALL_HOSTS.set(self._know)
         try:
             yield
         finally:
             OTHER_HOSTS.reset(before)
+            ALL_HOSTS.reset(known)
 
     @contextlib.contextmanager
     def _others_at_work(self) -> Iterator[None]:
-        number = self.store.add(_CALLED, 1)
+        number = self._called(_WORK)
         try:
-            self.store.set(f"work/{number}", "")
-            self._wait_for_work(number)
+            self._wait_for_others(number)
             yield
         finally:
             self.store.set(f"rest/{number}", "")
 
-    def _wait_for_work(self, number: int) -> None:
+    def _know(self, home: torch.device) -> None:
+        if home.type not in self._known:
+            number = self._called(home.type)
+            self._wait_for_others(number)
+            self._measure(number, home)
+            self._known.add(home.type)
+
+    def _called(self, to: str) -> int:
+        number = int(self.store.add(_CALLED, 1))
+        self.store.set(f"work/{number}", to)
+        return number
+
+    def _measure(self, number: int, home: torch.device) -> None:
+        """All that were called do."""
+        who, words = self.who, words_of_gpu(home, self.who)
+        store = PrefixStore(f"measured/{number}", self.store)
+        backend = backend_for(home, ranks=who.size // who.hosts)
+        with (
+            told_by_itself(who),
+            joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store, backend=backend),
+        ):
+            know_hosts(who, home)
+
+    def _wait_for_others(self, number: int) -> None:
         begun = [f"at work/{number}/{rank}" for rank in range(1, self.num_ranks)]
         try:
             self._wait(begun, _BEGINNING_SECONDS)
@@ -110,8 +140,7 @@ class Meeting:
     def hear(self) -> str:
         """What the first tells; at work meanwhile, whenever it is called to."""
         try:
-            with on_own_cores(self.who):
-                self._work_until_told()
+            failed = self._work_until_told()
             numbers = range(int(self.store.get(_TOLD)))
             whole = b"".join(self.store.get(f"{_TOLD}/{number}") for number in numbers)
             self.store.set(f"heard/{self.who.rank}", "")
@@ -123,10 +152,14 @@ class Meeting:
                 rank=0,
                 cause="absent",
             ) from error
+        if failed is not None:
+            raise failed
         return zlib.decompress(base64.b64decode(whole)).decode()
 
-    def _work_until_told(self) -> None:
+    def _work_until_told(self) -> SteelyardError | None:
+        """What went wrong here meanwhile, of which the first is told by then."""
         until, number = time.monotonic() + _PLANNING_SECONDS, 1
+        failed = None
 
         def is_over(number: int) -> bool:
             # Who called may have been stopped, and say so.
@@ -137,11 +170,20 @@ class Meeting:
             if time.monotonic() > until:
                 raise DistError(f"nothing within {_PLANNING_SECONDS:g} s")
             if self.store.check([f"work/{number}"]):
+                to = self.store.get(f"work/{number}").decode()
                 self.store.set(f"at work/{number}/{self.who.rank}", "")
-                work_until(partial(is_over, number))
+                if to == _WORK:
+                    with on_own_cores(self.who):
+                        work_until(partial(is_over, number))
+                else:
+                    try:
+                        self._measure(number, own_device(to))
+                    except SteelyardError as error:
+                        failed = error
                 number += 1
             else:
                 time.sleep(_ASKING_SECONDS)
+        return failed
 
     def _wait(self, keys: Sequence[str], seconds: float) -> None:
         """By asking: while a store waits no signal is heard, and what it waits in vain it says."""
@@ -154,7 +196,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
-    """All that were started together know what joins them; ``asked`` is the same on all."""
+    """All that were started together; ``asked`` is the same on all."""
     who = who_am_i(os.environ)
     if who.hosts == 1:
         raise BadInput(
@@ -172,31 +214,47 @@ def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
     store = meeting_place(who)
     words = {"torch": torch.__version__, **asked}
     with told_by_itself(who), joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store):
-        know_hosts(who)
+        check_neighbours(who)
     yield Meeting(who=who, store=store)
 
 
-def know_hosts(who: Who) -> None:
-    """Within a group of as many ranks on each host: what joins them is measured, unless all
-    remember it of just these hosts and it is as it was."""
+def know_hosts(who: Who, home: torch.device) -> None:
+    """Within a group of as many ranks on each host: what joins them is measured from where a step
+    lies, unless all remember it of just these hosts and it is as it was."""
     cache, hosts = CostCache(), who.hosts
-    _check_neighbours(who)
     names = [str(name) for name in _gathered(socket.gethostname())]
-    before = _gathered(remembered_look(names, hosts=hosts, cache=cache))
+    before = _gathered(remembered_look(names, hosts=hosts, home=home, cache=cache))
     with on_own_cores(who):
-        if None not in before and len({*before}) == 1 and _is_as_it_was(before[0]):
+        if None not in before and len({*before}) == 1 and _is_as_it_was(before[0], home):
             return
-        said, look = _gathered(figures_of_this_rank(hosts=hosts)), looked_at_link()
+        figures = figures_of_this_rank(hosts=hosts, home=home)
+        said, look = _gathered(figures), looked_at_link(home)
     # By the cores of the host, on all of which a plan is made.
-    remember_hosts(said, names, hosts=hosts, look=look, cache=cache)
+    remember_hosts(said, names, hosts=hosts, home=home, look=look, cache=cache)
 
 
-def know_ranks_here(num_ranks: int) -> None:
+def know_ranks_here(num_ranks: int, model: nn.Module) -> None:
     """What joins so many ranks of this host alone, where nobody has measured it."""
-    measured_ranks(num_ranks, cache=CostCache())
+    measured_ranks(num_ranks, home=home_of(model), cache=CostCache())
 
 
-def _check_neighbours(who: Who) -> None:
+def own_device(kind: str) -> torch.device:
+    """The one of this process."""
+    if kind == "cpu" or not torch.cuda.is_available():
+        return CPU
+    return torch.device(kind, torch.cuda.current_device())
+
+
+def words_of_gpu(home: torch.device, who: Who) -> dict[str, str]:
+    """What has to be alike on all hosts: one of another kind would take other times, and hold
+    less."""
+    if home.type == "cpu":
+        return {"kind of device": "a processor"}
+    many = "" if who.size // who.hosts <= torch.cuda.device_count() else ", shared by ranks"
+    return {"kind of device": f"{torch.cuda.get_device_properties(home).name}{many}"}
+
+
+def check_neighbours(who: Who) -> None:
     """All say the same of it: nobody waits for one that has gone."""
     each = who.size // who.hosts
     found = _gathered((who.local_rank, os.sched_getaffinity(0)))
@@ -236,9 +294,9 @@ def keep_to_cores_of(who: Who) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 
 
-def _is_as_it_was(before: tuple[float, ...]) -> bool:
+def _is_as_it_was(before: tuple[float, ...], home: torch.device) -> bool:
     """Of a small and a larger exchange, each."""
-    pairs = zip(looked_at_link(), before, strict=True)
+    pairs = zip(looked_at_link(home), before, strict=True)
     return all(abs(now - then) <= _OTHER_SHARE * then + _OTHER_SECONDS for now, then in pairs)
 
 

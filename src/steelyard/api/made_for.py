@@ -56,7 +56,7 @@ def cluster_for(decisions: Decisions) -> Cluster:
     return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds, far=decisions.far)
 
 
-def other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:
+def other_than_planned(ours: MadeFor, theirs: MadeFor, here: Cluster) -> Iterator[str]:
     """What leaves the rules as good as they were, and may change what they cost or compute."""
     if ours.batch != theirs.batch:
         yield "planned for another batch shape; the same rules were predicted anew"
@@ -65,20 +65,20 @@ def other_than_planned(ours: MadeFor, theirs: MadeFor) -> Iterator[str]:
             "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
             "the step as it is now that was predicted, and runs"
         )
-    if ours.cluster not in (theirs.cluster, _part_of(theirs, ours.ranks)):
+    if ours.cluster not in (theirs.cluster, _part_of(theirs, ours.ranks, here)):
         yield "planned for another machine or number of threads; predicted anew for this one"
 
 
-def _part_of(theirs: MadeFor, ranks: int) -> str:
+def _part_of(theirs: MadeFor, ranks: int, here: Cluster) -> str:
     """What a machine like this is for a plan that was made for several hosts like it, and lies on
     so many of their ranks."""
     if theirs.hosts == 1:
         return theirs.cluster
     speeds, hosts = theirs.speeds or (1.0,) * theirs.ranks, theirs.hosts_of(ranks)
-    whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
+    whole = here.on_hosts(theirs.ranks, theirs.hosts, speeds)
     if whole.fingerprint != theirs.cluster:
         return theirs.cluster
-    return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds[:ranks]).fingerprint
+    return here.on_hosts(ranks, hosts, speeds[:ranks]).fingerprint
 
 
 def check_cluster(decisions: Decisions, cluster: Cluster) -> None:

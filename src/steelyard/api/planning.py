@@ -427,7 +427,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     program = look.struck(decisions.rules)
     predicted, lost = _lossy(look, decisions, program)
     held = _batch_held(look, decisions.rules)
-    notes = [*lost, *look.notes(), *held, *other_than_planned(look.made_for(), decisions.made_for)]
+    others = other_than_planned(look.made_for(), decisions.made_for, look.prices.cluster)
+    notes = [*lost, *look.notes(), *held, *others]
     far, limit = decisions.far, decisions.budget.memory_bytes
     if far is not None and program.far_bytes > far.size_bytes:
         raise Mismatch(

@@ -17,7 +17,7 @@ from steelyard import _torch
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.core.cluster import Cluster, Link
-from steelyard.core.collective import SLOTS, Exchange
+from steelyard.core.collective import SLOTS, Exchange, Transport
 from steelyard.core.costs import Costs, Missing, OperatorCost, Survey
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Graph, Node
@@ -95,9 +95,10 @@ class Prices:
         self.cluster = cluster
         self._device = cluster.fastest
         of_a_host, hosts = (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
-        # Each on a GPU of its own they are in nobody's way.
-        sharers = of_a_host if home.type == "cpu" else 1
-        self._company = Company(sharers, self._device, hosts=hosts)
+        if home.type != "cpu":
+            # Each on a GPU of its own they are in nobody's way.
+            of_a_host = hosts = 1
+        self._company = Company(of_a_host, self._device, hosts=hosts)
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
@@ -408,6 +409,10 @@ class PricedSource:
         self._source = source
         self._prices = prices
         self._updates: dict[tuple[Parting, ...], Program] = {}
+
+    @property
+    def transport(self) -> Transport:
+        return self._source.transport
 
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches, share=share)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from steelyard import _torch
-from steelyard.api.hosts import keep_to_cores_of, know_hosts
+from steelyard.api.hosts import check_neighbours, keep_to_cores_of, know_hosts, words_of_gpu
 from steelyard.api.workload import Workload
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import ALONE, DATA, PIPELINE, Layout
@@ -162,10 +162,13 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
     who, home = who_am_i(os.environ), home_of(workload.model)
     check_is_own(home)
+    if who.hosts > 1:
+        words |= words_of_gpu(home, who)
     backend = backend_for(home, ranks=who.size // who.hosts)
     with joined(who, words, timeout_seconds=timeout_seconds, backend=backend):
         if who.hosts > 1:
-            know_hosts(who)
+            check_neighbours(who)
+            know_hosts(who, home)
         yield
 
 

@@ -23,7 +23,9 @@ from steelyard.operators import live, operator_named
 class LocalNodes:
     """The nodes so far, and a fake tensor for each of their values."""
 
-    def __init__(self, *, axis: str, num_ranks: int, rank: int, transport: Transport) -> None:
+    def __init__(
+        self, *, axis: str, num_ranks: int, rank: int, transport: Transport, device: torch.device
+    ) -> None:
         self.num_ranks = num_ranks
         self.rank = rank
         self.nodes: list[Node] = []
@@ -31,6 +33,8 @@ class LocalNodes:
         self.by_name: dict[str, Node] = {}
         self._axis = axis
         self._transport = transport
+        # Where all inputs lie, of which a graph says nothing.
+        self._device = device
         self._mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._values: dict[str, Any] = {}
         self._numbers: dict[int, int] = {}
@@ -39,7 +43,10 @@ class LocalNodes:
     def input(self, node: Node, tensor: Tensor, storage: Storage) -> None:
         with self._mode:
             fake = torch.empty_strided(
-                tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype)
+                tensor.shape,
+                tensor.stride,
+                dtype=getattr(torch, tensor.dtype),
+                device=self._device,
             )
         number = self._numbers[_torch.storage_key(fake)] = len(self.storages)
         self.storages.append(storage)
@@ -98,7 +105,7 @@ class LocalNodes:
         elif kind is Exchange.REDUCE_SCATTER:
             shape[0] //= self.num_ranks
         with self._mode:
-            fake = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
+            fake = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device=self._device)
         collective = self._transport.collective(
             kind, axis=self._axis, num_ranks=self.num_ranks, nbytes=whole
         )

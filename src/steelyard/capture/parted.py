@@ -10,6 +10,8 @@ placements: see search/.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from steelyard.capture.local import LocalNodes, numbered
 from steelyard.capture.operator_rules import VALUELESS, argument_dim
 from steelyard.capture.redistribution import contiguous, received_bytes, redistributed
@@ -42,13 +44,16 @@ from steelyard.core.placement import (
     local_shape,
     local_tensor,
 )
+from steelyard.exchange.devices import CPU
 from steelyard.operators import is_pointwise
 
 
-def parted(graph: Graph, choice: Parting, *, rank: int, transport: Transport) -> Graph:
+def parted(
+    graph: Graph, choice: Parting, *, rank: int, transport: Transport, device: torch.device = CPU
+) -> Graph:
     """The graph that rank ``rank`` runs; those of all ranks exchange the same in the same order."""
     _check(graph, choice)
-    work = _Parting(graph, choice, rank, transport)
+    work = _Parting(graph, choice, rank, transport, device)
     for node in graph.nodes:
         work.place(node)
     return work.result()
@@ -81,13 +86,24 @@ class _Held:
 
 
 class _Parting:
-    def __init__(self, graph: Graph, choice: Parting, rank: int, transport: Transport) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        choice: Parting,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
         self._graph = graph
         self._inputs = dict(choice.inputs)
         self._chosen = dict(choice.values)
         self._num_ranks = choice.num_ranks
         self._local = LocalNodes(
-            axis=choice.axis, num_ranks=choice.num_ranks, rank=rank, transport=transport
+            axis=choice.axis,
+            num_ranks=choice.num_ranks,
+            rank=rank,
+            transport=transport,
+            device=device,
         )
         self._held: dict[str, _Held] = {}
         # Of calls with several results, what each lies as, and its value where it has one already.

@@ -28,7 +28,7 @@ from steelyard.capture.regions import regions
 from steelyard.capture.short import Short, shortened
 from steelyard.capture.stages import cut_into_stages, end_of, refuse_unknown_draws
 from steelyard.capture.trace import Loss, trace
-from steelyard.core.collective import GLOO
+from steelyard.core.collective import GLOO, NCCL, Transport
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph, OutputKind
 from steelyard.core.parting import Parting, Region
@@ -36,6 +36,7 @@ from steelyard.core.placement import Shard
 from steelyard.core.plan import BatchEntry
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.updates import WEIGHT, update_of
+from steelyard.exchange.devices import CPU
 from steelyard.exchange.schedules import order_under
 from steelyard.exchange.statistics import normalising
 
@@ -79,6 +80,17 @@ class StepSource:
         default_factory=dict, init=False
     )
     _updates_in_parts: dict[Sharing, Program] = field(default_factory=dict, init=False)
+
+    @property
+    def transport(self) -> Transport:
+        """Gloo, but of GPUs; where ranks share one, to try things, it is said to be NCCL, too."""
+        return GLOO if self._home == CPU else NCCL
+
+    @property
+    def _home(self) -> torch.device:
+        """What is only imagined is captured as if it lay on the processor."""
+        held = (x.device for x in (*self.model.parameters(), *self.model.buffers()))
+        return next((device for device in held if device.type == "cuda"), CPU)
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
         """Of one of as many equal parts of the batch, or of so many of them."""
@@ -163,7 +175,9 @@ class StepSource:
     def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
         key = graph.fingerprint, choice, rank
         if key not in self._parted:
-            self._parted[key] = parted(graph, choice, rank=rank, transport=GLOO)
+            self._parted[key] = parted(
+                graph, choice, rank=rank, transport=self.transport, device=self._home
+            )
         return self._parted[key]
 
     def in_stages(

@@ -66,8 +66,10 @@ def _on_hosts(wanted: Wanted) -> int:
     # Each host has a file of its own, which may have been edited.
     refuse_to_lose(wanted.path)
     with planning(wanted.shown) as tell:
-        tell("meeting the other hosts, and measuring what joins them")
+        tell("meeting the other hosts")
         from steelyard import api
+
+        api.keep_to_own_gpu()
 
         with api.meeting(_in_words(wanted)) as met:
             if not met.is_first:
@@ -162,7 +164,7 @@ def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
             # Its ranks would each find that nobody has measured them, all at one time.
             from steelyard import api
 
-            api.know_ranks_here(laid.ranks)
+            api.know_ranks_here(laid.ranks, planned.look.source.model)
         hint(f"next: {_next(wanted, laid)}", shown)
     return OK if tree.fits else INFEASIBLE
 

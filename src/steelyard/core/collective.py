@@ -147,4 +147,4 @@ GLOO = Transport(
 # Each writes to the others what is theirs, and reads what came where it lies: nothing is copied.
 THROUGH_SLOTS = Transport(name="slots", is_pinned=True)
 # Nothing of it was metered here: what it holds besides arguments and results is not reckoned.
-NCCL = Transport(name="nccl")
+NCCL = Transport(name="nccl", keeps_input=GLOO.keeps_input)

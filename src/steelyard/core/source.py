@@ -6,6 +6,7 @@ Not for capturing it: see capture/.
 from dataclasses import dataclass
 from typing import Protocol
 
+from steelyard.core.collective import Transport
 from steelyard.core.graph import Graph
 from steelyard.core.layout import Layout
 from steelyard.core.parting import Parting, Region
@@ -15,6 +16,11 @@ from steelyard.core.program import Pipeline, Program
 class Source(Protocol):
     """The global batch in ``micro_batches`` equal parts, and the graph of one, or of so many of
     them together as ``share`` says."""
+
+    @property
+    def transport(self) -> Transport:
+        """What carries the exchanges of ranks that hold it."""
+        ...
 
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph: ...
 
@@ -65,6 +71,10 @@ class Laid:
     source: Source
     layout: Layout
     rank: int = 0
+
+    @property
+    def transport(self) -> Transport:
+        return self.source.transport
 
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
         own = self.layout.share_of(self.rank)

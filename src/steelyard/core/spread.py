@@ -41,13 +41,15 @@ class Spread:
 
     def leaving(self, collective: Collective) -> float:
         """The bytes that leave the busiest host, for each that a rank sends."""
-        is_sum, stride = collective.kind is Exchange.ALL_REDUCE, collective.stride
+        kind, stride = collective.kind, collective.stride
+        is_sum = kind is Exchange.ALL_REDUCE
         if collective.axis == PIPELINE and not is_sum:
             return _handed_on(self.each, collective.places, stride)
         if collective.axis == DATA:
             stride *= self.group
         groups = _groups(self.num_ranks, collective.num_ranks, stride, collective.places)
-        return _exchanged(groups, self.each, is_ring=is_sum)
+        is_ring = not collective.is_direct and kind is not Exchange.ALL_TO_ALL
+        return _exchanged(groups, self.each, is_ring=is_ring)
 
 
 # The search asks for the same few over and over.

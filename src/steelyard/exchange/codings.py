@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 from steelyard.core.codec import CODES, Codec, codec_of, is_worth_factors
-from steelyard.core.collective import GLOO
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node
 from steelyard.core.program import Program
@@ -112,7 +111,7 @@ def _with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Prog
             expected="parameters that every rank holds as a whole, each in one rule",
             remedy=f"take it out of the {rules[0].trade} rules, or plan again",
         )
-    graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=GLOO)
+    graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
     return program.with_graph(source.rewritten(graph))
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -38,6 +38,8 @@ _IDLE = "ranks were measured beside ranks that had nothing to do: what they woul
 _ALONE = "operators were measured while the other hosts had nothing to do"
 # How other hosts come to work, where some wait for what is found here.
 OTHER_HOSTS: ContextVar[Beside | None] = ContextVar("other hosts", default=None)
+# How all that met come to measure what joins them, where a step lies like one here.
+ALL_HOSTS: ContextVar[Callable[[torch.device], None] | None] = ContextVar("hosts", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

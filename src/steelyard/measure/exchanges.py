@@ -49,6 +49,13 @@ class Sizes(NamedTuple):
 
 
 SIZES = {"cpu": Sizes(4096, 1 << 20, 16 << 20), "cuda": Sizes(4096, 16 << 20, 128 << 20)}
+
+
+def sizes_of(home: torch.device, hosts: int) -> Sizes:
+    """What lies on GPUs goes over a network, too, where large sizes would take minutes."""
+    return SIZES["cpu" if hosts > 1 else home.type]
+
+
 # Several ranks of a core, on a machine that others share, have taken more than two minutes.
 SECONDS = 600
 DOUBT = 0.15
@@ -85,8 +92,8 @@ def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
 
 def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[str, float]:
     """What this rank of the group measures, while all others of it do; on several hosts slots are
-    written by NIXL, where it is and each has one rank, and nobody says of their cores that they are
-    alike."""
+    written by NIXL, where it is and each has one rank, and between their GPUs there are none; and
+    nobody says of their cores that they are alike."""
     take_turns()  # as in a step
     with torch.no_grad(), _at(home):
         each = dist.get_world_size() // hosts
@@ -96,10 +103,12 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
             product_seconds = partial(_product_seconds_of_host, each)
         slots: _MakesSlots | None = Pinned if hosts == 1 else pinned_among if each == 1 else None
         if _is_on_gpu():
-            product_seconds, slots = _product_seconds_of_gpu, partial(pinned_among, device=_here())
+            product_seconds = _product_seconds_of_gpu
+            slots = partial(pinned_among, device=home) if hosts == 1 else None
         products = [product_seconds()]
         # Messages are measured where the slowest are.
-        figures = _figures(slots=slots, other=each if hosts > 1 else 1)
+        other, sizes = (each if hosts > 1 else 1), sizes_of(home, hosts)
+        figures = _figures(sizes, slots=slots, other=other)
         if hosts > 1 and each > 1:
             figures |= _among_neighbours(each)
         products += [product_seconds() for _ in range(_WINDOWS - 1)]
@@ -114,7 +123,7 @@ def _among_neighbours(each: int) -> dict[str, float]:
     for first in range(0, dist.get_world_size(), each):
         group = dist.new_group(list(range(first, first + each)))
         own = group if first <= dist.get_rank() < first + each else own
-    small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES["cpu"])
+    small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES[_here().type])
     often = 3 * _ROUNDS
     timed = ("small", small, often), ("middle", middle, often), ("large", large, _ROUNDS)
     found = {f"near {name}": _seconds(x, rounds, group=own) for name, x, rounds in timed}
@@ -125,9 +134,9 @@ def _among_neighbours(each: int) -> dict[str, float]:
     return found
 
 
-def _figures(*, slots: _MakesSlots | None, other: int) -> dict[str, float]:
+def _figures(sizes: Sizes, *, slots: _MakesSlots | None, other: int) -> dict[str, float]:
     """``other`` is the rank to which the first hands something."""
-    small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES[_here().type])
+    small, middle, large = (_ones(nbytes // 4) for nbytes in sizes)
     begin, calls = time.thread_time(), 3 * _ROUNDS
     seconds = {"small": _seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
@@ -189,11 +198,11 @@ def _slowest(seconds: float) -> float:
     return float(most)
 
 
-def measured_now(before: Link) -> Link:
+def measured_now(before: Link, *, hosts: int = 1, home: torch.device = CPU) -> Link:
     """What joins the ranks of this group, which all come together in the middle of a run; what an
     exchange takes of a core is as ``before``. The same on each of them."""
-    num_ranks, sizes = dist.get_world_size(), SIZES["cpu"][:2]
-    with torch.no_grad(), _at(CPU):
+    num_ranks, sizes = dist.get_world_size(), sizes_of(home, hosts)[:2]
+    with torch.no_grad(), _at(home):
         small, middle = (_ones(nbytes // 4) for nbytes in sizes)
         timed = torch.tensor(
             [_seconds(small, _ROUNDS), _seconds(middle, _FEW_ROUNDS)], dtype=torch.float64
@@ -209,12 +218,12 @@ def measured_now(before: Link) -> Link:
     return replace(before, latency_seconds=latency, bytes_per_second=rate, doubt=DOUBT)
 
 
-def looked_at_link() -> tuple[float, float]:
-    """What a small and a larger exchange of all ranks take at best, the same on each of them: so
-    it is seen in a moment whether a link has become another."""
-    with torch.no_grad(), _at(CPU):
-        best = []
-        for nbytes, rounds in zip(SIZES["cpu"][:2], (3 * _ROUNDS, _FEW_ROUNDS), strict=True):
+def looked_at_link(home: torch.device = CPU) -> tuple[float, float]:
+    """What a small and a larger exchange of all ranks, on several hosts, take at best, the same on
+    each of them: so it is seen in a moment whether a link has become another."""
+    with torch.no_grad(), _at(home):
+        best, sizes = [], sizes_of(home, 2)[:2]
+        for nbytes, rounds in zip(sizes, (3 * _ROUNDS, _FEW_ROUNDS), strict=True):
             x = _ones(nbytes // 4)
             dist.all_reduce(x)
             best.append(min(_took(partial(dist.all_reduce, x)) for _ in range(rounds)))

@@ -24,7 +24,8 @@ from steelyard.core.machine import cores_of
 from steelyard.exchange.devices import CPU
 from steelyard.exchange.pinned_between import is_able
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import DOUBT, NEXT_TO_NONE, SECONDS, SIZES, Sizes
+from steelyard.measure.company import ALL_HOSTS
+from steelyard.measure.exchanges import DOUBT, NEXT_TO_NONE, SECONDS, SIZES, Sizes, sizes_of
 
 BETWEEN_HOSTS, BETWEEN_GPUS = "network between hosts", "between GPUs"
 _FIGURES = ("latency", "rate", "call", "disturbs")
@@ -69,10 +70,12 @@ def measured_ranks(
     """So many ranks, measured once and remembered: on this machine they are started for it, where
     ``home`` is one of its GPUs each on one, and those of several hosts have met before."""
     context = context_of(num_ranks, hosts=hosts, home=home)
-    found = cache.read_rates(context) if cache else {}
+    found = cache.read_rates(context) if cache and hosts == 1 else {}
     if hosts > 1:
+        if (together := ALL_HOSTS.get()) is not None:
+            together(home)
         # What was found in this process holds, whatever became of the list.
-        found = _met_here.get(context, found)
+        found = _met_here.get(context, cache.read_rates(context) if cache else {})
         if not is_whole(found, num_ranks, hosts=hosts):
             each = num_ranks // hosts
             raise BadInput(
@@ -103,27 +106,29 @@ def remember_hosts(
     names: Sequence[str],
     *,
     hosts: int,
+    home: torch.device = CPU,
     look: Sequence[float],
     cache: CostCache,
 ) -> None:
     """What the ranks, which have their hosts' names, said of themselves; ``look`` is what they will
     look at when they meet again."""
-    context = context_of(len(names), hosts=hosts)
+    context = context_of(len(names), hosts=hosts, home=home)
     looked_at = dict(zip(_LOOK, look, strict=True))
-    figures = fitted(said, each=len(names) // hosts)
+    near, each = SIZES[home.type], len(names) // hosts
+    figures = fitted(said, sizes=sizes_of(home, hosts), near=near, each=each)
     found = {**figures, **looked_at, _NAMES: _number_of(names)}
     _met_here[context] = found
     cache.write_rates(context, found)
 
 
 def remembered_look(
-    names: Sequence[str], *, hosts: int, cache: CostCache
+    names: Sequence[str], *, hosts: int, home: torch.device = CPU, cache: CostCache
 ) -> tuple[float, ...] | None:
     """What was looked at when ranks of hosts of these names last met; None where others did, or
     nobody, or where the first was not the fastest: no plan is refused for what it may have done
     just then."""
     num_ranks = len(names)
-    found = cache.read_rates(context_of(num_ranks, hosts=hosts))
+    found = cache.read_rates(context_of(num_ranks, hosts=hosts, home=home))
     is_known = is_whole(found, num_ranks, hosts=hosts) and {*_LOOK} <= found.keys()
     if not is_known or found.get(_NAMES) != _number_of(names):
         return None
@@ -209,11 +214,16 @@ def _on_gpus(home: torch.device) -> str:
 
 
 def fitted(
-    said: Sequence[Mapping[str, float]], *, sizes: Sizes = SIZES["cpu"], each: int = 1
+    said: Sequence[Mapping[str, float]],
+    *,
+    sizes: Sizes = SIZES["cpu"],
+    near: Sizes = SIZES["cpu"],
+    each: int = 1,
 ) -> dict[str, float]:
     """A line through the times of a small and two large exchanges, as a ring sends them, and one
     through those of messages from one rank to the next; of what each rank said, the slowest
-    counts. There are ``each`` on one host, which may have exchanged something for themselves."""
+    counts. There are ``each`` on one host, which may have exchanged something for themselves, as
+    large as ``near``."""
     num_ranks, speeds = len(said), _speeds(said, each)
     timed = {name: max(one[name] for one in said) for name in said[0]}
     latency, rate = _latency_and_rate(timed, num_ranks, sizes)
@@ -223,7 +233,7 @@ def fitted(
         "rate": rate,
         "call": max(timed["call"] / hops, NEXT_TO_NONE),
         "disturbs": _slowing("disturbs", said, speeds),
-        **_among_neighbours(timed, sizes, each),
+        **_among_neighbours(timed, near, each),
         **({"near disturbs": _slowing("near disturbs", said, speeds)} if each > 1 else {}),
         **_handed_on(timed, sizes),
         "hand disturbs": _slowing("hand disturbs", said, speeds),

@@ -11,7 +11,6 @@ giving a rank its part of the weights or of what the optimizer keeps.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from steelyard.core.collective import GLOO
 from steelyard.core.layout import DATA
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
@@ -69,18 +68,18 @@ class ShardBatch:
         # Those that hold the same part of a model are as far apart as its parts are many.
         stride = program.layout.tensor
         before = program.graph
-        graph = synchronised(before, layout=program.layout, transport=GLOO)
+        graph = synchronised(before, layout=program.layout, transport=source.transport)
         if graph is not before:
             graph = source.rewritten(graph)
         graph = with_whole_loss(
-            graph, num_ranks=ranks, transport=GLOO, axis=DATA, stride=stride,
+            graph, num_ranks=ranks, transport=source.transport, axis=DATA, stride=stride,
             repeats=program.repeats,
         )  # fmt: skip
         graph = bucketed_all_reduce(
             graph,
             bucket_bytes=max(rule.bucket_bytes for rule in rules),
             num_ranks=ranks,
-            transport=GLOO,
+            transport=source.transport,
             axis=DATA,
             stride=stride,
             repeats=program.repeats,

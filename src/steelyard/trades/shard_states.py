@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.collective import GLOO
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Role
 from steelyard.core.layout import DATA
@@ -108,7 +107,7 @@ class ShardStates:
                 check_shared(graph, name, layout.batch)
         else:
             graph = gathered(
-                program.graph, names, num_ranks=layout.batch, transport=GLOO, axis=DATA,
+                program.graph, names, num_ranks=layout.batch, transport=source.transport, axis=DATA,
                 stride=layout.tensor, again=[name for name, rule in named if rule.times > 1],
                 together={name: rule.bucket_bytes for name, rule in named},
             )  # fmt: skip

@@ -8,7 +8,6 @@ gradients that are dense.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from steelyard.core.collective import GLOO
 from steelyard.core.errors import Mismatch
 from steelyard.core.program import Program
 from steelyard.core.rules import ROWS, Rule
@@ -69,7 +68,7 @@ class SparseGradients:
                 expected="a table that is looked up and read in no other way, in one micro-batch",
                 remedy="take it out of the sparse_gradients rules, or plan again",
             )
-        graph = in_rows(program.graph, named, num_ranks=layout.batch, transport=GLOO)
+        graph = in_rows(program.graph, named, num_ranks=layout.batch, transport=source.transport)
         return program.with_graph(source.rewritten(graph))
 
 

@@ -95,6 +95,7 @@ _REMEDIES = {
     _SIZE: "start all ranks with the same number of ranks, from one launcher",
     "torch": "install the same torch on every host",
     "plan": "give all ranks the same plan file",
+    "kind of device": "put the model on a processor, or on GPUs of one kind, on all hosts",
 }
 
 
