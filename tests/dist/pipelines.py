@@ -402,5 +402,6 @@ def _peaks(
         order, stages = program.pipeline.order, program.pipeline.stages
         costs = [stage_cost(s, stages.graph, COSTS) for s in stages.stages]
         metered = meter_once(lambda step=step: step.backward(batch), device=here()).peak_bytes
-        found[schedule] = (replay(order, costs).peak_bytes[rank], metered)
+        replayed = replay(order, costs, is_by_host=program.pipeline.is_by_host)
+        found[schedule] = (replayed.peak_bytes[rank], metered)
     return found

@@ -259,6 +259,27 @@ def test_what_is_sent_on_and_kept_and_handed_back_is_there_once() -> None:
     assert sending[-1].held_bytes == keeping[-1].held_bytes
 
 
+@pytest.mark.parametrize("schedule", _PER_RANK)
+def test_messages_by_way_of_hosts_take_room_while_they_are_read(schedule: str) -> None:
+    order = _order(schedule, 2, 8)
+    alone = replace(_cost(1, 1, 1), sends={}, sends_back={})
+    ends = [
+        replace(alone, sends={"on": 3}, receives_back={"back": 3}),
+        replace(alone, receives={"on": 3}, sends_back={"back": 3}),
+    ]
+
+    def actions(stages: list[StageCost], *, is_by_host: bool = False) -> list[Replayed]:
+        played = replay(order, stages, is_by_host=is_by_host)
+        return [done for rank in played.ranks for done in rank]
+
+    by_host, waiting = actions(ends, is_by_host=True), actions(ends)
+    for none, less, more in zip(actions([alone] * 2), by_host, waiting, strict=True):
+        reads = less.action.work is (Work.FORWARD if less.rank else Work.BACKWARD)
+        assert less.held_bytes - none.held_bytes == (3 if reads else 0), less.action
+        assert more.held_bytes >= less.held_bytes
+    assert any(a.held_bytes > b.held_bytes for a, b in zip(waiting, by_host, strict=True))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_torch_writes_is_read_back(schedule: str) -> None:
     order = _order(schedule, 2, 8)

@@ -193,7 +193,9 @@ class StepSource:
             num_stages=len(stages.stages),
             micro_batches=program.repeats,
         )
-        found = Pipeline(schedule=schedule, stages=stages, order=order)
+        found = Pipeline(
+            schedule=schedule, stages=stages, order=order, is_by_host=self._home != CPU
+        )
         if program.update is None:
             return found
         updates = (

@@ -57,7 +57,8 @@ class Pipeline:
     """How a program's micro-batches go through stages: who holds which, and works when.
 
     ``updates`` are the optimizer's steps of the ranks, each on what its stages hold. ``is_pinned``:
-    messages go through memory that the ranks share.
+    messages go through memory that the ranks share; ``is_by_host``: those that do not wait on the
+    ranks' hosts, whose memory is not what the step lies in.
     """
 
     schedule: str
@@ -65,6 +66,7 @@ class Pipeline:
     order: Order
     updates: tuple["Program", ...] = ()
     is_pinned: bool = False
+    is_by_host: bool = False
 
     def held(self, rank: int) -> frozenset[str]:
         """The model's tensors that stages of this rank read or give a gradient to."""

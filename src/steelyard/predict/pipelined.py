@@ -223,7 +223,12 @@ class Pipelined:
             self._stages, self._order, lambda n: whole * device(self._costs.seconds(n))
         )
         delayed = [_later(s, p) for s, p in zip(stages, passing)]
-        played = replay(self._order, delayed, disturbs=0.0 if link is None else self._disturbs())
+        played = replay(
+            self._order,
+            delayed,
+            disturbs=0.0 if link is None else self._disturbs(),
+            is_by_host=self._pipeline.is_by_host and not self._pipeline.is_pinned,
+        )
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
         taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
         begin = self._sums.begin(taken)

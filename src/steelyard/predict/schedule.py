@@ -78,15 +78,22 @@ class Replay:
         return tuple(max(r.held_bytes for r in ranked) for ranked in self.ranks)
 
 
-def replay(order: Order, stages: Sequence[StageCost], *, disturbs: float = 0.0) -> Replay:
+def replay(
+    order: Order,
+    stages: Sequence[StageCost],
+    *,
+    disturbs: float = 0.0,
+    is_by_host: bool = False,
+) -> Replay:
     """Every rank takes up its next action when it is done with the last and what it reads has come;
     between two ranks one message goes after another. While one is under way, what both work on is
-    slowed by the share of that time that it ``disturbs`` them for."""
+    slowed by the share of that time that it ``disturbs`` them for. Those that go ``is_by_host``
+    take no room of the ranks' before they are read, nor once they are sent."""
     rank_of, pending = order.rank_of, [list(actions) for actions in order.ranks]
     done: list[list[Replayed]] = [[] for _ in order.ranks]
     flights = _Flights(done, disturbs)
     ends = _Ends(order, stages, flights)
-    held = [_Held(order, stages) for _ in order.ranks]
+    held = [_Held(order, stages, is_by_host=is_by_host) for _ in order.ranks]
 
     def can_begin() -> Iterator[tuple[float, int]]:
         for rank, actions in enumerate(pending):
@@ -237,8 +244,10 @@ class _Held:
     """The bytes that one rank holds as it goes through its actions: each value is there once, and
     as long as anyone on this rank has a use for it."""
 
-    def __init__(self, order: Order, stages: Sequence[StageCost]) -> None:
-        self._stages = stages
+    def __init__(
+        self, order: Order, stages: Sequence[StageCost], *, is_by_host: bool = False
+    ) -> None:
+        self._stages, self._is_by_host = stages, is_by_host
         self._rank_of = order.rank_of
         self._holds_sends = order.holds_sends
         self._nbytes = 0
@@ -253,7 +262,8 @@ class _Held:
         self._use(_reads(action), action, self._read(action))
         is_first = work in GIVE_GRADIENTS and stage not in self._with_gradients
         working = cost.first_bytes if is_first else cost.working_bytes
-        room = sum(sum(self._read(each).values()) for each in awaited)
+        coming = () if self._is_by_host else awaited
+        room = sum(sum(self._read(each).values()) for each in coming)
         meanwhile = self._nbytes + working.get(work, 0) + room
         if is_first:
             self._with_gradients.add(stage)
@@ -293,6 +303,8 @@ class _Held:
             return
         if self._rank_of[to.stage] == self._rank_of[action.stage]:
             self._use(_reads(to), to, self._read(to))
+            return
+        if self._is_by_host:
             return
         way = action.stage, f"sent {step}"
         is_first_of_all = step == 1 and (*way, 0) not in self._used
