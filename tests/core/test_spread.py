@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from steelyard.core.collective import GLOO, NCCL, Exchange
+from steelyard.core.collective import GLOO, NCCL, Exchange, Transport
 from steelyard.core.costs import Costs
 from steelyard.core.layout import DATA, PIPELINE, Layout
 from steelyard.core.link import Link
 from steelyard.core.spread import Spread
 from steelyard.predict import message_of
-from steelyard.predict.stage_sums import Sums
+from steelyard.predict.stage_sums import Sums, Trained
 from tests.trades.test_shard_batch import DEVICE
 
 NEAR = Link(kind="near", latency_seconds=1e-5, bytes_per_second=1e9)
@@ -93,6 +93,22 @@ def test_what_stages_sum_up_goes_between_the_hosts_that_they_are_on(
     (one,) = (c for c in sums.of(min(ranks)) if c.axis == PIPELINE)
     spread = Spread(num_ranks=layout.num_ranks, each=each, near=NEAR)
     assert spread.leaving(one) == leaving
+
+
+@pytest.mark.parametrize(("transport", "leaving"), [(GLOO, 4 / 3), (NCCL, 1)])
+def test_weights_of_stages_are_gathered_as_their_ranks_exchange(
+    transport: Transport, leaving: float
+) -> None:
+    """Four that share a stage, on two hosts; the loss lies on the host, and gloo sums it up."""
+    layout = Layout(pipeline=2, batch=4)
+    trained = ((Trained(1 << 20, is_shared=True),), ())
+    sums = Sums(
+        layout=layout, shared=(), trained=trained, loss_bytes=4, gathered=((1 << 20,), ()),
+        transport=transport,
+    )  # fmt: skip
+    spread = Spread(num_ranks=layout.num_ranks, each=2, near=NEAR)
+    assert [spread.leaving(one) for one in sums.of(0)] == pytest.approx([leaving] * 2)
+    assert all(one.says for one in sums.of_loss())
 
 
 def test_groups_that_share_tensors_are_as_far_apart_as_they_are_large() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from steelyard.core.collective import GLOO_GETS, GLOO_SENDS, Collective, Exchange
+from steelyard.core.collective import GLOO, GLOO_GETS, GLOO_SENDS, NCCL, Collective, Exchange
 from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Graph, Phase, Role
@@ -382,6 +382,7 @@ class Pipelined:
             trained=tuple(map(self._trained_bytes, numbers)),
             loss_bytes=loss.nbytes,
             gathered=tuple(map(self._gathered, numbers)),
+            transport=NCCL if self._pipeline.is_by_host else GLOO,
         )
 
     def _trained_bytes(self, number: int) -> tuple[Trained, ...]:

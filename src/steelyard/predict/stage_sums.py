@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from steelyard.core.collective import GLOO, GLOO_GETS, GLOO_SENDS, Collective, Exchange
+from steelyard.core.collective import GLOO, GLOO_GETS, GLOO_SENDS, Collective, Exchange, Transport
 from steelyard.core.layout import DATA, PIPELINE, Layout
 
 Seconds = Callable[[Collective], float]
@@ -27,6 +27,7 @@ class Sums:
     """``shared``: ranks of one pipeline and the bytes of what they sum up among them; ``trained``:
     of each of its ranks, each gradient, which it sums up with its like in the others;
     ``gathered``: of each weight that these share, and that is put together in front of the passes.
+    All that goes over ``transport``, but the loss, which lies on the host.
     """
 
     layout: Layout
@@ -34,6 +35,7 @@ class Sums:
     trained: tuple[tuple[Trained, ...], ...]
     loss_bytes: int
     gathered: tuple[tuple[int, ...], ...]
+    transport: Transport = GLOO
 
     def begin(self, seconds: Seconds) -> float:
         """When the last has its weights."""
@@ -52,7 +54,7 @@ class Sums:
 
     def loss_seconds(self, seconds: Seconds) -> float:
         """Until the rank that has the loss knows that of all."""
-        return sum(seconds(each) for each in self._of_replicas(self.loss_bytes))
+        return sum(seconds(each) for each in self.of_loss())
 
     def of(self, rank: int) -> Iterator[Collective]:
         yield from (self._among(ranks, n) for ranks, n in self.shared if rank in ranks)
@@ -60,7 +62,7 @@ class Sums:
         yield from self._gathers(rank)
 
     def of_loss(self) -> Iterator[Collective]:
-        return self._of_replicas(self.loss_bytes)
+        return self._of_replicas(self.loss_bytes, GLOO)
 
     def told_bytes(self, rank: int, rank_of_loss: int) -> int:
         """What a rank sends of the loss that one of them has: gloo hands it on along a binomial
@@ -74,17 +76,17 @@ class Sums:
     def _with_replicas(self, rank: int) -> Iterator[Collective]:
         for one in self.trained[rank]:
             kind = Exchange.REDUCE_SCATTER if one.is_shared else Exchange.ALL_REDUCE
-            yield from self._of_replicas(one.nbytes, kind)
+            yield from self._of_replicas(one.nbytes, self.transport, kind)
 
     def _gathers(self, rank: int) -> Iterator[Collective]:
         for nbytes in self.gathered[rank]:
-            yield from self._of_replicas(nbytes, Exchange.ALL_GATHER)
+            yield from self._of_replicas(nbytes, self.transport, Exchange.ALL_GATHER)
 
     def _of_replicas(
-        self, nbytes: int, kind: Exchange = Exchange.ALL_REDUCE
+        self, nbytes: int, transport: Transport, kind: Exchange = Exchange.ALL_REDUCE
     ) -> Iterator[Collective]:
         if self.layout.batch > 1:
-            yield GLOO.collective(
+            yield transport.collective(
                 kind, axis=DATA, num_ranks=self.layout.batch, nbytes=nbytes,
                 stride=self.layout.tensor,
             )  # fmt: skip
@@ -92,7 +94,7 @@ class Sums:
     def _among(self, ranks: frozenset[int], nbytes: int) -> Collective:
         # Ranks of one pipeline are as far apart as can be.
         stride = self.layout.batch * self.layout.tensor
-        made = GLOO.collective(
+        made = self.transport.collective(
             Exchange.ALL_REDUCE, axis=PIPELINE, num_ranks=len(ranks), nbytes=nbytes, stride=stride
         )
         return replace(made, places=tuple(sorted(ranks)))
