@@ -15,9 +15,8 @@ import steelyard as sy
 from steelyard.api.home import MAY_SHARE, cluster_at
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput
-from steelyard.exchange.devices import CPU
+from steelyard.exchange.devices import CPU, home_of
 from steelyard.measure.cache import CostCache
-from steelyard.measure.home import home_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -188,25 +188,38 @@ def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
         Who(size=2, hosts=2).check_size(2)
 
 
-def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met() -> None:
-    """Also on GPUs, which Cluster.here() knows nothing of."""
-    here = Cluster.here(ranks=2)
-    (joined,) = here.tree.members
-    gpu = replace(here.fastest, kind="cuda NVIDIA H100")
-    on_gpus = replace(here, tree=replace(here.tree, members=(replace(joined, of=gpu),)))
+def _on_gpus(cluster: Cluster) -> Cluster:
+    """As they are planned for; the machine has one of a kind for each rank of a host."""
+    members = (replace(m, of=replace(m.of, kind="cuda NVIDIA H100")) for m in cluster.tree.members)
+    return replace(cluster, tree=replace(cluster.tree, members=tuple(members)))
+
+
+@pytest.mark.parametrize("at", [lambda cluster: cluster, _on_gpus])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met(
+    at: Callable[[Cluster], Cluster], ranks: int
+) -> None:
+    """Also on GPUs, which Cluster.here() knows nothing of; one rank has all cores of its host."""
     planned = MadeFor(
         model="m", graph="g", decomposition="python-2", runner="python", torch="2.13", batch=(),
-        cluster=on_gpus.on_hosts(4, 2, (1.0,) * 4).fingerprint, ranks=4, hosts=2,
+        cluster=at(Cluster.here(4, hosts=2, speeds=(1,) * 4)).fingerprint, ranks=4, hosts=2,
     )  # fmt: skip
+    here = at(Cluster.here(ranks, speeds=(1,) * ranks)).fingerprint
+    run = replace(planned, ranks=ranks, hosts=1, cluster=here)
 
-    def notes(cluster: Cluster) -> list[str]:
-        run = replace(planned, ranks=2, hosts=1, cluster=cluster.at_speeds((1.0, 1.0)).fingerprint)
-        return list(other_than_planned(run, planned, cluster))
+    def notes(theirs: MadeFor) -> list[str]:
+        with mock.patch("steelyard.api.made_for.cluster_at", lambda home, c, cache: at(c)):
+            return list(other_than_planned(run, theirs))
 
-    assert notes(on_gpus) == []
-    (note,) = notes(here)
+    assert notes(planned) == []
+    (note,) = notes(replace(planned, cluster="another"))
     assert "planned for another machine" in note
-    assert here.on_hosts(4, 2, (1, 1, 1, 0.5)) == Cluster.here(4, hosts=2, speeds=(1, 1, 1, 0.5))
+    fewer = BadInput("two ranks, one GPU", expected="two", remedy="plan for one")
+    with mock.patch("steelyard.api.made_for.cluster_at", side_effect=fewer):
+        (note,) = other_than_planned(run, planned)
+    assert "planned for another machine" in note
+    with pytest.raises(BadInput, match="of 4 ranks"):
+        notes(replace(planned, speeds=(1.0, 1.0, 0.5)))
 
 
 @pytest.mark.parametrize(
@@ -372,6 +385,25 @@ def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> N
         first.tell("it failed")
         hearing.join(timeout=_SECONDS)
     assert heard == ["it failed"]
+
+
+def test_who_came_to_measure_hears_that_another_did_not() -> None:
+    store = HashStore()
+    first, second = (Meeting(who=Who(rank=n, size=3, hosts=3), store=store) for n in range(2))
+    heard: list[str] = []
+    hearing = threading.Thread(target=lambda: heard.append(second.hear()))
+    settings = {"_BEGINNING_SECONDS": 1.0, "_HEARING_SECONDS": 1.0}
+    with (
+        mock.patch.multiple("steelyard.api.hosts", **settings),
+        mock.patch.object(Meeting, "_measure") as measure,
+    ):
+        hearing.start()
+        with first.in_company(), pytest.raises(RankFailed, match="does not come"):
+            measured_ranks(3, hosts=3)
+        first.tell("it failed")
+        hearing.join(timeout=_SECONDS)
+    assert heard == ["it failed"]
+    assert not measure.called, "not all had come"
 
 
 class _OneOfTwo:

@@ -107,8 +107,8 @@ def _run(
         planned = _for_a_slow_link(planned)
     measured = adapting.measured_now
 
-    def link(before: Link) -> Link:
-        return replace(measured(before), bytes_per_second=now)
+    def link(before: Link, **where: Any) -> Link:
+        return replace(measured(before, **where), bytes_per_second=now)
 
     # Where the link is as it was, whether it is looked at hangs on how busy this machine is.
     off = 0.0 if now == SLOW else adapting._OFF

@@ -25,11 +25,10 @@ from steelyard.core.layout import PIPELINE, Layout
 from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
-from steelyard.exchange.devices import generator_of
+from steelyard.exchange.devices import generator_of, home_of
 from steelyard.exchange.parts import Way
 from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.pinned_slots import Like
-from steelyard.measure.home import home_of
 from steelyard.measure.meter import meter_once
 from steelyard.predict.schedule import replay
 from steelyard.predict.stages import stage_cost

@@ -28,7 +28,8 @@ def test_messages_send_as_many_bytes_as_is_said() -> None:
         assert receiver[str(size)] == 3 * GLOO_GETS
 
 
-def test_what_ranks_ask_each_other_before_a_step_is_known_as_the_kernel_counts_it() -> None:
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_what_ranks_ask_before_a_step_is_known_as_the_kernel_counts_it(count: int) -> None:
     """It is in no prediction of a step, and in none of its receipts."""
-    for rank in on_two_ranks("tests.dist.said:asked"):
+    for rank in on_ranks("tests.dist.said:asked", count=count):
         assert rank["counted"] == rank["said"] > 0

@@ -98,6 +98,19 @@ def test_what_is_computed_meanwhile_is_no_waiting() -> None:
     assert 0.01 <= watch.seconds <= time.perf_counter() - begin - 0.05
 
 
+def test_a_step_that_fails_leaves_no_negative_waiting() -> None:
+    watch = Stopwatch()
+
+    def fail() -> None:
+        with watch.running(), watch.stopped():
+            time.sleep(0.01)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert 0 <= watch.seconds < 0.01
+
+
 class _Event:
     """Of a GPU that does one thing a second."""
 

@@ -25,7 +25,8 @@ from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, Spot, matching, spot_of
 from steelyard.core.trade import Left, Refusal
-from steelyard.measure.home import free_bytes, home_of
+from steelyard.exchange.devices import home_of
+from steelyard.measure.home import free_bytes
 from steelyard.predict import peak_bytes
 from steelyard.search import Found, Search
 

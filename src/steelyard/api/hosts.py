@@ -26,11 +26,10 @@ from steelyard.core.errors import BadInput, CheckpointError, RankFailed, Steelya
 from steelyard.core.machine import cores_of
 from steelyard.core.printable import printable
 from steelyard.exchange.backends import backend_for
-from steelyard.exchange.devices import CPU
+from steelyard.exchange.devices import CPU, home_of
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import ALL_HOSTS, OTHER_HOSTS
 from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link, work_until
-from steelyard.measure.home import home_of
 from steelyard.measure.links import measured_ranks, remember_hosts, remembered_look
 from steelyard.run.ranks.join import joined, meeting_place
 from steelyard.run.ranks.together import Together
@@ -55,7 +54,7 @@ class Meeting:
     who: Who
     store: Store
     # Kinds of device on which it is known what joins them.
-    _known: set[str] = field(default_factory=set)
+    _known: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     @property
     def num_ranks(self) -> int:
@@ -93,6 +92,8 @@ class Meeting:
         if home.type not in self._known:
             number = self._called(home.type)
             self._wait_for_others(number)
+            # Who came waits no longer for one that does not.
+            self.store.set(f"all came/{number}", "")
             self._measure(number, home)
             self._known.add(home.type)
 
@@ -108,7 +109,14 @@ class Meeting:
         backend = backend_for(home, ranks=who.size // who.hosts)
         with (
             told_by_itself(who),
-            joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store, backend=backend),
+            joined(
+                who,
+                words,
+                timeout_seconds=_MEETING_SECONDS,
+                start_seconds=_BEGINNING_SECONDS,
+                store=store,
+                backend=backend,
+            ),
         ):
             know_hosts(who, home)
 
@@ -175,7 +183,7 @@ class Meeting:
                 if to == _WORK:
                     with on_own_cores(self.who):
                         work_until(partial(is_over, number))
-                else:
+                elif self._all_came(number):
                     try:
                         self._measure(number, own_device(to))
                     except SteelyardError as error:
@@ -184,6 +192,15 @@ class Meeting:
             else:
                 time.sleep(_ASKING_SECONDS)
         return failed
+
+    def _all_came(self, number: int) -> bool:
+        """To measure; what the first tells instead, or that it has gone, is seen to next."""
+        until = time.monotonic() + 2 * _BEGINNING_SECONDS
+        while not self.store.check([f"all came/{number}"]):
+            if self.store.check([_TOLD]) or time.monotonic() > until:
+                return False
+            time.sleep(_ASKING_SECONDS)
+        return True
 
     def _wait(self, keys: Sequence[str], seconds: float) -> None:
         """By asking: while a store waits no signal is heard, and what it waits in vain it says."""

@@ -32,12 +32,12 @@ from steelyard.core.rules import Rule
 from steelyard.core.source import Laid
 from steelyard.core.trade import strike
 from steelyard.exchange.connections import Wire
+from steelyard.exchange.devices import home_of
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
 from steelyard.measure.clock import Laps
-from steelyard.measure.home import home_of
 from steelyard.measure.meter import meter_once
 from steelyard.measure.process import rss_peak_bytes
 from steelyard.predict import kept_gradients_bytes, peak_bytes

@@ -35,10 +35,10 @@ from steelyard.core.quad import Estimate
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
 from steelyard.core.sliced_updates import why_whole
 from steelyard.core.trade import Trade, strike_on_ranks
+from steelyard.exchange.devices import home_of
 from steelyard.exchange.parts import why_unparted
 from steelyard.exchange.states import why_uncut, why_undivided
 from steelyard.measure.cache import CostCache
-from steelyard.measure.home import home_of
 from steelyard.operators import is_pointwise
 from steelyard.predict import predict
 from steelyard.run.lowered import compiled, lower

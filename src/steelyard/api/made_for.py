@@ -6,11 +6,16 @@ Not for reading the file: see core/planfile.py. Not for what its rules do here: 
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from steelyard.api.home import cluster_at
 from steelyard.api.look import DECOMPOSITIONS
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, MadeFor
+from steelyard.exchange.devices import CPU
+from steelyard.measure.cache import CostCache
 
 
 def check_file(path: str | Path, decisions: Decisions) -> None:
@@ -56,8 +61,9 @@ def cluster_for(decisions: Decisions) -> Cluster:
     return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds, far=decisions.far)
 
 
-def other_than_planned(ours: MadeFor, theirs: MadeFor, here: Cluster) -> Iterator[str]:
-    """What leaves the rules as good as they were, and may change what they cost or compute."""
+def other_than_planned(ours: MadeFor, theirs: MadeFor, home: torch.device = CPU) -> Iterator[str]:
+    """What leaves the rules as good as they were, and may change what they cost or compute, of a
+    step that lies at ``home``."""
     if ours.batch != theirs.batch:
         yield "planned for another batch shape; the same rules were predicted anew"
     elif ours.graph != theirs.graph:
@@ -65,20 +71,23 @@ def other_than_planned(ours: MadeFor, theirs: MadeFor, here: Cluster) -> Iterato
             "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
             "the step as it is now that was predicted, and runs"
         )
-    if ours.cluster not in (theirs.cluster, _part_of(theirs, ours.ranks, here)):
+    if ours.cluster not in (theirs.cluster, _part_of(theirs, ours.ranks, home)):
         yield "planned for another machine or number of threads; predicted anew for this one"
 
 
-def _part_of(theirs: MadeFor, ranks: int, here: Cluster) -> str:
+def _part_of(theirs: MadeFor, ranks: int, home: torch.device) -> str:
     """What a machine like this is for a plan that was made for several hosts like it, and lies on
     so many of their ranks."""
     if theirs.hosts == 1:
         return theirs.cluster
     speeds, hosts = theirs.speeds or (1.0,) * theirs.ranks, theirs.hosts_of(ranks)
-    whole = here.on_hosts(theirs.ranks, theirs.hosts, speeds)
-    if whole.fingerprint != theirs.cluster:
-        return theirs.cluster
-    return here.on_hosts(ranks, hosts, speeds[:ranks]).fingerprint
+    whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
+    part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds[:ranks]), CostCache()
+    try:
+        is_like = cluster_at(home, whole, cache=cache).fingerprint == theirs.cluster
+    except BadInput:  # it has fewer GPUs than each of theirs
+        is_like = False
+    return cluster_at(home, part, cache=cache).fingerprint if is_like else theirs.cluster
 
 
 def check_cluster(decisions: Decisions, cluster: Cluster) -> None:

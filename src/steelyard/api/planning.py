@@ -42,6 +42,7 @@ from steelyard.core.printable import printable
 from steelyard.core.program import Program
 from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.span import Span
+from steelyard.exchange.devices import home_of
 from steelyard.predict import slowdown, spans
 from steelyard.report.html import to_html
 from steelyard.report.lines import plain
@@ -427,7 +428,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     program = look.struck(decisions.rules)
     predicted, lost = _lossy(look, decisions, program)
     held = _batch_held(look, decisions.rules)
-    others = other_than_planned(look.made_for(), decisions.made_for, look.prices.cluster)
+    home = home_of(look.source.model)
+    others = other_than_planned(look.made_for(), decisions.made_for, home)
     notes = [*lost, *look.notes(), *held, *others]
     far, limit = decisions.far, decisions.budget.memory_bytes
     if far is not None and program.far_bytes > far.size_bytes:

@@ -23,10 +23,11 @@ from steelyard.core.layout import ALONE, DATA
 from steelyard.core.program import Instruction, Program
 from steelyard.core.waiting import first_late
 from steelyard.exchange.channel import Channel
+from steelyard.exchange.devices import home_of
 from steelyard.exchange.far import FarMemory
 from steelyard.exchange.states import FarStates
 from steelyard.exchange.together import Together
-from steelyard.measure.home import home_of, random_devices
+from steelyard.measure.home import random_devices
 from steelyard.run.bind import BatchLayout, BoundProgram, live_tensors, shapes_of
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep

@@ -26,11 +26,11 @@ from steelyard.core.placement import Shard
 from steelyard.core.program import Program
 from steelyard.exchange.backends import backend_for
 from steelyard.exchange.channel import Channel
-from steelyard.exchange.devices import CPU
+from steelyard.exchange.devices import CPU, home_of
 from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts, Way
 from steelyard.exchange.turns import take_turns
-from steelyard.measure.home import check_is_own, home_of
+from steelyard.measure.home import check_is_own
 from steelyard.run.bind import live_tensors
 from steelyard.run.pipeline import StagesAtWork
 from steelyard.run.ranks.agreement import words_for

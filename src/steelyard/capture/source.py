@@ -36,7 +36,7 @@ from steelyard.core.placement import Shard
 from steelyard.core.plan import BatchEntry
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.updates import WEIGHT, update_of
-from steelyard.exchange.devices import CPU
+from steelyard.exchange.devices import CPU, home_of
 from steelyard.exchange.schedules import order_under
 from steelyard.exchange.statistics import normalising
 
@@ -86,11 +86,10 @@ class StepSource:
         """Gloo, but of GPUs; where ranks share one, to try things, it is said to be NCCL, too."""
         return GLOO if self._home == CPU else NCCL
 
-    @property
+    @cached_property
     def _home(self) -> torch.device:
         """What is only imagined is captured as if it lay on the processor."""
-        held = (x.device for x in (*self.model.parameters(), *self.model.buffers()))
-        return next((device for device in held if device.type == "cuda"), CPU)
+        return home_of(self.model)
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
         """Of one of as many equal parts of the batch, or of so many of them."""

@@ -126,12 +126,6 @@ class Cluster:
         tree = replace(self.tree, members=tuple(members))
         return replace(self, tree=tree, speeds=tuple(speeds))
 
-    def on_hosts(self, ranks: int, hosts: int, speeds: Sequence[float]) -> "Cluster":
-        """So many ranks of as many hosts like this machine, or like those that this is of."""
-        alike = replace(self.tree.members[0], of=replace(self.fastest, speed=1.0), count=ranks)
-        tree = replace(self.tree, members=(alike,))
-        return replace(self, tree=tree, hosts=hosts, speeds=()).at_speeds(speeds)
-
     @property
     def fingerprint(self) -> str:
         """Told apart by what plans depend on; one device as it always was, by name and threads."""

@@ -146,5 +146,6 @@ GLOO = Transport(
 )
 # Each writes to the others what is theirs, and reads what came where it lies: nothing is copied.
 THROUGH_SLOTS = Transport(name="slots", is_pinned=True)
-# Nothing of it was metered here: what it holds besides arguments and results is not reckoned.
+# What it holds besides arguments and results was never metered here, and is not reckoned; torch
+# keeps arguments for it until the wait, as for gloo.
 NCCL = Transport(name="nccl", keeps_input=GLOO.keeps_input)

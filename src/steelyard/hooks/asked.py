@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steelyard.core.codec import CODECS, INT8, Codec, low_rank
 from steelyard.core.errors import BadInput, RanksDiffer
+from steelyard.exchange.devices import home_of
 from steelyard.exchange.turns import take_turns
 from steelyard.hooks.beside import Beside, OnStream, OnThread
 from steelyard.hooks.buckets import Buckets
 from steelyard.hooks.shards import ShardsInCodes
 from steelyard.hooks.sums import Sums
-from steelyard.measure.home import home_of
 
 
 class Lost(Protocol):

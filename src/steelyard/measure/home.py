@@ -6,23 +6,9 @@ Not for what operators take there: see operators.py.
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from steelyard.core.errors import BadInput
 from steelyard.core.machine import available_bytes
-
-
-def home_of(model: nn.Module) -> torch.device:
-    """Of all its tensors, other than those that have no values."""
-    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    devices = sorted(map(str, found - {torch.device("meta")})) or ["cpu"]
-    if len(devices) > 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
-        raise BadInput(
-            f"the model is on {' and '.join(devices)}",
-            expected="all of it on the CPU, or on one CUDA device",
-            remedy="move it first, with model.to(...)",
-        )
-    return torch.device(devices[0])
 
 
 def check_is_own(home: torch.device) -> None:

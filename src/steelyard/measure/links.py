@@ -1,7 +1,7 @@
 """What joins ranks, and how fast each of them computes, as figures that are remembered.
 
 Those of this machine are started to be measured, each on its part of the cores; those of several
-hosts, or that somebody else put elsewhere, have measured when they met, and ``fitted`` makes
+hosts, or that somebody else put elsewhere, measure when they have met, and ``fitted`` makes
 figures of what they say. Not for what a rank does to be measured: see exchanges.py.
 """
 
@@ -79,8 +79,8 @@ def measured_ranks(
         if not is_whole(found, num_ranks, hosts=hosts):
             each = num_ranks // hosts
             raise BadInput(
-                f"this host has not measured what joins it to {hosts - 1} more",
-                expected="hosts that have met, as they do to make a plan",
+                f"this host has not measured what joins it to {hosts - 1} more{_of_gpus(home)}",
+                expected="hosts that have met, as they do to make a plan for such a model",
                 remedy=f"on each: torchrun --nnodes {hosts} --nproc-per-node {each} ... -m "
                 "steelyard plan",
             )
@@ -207,6 +207,10 @@ def context_of(num_ranks: int, *, hosts: int = 1, home: torch.device = CPU) -> s
     among = f", on {hosts} hosts{' with RDMA' if is_able() else ''}" if hosts > 1 else ""
     among += _on_gpus(home) if home.type == "cuda" else ""
     return f"{said}{among}, torch {torch.__version__}"
+
+
+def _of_gpus(home: torch.device) -> str:
+    return ", from its GPUs" if home.type == "cuda" else ""
 
 
 def _on_gpus(home: torch.device) -> str:

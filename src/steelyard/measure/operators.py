@@ -48,7 +48,7 @@ _SHARE_ALONE = 0.6
 _MOST_TOGETHER_BYTES = 4 << 30
 # Smaller differences are a kernel's own rounding.
 _PAGE_BYTES = 4096
-# Torch's allocator of a GPU leaves so much of a block beside what was asked for.
+# Torch's allocator of a GPU leaves so much of a block beside what was asked for, of what is larger.
 _BESIDE_ON_GPU = 1 << 20
 # A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
 _PART_SHARE = 0.25
@@ -190,7 +190,6 @@ class _Table:
         self._calls, self._sharers = calls, sharers
         self._plain = Costs(device=device)
         self._device = torch_device
-        self._rounding_bytes = _PAGE_BYTES if torch_device.type == "cpu" else _BESIDE_ON_GPU
         self._budget = seconds_budget
         self._deadline = time.perf_counter() + seconds_budget
         self._slowness = 1.0
@@ -286,9 +285,10 @@ class _Table:
             reason = (str(error).strip().splitlines() or [""])[0]
             self._give_up(subject, Missing.FAILED, f"{type(error).__name__}: {reason}"[:200])
             return False
-        more = metered.left_bytes - _result_bytes(subject)
+        result = _result_bytes(subject)
+        more = metered.left_bytes - result
         # What the graph does not know of a result is at least there while the call lasts.
-        unknown = more if more > self._rounding_bytes else 0
+        unknown = more if more > self._rounding_bytes(result) else 0
         subject.workspace_bytes = max(0, metered.peak_bytes - metered.left_bytes + unknown)
         if unknown:
             self.notes.append(
@@ -296,6 +296,10 @@ class _Table:
                 " a predicted peak may be as much too low"
             )
         return True
+
+    def _rounding_bytes(self, result_bytes: int) -> int:
+        is_beside = self._device.type != "cpu" and result_bytes > _BESIDE_ON_GPU
+        return _BESIDE_ON_GPU if is_beside else _PAGE_BYTES
 
     def _has_time_for(self, subject: _Subject, group: list[_Subject]) -> bool:
         """Whether it, and a round of those that are ready, would end before the deadline."""

@@ -1,0 +1,67 @@
+"""Two ranks that take each other for another host, and come to measure what joins them. See
+test_meet.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed import FileStore
+
+from steelyard.api.hosts import Meeting
+from steelyard.core.errors import RanksDiffer
+from steelyard.measure.links import measured_ranks
+from steelyard.run.ranks.who import Who
+
+
+def measuring(rank: int) -> dict[str, Any]:
+    """The first asks for it twice, and tells a plan."""
+    with _met(rank) as one:
+        if rank:
+            return {"heard": one.hear()}
+        with one.in_company():
+            links = [measured_ranks(2, hosts=2).link for _ in range(2)]
+        one.tell("a plan")
+        return {"same": links[0] == links[1], "rate": links[0].bytes_per_second}
+
+
+def of_other_kinds(rank: int) -> str:
+    """One has no GPU, where the others have."""
+    with (
+        mock.patch("steelyard.api.hosts.words_of_gpu", lambda *_: {"kind of device": f"{rank}"}),
+        _met(rank) as one,
+    ):
+        try:
+            if rank:
+                return one.hear()
+            with one.in_company():
+                measured_ranks(2, hosts=2)
+        except RanksDiffer as error:
+            if not rank:
+                one.tell("it failed")
+            return error.happened
+    return "nothing"
+
+
+@contextlib.contextmanager
+def _met(rank: int) -> Iterator[Meeting]:
+    """In no group meanwhile, as hosts are."""
+    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as own:
+        os.environ["STEELYARD_CACHE"] = f"{own}/costs.sqlite"
+        shared = Path(tempfile.gettempdir()) / f"met-by-children-of-{os.getppid()}"
+        who = Who(rank=rank, size=2, hosts=2, address="127.0.0.1")
+        # How fast each computes takes a while.
+        with mock.patch("steelyard.measure.exchanges._COMPUTING_SECONDS", 0.1):
+            yield Meeting(who=who, store=FileStore(str(shared), 2))
+        again = f"file://{shared}-again"
+        dist.init_process_group("gloo", init_method=again, rank=rank, world_size=2)
+        dist.barrier()
+        for file in (shared, Path(f"{shared}-again")):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,21 @@
+"""Hosts measure what joins them when the first has seen where the step lies."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.ranks import on_two_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def test_all_come_to_measure_once_and_the_others_hear_the_plan() -> None:
+    first, second = on_two_ranks("tests.dist.meet:measuring")
+    assert first["same"]
+    assert first["rate"] > 0
+    assert second == {"heard": "a plan"}
+
+
+def test_who_has_another_kind_of_device_is_named_on_all() -> None:
+    for said in on_two_ranks("tests.dist.meet:of_other_kinds"):
+        assert said.startswith("rank 1 differs from rank 0 in the kind of device")
