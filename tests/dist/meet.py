@@ -11,24 +11,28 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 
-from steelyard.api.hosts import Meeting
+from steelyard.api.hosts import Meeting, own_device
 from steelyard.core.errors import RanksDiffer
 from steelyard.measure.links import measured_ranks
 from steelyard.run.ranks.who import Who
 
 
 def measuring(rank: int) -> dict[str, Any]:
-    """The first asks for it twice, and tells a plan."""
+    """The first asks for it twice, of what joins them from where tensors lie here, and tells a
+    plan."""
     with _met(rank) as one:
         if rank:
             return {"heard": one.hear()}
         with one.in_company():
-            links = [measured_ranks(2, hosts=2).link for _ in range(2)]
+            home = own_device(torch.get_default_device().type)
+            found = [measured_ranks(2, hosts=2, home=home) for _ in range(2)]
         one.tell("a plan")
-        return {"same": links[0] == links[1], "rate": links[0].bytes_per_second}
+        link = found[0].link
+        return {"same": found[0] == found[1], "rate": link.bytes_per_second, "kind": link.kind}
 
 
 def of_other_kinds(rank: int) -> str:

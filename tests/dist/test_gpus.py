@@ -10,6 +10,7 @@ import torch
 
 from tests.dist.pipelines import MICRO_BATCHES, STEPS
 from tests.dist.ranks import on_ranks
+from tests.dist.test_meet import check_met
 from tests.dist.test_pipelines import as_one_device
 from tests.dist.test_slots import check_who_died
 
@@ -47,6 +48,11 @@ def test_what_a_broken_step_has_left_is_nobodys() -> None:
 
 def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
     check_who_died("tests.dist.slots", tmp_path, device="cuda")
+
+
+def test_hosts_measure_what_joins_their_gpus() -> None:
+    """NCCL takes each rank for one of another host."""
+    check_met(*on_ranks("tests.dist.meet:measuring", count=2, device="cuda"))
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from steelyard.measure.links import BETWEEN_HOSTS
 from tests.dist.ranks import on_two_ranks
 
 pytestmark = pytest.mark.dist
@@ -11,8 +14,13 @@ pytestmark = pytest.mark.dist
 
 def test_all_come_to_measure_once_and_the_others_hear_the_plan() -> None:
     first, second = on_two_ranks("tests.dist.meet:measuring")
+    check_met(first, second)
+
+
+def check_met(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["same"]
     assert first["rate"] > 0
+    assert first["kind"] == BETWEEN_HOSTS
     assert second == {"heard": "a plan"}
 
 
