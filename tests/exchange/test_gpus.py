@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from steelyard import _torch
-from steelyard.api.ranks import Ranks, keep_to_own_gpu
+from steelyard.api.hosts import keep_to_own_gpu
+from steelyard.api.ranks import Ranks
 from steelyard.capture.plain import symbol_of
 from steelyard.core.errors import BadInput
 from steelyard.core.graph import Symbol

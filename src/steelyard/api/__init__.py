@@ -4,11 +4,11 @@ Not for deciding, measuring or explaining: each is the business of one room.
 """
 
 from steelyard.api.demo import demo
-from steelyard.api.hosts import Meeting, know_ranks_here, meeting
+from steelyard.api.hosts import Meeting, keep_to_own_gpu, know_ranks_here, meeting
 from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
-from steelyard.api.ranks import as_a_rank, joined_ranks, keep_to_own_gpu, restarts
+from steelyard.api.ranks import as_a_rank, joined_ranks, restarts
 from steelyard.api.scaling import scale_workload
 from steelyard.api.training import run_workload
 from steelyard.api.workload import Workload, load_workload

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # public by its documentation
 
+from steelyard import _torch
 from steelyard.core.errors import BadInput, CheckpointError, RankFailed, SteelyardError
 from steelyard.core.machine import cores_of
 from steelyard.core.printable import printable
@@ -228,6 +229,7 @@ def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
             expected="as many ranks on each of the hosts",
             remedy="give all the same --nproc-per-node",
         )
+    keep_to_own_gpu()
     store = meeting_place(who)
     words = {"torch": torch.__version__, **asked}
     with told_by_itself(who), joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store):
@@ -309,6 +311,15 @@ def keep_to_cores_of(who: Who) -> None:
     cores = cores_of(who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host)))
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+
+
+def keep_to_own_gpu() -> None:
+    """``cuda``, without a number, is one for each rank of this machine, as far as there are so
+    many: from when CUDA is first used, if it is."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count > 1:
+        own = who_am_i(os.environ).local_rank % count
+        _torch.when_cuda_begins(partial(torch.cuda.set_device, own))
 
 
 def _is_as_it_was(before: tuple[float, ...], home: torch.device) -> bool:

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -140,15 +140,6 @@ def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
 
 def keep_to_own_cores() -> None:
     keep_to_cores_of(who_am_i(os.environ))
-
-
-def keep_to_own_gpu() -> None:
-    """``cuda``, without a number, is one for each rank of this machine, as far as there are so
-    many: from when CUDA is first used, if it is."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count > 1:
-        own = who_am_i(os.environ).local_rank % count
-        _torch.when_cuda_begins(partial(torch.cuda.set_device, own))
 
 
 @contextlib.contextmanager

@@ -69,8 +69,6 @@ def _on_hosts(wanted: Wanted) -> int:
         tell("meeting the other hosts")
         from steelyard import api
 
-        api.keep_to_own_gpu()
-
         with api.meeting(_in_words(wanted)) as met:
             if not met.is_first:
                 tell("waiting for the first host's plan")
