@@ -62,8 +62,6 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def fakes() -> list[Any]:
-    for _ in range(3):  # what a finaliser lets go of is found by the next round
-        gc.collect()
     return [x for x in gc.get_objects() if type(x) is _torch.FakeTensor]
 
 
@@ -75,7 +73,14 @@ def new_fakes() -> Callable[[], list[Any]]:
 
     def new() -> list[Any]:
         assert len(before) == len(known)  # and so held: no identity is used twice
-        return [x for x in fakes() if id(x) not in known]
+        found: list[Any] = []
+        for _ in range(3):  # what a finaliser lets go of is found by the next round
+            found.clear()
+            gc.collect()
+            found += (x for x in fakes() if id(x) not in known)
+            if not found:
+                break
+        return found
 
     return new
 

@@ -44,7 +44,6 @@ def meter(
     What only a first call allocates (kernels' caches, packed weights, gradients that live on) is
     not metered, and what a warm-up left and ``call`` then frees is reported as freed.
     """
-    gc.collect()
     for _ in range(warmups):
         # Under the meter too: only of a block it saw allocated can it report that it was freed.
         meter_once(call, device=device)
