@@ -49,6 +49,9 @@ _RIVAL = 1.2
 # waits for another rank, and what that takes is known least (docs/log.md, 2026-11-24: 1.05 to 1.3
 # times what was said, where other steps took 0.98 to 1.17 times that).
 _WORTH = 0.9
+# And weights in shares where they take no more than this of a step without: what a rank does itself
+# to send them is in no prediction (2026-11-27: 1 or 2 % were to be won, and 5 % were lost).
+_WORTH_OF_STATES = 0.95
 
 
 class Layouts:
@@ -270,8 +273,11 @@ class Layouts:
         """The fastest, nothing else being done; where that takes too much, the fastest of those
         that do not, and the leanest."""
         ways = sorted(self.ways(layout), key=lambda way: (way.seconds, way.nbytes))
-        fastest, limit = ways[0], budget.memory_bytes
-        if limit is None or fastest.nbytes <= limit:
+        fastest, limit = ways[0], budget.memory_bytes or math.inf
+        whole = next(way for way in ways if all(rule.trade != _STATES for rule in way.rules))
+        if fastest.seconds > _WORTH_OF_STATES * whole.seconds and whole.nbytes <= limit:
+            return [whole]
+        if fastest.nbytes <= limit:
             return [fastest]
         fitting = [way for way in ways if way.nbytes <= limit]
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
