@@ -115,20 +115,22 @@ def every(rank: int) -> dict[str, Any]:
 
 
 def _apart(rank: int) -> list[bool]:
-    """Whether a message is read when it is there, and a slot is written when it has been read."""
-    own = slots.made([slots.edge(0, 4, slots=1)])
+    """Whether a message is read when it is there, and a slot is written when it has been read. Of one
+    slot alone what comes is copied, and the slot given back before anybody can look at the time."""
+    own = slots.made([slots.edge(0, 4, slots=2)])
     own.begin()
     like = [((1,), torch.int32)]
     if rank == 0:
         times = [time.monotonic()]
-        for number in (0, 1):
+        for number in range(3):
             own.send(0, number, [torch.tensor([number], dtype=torch.int32)])
         own.settle()
     else:
         first = own.receive(0, 0, like)
         times = [time.monotonic()]
         del first  # from here on it may be written again
-        assert own.receive(0, 1, like)[0].tolist() == [1]
+        for number in (1, 2):
+            assert own.receive(0, number, like)[0].tolist() == [number]
     times.append(time.monotonic())
     both: list[Any] = [None, None]
     dist.all_gather_object(both, times)
