@@ -50,7 +50,7 @@ _RIVAL = 1.2
 # times what was said, where other steps took 0.98 to 1.17 times that).
 _WORTH = 0.9
 # And weights in shares where they take no more than this of a step without: what a rank does itself
-# to send them is in no prediction (2026-11-27: 1 or 2 % were to be won, and 5 % were lost).
+# to send them is in no prediction (2026-11-27: 0.15 % was to be won, and 5 % were lost).
 _WORTH_OF_STATES = 0.95
 
 
