@@ -33,11 +33,8 @@ class Stopwatch:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         if not self.on_gpu:
-            begin = time.perf_counter()
-            try:
+            with self._clocked(+1):
                 yield
-            finally:
-                self._counted += time.perf_counter() - begin
             return
         self._count()
         span, apart = self._begun(), list[_Span]()
@@ -53,17 +50,23 @@ class Stopwatch:
     def stopped(self) -> Iterator[None]:
         """Within ``running`` what is not counted."""
         if not self.on_gpu:
-            begin = time.perf_counter()
-            try:
+            with self._clocked(-1):
                 yield
-            finally:
-                self._counted -= time.perf_counter() - begin
             return
         assert self._apart is not None, "it does not run"
         span = self._begun()
         yield
         self._end(span)
         self._apart.append(span)
+
+    @contextlib.contextmanager
+    def _clocked(self, sign: int) -> Iterator[None]:
+        """Whatever ends it, so that what is taken away was counted."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._counted += sign * (time.perf_counter() - begin)
 
     def _begun(self) -> "_Span":
         span = _Span(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
