@@ -215,7 +215,12 @@ def factors() -> dict[str, Any]:
     gradients = [torch.randn(WIDTH, WIDTH) for _ in range(MATRICES)]
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        plain, theirs, ours = (DistributedDataParallel(Given()) for _ in range(3))
+        # In one bucket: each of two would have a thread of gloo wait for a second exchange, which
+        # torch's hook does, and there are two threads.
+        one_bucket = partial(
+            DistributedDataParallel, bucket_cap_mb=2 * MATRICES * WIDTH**2 * 4 >> 20
+        )
+        plain, theirs, ours = (one_bucket(Given()) for _ in range(3))
         # It begins with steps without, of which the first ones here are.
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=RANK, start_powerSGD_iter=2

@@ -26,7 +26,7 @@ from itertools import product
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from benchmarks._live_models import MODELS
 from benchmarks._looked import looked_at
 from benchmarks.hosts import hosts
 from benchmarks.runner import interval
+
+if TYPE_CHECKING:
+    from steelyard.api.live import Step
 
 RANKS = 2
 LINKS = {"unshaped": None, "1 Gbit/s": 10**9, "100 Mbit/s": 10**8}
@@ -210,7 +213,7 @@ def work(name: str, folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _applied(look: Any, source: Any, path: Path) -> Any:
+def _applied(look: Any, source: Any, path: Path) -> Step:
     """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
     a plan takes it apart; what it is predicted to take has been said already."""
     from steelyard.api.live import Step
@@ -235,7 +238,7 @@ def _applied(look: Any, source: Any, path: Path) -> Any:
     )
 
 
-def _peak(step: Any, batch: Any) -> int:
+def _peak(step: Step, batch: Any) -> int:
     """Measured on this rank. The least of a few steps: on a busy machine gloo's threads may let go
     late of what was waited for, which is no plan's."""
     step.live(batch)

@@ -28,7 +28,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 from steelyard.core.rules import Rule
 from steelyard.trades.shard_pipeline import rules_for
+
+if TYPE_CHECKING:
+    from steelyard.api.live import Step
 
 RANKS, TURNS, WARM_UP, IN_A_ROW = 2, 40, 4, 8
 KIB, MIB = 2**10, 2**20
@@ -342,14 +345,14 @@ def stages(name: str, folder: Path) -> dict[str, Any]:
     return {"seconds": {**seconds, "alone": alone}, "same": losses[0] == losses[1]}
 
 
-def _alone(step: Any, batch: Any) -> list[float]:
+def _alone(step: Step, batch: Any) -> list[float]:
     """What the busier rank computes in a step: what is left is waiting and messages."""
-    staged = next(iter(step.live._stages.values()))
     found = []
     for _ in range(TURNS):
-        before = staged._busy_seconds
+        begin, before = time.perf_counter(), step.traffic()
         step.live(batch)
-        busy = torch.tensor(staged._busy_seconds - before, dtype=torch.float64)
+        took, after = time.perf_counter() - begin, step.traffic()
+        busy = torch.tensor(took - (after.waited - before.waited), dtype=torch.float64)
         dist.all_reduce(busy, op=dist.ReduceOp.MAX)
         found.append(float(busy))
     return found
