@@ -6,6 +6,7 @@ for which ways there are: see search/adapting.py.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,17 @@ from steelyard.api.lowering import compiled_limit
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.codec import Codec
 from steelyard.core.errors import BadInput
-from steelyard.core.explanation import write_plan
+from steelyard.core.explanation import explanation_path, write_plan
 from steelyard.core.layout import DATA
 from steelyard.core.link import Link
-from steelyard.core.plan import Decisions, Prediction
+from steelyard.core.plan import Decisions, Plan, Prediction
 from steelyard.core.planfile import decode_decisions, encode_decisions
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
+from steelyard.core.untrusted import write_where_other
 from steelyard.measure.exchanges import measured_now
 from steelyard.predict import predict
+from steelyard.run.ranks.who import who_am_i
 from steelyard.search.adapting import otherwise, why_not_otherwise
 
 # Steps from one look to the next; after a look that found nothing, twice as many, and so on.
@@ -175,14 +178,24 @@ class Adapting:
         name = self._path.name.removesuffix(".toml").removesuffix(".plan")
         path = self._path.with_name(f"{name.partition('.adapted-')[0]}.adapted-{number}.plan.toml")
         self.written = path
-        if self._together.saves:
-            write_plan(path, plan)
+        self._write(path, plan)
         self._tell(
             f"after step {number} gradients go otherwise: the link gives "
             f"{_rate(link.bytes_per_second)}, and {_rate(before.bytes_per_second)} was "
             f"planned for; ~{format_seconds(predicted.quad.step_seconds.value)} a step in place of "
             f"{format_seconds(was)}; written: {path.name}"
         )
+
+    def _write(self, path: Path, plan: Plan) -> None:
+        """On each host, for each goes on from a file of its own."""
+        files = (path, explanation_path(path))
+        if self._together.saves:
+            write_plan(path, plan)
+        written = [file.read_text() for file in files] if self._together.saves else []
+        told = self._together.words(_SIDE.join(written))
+        if who_am_i(os.environ).local_rank == 0:
+            for file, text in zip(files, told.split(_SIDE), strict=True):
+                write_where_other(file, text)
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -106,7 +106,7 @@ def _said(error: BaseException) -> str:
 
 
 def _taken_over(met: "Meeting", wanted: Wanted) -> int:
-    from steelyard.core.untrusted import write_whole
+    from steelyard.core.untrusted import write_where_other
 
     told = json.loads(met.hear())
     if "failed" in told:
@@ -118,9 +118,7 @@ def _taken_over(met: "Meeting", wanted: Wanted) -> int:
     for path, text in zip(
         (wanted.path, wanted.path.with_suffix(".json")), told["files"], strict=True
     ):
-        # Of a folder that hosts share there is one, which is written.
-        if not path.is_file() or path.read_text() != text:
-            write_whole(path, text.encode())
+        write_where_other(path, text)
     hint(f"written: {wanted.path}, as the first host planned it", wanted.shown)
     return int(told["code"])
 

@@ -160,6 +160,12 @@ def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
         ) from None
 
 
+def write_where_other(path: Path, text: str) -> None:
+    """What the first host has written, on one of the others: a folder that they share has it."""
+    if not path.is_file() or path.read_text() != text:
+        write_whole(path, text.encode())
+
+
 def _text(raw: bytes | str, *, source: str, most_bytes: int) -> str:
     try:
         content = raw.encode("utf-8") if isinstance(raw, str) else raw
