@@ -22,6 +22,7 @@ from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links import context_of
 from steelyard.predict import peak_bytes
+from steelyard.search.coded import Weighing
 
 # As `measured_ranks` would say of a link.
 LINK = {
@@ -149,8 +150,12 @@ def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(
 def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made_gentler: list[object] = []
+    monkeypatch.setattr(Weighing, "gentler", lambda _, way: made_gentler.append(way) or way)
     plan = _planned(tmp_path, monkeypatch, _FAST, "5%", _SGD)
     assert plan.predicted.accuracy_loss == "exact"
+    # What cannot pay is not looked at for longer.
+    assert not made_gentler
     for trade in _TRADES:
         why = plan.why_not(trade)
         assert "would cost" in why or "would gain" in why

@@ -6,6 +6,7 @@ Not for how a step is fastest with a code: see search/coded.py.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from steelyard import _torch
@@ -43,18 +44,11 @@ def with_codes(
     weighing = _weighing(look, refused)
     for way in _ways(weighing, look, budget, refused):
         weighed += 1
-        gain = _seconds(exact.prediction) / way.seconds - 1
-        # A compiled step computes for less time, of which what is sent is a larger share.
-        is_compiled = look.request.runner == "inductor"
-        is_judged_later = is_compiled and budget.accuracy_loss > 0 and gain > 0
-        reason = None if is_judged_later else _too_little(look, gain, plain)
-        if reason is None and not budget.accuracy_loss:
-            reason = f"would take ~{format_seconds(_seconds(plain) / (1 + gain))} a step, but is "
-            reason += "lossy and the accuracy budget is 0"
-        if reason is None and is_judged_later and found is not exact:
-            # Each is a lowering, and kernels to compile.
-            reason = "was slower than what is taken, at the prices of what was captured"
-        if reason is None:
+        why_not = partial(_why_not, look, budget, exact, plain, best=predicted)
+        if budget.accuracy_loss and not why_not(way.seconds - weighing.coding_seconds(way)):
+            way = weighing.gentler(way)
+        reason = why_not(way.seconds)
+        if not reason:
             try:
                 tried = _tried(weighing, look, budget, way, plain, best=predicted)
             except Mismatch as odd:
@@ -71,6 +65,35 @@ def with_codes(
     others = sum(refusal.left is Left.WHOLE for refusal in refused)
     told = replace(found, refused=(*found.refused, *refused))
     return replace(told, num_offers=told.num_offers + others), predicted
+
+
+def _why_not(
+    look: "Look",
+    budget: Budget,
+    exact: Found,
+    plain: Prediction,
+    seconds: float,
+    *,
+    best: Prediction,
+) -> str | None:
+    """Why a way that takes so long, nothing else being done, is not tried."""
+    gain = _seconds(exact.prediction) / seconds - 1
+    # A compiled step computes for less time, of which what is sent is a larger share.
+    is_compiled = look.request.runner == "inductor"
+    is_judged_later = is_compiled and budget.accuracy_loss > 0 and gain > 0
+    if not is_judged_later and (too_little := _too_little(look, gain, plain)):
+        return too_little
+    if not budget.accuracy_loss:
+        would = f"would take ~{format_seconds(_seconds(plain) / (1 + gain))} a step"
+        return f"{would}, but is lossy and the accuracy budget is 0"
+    if is_judged_later and best is not plain:
+        # Each is a lowering, and kernels to compile.
+        return "was slower than what is taken, at the prices of what was captured"
+    if barred := look.lossy.why_not_probed():
+        return barred
+    if not is_compiled and seconds >= _seconds(best):
+        return f"takes ~{format_seconds(seconds)} a step before anything else, what is taken less"
+    return None
 
 
 def _seconds(predicted: Prediction) -> float:
@@ -154,14 +177,7 @@ def _tried(
 ) -> tuple[Found, Prediction] | str:
     """The plan with all that the budget needs besides, as it runs, and probed; or why it is not
     taken."""
-    barred = look.lossy.why_not_probed()
-    if barred:
-        return barred
     is_compiled, limit, asked = look.request.runner == "inductor", budget.memory_bytes, budget
-    if not is_compiled and way.seconds >= _seconds(best):
-        return (
-            f"takes ~{format_seconds(way.seconds)} a step before anything else, what is taken less"
-        )
     if limit is None:
         # Nothing else is traded then, and a probe takes less time than a search.
         seen = _drift_within(look, budget, way.rules, look.layouts.strike(way.rules))

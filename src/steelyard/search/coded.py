@@ -4,11 +4,12 @@ How much goes at once, how late it is waited for and which gradients are coded i
 on the same timeline as without. Not for whether accuracy may be lost: see api/coded.py.
 """
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES, CODES, Codec, codec_of
+from steelyard.core.codec import CODE_TRADES, CODED_CALLS, CODES, Codec, codec_of
 from steelyard.core.errors import Mismatch
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.plan import Taken
@@ -48,9 +49,9 @@ class Weighing:
     codecs: Collection[Codec]
 
     def fastest(self, *, thoroughly: bool) -> tuple[list[CodedWay], tuple[Refusal, ...]]:
-        """How the step is fastest with gradients in each of these codes, nothing else being done;
-        or why there is no such way. What is not to be had is only weighed beside what is fastest
-        without."""
+        """How the step is fastest with all gradients that can be in each of these codes, nothing
+        else being done; or why there is no such way. What is not to be had is only weighed beside
+        what is fastest without."""
         found: dict[Codec, CodedWay] = {}
         refused: dict[str, Refusal] = {}
         trades = [trade for trade in self.layouts.trades if trade.name in CODE_TRADES]
@@ -66,7 +67,13 @@ class Weighing:
                         found[codec] = min((best, way), key=lambda w: (w.seconds, w.nbytes))
         if not found:
             return [], tuple(refused.values())
-        return [self.gentler(way) if thoroughly else way for way in found.values()], ()
+        return list(found.values()), ()
+
+    def coding_seconds(self, way: CodedWay) -> float:
+        """What a gentler way may save of it at most."""
+        layouts = self.layouts
+        nodes = (n for n in layouts.strike(way.rules).graph.nodes if n.op in CODED_CALLS)
+        return sum(layouts.costs.seconds(node).value for node in nodes)
 
     def plan(self, way: CodedWay, budget: Budget) -> Found:
         """The plan that lies so, with all that the budget needs besides."""
@@ -85,28 +92,39 @@ class Weighing:
         """The same, with no code or one that loses less wherever that costs next to nothing; what
         the way is named for stays in it."""
         for rule in way.codes:
-            others = [other for other in way.codes if other != rule]
+            others = tuple(other for other in way.codes if other != rule)
+            # Without a code first; then from the code that loses most, for what loses less is more
+            # to send.
             for instead in ((), *((milder,) for milder in self._milder(rule))):
-                codes = (*others, *instead)
-                if way.codec not in map(codec_of, codes):
+                tried = self._in_codes(way, (*others, *instead))
+                if tried is None:
                     continue
-                try:
-                    tried = self._way(way.codec, way.trade, way.without, codes)
-                except Mismatch:
-                    continue  # not every gradient can go in every code
                 if tried.seconds <= (1 + _NEXT_TO_NOTHING) * way.seconds:
                     # What was gained is not given away again bit by bit.
                     way = replace(tried, seconds=min(way.seconds, tried.seconds))
+                    if not instead:
+                        break
+                elif instead:
                     break
         return replace(way, seconds=self.layouts.counted(way.rules).seconds)
 
-    def _milder(self, rule: Rule) -> Iterator[Rule]:
-        """The same gradients in each code that loses less."""
-        for (trade, op, degree), codec in CODES.items():
-            if codec == codec_of(rule):
-                return
-            if codec in self.codecs:
-                yield replace(rule, trade=trade, op=op, degree=degree)
+    def _in_codes(self, way: CodedWay, codes: tuple[Rule, ...]) -> CodedWay | None:
+        """None where it would be another code's way, or not every gradient can go so."""
+        if way.codec not in map(codec_of, codes):
+            return None
+        try:
+            return self._way(way.codec, way.trade, way.without, codes)
+        except Mismatch:
+            return None
+
+    def _milder(self, rule: Rule) -> list[Rule]:
+        """The same gradients in each code that loses less, the one that loses most first."""
+        milder = itertools.takewhile(lambda kind: CODES[kind] != codec_of(rule), CODES)
+        return [
+            replace(rule, trade=trade, op=op, degree=degree)
+            for trade, op, degree in reversed([*milder])
+            if CODES[trade, op, degree] in self.codecs
+        ]
 
     def _shared(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
         """Every way in which ranks share the batch and nothing else, or the fastest."""
