@@ -247,6 +247,28 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
     assert "the rest of blocks.*.attn: softmax (4): would buy" in shown(offers, zoom=Zoom.OFFERS)
 
 
+def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_first() -> None:
+    codes = [
+        Refusal(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
+        for trade, more, left in (
+            ("largest_gradients", 9, Left.NEVER),
+            ("ternary_gradients", 4, Left.WHOLE),
+            ("rounded_gradients", 8, Left.WHOLE),
+        )
+    ]
+    others = [replace(PLAN.refused[0], reason=f"reason {n}") for n in range(9)]
+    plan = replace(PLAN, refused=(*others, *codes))
+    text = shown(plan)
+    assert text.index("ternary_gradients  gradients in codes: would cost 4 %") < text.index(
+        "reason 0"
+    )
+    assert "would cost 8 %" not in text
+    assert "would cost 9 %" not in text
+    coded = Rule(trade="rounded_gradients", op="int8", module="blocks.0", count=1)
+    sent = replace(plan, decisions=replace(PLAN.decisions, rules=(*PLAN.decisions.rules, coded)))
+    assert "would cost" not in shown(sent)
+
+
 def test_the_rounding_of_sums_is_no_price() -> None:
     taken = tuple(replace(t, pays_seconds=1e-17) for t in PLAN.taken)
     cent = NextCent(more_bytes=MIB, saved_seconds=1e-17)

@@ -127,7 +127,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         taken_is=_taken_is(plan),
         num_offers=plan.num_offers,
         refused_is=_refused_is(plan),
-        refused=plan.refused,
+        refused=_refused(plan),
         as_of=_as_of(plan),
         next_cent=_next_cent(plan),
         least=exactly(plan.least_bytes, Unit.BYTES),
@@ -235,6 +235,17 @@ def _taken_is(plan: Plan) -> str:
     whole = max(0, plan.num_offers - left[Left.WHOLE] - left[Left.REST])
     in_part = f", and {left[Left.REST]} in part" if left[Left.REST] else ""
     return f"{whole} of {plan.num_offers} offers{in_part}"
+
+
+def _refused(plan: Plan) -> tuple[Refusal, ...]:
+    """Where gradients go as they are, why not in the fastest of the codes comes first: with ranks
+    to share a step it is what people ask."""
+    is_coded = any(rule.trade in CODE_TRADES for rule in plan.decisions.rules)
+    codes = [r for r in plan.refused if r.trade in CODE_TRADES and r.left is Left.WHOLE]
+    if is_coded or not codes:
+        return plan.refused
+    fastest = codes[0]
+    return fastest, *(refusal for refusal in plan.refused if refusal is not fastest)
 
 
 def _refused_is(plan: Plan) -> str:
