@@ -22,7 +22,7 @@ from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links import context_of
 from steelyard.predict import peak_bytes
-from steelyard.search.coded import Weighing
+from steelyard.search.coded import CodedWay, Weighing
 
 # As `measured_ranks` would say of a link.
 LINK = {
@@ -68,7 +68,13 @@ _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made_gentler: list[CodedWay] = []
+    gentler = Weighing.gentler
+    monkeypatch.setattr(
+        Weighing, "gentler", lambda own, way: made_gentler.append(way) or gentler(own, way)
+    )
     plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD)
+    assert made_gentler
     taken = {taken.trade for taken in plan.plan.taken}
     assert taken & set(_TRADES)
     assert "shard_batch" in taken

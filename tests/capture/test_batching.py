@@ -89,6 +89,15 @@ def test_a_gradient_that_is_small_is_compared_all_the_same(dtype: torch.dtype) -
     assert "the gradient of small" in verdict((model.to(dtype), lookalike_loss, batch)).reason
 
 
+def test_a_loss_that_is_no_number_tells_nothing() -> None:
+    model = net()
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    assert verdict((model, class_loss, data())).reason == (
+        "the loss is nan, of which nobody can tell whether it can be cut"
+    )
+
+
 def test_looking_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))

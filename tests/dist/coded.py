@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -106,6 +107,25 @@ def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
         "apart": max(apart),
         "gradient_bytes": sum(p.nbytes for p in model.parameters()),
     }
+
+
+def diverged(rank: int) -> dict[str, Any]:
+    """Codes are given up when the loss is no number any more."""
+    model, batch = _made(is_compiled=False)
+    with tempfile.TemporaryDirectory() as folder, in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
+        path = Path(folder) / "train.plan.toml"
+        write_decisions(path, _decided(_look(2, is_compiled=False), "ternary", 1, 1 << 16, 0))
+        step = sy.load(path, model, next_token_loss, batch, optimizer=OPTIMIZER).apply()
+        losses = [float(step(batch))]
+        with torch.no_grad():
+            model.get_parameter(next(name for name, _ in model.named_parameters())).fill_(math.nan)
+        assert step.live.guard is not None
+        for down in (1, 2):
+            step.live.guard.go_on(0, down)
+            losses.append(float(step(batch)))
+            assert step.live.rung == down
+        dist.barrier()
+    return {"losses": losses}
 
 
 def codec_in(name: str) -> str:

@@ -157,35 +157,36 @@ def test_who_loses_the_other_host_says_so(
 def test_where_the_link_slows_down_each_host_has_the_plan_that_takes_over(
     pair: Hosts, folders: list[Path], planned: list[Path]
 ) -> None:
+    as_planned = planned[0].read_text()
     plain = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
     for path in planned:
         write_decisions(path, replace(read_decisions(path), rules=(plain,)))
     begun = folders[0] / "begun"
     begun.unlink(missing_ok=True)
     pair.shape(None)
-    started = _start(pair, folders, "run", "train.py", "--steps", "52", "--adapt")
+    started = _start(pair, folders, "run", "train.py", "--steps", "56", "--adapt")
     try:
         end = time.monotonic() + 200
         while not begun.exists() and time.monotonic() < end:
             time.sleep(0.2)
-        pair.shape(_RATE // 2)
+        pair.shape(_RATE // 3)
         assert [one.wait(timeout=300) for one in started] == [0, 0], "".join(map(_said, folders))
     finally:
         pair.shape(_RATE)
         for one in started:
             one.kill()
+        for path in planned:
+            path.write_text(as_planned)
     written = [sorted(folder.glob("train.adapted-*.plan.toml")) for folder in folders]
+    assert [len(found) for found in written] == [1, 1], "".join(map(_said, folders))
     (one,), (other,) = written
     assert (one.name, one.read_text()) == (other.name, other.read_text())
     # Of what was measured only the first host's tells.
     assert read_plan(other).plan.decisions == read_plan(one).plan.decisions
     assert any(rule.trade in CODE_TRADES for rule in read_decisions(other).rules)
     # Each goes on from its own.
-    for path, (found,) in zip(planned, written, strict=True):
-        path.write_text(found.read_text())
-    assert _ended(pair, folders, "run", "train.py", "--steps", "8") == [0, 0], (
-        "".join(map(_said, folders))
-    )
+    asked = ("run", "train.py", "--plan", one.name, "--steps", "8")
+    assert _ended(pair, folders, *asked) == [0, 0], "".join(map(_said, folders))
 
 
 _BATCH = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)

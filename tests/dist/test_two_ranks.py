@@ -6,6 +6,8 @@ One test for each start of the ranks, which takes most of the time.
 from __future__ import annotations
 
 import os
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,17 @@ def test_buckets_of_all_reduces() -> None:
             assert program["predicted_peak_bytes"] == program["peak_bytes"], name
             # The same bits on both ranks, in whatever buckets, whenever waited for.
             assert program["digests"] == ranks[0]["programs"]["one each, window 0"]["digests"], name
+
+
+def test_a_run_that_diverges_goes_on_in_milder_codes(
+    costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program of the same batch is bound then, at a loss that tells nothing of the batch."""
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
+    for rank in on_two_ranks("tests.dist.coded:diverged"):
+        assert isfinite(rank["losses"][0])
+        assert len(rank["losses"]) == 3
+        assert not any(map(isfinite, rank["losses"][1:]))
 
 
 def test_parameters_in_shares() -> None:

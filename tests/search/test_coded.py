@@ -57,6 +57,25 @@ def test_what_a_way_is_named_for_stays_in_it() -> None:
     assert _gentler(["hidden"], BFLOAT16, TERNARY) == {"hidden": 2}
 
 
+def test_factors_that_take_longer_say_nothing_of_codes_that_are_more_to_send() -> None:
+    """They are exchanged twice, one after the other."""
+
+    def counted(rules: tuple[Rule, ...]) -> Any:
+        late = sum(rule.trade == "low_rank_gradients" for rule in rules)
+        plain = 2 - len(rules)
+        return SimpleNamespace(seconds=_REST + late + plain, nbytes=0)
+
+    weighing = Weighing(
+        layouts=cast("Any", SimpleNamespace(counted=counted)), codecs=CODES.values()
+    )
+    rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("one", "other"))
+    way = CodedWay(
+        codec=LARGEST, trade="largest_gradients", rules=rules, without=(), seconds=_REST, nbytes=0
+    )
+    codecs = {codec_of(rule) for rule in weighing.gentler(way).rules}
+    assert codecs == {LARGEST, BFLOAT16}
+
+
 def test_a_gradient_that_cannot_go_in_a_milder_code_keeps_its_own() -> None:
     """Factors of a thin matrix are hardly smaller, and a plan that asks for them is refused."""
 

@@ -18,7 +18,7 @@ from steelyard.api.look import Look
 from steelyard.api.lowering import compiled_limit
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.codec import Codec
-from steelyard.core.errors import BadInput
+from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.explanation import explanation_path, write_plan
 from steelyard.core.layout import DATA
 from steelyard.core.link import Link
@@ -191,11 +191,17 @@ class Adapting:
         files = (path, explanation_path(path))
         if self._together.saves:
             write_plan(path, plan)
-        written = [file.read_text() for file in files] if self._together.saves else []
+        written = [file.read_text("utf-8") for file in files] if self._together.saves else []
         told = self._together.words(_SIDE.join(written))
-        if who_am_i(os.environ).local_rank == 0:
-            for file, text in zip(files, told.split(_SIDE), strict=True):
-                write_where_other(file, text)
+        lacks = 0
+        try:
+            if who_am_i(os.environ).local_rank == 0:
+                for file, text in zip(files, told.split(_SIDE), strict=True):
+                    write_where_other(file, text)
+        except PlanFileError:
+            lacks = 1  # no reason to stop training
+        if self._together.most(lacks):
+            self._tell(f"{path.name} cannot be written on one of the hosts: copy it there to go on")
 
 
 def _rate(bytes_per_second: float) -> str:

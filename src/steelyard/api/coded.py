@@ -4,7 +4,7 @@ probe drifts no further than the budget allows; and if not, the reason with its 
 Not for how a step is fastest with a code: see search/coded.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,12 +42,14 @@ def with_codes(
     found, plain, refused = exact, predicted, list[Refusal]()
     weighed = 0
     weighing = _weighing(look, refused)
-    for way in _ways(weighing, look, budget, refused):
+    why_not = partial(_why_not, look, budget, exact, plain)
+
+    def may_pay(way: CodedWay) -> bool:
+        return not why_not(way.seconds - weighing.coding_seconds(way), best=plain)
+
+    for way in _ways(weighing, look, budget, refused, may_pay):
         weighed += 1
-        why_not = partial(_why_not, look, budget, exact, plain, best=predicted)
-        if budget.accuracy_loss and not why_not(way.seconds - weighing.coding_seconds(way)):
-            way = weighing.gentler(way)
-        reason = why_not(way.seconds)
+        reason = why_not(way.seconds, best=predicted)
         if not reason:
             try:
                 tried = _tried(weighing, look, budget, way, plain, best=predicted)
@@ -140,13 +142,20 @@ def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
 
 
 def _ways(
-    weighing: Weighing, look: "Look", budget: Budget, refused: list[Refusal]
+    weighing: Weighing,
+    look: "Look",
+    budget: Budget,
+    refused: list[Refusal],
+    may_pay: Callable[[CodedWay], bool],
 ) -> list[CodedWay]:
-    """The fastest first; what cannot be is told."""
+    """The fastest first, and made gentler where they may pay; what cannot be is told."""
     if not weighing.codecs:
         return []
     look.request.on_progress("weighing gradients in codes")
-    found, cannot = weighing.fastest(thoroughly=budget.accuracy_loss > 0)
+    is_allowed = budget.accuracy_loss > 0
+    found, cannot = weighing.fastest(thoroughly=is_allowed)
+    if is_allowed:
+        found = [weighing.gentler(way) if may_pay(way) else way for way in found]
     refused += (replace(refusal, left=Left.NEVER) for refusal in cannot)
     return sorted(found, key=lambda way: way.seconds)
 

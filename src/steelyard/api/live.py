@@ -404,12 +404,14 @@ class Step:
                 expected=f"a number of samples that {layout.units} divides",
                 remedy="drop the last partial batch (drop_last=True), or pad it",
             )
-        # A model of which this rank holds a part lends the forms of the whole, without values.
-        source = self._source.at(batch, with_values=self._parts is None)
+        entries = self._source.at(batch).entries()
+        is_alike = [e.shape for e in entries] == [e.shape for e in self._source.entries()]
+        # A model of which this rank holds a part lends the forms of the whole, without values; and
+        # of a batch of the same shape it has been tried, when the loss was a number.
+        source = self._source.at(batch, with_values=self._parts is None and not is_alike)
         program, captured = self._program_at(source, self.live.rung)
         self._prices.know(program.graph)
-        entries, limit = self._source.at(batch).entries(), self.plan.decisions.budget.memory_bytes
-        is_alike = [e.shape for e in entries] == [e.shape for e in self._source.entries()]
+        limit = self.plan.decisions.budget.memory_bytes
         if is_alike and limit is None:
             return program, captured.constants, captured.reads  # in other codes alone
         # Of the rank that needs most: all go on, or none does.

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import isfinite
 from typing import Any
 
 import torch
@@ -269,6 +270,8 @@ def _shares(
 ) -> tuple[Reduction, list[float]] | Splitting:
     """What the loss of each sample counts in the loss of all."""
     size, total = len(counts), sum(apart)
+    if not all(map(isfinite, (whole, *apart))):
+        return _whole(f"the loss is {whole:.6g}, of which nobody can tell whether it can be cut")
     seen = [x for x, n in zip(apart, counts) if n]
     if max(seen) - min(seen) <= 1e-6 * (abs(whole) + 1e-12):
         return _whole("different samples give the same loss, so cutting cannot be checked")

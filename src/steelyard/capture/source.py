@@ -234,8 +234,8 @@ class StepSource:
         return any(t.device.type == "meta" for t in tensors)
 
     def at(self, batch: Any, *, with_values: bool = True) -> "StepSource":
-        """The same step on another batch. Where the model has no values now, what was found out
-        about cutting the batch, by trying, holds for this one."""
+        """The same step on another batch. Without values, what was found out about cutting the
+        batch, by trying, holds for this one."""
         other = self._like(batch=batch)
         if not with_values:
             other._splitting, other._sharing = self._splitting, self._sharing

@@ -80,7 +80,7 @@ def _on_hosts(wanted: Wanted) -> int:
         met.tell(json.dumps({"failed": _said(error)}))
         raise
     written = (wanted.path, wanted.path.with_suffix(".json"))
-    met.tell(json.dumps({"code": code, "files": [path.read_text() for path in written]}))
+    met.tell(json.dumps({"code": code, "files": [path.read_text("utf-8") for path in written]}))
     return code
 
 

@@ -162,7 +162,7 @@ def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
 
 def write_where_other(path: Path, text: str) -> None:
     """What the first host has written, on one of the others: a folder that they share has it."""
-    if not path.is_file() or path.read_text() != text:
+    if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text.encode())
 
 

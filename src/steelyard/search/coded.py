@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES, CODED_CALLS, CODES, Codec, codec_of
+from steelyard.core.codec import CODE_TRADES, CODES, Codec, codec_of
 from steelyard.core.errors import Mismatch
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.plan import Taken
@@ -70,10 +70,9 @@ class Weighing:
         return list(found.values()), ()
 
     def coding_seconds(self, way: CodedWay) -> float:
-        """What a gentler way may save of it at most."""
-        layouts = self.layouts
-        nodes = (n for n in layouts.strike(way.rules).graph.nodes if n.op in CODED_CALLS)
-        return sum(layouts.costs.seconds(node).value for node in nodes)
+        """What codes add to computing, which gentler ones may save."""
+        coded = self.layouts.sent_otherwise(way.codec.label, way.without, way.codes)
+        return max(0.0, coded.pays_seconds)
 
     def plan(self, way: CodedWay, budget: Budget) -> Found:
         """The plan that lies so, with all that the budget needs besides."""
@@ -104,8 +103,8 @@ class Weighing:
                     way = replace(tried, seconds=min(way.seconds, tried.seconds))
                     if not instead:
                         break
-                elif instead:
-                    break
+                elif instead and not codec_of(instead[0]).rank:
+                    break  # factors are exchanged twice, and may take longer than what is more
         return replace(way, seconds=self.layouts.counted(way.rules).seconds)
 
     def _in_codes(self, way: CodedWay, codes: tuple[Rule, ...]) -> CodedWay | None:
