@@ -40,6 +40,15 @@ _QUEUE_MS = 200
 _RELAYED_BYTES = 60_000
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _TOOLS = ("ip", "tc", "setpriv", "unshare", "nsenter")
+# How tools and kernels say that this may not be had, and not that it was asked for wrongly.
+_REFUSALS = (
+    "operation not permitted", "permission denied", "not supported", "unknown device type",
+    "qdisc kind is unknown", "/dev/net/tun",
+)  # fmt: skip
+
+
+class NoHosts(SystemExit):
+    """They cannot be made on this machine, for a reason that is the machine's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +120,7 @@ def hosts(
     assert count == FEWEST or not delay_seconds, "a relay joins two hosts"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
-        raise SystemExit(f"no hosts can be made here: {', '.join(missing)} not found")
+        raise NoHosts(f"no hosts can be made here: {', '.join(missing)} not found")
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(_namespace()) for _ in range(count)]
         bridge = stack.enter_context(_namespace()) if count > FEWEST else None
@@ -153,7 +162,7 @@ def _held(command: Sequence[str], failed: str) -> Iterator[subprocess.Popen[str]
             assert held.stderr is not None
             if held.stdout.readline() != "up\n":
                 said = held.stderr.read().strip().splitlines() or ["nothing was said"]
-                raise SystemExit(f"{failed}: {said[-1]}")
+                raise _failed(command, said[-1], failed)
             yield held
         finally:
             held.kill()
@@ -197,8 +206,16 @@ def _within(holder: subprocess.Popen[str]) -> list[str]:
 def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"no hosts can be made here: {done.stderr.strip() or done.stdout.strip()}")
+        said = done.stderr.strip() or done.stdout.strip()
+        raise _failed(command, said, "no hosts can be made here")
     return done.stdout
+
+
+def _failed(command: Sequence[str], said: str, refused: str) -> BaseException:
+    """What fails for another reason is a fault of ours, and no reason to skip a test."""
+    if any(refusal in said.lower() for refusal in _REFUSALS):
+        return NoHosts(f"{refused}: {said}")
+    return RuntimeError(f"{' '.join(command)}: {said}")
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

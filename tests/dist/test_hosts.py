@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import FEWEST, MOST, Hosts, address, hosts
+from benchmarks.hosts import FEWEST, MOST, Hosts, NoHosts, address, hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def _may() -> None:
     try:
         with hosts(FEWEST):
             pass
-    except SystemExit as reason:
+    except NoHosts as reason:
         pytest.skip(str(reason))
 
 
@@ -162,11 +162,16 @@ def test_what_is_sent_over_a_long_link_is_on_its_way_for_that_long(tmp_path: Pat
             before = made.sent_bytes(1)
             _sent(made, 1, 0)
             assert _NBYTES <= made.sent_bytes(1) - before <= 1.1 * _NBYTES
-    except SystemExit as reason:
+    except NoHosts as reason:
         if "/dev/net/tun" in str(reason):
             pytest.skip(str(reason))
         raise
     assert float(said.read_text()) >= _ROUND_TRIPS * 2 * delay
+
+
+def test_what_is_asked_wrongly_is_no_reason_to_skip_a_test() -> None:
+    with hosts(FEWEST) as made, pytest.raises(RuntimeError, match="tbf"):
+        made.shape(-1)
 
 
 def test_nothing_is_left_of_hosts_whose_maker_is_killed() -> None:
