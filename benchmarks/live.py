@@ -118,7 +118,7 @@ def _prepared(name: str, folder: Path) -> Contest:
 
     look = _look(name)
     layouts = look.layouts
-    fastest = [min(layouts.ways(x), key=lambda way: way.seconds) for x in layouts.layouts]
+    fastest = [min(layouts.ways.of(x), key=lambda way: way.seconds) for x in layouts.layouts]
     tight = round(TIGHT_SHARE * min(way.nbytes for way in fastest))
     limits = {"any memory": None, f"{tight / 2**20:.1f} MiB": tight}
     chosen = {
@@ -156,7 +156,7 @@ def _space(look: Any) -> Iterator[list[tuple[Any, ...]]]:
     from steelyard.core.rules import Rule
 
     layouts = look.layouts
-    by_layout = [layouts.ways(layout) for layout in layouts.layouts]
+    by_layout = [layouts.ways.of(layout) for layout in layouts.layouts]
     fastest = [min(ways, key=lambda way: (way.seconds, way.nbytes)) for ways in by_layout]
 
     def leaner(shares: Sequence[float]) -> Iterator[tuple[Any, ...]]:

@@ -201,7 +201,7 @@ def _ours(
         ).looked_at()  # fmt: skip
         ways = [
             way
-            for way in look.layouts.ways(Layout(batch=RANKS))
+            for way in look.layouts.ways.of(Layout(batch=RANKS))
             if any(rule.trade == "shard_states" for rule in way.rules) == states
         ]
         leanest = min(way.nbytes for way in ways)

@@ -410,7 +410,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         return Decisions(made_for=look.made_for(), budget=Budget(), rules=_staged(case, look))
     ways = [
         way
-        for way in look.layouts.ways(case.layout)
+        for way in look.layouts.ways.of(case.layout)
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
         and any(r.trade == "shard_states" and r.bucket_bytes for r in way.rules) == case.together
     ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -28,10 +29,15 @@ def _counted(rules: tuple[Rule, ...]) -> Any:
     return SimpleNamespace(seconds=_REST + seconds, nbytes=0)
 
 
+def _layouts(counted: Callable[[tuple[Rule, ...]], Any]) -> Any:
+    return SimpleNamespace(ways=SimpleNamespace(counted=counted))
+
+
 def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
     """In how many bits each of these goes that were all to go in 2."""
     weighing = Weighing(
-        layouts=cast("Any", SimpleNamespace(counted=_counted)), codecs=codecs or CODES.values()
+        layouts=_layouts(_counted),
+        codecs=codecs or CODES.values(),
     )
     rules = tuple(sorted(Rule(trade="ternary_gradients", module=name) for name in names))
     way = CodedWay(
@@ -66,7 +72,8 @@ def test_factors_that_take_longer_say_nothing_of_codes_that_are_more_to_send() -
         return SimpleNamespace(seconds=_REST + late + plain, nbytes=0)
 
     weighing = Weighing(
-        layouts=cast("Any", SimpleNamespace(counted=counted)), codecs=CODES.values()
+        layouts=_layouts(counted),
+        codecs=CODES.values(),
     )
     rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("one", "other"))
     way = CodedWay(
@@ -87,7 +94,8 @@ def test_a_gradient_that_cannot_go_in_a_milder_code_keeps_its_own() -> None:
         return SimpleNamespace(seconds=_REST - is_largest - len(asked), nbytes=0)
 
     weighing = Weighing(
-        layouts=cast("Any", SimpleNamespace(counted=counted)), codecs=CODES.values()
+        layouts=_layouts(counted),
+        codecs=CODES.values(),
     )
     rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("thin", "wide"))
     way = CodedWay(

@@ -189,7 +189,7 @@ def _tried(
     is_compiled, limit, asked = look.request.runner == "inductor", budget.memory_bytes, budget
     if limit is None:
         # Nothing else is traded then, and a probe takes less time than a search.
-        seen = _drift_within(look, budget, way.rules, look.layouts.strike(way.rules))
+        seen = _drift_within(look, budget, way.rules, look.layouts.ways.strike(way.rules))
         if isinstance(seen, str):
             return seen
     if is_compiled and limit is not None:

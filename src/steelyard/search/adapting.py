@@ -10,7 +10,8 @@ from steelyard.core.codec import CODE_TRADES, Codec
 from steelyard.core.layout import ALONE, Layout
 from steelyard.core.rules import Rule
 from steelyard.search.coded import Weighing
-from steelyard.search.layouts import Layouts, Way
+from steelyard.search.layouts import Layouts
+from steelyard.search.ways import Way
 
 _SENT = frozenset({"shard_batch", "overlap", "sparse_gradients", *CODE_TRADES})
 _STATES = "shard_states"
@@ -34,15 +35,15 @@ def otherwise(
     layout = Layout.of(rules)
     layouts.layouts = [layout]
     kept = tuple(rule for rule in rules if rule.trade not in _SENT)
-    now = layouts.counted(tuple(sorted(rules)))
-    ways = (layouts.counted(tuple(sorted((*own, *kept)))) for own in _sent(layouts, codecs))
+    now = layouts.ways.counted(tuple(sorted(rules)))
+    ways = (layouts.ways.counted(tuple(sorted((*own, *kept)))) for own in _sent(layouts, codecs))
     faster = (way for way in ways if way.seconds < now.seconds and way.nbytes <= most_bytes)
     return now, sorted(faster, key=lambda way: (way.seconds, way.nbytes))
 
 
 def _sent(layouts: Layouts, codecs: Collection[Codec]) -> Iterator[tuple[Rule, ...]]:
     (layout,) = layouts.layouts
-    for way in layouts.ways(layout):
+    for way in layouts.ways.of(layout):
         if not any(rule.trade == _STATES for rule in way.rules):
             yield way.rules
     coded, _ = Weighing(layouts=layouts, codecs=codecs).fastest(thoroughly=False)

@@ -54,11 +54,11 @@ class Weighing:
         what is fastest without."""
         found: dict[Codec, CodedWay] = {}
         refused: dict[str, Refusal] = {}
-        trades = [trade for trade in self.layouts.trades if trade.name in CODE_TRADES]
+        trades = [trade for trade in self.layouts.ways.trades if trade.name in CODE_TRADES]
         for without in self._shared(thoroughly=thoroughly):
-            program = self.layouts.strike(without)
+            program = self.layouts.ways.strike(without)
             for trade in trades:
-                offers, refusals = trade.offers(program, self.layouts.source)
+                offers, refusals = trade.offers(program, self.layouts.ways.source)
                 refused |= {refusal.label: refusal for refusal in refusals}
                 for offer in offers:
                     if (codec := codec_of(offer.rules[0])) in self.codecs:
@@ -71,7 +71,7 @@ class Weighing:
 
     def coding_seconds(self, way: CodedWay) -> float:
         """What codes add to computing, which gentler ones may save."""
-        coded = self.layouts.sent_otherwise(way.codec.label, way.without, way.codes)
+        coded = self.layouts.told.sent_otherwise(way.codec.label, way.without, way.codes)
         return max(0.0, coded.pays_seconds)
 
     def plan(self, way: CodedWay, budget: Budget) -> Found:
@@ -79,7 +79,7 @@ class Weighing:
         layouts = self.layouts
         found = layouts.search_by(way.rules).find(budget)
         assert found is not None, "what shares the batch alone is searched"
-        own = *layouts.taken(layouts.counted(way.without)), *self._taken(way)
+        own = *layouts.told.taken(layouts.ways.counted(way.without)), *self._taken(way)
         return replace(
             found,
             taken=(*own, *found.taken),
@@ -105,7 +105,7 @@ class Weighing:
                         break
                 elif instead and not codec_of(instead[0]).rank:
                     break  # factors are exchanged twice, and may take longer than what is more
-        return replace(way, seconds=self.layouts.counted(way.rules).seconds)
+        return replace(way, seconds=self.layouts.ways.counted(way.rules).seconds)
 
     def _in_codes(self, way: CodedWay, codes: tuple[Rule, ...]) -> CodedWay | None:
         """None where it would be another code's way, or not every gradient can go so."""
@@ -129,7 +129,7 @@ class Weighing:
         """Every way in which ranks share the batch and nothing else, or the fastest."""
         for layout in self.layouts.layouts:
             if layout == Layout(batch=layout.batch, shares=layout.shares) != ALONE:
-                ways = self.layouts.ways(layout)
+                ways = self.layouts.ways.of(layout)
                 whole = [w for w in ways if not any(r.trade == _STATES for r in w.rules)]
                 fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))
                 yield from (way.rules for way in (whole if thoroughly else [fastest]))
@@ -138,7 +138,7 @@ class Weighing:
         self, codec: Codec, trade: str, without: tuple[Rule, ...], codes: tuple[Rule, ...]
     ) -> CodedWay:
         rules = tuple(sorted((*without, *codes)))
-        counted = self.layouts.counted(rules)
+        counted = self.layouts.ways.counted(rules)
         return CodedWay(
             codec=codec, trade=trade, rules=rules, without=without, seconds=counted.seconds,
             nbytes=counted.nbytes,
@@ -151,5 +151,5 @@ class Weighing:
             codes = tuple(rule for rule in way.codes if codec_of(rule) == codec)
             if codes:
                 label = f"{codec.label} ({tensors(codes)})"
-                yield self.layouts.sent_otherwise(label, before, codes)
+                yield self.layouts.told.sent_otherwise(label, before, codes)
                 before = (*before, *codes)
