@@ -167,6 +167,44 @@ def test_no_private_name_of_torch_outside_its_one_file() -> None:
     assert sorted(found) == []
 
 
+# --- what a room offers is not hidden by a file of the same name ----------------------------------
+
+
+def hidden(init: str, room: str, files: set[str]) -> list[str]:
+    """Names that a room's ``__init__`` takes from one of its files while another is called so.
+
+    Whoever imports that other file puts it in the name's place, and no checker of types sees it.
+    """
+    return [
+        name.asname or name.name
+        for node in ast.walk(ast.parse(init))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if (called := name.asname or name.name) in files
+        and node.module not in (room, f"{room}.{called}")
+    ]
+
+
+def test_no_name_that_a_room_offers_is_hidden_by_a_file() -> None:
+    line = "from steelyard.search.deep_told import told"
+    assert hidden(line, "steelyard.search", {"told", "deep_told"}) == ["told"]
+    assert hidden(line, "steelyard.search", {"deep_told"}) == []
+    own = "from steelyard.search.search import search"
+    assert hidden(own, "steelyard.search", {"search"}) == []
+    found = {
+        path.parent.name: names
+        for path in (ROOT / "src").rglob("__init__.py")
+        if (
+            names := hidden(
+                path.read_text(encoding="utf-8"),
+                ".".join(path.parent.relative_to(ROOT / "src").parts),
+                {x.stem for x in path.parent.iterdir() if x.suffix == ".py" or x.is_dir()},
+            )
+        )
+    }
+    assert found == {}
+
+
 # --- what is in the repository works on every machine ---------------------------------------------
 
 OF_ONE_MACHINE = re.compile(

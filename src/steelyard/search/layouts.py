@@ -22,10 +22,10 @@ from steelyard.core.source import Source
 from steelyard.core.trade import Left, Offer, Refusal, Trade
 from steelyard.predict import rank_seconds, step_seconds
 from steelyard.search.found import Found
+from steelyard.search.layouts_told import Told
 from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search
 from steelyard.search.shares import Shares, unequal_shares, units_for
-from steelyard.search.told import Told
 from steelyard.search.unlike import Unlike
 from steelyard.search.ways import BUCKETS, Way, Ways, at_once
 from steelyard.search.wording import layers, stages_refused, too_late
