@@ -1,11 +1,14 @@
-"""What the workers of a whole run begin with, and the costs that they share.
+"""What the workers of a whole run begin with and what they let go, and the costs that they share.
 
 Not for what some tests share: see harness.py.
 """
 
+import functools
 import gc
 import importlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,30 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # To look through all of them took a third of a second for each full collection, of which there
     # are several in a capture and in a metered step. Caches of test modules are still looked
     # through, as a user's are: capture empties those that it has filled.
-    for name in ("steelyard.api", "transformers"):
+    gc.disable()
+    for name in ("steelyard.api", "torch._functorch.aot_autograd", "transformers"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
+    # Whoever meters memory collects first. To look through everything as often besides as Python
+    # does by default took a tenth of the tests of capture.
+    gc.set_threshold(700, 10, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What tests of one file keep for one another, and torch of all fake tensors: a million objects
+    by the end of a whole run, which each full collection looks through."""
+    yield
+    for kept in vars(request.module).values():
+        if (
+            isinstance(kept, functools._lru_cache_wrapper)
+            and kept.__module__ == request.module.__name__
+        ):
+            kept.cache_clear()
+    if fakes := sys.modules.get("torch._subclasses.fake_tensor"):
+        fakes.FakeTensorMode.cache_clear()
 
 
 @pytest.fixture(scope="session")

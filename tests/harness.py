@@ -237,10 +237,10 @@ class Trial:
         torch.manual_seed(_SEED)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=3)
 def trial_of(name: str) -> Trial:
-    """That case of the zoo. What is dear of it, its captures, is made once in a process: tests of
-    one model are best one worker's."""
+    """That case of the zoo. What is dear of it, its captures, is made once for tests that follow
+    each other: those of one model are best one group's."""
     return Trial(*zoo.case(name).make())
 
 

@@ -3,7 +3,9 @@
 The public names, loaded when first used, so that importing steelyard does not import torch.
 """
 
+import gc
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +30,21 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    # ``from steelyard import api`` asks here, too, before it imports anything.
+    if name == "api":
+        return _imported("steelyard.api")
     if name not in _HOMES:
         raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(_imported(_HOMES[name]), name)
+
+
+def _imported(home: str) -> ModuleType:
+    """What is imported with torch are half a million objects that stay: a quarter of the time went
+    into looking for garbage among them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(home)
+    finally:
+        if collects:
+            gc.enable()

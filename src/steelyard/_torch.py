@@ -1,6 +1,9 @@
 """Every private torch name that Steelyard uses, and why; each has a canary in tests/test_torch.py.
 
 The one file that may import them. Not for logic: names, thin wrappers, nothing that decides.
+
+What captures and compiles is imported where it is called: Dynamo alone takes longer to import than
+the rest of torch, and ranks, measuring processes and hooks have no use for it.
 """
 
 import contextlib
@@ -15,12 +18,6 @@ from types import FrameType, FunctionType
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._dynamo.convert_frame
-import torch._dynamo.functional_export
-import torch._dynamo.hooks
-import torch._dynamo.symbolic_convert
-import torch._export.utils
 
 # Memory of GPUs that the processes of a host share; torch has no public name for it yet.
 import torch.distributed._symmetric_memory
@@ -29,8 +26,7 @@ import torch.distributed._symmetric_memory
 # context takes them back.
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 
-# Whole-step capture: module paths and source lines exist only in Dynamo's graph, and descriptors
-# of inputs and outputs only in this export (research: matching by position went silently wrong).
+# What inputs and outputs of a captured step are.
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -40,7 +36,6 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 # The type of operators that can be named and called again (higher-order ones cannot).
 from torch._ops import OpOverload
@@ -126,6 +121,8 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
     between layers without a word, and bilinear resizing rounds otherwise than eager does. Modules
     are looked up anew: of two scripts of one name Dynamo would know the first for good.
     """
+    import torch._dynamo.symbolic_convert
+
     torch._dynamo.symbolic_convert._import_module.cache_clear()
     with (
         quiet_logs(),
@@ -156,6 +153,12 @@ class Guarded:
 
 def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
     """Public names give one or the other, graph or guards."""
+    import torch._dynamo.convert_frame
+    import torch._dynamo.functional_export
+    import torch._dynamo.hooks
+    import torch._export.utils
+
+    dynamo = torch._dynamo
     tensors: dict[str, torch.Tensor] = {}
     of_batch: set[str] = set()
 
@@ -174,7 +177,6 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
             for entry in entries
         ]
 
-    dynamo = torch._dynamo
     with (
         functional_calls(),
         torch._export.utils._compiling_state_context(),
@@ -313,6 +315,8 @@ def quiet_logs() -> Iterator[None]:
 def _dynamo_config(
     ignored_loggers: set[Callable[..., Any]],
 ) -> contextlib.AbstractContextManager[Any]:
+    import torch._dynamo
+
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
         ignore_logging_functions=ignored_loggers,
         allow_rnn=True,
@@ -323,6 +327,14 @@ def _dynamo_config(
         skip_nnmodule_hook_guards=False,
     )
     return patched
+
+
+def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
+    """Forward and backward pass in one graph whose inputs and outputs say what they are: matching
+    them by position went silently wrong."""
+    from torch._functorch import aot_autograd
+
+    return aot_autograd.aot_export_joint_with_descriptors(*args, **kwargs)
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:

@@ -42,6 +42,32 @@ def test_importing_does_not_import_torch(module: str) -> None:
     assert run.stdout.split() == []
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["steelyard.measure.company", "steelyard.measure.exchanges", "steelyard.run.step"],
+)
+def test_processes_that_measure_and_step_do_not_import_dynamo(module: str) -> None:
+    """It takes as long as all else that they import; capture alone has a use for it."""
+    probe = f"import sys, {module}; print('torch._dynamo' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["False"], run.stderr
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_importing_leaves_the_collector_as_it_was(collects: bool) -> None:
+    probe = (
+        f"import gc; gc.enable() if {collects} else gc.disable()\n"
+        "seen = []; gc.callbacks.append(lambda phase, info: seen.append(phase))\n"
+        "from steelyard import api\n"
+        "print(gc.isenabled(), len(seen), api.plan.__name__)"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    enabled, num_seen, called = run.stdout.split()
+    assert (enabled, called) == (str(collects), "plan"), run.stderr
+    # Half a million objects would be looked through hundreds of times.
+    assert int(num_seen) < 20
+
+
 # --- what torch keeps private enters through _torch.py --------------------------------------------
 
 REFUSED = (
