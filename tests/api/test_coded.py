@@ -37,12 +37,18 @@ _TRADES = (
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was measured of one model is known to all tests; of the link, each writes its own."""
+    return tmp_path_factory.mktemp("coded")
+
+
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def _planned(
-    folder: Path,
+    costs_in: Path,
     monkeypatch: pytest.MonkeyPatch,
     rate: float,
     accuracy_loss: str,
@@ -50,7 +56,7 @@ def _planned(
     runner: Runner = "python",
     second: float = 1.0,
 ) -> sy.Planned:
-    monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs_in / "costs.sqlite"))
     CostCache().write_rates(context_of(2), {**LINK, "rate": rate, "speed of rank 1": second})
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(256, 256), nn.ReLU())]
@@ -65,15 +71,16 @@ def _planned(
 _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
+@pytest.mark.xdist_group("coded")
 def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_gentler: list[CodedWay] = []
     gentler = Weighing.gentler
     monkeypatch.setattr(
         Weighing, "gentler", lambda own, way: made_gentler.append(way) or gentler(own, way)
     )
-    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD)
+    plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD)
     assert made_gentler
     taken = {taken.trade for taken in plan.plan.taken}
     assert taken & set(_TRADES)
@@ -97,10 +104,11 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     assert any("a probe drifted" in strict.why_not(trade) for trade in _TRADES)
 
 
+@pytest.mark.xdist_group("coded")
 def test_ranks_of_unequal_speed_send_codes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD, second=0.6)
+    plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD, second=0.6)
     rules = plan.plan.decisions.rules
     assert {rule.trade for rule in rules} & set(_TRADES)
     (shares,) = (rule.shares for rule in rules if rule.trade == "shard_batch")
@@ -110,11 +118,12 @@ def test_ranks_of_unequal_speed_send_codes_too(
     assert {each.share for each in plan.look.struck(rules).beside} == {min(shares)}
 
 
+@pytest.mark.xdist_group("coded")
 def test_a_bound_on_memory_holds_in_milder_codes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where codes hold back too much, training goes on in those that lose less."""
-    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD)
+    plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD)
     look, rules = plan.look, plan.plan.decisions.rules
     peaks = [peak_bytes(look.struck(rung), look.prices.costs) for rung in ladder(rules)]
     assert len(peaks) > 2
@@ -134,11 +143,12 @@ def test_a_bound_on_memory_holds_in_milder_codes_too(
     ]
 
 
+@pytest.mark.xdist_group("coded")
 def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lowering, "_RIVALS", 1)
-    plan = _planned(tmp_path, monkeypatch, _SLOW, "5%", _SGD, runner="inductor")
+    plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD, runner="inductor")
     assert {taken.trade for taken in plan.plan.taken} & set(_TRADES)
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
     look, rules = plan.look, plan.plan.decisions.rules
@@ -153,12 +163,13 @@ def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(
     assert any("accuracy budget is 0" in exact.why_not(trade) for trade in _TRADES)
 
 
+@pytest.mark.xdist_group("coded")
 def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_gentler: list[object] = []
     monkeypatch.setattr(Weighing, "gentler", lambda _, way: made_gentler.append(way) or way)
-    plan = _planned(tmp_path, monkeypatch, _FAST, "5%", _SGD)
+    plan = _planned(folder, monkeypatch, _FAST, "5%", _SGD)
     assert plan.predicted.accuracy_loss == "exact"
     # What cannot pay is not looked at for longer.
     assert not made_gentler

@@ -22,10 +22,20 @@ _RULE = Rule(trade="pinned_transfer", op="exchanges")
 _FAST = {"slotted call": 1e-5, "slotted hop": 1e-5, "slotted rate": 8e9}
 _SLOW = {"slotted call": 1e-3, "slotted hop": 1e-1, "slotted rate": 1e7}
 
+pytestmark = pytest.mark.xdist_group("slotted")
 
-def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: dict[str, float]) -> sy.Planned:
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was measured of one model is known to all tests; of the link, each writes its own."""
+    return tmp_path_factory.mktemp("slotted")
+
+
+def _planned(
+    costs_in: Path, monkeypatch: pytest.MonkeyPatch, slots: dict[str, float]
+) -> sy.Planned:
     """Ranks that gloo joins at 100 MB/s."""
-    monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs_in / "costs.sqlite"))
     CostCache().write_rates(context_of(2), {**LINK, "rate": 1e8, **slots})
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=256, length=32, dropout=0.0)
@@ -36,9 +46,9 @@ def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, slots: dict[str, flo
 
 
 def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = _planned(tmp_path, monkeypatch, _FAST)
+    plan = _planned(folder, monkeypatch, _FAST)
     assert _RULE in plan.plan.decisions.rules
     (taken,) = (t for t in plan.plan.taken if t.trade == "pinned_transfer")
     assert taken.rules == (_RULE,)
@@ -55,9 +65,9 @@ def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
 
 
 def test_where_it_is_slower_the_plan_says_by_how_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = _planned(tmp_path, monkeypatch, _SLOW)
+    plan = _planned(folder, monkeypatch, _SLOW)
     assert _RULE not in plan.plan.decisions.rules
     (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
     assert refusal.left is Left.WHOLE
@@ -68,9 +78,9 @@ def test_where_it_is_slower_the_plan_says_by_how_much(
 
 
 def test_ranks_that_share_no_memory_are_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = _planned(tmp_path, monkeypatch, {})
+    plan = _planned(folder, monkeypatch, {})
     (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
     assert refusal.left is Left.NEVER
     assert refusal.reason.startswith("these ranks are not known to share memory")
