@@ -18,6 +18,7 @@ from steelyard.api import accuracy, probing
 from steelyard.cli import main
 from steelyard.core.errors import Infeasible, Mismatch, PlanFileError
 from steelyard.core.explanation import read_plan
+from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.report.json import to_json
 from steelyard.report.tree import tree_of
@@ -196,7 +197,7 @@ def test_a_drift_beyond_the_budget_gives_up_what_loses_most(plain: sy.Planned, t
     refused = plain.what_if(memory=exact + MIB // 4, accuracy_loss=1e-12)
     assert refused.predicted.accuracy_loss == "exact"
     assert "drifted" in refused.why_not("quantise")
-    assert "and the accuracy budget is 1e-10 %" in refused.why_not("quantise")
+    assert "and the accuracy budget is 0.0000000001 %" in refused.why_not("quantise")
 
 
 def test_values_too_far_from_themselves_are_named(
@@ -376,8 +377,8 @@ def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> No
         for name in movable(look.base, what)
     )
     assert {rule.op for rule in moved} == set(MOVABLE)
-    near = look.lossy.drift_of(coded, look.struck(coded))
-    away = look.lossy.drift_of((*coded, *moved), look.struck((*coded, *moved)))
+    near = look.lossy.drift_of(coded, look.struck(coded), 1.0)
+    away = look.lossy.drift_of((*coded, *moved), look.struck((*coded, *moved)), 1.0)
     assert near == away
 
 
@@ -439,3 +440,36 @@ def test_from_the_command_line(
     path.write_text(path.read_text().replace('accuracy_loss = "1 %"', 'accuracy_loss = "0 %"'))
     assert main(["plan", "train.py", "--check", "train.plan.toml"]) == 3
     assert "DOES NOT FIT: accuracy loss unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("drifts", "steps", "is_kept"),
+    [
+        # Clearly inside, clearly outside, and three that ten steps leave open.
+        ([0.01] * 10, 10, True),
+        ([0.01] * 9 + [0.06], 10, False),
+        ([0.01] * 9 + [0.046] + [0.046] * 20, 30, False),
+        ([0.03] * 9 + [0.049] + [0.049] * 5 + [0.048] * 15, 30, False),
+        ([0.03] * 9 + [0.046] + [0.03] * 20, 30, True),
+    ],
+)
+def test_a_probe_whose_interval_contains_the_budget_goes_on(
+    planned: sy.Planned,
+    monkeypatch: pytest.MonkeyPatch,
+    drifts: list[float],
+    steps: int,
+    is_kept: bool,
+) -> None:
+    asked: list[int] = []
+
+    def told(_: object, program: Program, *, steps: int, **__: object) -> list[float]:
+        asked.append(steps)
+        is_coded = program.is_lossy
+        return [1.0 + (d if is_coded else 0.0) for d in drifts[:steps]]
+
+    monkeypatch.setattr(accuracy, "losses", told)
+    look, rules = planned.look, planned.plan.decisions.rules
+    seen = accuracy.Lossy(look=look).drift_of(rules, look.struck(rules), 0.05)
+    assert not isinstance(seen, str)
+    assert (len(seen.shares), seen.keeps(0.05)) == (steps, is_kept)
+    assert asked == ([10, 10] if steps == 10 else [10, 10, 30, 30])

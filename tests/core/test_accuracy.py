@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from steelyard.core.accuracy import Drift, keeps
+from steelyard.core.accuracy import Drift, beyond, keeps
 from steelyard.core.quad import EXACT, UNKNOWN
 
 
@@ -37,11 +37,26 @@ def test_figures_are_plain(shares: tuple[float, ...], word: str) -> None:
         (EXACT, 0.5, True),
         (UNKNOWN, 0.0, False),
         (UNKNOWN, 0.5, None),
-        (str(Drift(shares=(0.0, 0.01), items=1)), 0.01, True),
-        (str(Drift(shares=(0.0, 0.011), items=1)), 0.01, False),
+        # The upper end of the interval is what has to be inside: 1 ± 0.5 % is not within 1.4 %.
+        (str(Drift(shares=(0.0, 0.01), items=1)), 0.015, True),
+        (str(Drift(shares=(0.0, 0.01), items=1)), 0.014, False),
+        (str(Drift(shares=(0.01, 0.01), items=1)), 0.01, True),
+        (str(Drift(shares=(0.011, 0.011), items=1)), 0.01, False),
+        ("4.6 ± 1.5 % (probe: 10 steps, 32 items, twin run)", 0.05, False),
+        ("1.1 ± 0.3 % (probe: 10 steps, 32 items, twin run)", 0.014, True),
+        ("0 ± 0 % (probe: 10 steps, 32 items, twin run)", 0.05, True),
         (str(Drift(shares=(0.0, 0.0), items=1)), 0.0, False),
         (str(Drift(shares=(math.nan,), items=1)), 1.0, False),
     ],
 )
 def test_whether_a_budget_allows_it(word: str, bound: float, kept: bool | None) -> None:
     assert keeps(word, bound) is kept
+
+
+def test_why_a_budget_does_not_allow_it_says_how_far_the_interval_reaches() -> None:
+    drift = Drift(shares=(0.02, 0.046), items=8)
+    assert beyond(drift, 0.05) == (
+        "a probe drifted 4.6 ± 1.3 % (probe: 2 steps, 8 items, twin run), so up to 5.9 %, "
+        "and the accuracy budget is 5 %"
+    )
+    assert "inf" in beyond(Drift(shares=(math.nan,), items=8), 0.05)

@@ -238,6 +238,16 @@ def test_what_pays_less_than_nothing_saves() -> None:
     assert "~-" not in text
 
 
+def test_a_code_that_saves_computation_says_by_what() -> None:
+    """Bytes that are not exchanged take nothing of the processor: no riddle."""
+    coded = replace(PLAN.taken[0], trade="rounded_gradients", pays_seconds=-0.004, buys_bytes=0)
+    text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
+    said = "saves ~4.00 ms computation (exchanging fewer bytes takes less of the processor)"
+    assert said in text
+    paid = replace(coded, pays_seconds=0.004)
+    assert "exchanging fewer bytes" not in shown(replace(PLAN, taken=(paid,)))
+
+
 def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None:
     rest, never = (replace(PLAN.refused[0], left=left) for left in (Left.REST, Left.NEVER))
     text = shown(replace(PLAN, num_offers=5, refused=(*PLAN.refused, rest, never)))

@@ -14,8 +14,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from steelyard import _torch
-from steelyard.api.probing import STEPS, coding_errors, drift, losses
-from steelyard.core.accuracy import Drift
+from steelyard.api.probing import MORE_STEPS, STEPS, coding_errors, drift, losses
+from steelyard.core.accuracy import Drift, beyond
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
@@ -79,10 +79,20 @@ class Lossy:
             return "is lossy, and a probe would not run the hooks of the parameters"
         return ""
 
-    def drift_of(self, rules: Sequence[Rule], program: Program) -> Drift | str:
-        """Of this plan beside the same without 8 bits; or why that cannot be seen."""
+    def drift_of(self, rules: Sequence[Rule], program: Program, allowed: float) -> Drift | str:
+        """The drift of this plan beside the same without few bits; or why that cannot be seen.
+
+        Where the interval of a short probe contains what is ``allowed``, a longer one decides.
+        """
+        found = self._drift_within(rules, program, STEPS)
+        if isinstance(found, str) or found.keeps(allowed) or found.largest > allowed:
+            return found
+        return self._drift_within(rules, program, MORE_STEPS)
+
+    def _drift_within(self, rules: Sequence[Rule], program: Program, steps: int) -> Drift | str:
+        """As far as the first ``steps`` steps show it."""
         key = tuple(sorted(rules))
-        if key not in self._drifts:
+        if key not in self._drifts or len(self._drifts[key].shares) < steps:
             layout = program.layout
             if layout != Layout(batch=layout.batch, shares=layout.shares):
                 return "only ranks that share the batch, and nothing else, are probed"
@@ -92,21 +102,22 @@ class Lossy:
             free = int(_SHARE_OF_FREE_MEMORY * free_bytes(home_of(self.look.source.model)))
             if needed > free:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
-            self.look.request.on_progress(f"probing {STEPS} steps in few bits, and without")
+            self.look.request.on_progress(f"probing {steps} steps in few bits, and without")
             plain = _kept(rules)
-            if plain not in self._losses:
-                self._losses[plain] = self._losses_of(exact)
-            theirs = self._losses[plain]
+            if len(self._losses.get(plain, ())) < steps:
+                self._losses[plain] = self._losses_of(exact, steps)
+            theirs = self._losses[plain][:steps]
             if not all(map(math.isfinite, theirs)):
-                return f"within {STEPS} steps the loss is not finite, even without"
-            self._drifts[key] = drift(self._losses_of(program), theirs, source=self.look.source)
+                return f"within {steps} steps the loss is not finite, even without"
+            ours = self._losses_of(program, steps)
+            self._drifts[key] = drift(ours, theirs, source=self.look.source)
         return self._drifts[key]
 
-    def _losses_of(self, program: Program) -> list[float]:
+    def _losses_of(self, program: Program, steps: int) -> list[float]:
         request = self.look.request
         assert request.optimizer is not None
         far = request.cluster.far
-        return losses(self.look.source, program, optimizer=request.optimizer, far=far)
+        return losses(self.look.source, program, optimizer=request.optimizer, far=far, steps=steps)
 
     def _exact_twin(self, rules: Sequence[Rule]) -> Program:
         """The plan without its 8 bits, or, to the same bits in less memory, with all that can be
@@ -141,18 +152,15 @@ class Lossy:
                 break
             if not coded:
                 return found, found.prediction
-            seen = self.drift_of(found.rules, found.program)
+            seen = self.drift_of(found.rules, found.program, budget.accuracy_loss)
             if isinstance(seen, str):
                 barred = f"is lossy, and {seen}"
                 break
-            if seen.largest <= budget.accuracy_loss:
+            if seen.keeps(budget.accuracy_loss):
                 self._answered[budget] = search
                 quad = replace(found.prediction.quad, accuracy_loss=str(seen))
                 return found, replace(found.prediction, quad=quad)
-            barred = (
-                f"a probe of {STEPS} steps drifted {_percent(seen.largest)}, and the accuracy "
-                f"budget is {_percent(budget.accuracy_loss)}"
-            )
+            barred = beyond(seen, budget.accuracy_loss)
             # Those that lose most are given up, and whatever loses as much.
             bound = median(errors[spot] for spot in coded)
             allowed = frozenset(spot for spot in allowed if errors[spot] < bound)

@@ -153,8 +153,8 @@ class Adapting:
         is_bound = most_bytes < math.inf
         if is_bound and most_in_milder(look, rules, program) > most_bytes:
             return None
-        seen = look.lossy.drift_of(rules, program)
-        return None if isinstance(seen, str) or seen.largest > allowed else str(seen)
+        seen = look.lossy.drift_of(rules, program, allowed)
+        return None if isinstance(seen, str) or not seen.keeps(allowed) else str(seen)
 
     def _turn(
         self,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from steelyard import _torch
 from steelyard.api.accuracy import NOT_PROBED
 from steelyard.api.lowering import compiled_limit, saved_bytes
-from steelyard.core.accuracy import Drift
+from steelyard.core.accuracy import Drift, beyond
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec, ladder
@@ -220,13 +220,10 @@ def _drift_within(
     look: "Look", budget: Budget, rules: Sequence[Rule], program: Program
 ) -> Drift | str:
     """Of this plan, as far as can be seen; or why the budget does not allow it."""
-    seen = look.lossy.drift_of(rules, program)
+    seen = look.lossy.drift_of(rules, program, budget.accuracy_loss)
     if isinstance(seen, str):
         return f"is lossy, and {seen}"
-    if seen.largest > budget.accuracy_loss:
-        most = f"{budget.accuracy_loss * 100:.2g} %"
-        return f"a probe drifted {seen}, and the accuracy budget is {most}"
-    return seen
+    return seen if seen.keeps(budget.accuracy_loss) else beyond(seen, budget.accuracy_loss)
 
 
 def most_in_milder(look: "Look", rules: Sequence[Rule], program: Program) -> int:

@@ -30,6 +30,7 @@ from steelyard.capture.deep import cut
 from steelyard.capture.fakes import filled
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.trace import Loss
+from steelyard.core.accuracy import beyond
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Cluster
@@ -472,15 +473,11 @@ def _lossy(look: Look, decisions: Decisions, program: Program) -> tuple[Predicti
     if not bound:
         return predicted, [f"does not fit: {kept}, and the accuracy budget is 0"]
     barred = look.lossy.why_not_probed()
-    seen = barred or look.lossy.drift_of(decisions.rules, program)
+    seen = barred or look.lossy.drift_of(decisions.rules, program, bound)
     if isinstance(seen, str):
         return predicted, [f"{kept}, and what that costs is not known: {seen}"]
     quad = replace(predicted.quad, accuracy_loss=str(seen))
-    notes = []
-    if seen.largest > bound:
-        notes.append(
-            f"does not fit: a probe drifted {seen}, and the accuracy budget is {bound:.2%}"
-        )
+    notes = [] if seen.keeps(bound) else [f"does not fit: {beyond(seen, bound)}"]
     return replace(predicted, quad=quad), notes
 
 

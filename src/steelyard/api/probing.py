@@ -33,6 +33,8 @@ from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
 
 STEPS = 10
+# Where the interval of those contains the budget, it is found again from so many.
+MORE_STEPS = 30
 _SEED = 0
 
 
@@ -123,21 +125,34 @@ def _share(ours: float, theirs: float) -> float:
 
 
 def losses(
-    source: StepSource, program: Program, *, optimizer: OptimizerFactory, far: Far | None
+    source: StepSource,
+    program: Program,
+    *,
+    optimizer: OptimizerFactory,
+    far: Far | None,
+    steps: int = STEPS,
 ) -> list[float]:
     """Of a twin of the model as it is now, trained on the one batch from one seed; of several
     ranks, each its own."""
     with torch.random.fork_rng(devices=random_devices(home_of(source.model))):
         torch.manual_seed(_SEED)
         if program.layout == ALONE:
-            return _trained(source, program, optimizer=optimizer, far=far, channels={}, rank=0)
+            return _trained(
+                source, program, optimizer=optimizer, far=far, channels={}, rank=0, steps=steps
+            )
         together = Together(program.layout.num_ranks, home_of(source.model))
         channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
         by_share = {each.share: each for each in (program, *program.beside)}
         own = [by_share[share] for share in program.layout.portions]
         found: list[float] = together.run(
             lambda rank: _trained(
-                source, own[rank], optimizer=optimizer, far=far, channels=channels[rank], rank=rank
+                source,
+                own[rank],
+                optimizer=optimizer,
+                far=far,
+                channels=channels[rank],
+                rank=rank,
+                steps=steps,
             )
         )[0]
         return found
@@ -151,6 +166,7 @@ def _trained(
     far: Far | None,
     channels: Mapping[str, Channel],
     rank: int,
+    steps: int,
 ) -> list[float]:
     captured = source.captured(micro_batches=program.units, share=program.share)
     twin = _twin(source.model)
@@ -174,7 +190,7 @@ def _trained(
         reads=captured.reads,
         rank=rank,
     )
-    return [float(step(batch)) for _ in range(STEPS)]
+    return [float(step(batch)) for _ in range(steps)]
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ Not for finding it out: see api/accuracy.py.
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from steelyard.core.quad import EXACT
 
@@ -32,6 +33,15 @@ class Drift:
         mean = sum(self.shares) / len(self.shares)
         return math.sqrt(sum((s - mean) ** 2 for s in self.shares) / len(self.shares))
 
+    @property
+    def upper(self) -> float:
+        """The upper end of what the probe says, ``4.6 ± 1.5 %``: a budget has to contain it."""
+        return self.largest + self.spread
+
+    def keeps(self, bound: float) -> bool:
+        """Whether the whole interval is inside the budget, by the figures that are printed."""
+        return keeps(str(self), bound) is True
+
     def __str__(self) -> str:
         steps = len(self.shares)
         return (
@@ -49,11 +59,23 @@ def _figures(share: float) -> str:
 
 
 def keeps(word: str, bound: float) -> bool | None:
-    """Whether this much accuracy may be lost; None where nobody knows how much it is."""
+    """Whether this much accuracy may be lost, the upper end of a probe's interval included; None
+    where nobody knows how much it is."""
     if word == EXACT:
         return True
     if bound == 0:
         return False
     probed = _PROBED.fullmatch(word)
     # The figures of the word are rounded, as is what it is held against.
-    return float(probed[1]) <= float(_figures(bound)) if probed else None
+    if probed is None:
+        return None
+    # Decimal figures are added in decimal: 1.1 + 0.3 is inside 1.4.
+    return Decimal(probed[1]) + Decimal(probed[2]) <= Decimal(_figures(bound))
+
+
+def beyond(drift: Drift, bound: float) -> str:
+    """Why a budget does not allow what a probe saw."""
+    said = f"a probe drifted {drift}"
+    if math.isfinite(drift.upper):
+        said += f", so up to {_figures(drift.upper)} %"
+    return f"{said}, and the accuracy budget is {_figures(bound)} %"

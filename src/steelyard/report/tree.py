@@ -209,6 +209,9 @@ def _paid(taken: Taken) -> str:
         memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
         # What is saved besides is not paid, and would make the memory look so.
         return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
+    if taken.trade in _SENT_OTHERWISE and taken.pays_seconds < -_NO_TIME:
+        # What an exchange takes of the processor while it is under way counts as computation.
+        return f"{seconds} (exchanging fewer bytes takes less of the processor)"
     return seconds
 
 
