@@ -192,7 +192,7 @@ class Step:
                     rss_bytes=rss_peak_bytes(),
                     communication_bytes=sent,
                     communication_seconds=busy,
-                    computation_seconds=None if seconds is None else seconds - waited,
+                    computation_seconds=None if seconds is None else max(0.0, seconds - waited),
                     step_seconds=seconds,
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,

@@ -140,7 +140,7 @@ class _Log:
             rss_bytes=rss_peak_bytes(),
             communication_bytes=sent,
             communication_seconds=busy,
-            computation_seconds=None if seconds is None else seconds - waited,
+            computation_seconds=None if seconds is None else max(0.0, seconds - waited),
             step_seconds=seconds,
             first_loss=self._first,
             last_loss=self._last,

@@ -7,12 +7,16 @@ import difflib
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from steelyard.core.amounts import parse_count
 from steelyard.core.cluster import Cluster, Far
-from steelyard.core.errors import BadInput
+from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.printable import printable
 from steelyard.report.progress import Progress
+
+if TYPE_CHECKING:
+    from steelyard.core.explanation import Asked
 
 
 def _script(train: str) -> Path:
@@ -94,8 +98,6 @@ def planned_for(
 ) -> tuple[str, Path, Cluster | None]:
     """The script, the plan file and the declared cluster of a plan; ``named`` is either of the
     first two. What is not said here is what the plan was asked for with."""
-    from steelyard.core.explanation import read_plan
-
     is_plan = named.endswith(".toml")
     if is_plan and plan is not None:
         raise BadInput(
@@ -104,7 +106,7 @@ def planned_for(
             remedy="leave out --plan, or name the script first",
         )
     path = Path(named) if is_plan else plan or plan_path(named)
-    asked = read_plan(path).asked
+    asked = _asked_for(path, needs_script=is_plan)
     script = asked.script if is_plan else named
     if not script:
         raise BadInput(
@@ -114,6 +116,20 @@ def planned_for(
         )
     declared = cluster or asked.cluster
     return script, path, cluster_of(declared, 1, None) if declared else None
+
+
+def _asked_for(path: Path, *, needs_script: bool) -> "Asked":
+    """Damaged predictions are in nobody's way who names the script: they are to be made anew."""
+    from steelyard.core.explanation import Asked, read_plan
+    from steelyard.core.planfile import read_decisions
+
+    try:
+        return read_plan(path).asked
+    except PlanFileError:
+        if needs_script:
+            raise
+    read_decisions(path)
+    return Asked()
 
 
 def between(devices: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from steelyard.core.quad import EXACT
+from steelyard.core.quad import EXACT, UNKNOWN
 
 _PROBED = re.compile(r"([0-9.]+|inf) ± ([0-9.]+|inf) % \(probe: .*\)")
 
@@ -56,6 +56,11 @@ def _figures(share: float) -> str:
         return "inf"
     rounded = float(f"{share * 100:.2g}")
     return f"{rounded:.12f}".rstrip("0").rstrip(".")
+
+
+def is_word(word: str) -> bool:
+    """Whether it is one of those that stand for an accuracy loss, see quad.py."""
+    return word in (EXACT, UNKNOWN) or word.startswith("<= ") or bool(_PROBED.fullmatch(word))
 
 
 def keeps(word: str, bound: float) -> bool | None:

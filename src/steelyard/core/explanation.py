@@ -5,6 +5,7 @@ as those of the plan after it. Not for the decisions: see planfile.py.
 """
 
 import json
+import os
 import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,15 +16,14 @@ from pydantic import BaseModel, Field
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.plan import Decisions, FrontierPoint, NextCent, Plan, Prediction, Taken
 from steelyard.core.planfile import digest_of, digest_of_text, read_decisions, write_decisions
+from steelyard.core.plausible import MOST_INSTANTS, implausible
 from steelyard.core.printable import printable
 from steelyard.core.quad import Estimate
 from steelyard.core.receipt import Measured
 from steelyard.core.trade import Refusal
-from steelyard.core.untrusted import STRICT, json_model, read_bytes, write_whole
+from steelyard.core.untrusted import STRICT, json_model, read_bytes, refusal, write_whole
 
 MOST_BYTES = 64 * 2**20
-# A timeline is drawn some thousand pixels wide.
-_MOST_INSTANTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +142,15 @@ def _peaks(plan: Plan) -> tuple[int, int]:
 def read_plan(path: Path) -> PlanOnFile:
     decisions = read_decisions(path)
     beside = explanation_path(path)
-    if not beside.exists():
+    # A link that leads nowhere is no file that is missing.
+    if not os.path.lexists(beside):
         return PlanOnFile(decisions=decisions)
-    return decode_explanation(
-        read_bytes(beside, most_bytes=MOST_BYTES),
-        decisions,
-        source=str(beside),
-        plan_name=path.name,
-    )
+    try:
+        raw = read_bytes(beside, most_bytes=MOST_BYTES)
+    except PlanFileError as error:
+        remedy = f"delete it, and {_remedy(path.name)}"
+        raise PlanFileError(error.happened, expected=_EXPECTED, remedy=remedy) from None
+    return decode_explanation(raw, decisions, source=str(beside), plan_name=path.name)
 
 
 def encode_explanation(
@@ -187,8 +188,22 @@ def decode_explanation(
     source: str = "the predictions",
     plan_name: str = "train.plan.toml",
 ) -> PlanOnFile:
-    remedy = f"make it anew: steelyard plan train.py --check {printable(shlex.quote(plan_name))}"
-    document = json_model(raw, _Document, source=source, most_bytes=MOST_BYTES, remedy=remedy)
+    try:
+        return _decoded(raw, decisions, source)
+    except PlanFileError as error:
+        remedy = _remedy(plan_name)
+        raise PlanFileError(error.happened, expected=_EXPECTED, remedy=remedy) from None
+
+
+_EXPECTED = "the predictions of a plan as steelyard writes them, format 1"
+
+
+def _remedy(plan_name: str) -> str:
+    return f"make it anew: steelyard plan train.py --check {printable(shlex.quote(plan_name))}"
+
+
+def _decoded(raw: bytes | str, decisions: Decisions, source: str) -> PlanOnFile:
+    document = json_model(raw, _Document, source=source, most_bytes=MOST_BYTES)
     if document.decisions_sha256 != digest_of(decisions):
         return PlanOnFile(
             decisions=decisions,
@@ -197,9 +212,12 @@ def decode_explanation(
             asked=document.asked,
         )
     body: dict[str, Any] = dict(document.plan)
+    plan = Plan(decisions=decisions, **body)
+    if problems := implausible(plan, document.measured):
+        raise refusal(source, problems)
     return PlanOnFile(
         decisions=decisions,
-        plan=Plan(decisions=decisions, **body),
+        plan=plan,
         measured=document.measured,
         written_sha256=document.written_sha256,
         asked=document.asked,
@@ -234,8 +252,8 @@ class _Document(BaseModel):
     model_config = STRICT
 
     format: Annotated[int, Field(ge=1, le=1)]
-    decisions_sha256: str
-    written_sha256: str = ""
+    decisions_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    written_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     plan: _Body
     measured: Measured | None
     # Files of before it was kept.
@@ -246,4 +264,4 @@ def _thinned(prediction: Prediction) -> Prediction:
     timeline = prediction.timeline
     if timeline is None:
         return prediction
-    return replace(prediction, timeline=timeline.thinned(_MOST_INSTANTS))
+    return replace(prediction, timeline=timeline.thinned(MOST_INSTANTS))

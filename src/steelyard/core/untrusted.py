@@ -66,9 +66,7 @@ def toml_tables(raw: bytes | str, *, source: str, most_bytes: int) -> dict[str, 
     return tables
 
 
-def json_model(
-    raw: bytes | str, model: type[_Model], *, source: str, most_bytes: int, remedy: str
-) -> _Model:
+def json_model(raw: bytes | str, model: type[_Model], *, source: str, most_bytes: int) -> _Model:
     """The model in ``raw``; the standard parser looks for what pydantic's lets pass."""
     text = _text(raw, source=source, most_bytes=most_bytes)
     try:
@@ -76,13 +74,13 @@ def json_model(
         _check_size(found, source)
         return model.model_validate_json(text)
     except RecursionError:
-        _refuse(source, "is nested too deeply", remedy=remedy)
+        _refuse(source, "is nested too deeply")
     except ValidationError as error:
-        raise refusal(source, problems_of(error, model), remedy=remedy) from None
+        raise refusal(source, problems_of(error, model)) from None
     except PlanFileError:
         raise
     except ValueError as error:
-        _refuse(source, f"is not JSON: {printable(str(error), most=160)}", remedy=remedy)
+        _refuse(source, f"is not JSON: {printable(str(error), most=160)}")
 
 
 def refusal(source: str, problems: Sequence[str], *, remedy: str = "") -> PlanFileError:
@@ -219,8 +217,8 @@ def _no_constant(name: str) -> Never:
     raise ValueError(f"{name} is no number")
 
 
-def _refuse(source: str | Path, what: str, *, remedy: str = "") -> Never:
-    raise refusal(str(source), [what], remedy=remedy) from None
+def _refuse(source: str | Path, what: str) -> Never:
+    raise refusal(str(source), [what]) from None
 
 
 def _problem(error: dict[str, Any], model: type[BaseModel], also: Iterable[str]) -> str:
@@ -256,6 +254,8 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "model_type": lambda _: "a table",
     "dict_type": lambda _: "a table",
     "dataclass_type": lambda _: "an object",
+    "assertion_error": lambda _: "an interval that holds its value",
+    "string_pattern_mismatch": lambda _: "64 hexadecimal digits",
     "enum": lambda c: f"one of {c['expected']}",
     "literal_error": lambda c: str(c["expected"]),
 }
