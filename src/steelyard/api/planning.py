@@ -41,6 +41,7 @@ from steelyard.core.plan import Decisions, FrontierPoint, Plan, Prediction
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
 from steelyard.core.program import Program
+from steelyard.core.quad import Quad
 from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.span import Span
 from steelyard.exchange.devices import home_of
@@ -275,12 +276,13 @@ class Planned:
         return to_html(tree_of(self.plan))
 
     @property
-    def baseline(self) -> Any:
+    def baseline(self) -> Quad:
         """What eager PyTorch costs, as a Quad."""
         return self.plan.before.quad
 
     @property
-    def predicted(self) -> Any:
+    def predicted(self) -> Quad:
+        """What the plan is predicted to cost."""
         return self.plan.predicted.quad
 
     @property
