@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +136,38 @@ class Fake(ModuleType):
             time.sleep(asked["seed"] / 1000)
         self._asked("run_workload", **asked)
         return Receipt(plan=planned.plan, measured=self.measured)
+
+    # --- of several ranks: the first, as a process of its own, as launch() starts it --------------
+
+    def launch(
+        self, command: list[str], *, num_ranks: int, logs: Path, environ: dict[str, str],
+        **asked: Any,
+    ) -> SimpleNamespace:  # fmt: skip
+        self._asked("launch", num_ranks=num_ranks, logs=logs, **asked)
+        subprocess.run(
+            [sys.executable, "-m", "tests.fake_api", "answer", *command[3:]],
+            env={**os.environ, **environ, "RANK": "0", "WORLD_SIZE": str(num_ranks)},
+            check=True,
+        )
+        return SimpleNamespace(stopped_by="")
+
+    def seed_everything(self, seed: int) -> None:
+        self._asked("seed_everything", seed=seed)
+
+    def keep_to_own_gpu(self) -> None:
+        self._asked("keep_to_own_gpu")
+
+    def restarts(self) -> int:
+        return 0
+
+    def as_a_rank(self, ranks: int, *, hosts: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def joined_ranks(
+        self, workload: object, **asked: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        self._asked("joined_ranks", **asked)
+        return contextlib.nullcontext()
 
     def doctor(self, **asked: object) -> tuple[Row, ...]:
         self._asked("doctor", **asked)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -28,6 +29,8 @@ from tests import fake_api
 from tests.report.sample import MEASURED, PLAN
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of processes: what stands here, and not what another checkout has installed.
+PYTHONPATH = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
 
 
 @pytest.fixture(autouse=True)
@@ -773,7 +776,7 @@ def steelyard_process(*arguments: str, fake: str = "", **kwargs: Any) -> "subpro
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONPATH": str(ROOT), **kwargs.pop("env", {})},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **kwargs.pop("env", {})},
         **kwargs,
     )
 
@@ -854,6 +857,72 @@ def test_a_reader_who_leaves_is_no_error(planned: Path) -> None:
         assert process.wait(timeout=60) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+@pytest.fixture
+def on_two_ranks(planned: Path) -> Path:
+    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    made_for = replace(PLAN.decisions.made_for, ranks=2)
+    write_plan(
+        planned.with_name("two.plan.toml"),
+        replace(PLAN, decisions=replace(PLAN.decisions, made_for=made_for, rules=(shared,))),
+    )
+    return planned
+
+
+@pytest.mark.parametrize("out", ["file", "pipe"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan train.py -o new.plan.toml", "memory (peak/rank)"),
+        ("run train.py --steps 5", "largest miss"),
+        ("run train.py --plan two.plan.toml --steps 5", "largest miss"),
+        ("run train.py --steps 5 --quiet", "largest miss"),
+        ("frontier train.py", "next cent"),
+    ],
+)
+@pytest.mark.parametrize("in_json", [False, True])
+def test_from_a_terminal_stdout_still_goes_where_it_leads(
+    on_two_ranks: Path, arguments: str, said: str, in_json: bool, out: str
+) -> None:
+    """Progress is drawn on the terminal behind stderr, and nothing else is."""
+    planned = on_two_ranks
+    reader, terminal = pty.openpty()
+    path = planned.with_name("out")
+    with path.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fake_api", "answer", *arguments.split()]
+            + ["--json"] * in_json,
+            stdin=subprocess.DEVNULL,
+            stdout=file if out == "file" else subprocess.PIPE,
+            stderr=terminal,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color"},
+            cwd=planned.parent,
+        )
+        os.close(terminal)
+        drawn, piped = _until_closed(reader), b""
+        if process.stdout is not None:
+            piped = process.stdout.read()
+            process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    written = (path.read_bytes() + piped).decode()
+    if in_json:
+        assert json.loads(written)["schema"].startswith("steelyard.")
+    else:
+        assert said in written
+    assert said not in drawn
+    assert "schema" not in drawn
+    assert ("loss" in drawn) == ("run" in arguments and "--quiet" not in arguments)
+
+
+def _until_closed(reader: int) -> str:
+    found = b""
+    # Linux says EIO once nobody holds the terminal's other end.
+    with contextlib.suppress(OSError):
+        while more := os.read(reader, 65536):
+            found += more
+    os.close(reader)
+    return found.decode()
 
 
 def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:

@@ -77,7 +77,8 @@ def run_by(asked: Training) -> int:
 
 
 def _trained(asked: Training, laid: Laid) -> int:
-    with ExitStack() as group, Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
+    progress = Progress(sys.stderr, quiet=asked.shown.quiet)
+    with ExitStack() as group:
         with planning(asked.shown) as tell, in_rank(laid):
             from steelyard import api
 
@@ -96,7 +97,8 @@ def _trained(asked: Training, laid: Laid) -> int:
                 resume = resume or _has_saved(asked.folder)
             name = title(asked.train)
             planned = api.load_planned(asked.path, workload, title=name, on_progress=tell)
-        with foreseen("training", RUN_FAILED, in_json=asked.shown.json), in_rank(laid):
+        # The bar ends before what stands round it: each puts back the stdout that it found.
+        with foreseen("training", RUN_FAILED, in_json=asked.shown.json), in_rank(laid), progress:
             try:
                 receipt = api.run_workload(
                     planned, workload, steps=asked.steps, seed=asked.seed,

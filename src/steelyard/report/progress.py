@@ -4,12 +4,17 @@ Not for training: what happens here can never stop a step.
 """
 
 import contextlib
+import sys
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.printable import printable
 from steelyard.report.terminal import console, encodable, is_terminal, quieten
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.spinner import Spinner
 
 
 class Step(Protocol):
@@ -88,15 +93,24 @@ class Status:
     """What is being done while there is nothing to show yet; only for whoever watches."""
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
-        self._shown = (
-            console(stream).status("", spinner="line")
-            if not quiet and is_terminal(stream)
-            else None
+        self._live: Live | None = None
+        self._spinner: Spinner | None = None
+        if quiet or not is_terminal(stream):
+            return
+        from rich import live, spinner
+
+        self._spinner = spinner.Spinner("line", style="status.spinner")
+        self._live = live.Live(
+            self._spinner,
+            console=console(stream),
+            refresh_per_second=12.5,
+            transient=True,
+            redirect_stdout=_shares_the_screen(),
         )
 
     def __enter__(self) -> Self:
-        if self._shown is not None:
-            self._shown.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
@@ -105,12 +119,18 @@ class Status:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._shown is not None:
-            self._shown.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def __call__(self, doing: str) -> None:
-        if self._shown is not None:
-            self._shown.update(printable(doing))
+        if self._spinner is not None:
+            self._spinner.update(text=printable(doing))
+
+
+def _shares_the_screen() -> bool:
+    """Whether prints have to go round what is drawn: rich sends them to its own stream, which is
+    stderr, and a file or a pipe behind stdout would miss them."""
+    return is_terminal(sys.stdout)
 
 
 class _Bar:
@@ -133,7 +153,9 @@ class _Bar:
             columns.insert(1, BarColumn(bar_width=max(8, min(40, out.width - 62))))  # type: ignore[arg-type]
         if out.width >= 76:
             columns.append(TimeRemainingColumn(compact=True))  # type: ignore[arg-type]
-        self._progress = Progress(*columns, console=out, expand=out.width < 60)
+        self._progress = Progress(
+            *columns, console=out, expand=out.width < 60, redirect_stdout=_shares_the_screen()
+        )
         self._task = self._progress.add_task("", total=steps, said="")
         self._progress.start()
 
