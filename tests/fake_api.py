@@ -112,12 +112,12 @@ class Fake(ModuleType):
         self, path: Path, workload: object, *, cluster: object = None, title: str,
         on_progress: object,
     ) -> Planned:  # fmt: skip
-        from steelyard.core.explanation import read_plan
+        from steelyard.core.planfile import read_decisions
 
         self._asked("load_planned", path=path, cluster=cluster, title=title)
         # Decisions that are predicted anew come without the reasons of the search.
         bare = replace(PLAN, taken=(), refused=(), num_offers=0, frontier=(), next_cent=None)
-        return Planned(replace(bare, decisions=read_plan(path).decisions))
+        return Planned(replace(bare, decisions=read_decisions(path)))
 
     def run_workload(self, planned: Planned, workload: object, **asked: Any) -> Receipt:
         for step in range(1, asked["steps"] + 1):

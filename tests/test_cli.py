@@ -22,7 +22,7 @@ from steelyard.cli.ranks import Laid, is_to_start
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
-from steelyard.core.explanation import read_plan, write_explanation, write_plan
+from steelyard.core.explanation import Asked, read_plan, write_explanation, write_plan
 from steelyard.core.plan import Plan
 from steelyard.core.rules import Rule
 from tests import fake_api
@@ -48,13 +48,21 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> fake_api.Fake:
     monkeypatch.setattr(steelyard, "api", fake, raising=False)
     monkeypatch.setattr(fake_api, "ASKED", [])
     monkeypatch.chdir(tmp_path)
+    write_scripts(tmp_path)
     return fake
+
+
+def write_scripts(folder: Path) -> None:
+    """Python, which the fake api never runs."""
+    for name in ("train.py", "my train.py", "other.py"):
+        (folder / name).write_text("def workload(): ...\n")
 
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Path:
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)
+    write_scripts(tmp_path)
     return path
 
 
@@ -122,6 +130,7 @@ def as_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], 
         monkeypatch.setenv("WORLD_SIZE", "2")
         folder = tmp_path / f"host {rank}"
         folder.mkdir(exist_ok=True)
+        write_scripts(folder)
         monkeypatch.chdir(folder)
         return folder
 
@@ -169,7 +178,7 @@ def test_what_the_first_host_found_wrong_ends_all(
     folder = as_host(1)
     said = fails(capsys, "plan", "train.py", code=2)
     assert "the first host made no plan: it branches" in said
-    assert not list(folder.iterdir())
+    assert not list(folder.glob("*.plan.*"))
 
 
 @pytest.mark.parametrize("other", ["--ranks 2", "--cluster dgx-h100", "--check train.plan.toml"])
@@ -601,8 +610,8 @@ def test_explain_without_predictions_says_how_to_get_them(
     [
         ("plan", "requires an argument"),
         ("pln train.py", "Did you mean"),
-        ("plan .", "'.' is no script"),
-        ("run .", "'.' is no script"),
+        ("plan .", ". is a folder, and no script"),
+        ("run .", ". is a folder, and no script"),
         (f"run train.py --plan {'x' * 300}.toml", "File name too long"),
         ("plan train.py --memry 3GiB", "Did you mean"),
         ("plan train.py --memory 2gigs", "unknown unit 'gigs'"),
@@ -618,6 +627,68 @@ def test_explain_without_predictions_says_how_to_get_them(
         ("run train.py --plan none.toml", "does not exist"),
         ("run train.py --steps 0", "--steps 0 is not possible"),
         ("run train.py --steps two", "two"),
+        ("run train.py --steps -3", "--steps -3 is not possible"),
+        ("run train.py --steps nan", "nan"),
+        ("run train.py --steps 1e3", "1e3"),
+        (f"run train.py --steps {10**40}", "of more than 30 digits is not possible"),
+        (f"run train.py --seed {2**70}", f"--seed {2**70} is not possible"),
+        ("run train.py --seed -1", "--seed -1 is not possible"),
+        ("run train.py --seed 0.5", "--seed 0.5 is no whole number"),
+        ("run train.py --steps 0x10", "--steps 0x10 is no whole number"),
+        pytest.param(f"run train.py --steps {'9' * 5000}", "--steps 999", id="five thousand 9"),
+        ("run train.py --checkpoint c --checkpoint-every 1.0", "1.0 is no whole number"),
+        ("run train.py --rank-timeout nan", "--rank-timeout = 'nan' is not an amount"),
+        ("run train.py --rank-timeout inf", "--rank-timeout = 'inf' is not an amount"),
+        ("run train.py --rank-timeout 0", "--rank-timeout = '0' is not a possible amount"),
+        ("run train.py --rank-timeout -1", "--rank-timeout"),
+        ("run train.py --rank-timeout 1us", "--rank-timeout 1us is not possible"),
+        ("run train.py --rank-timeout 1e9h", "--rank-timeout 1e9h is not possible"),
+        ("run train.py --checkpoint-every 10", "nothing says where to"),
+        ("run train.py --checkpoint-every 0 --checkpoint c", "--checkpoint-every 0 is not"),
+        ("run train.py --checkpoint-every -1 --checkpoint c", "--checkpoint-every -1 is not"),
+        ("run train.py --checkpoint train.py", "--checkpoint train.py is no folder"),
+        ("run train.py --html train.plan.json", "would overwrite a file that is read"),
+        ("run train.py --html train.py", "would overwrite a file that is read"),
+        ("plan train.py --html train.plan.toml", "would overwrite a file that is read"),
+        ("plan train.py --ranks 0", "--ranks 0 is not possible"),
+        ("plan train.py --ranks -2 --cluster dgx-h100", "--ranks -2 is not possible"),
+        ("plan train.py --ranks nan", "nan"),
+        (f"plan train.py --ranks {10**9}", f"--ranks {10**9} is not possible"),
+        ("plan train.py --memory nan", "not an amount"),
+        ("plan train.py --memory inf", "not an amount"),
+        ("plan train.py --memory 1e300", "not a possible amount"),
+        ("plan train.py --step-time nan", "not an amount"),
+        ("plan train.py --step-time 0", "not a possible amount"),
+        ("plan train.py --communication -1ms", "communication"),
+        ("plan train.py --computation inf", "not an amount"),
+        ("plan train.py --accuracy-loss nan", "not an amount"),
+        ("plan train.py --accuracy-loss=-1%", "accuracy_loss"),
+        ("plan train.py --accuracy-loss 101%", "more than there is"),
+        ("plan train.py --ranks 2 --speeds nan,1", "speeds"),
+        ("plan train.py --ranks 2 --speeds inf,1", "speeds"),
+        ("plan train.py --ranks 2 --speeds 0,1", "speeds"),
+        ("plan train.py --ranks 2 --speeds 1e-300,1", "speeds (1e-300, 1.0) of 2 ranks"),
+        ("plan train.py --ranks 3 --speeds 1,1", "write --speeds 1,1,1 where they are alike"),
+        ("plan train.py --ranks 3 --speeds 1,fast,1", "is no list of numbers"),
+        ("plan train.py --speeds 1,0.5", "write --ranks 2 as well"),
+        ("plan train.py --far . --far-rate nan --far-size 1GiB", "not an amount"),
+        ("plan train.py --far . --far-rate 1GB/s --far-size 0", "not a possible amount"),
+        ("plan train.py --far . --far-rate 1GB/s", "--far-size is missing"),
+        ("plan train.py --what-if memory=nan", "not an amount"),
+        ("plan train.py --why-not recomputing", "did you mean recompute?"),
+        ("plan train.py --maximize batch --minimize devices", "opposite things"),
+        ("plan train.py --maximize batch --ranks 2", "--ranks gives several"),
+        ("plan train.py --maximize batch --cluster dgx-h100", "--cluster gives several"),
+        ("plan train.py --minimize devices", "no --cluster is given"),
+        ("plan train.py --runner inductor --cluster dgx-h100", "--cluster is not here"),
+        ("plan train.py --check none.toml", "does not exist"),
+        ("plan train.py --check none.toml --runner inductor", "takes its budget from the plan"),
+        ("scale train.py --cluster dgx-h100 --devices 0..8", "is a range of nothing"),
+        ("scale train.py --cluster dgx-h100 --devices 8..1", "is a range of nothing"),
+        ("scale train.py --cluster dgx-h100 --devices ²..8", "is no range"),
+        (f"scale train.py --cluster dgx-h100 --devices 1..{10**20}", "is no range"),
+        ("scale train.py --cluster dgx-h100 --devices 1..8 --tokens nan", "not an amount"),
+        ("scale train.py --cluster dgx-h100 --devices 1..8 --samples 0", "not a possible amount"),
         ("run train.py --resume", "does not say from where"),
         ("run train.py --resume c --checkpoint d", "are two folders"),
         ("explain none.toml", "does not exist"),
@@ -628,6 +699,111 @@ def test_bad_arguments_are_named(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str], arguments: str, said: str
 ) -> None:
     assert said in fails(capsys, *arguments.split(), code=2)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _binary(path: Path) -> None:
+    path.write_bytes(Path(sys.executable).read_bytes()[:4096])
+
+
+@pytest.mark.parametrize("verb", ["plan", "run", "frontier", "scale", "simulate"])
+@pytest.mark.parametrize(
+    ("name", "make", "said"),
+    [
+        ("missing.py", None, "missing.py does not exist"),
+        ("missing", None, "missing is no script"),
+        ("folder.py", _folder, "folder.py is a folder, and no script"),
+        ("program.py", _binary, "program.py is no Python"),
+        ("text.py", lambda path: path.write_text("train(\n\n"), "text.py is no Python, line 1"),
+        ("latin.py", lambda path: path.write_bytes(b"x = '\xe9'"), "latin.py is no Python"),
+        ("deep.py", lambda path: path.write_text("(" * 10**5), "deep.py is no Python"),
+        ("train.sh", lambda path: path.write_text("x = 1"), "does not end in .py"),
+        ("pipe.py", os.mkfifo, "pipe.py is no file that can be read"),
+        ("loop.py", lambda path: path.symlink_to(path.name), "loop.py does not exist"),
+        ("", None, "no script"),
+        (":name", None, "is no script"),
+    ],
+)
+def test_what_is_no_script_is_refused_before_torch_is_imported(
+    api: fake_api.Fake,
+    planned: Path,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    name: str,
+    make: Callable[[Path], object] | None,
+    said: str,
+) -> None:
+    if make is not None:
+        make(Path(name))
+    more = {
+        "scale": ["--cluster", "dgx-h100", "--devices", "1..8"],
+        "simulate": ["--plan", str(planned), "--trace", "t.json"],
+    }
+    assert said in fails(capsys, verb, name, *more.get(verb, []), code=2)
+    assert fake_api.ASKED == []
+
+
+@pytest.mark.parametrize("verb", ["plan", "frontier", "scale"])
+def test_a_plan_file_in_place_of_its_script_is_called_one(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    more = ["--cluster", "dgx-h100", "--devices", "1..8"] if verb == "scale" else []
+    said = fails(capsys, verb, "train.plan.toml", *more, code=2)
+    assert "is a plan or a cluster file, and no script" in said
+
+
+def test_run_takes_a_plan_by_itself(
+    api: fake_api.Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "other.py", "-o", "x.plan.toml"]) == 0
+    fake_api.ASKED.clear()
+    assert main(["run", "x.plan.toml", "--steps", "3"]) == 0
+    assert asked("load_workload") == {"train": "other.py"}
+    assert asked("load_planned")["path"] == Path("x.plan.toml")
+    assert read_plan(Path("x.plan.toml")).measured == MEASURED
+    # From another folder the script is found beside its plan.
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    fake_api.ASKED.clear()
+    assert main(["run", "../x.plan.toml", "--steps", "3"]) == 0
+    assert asked("load_workload") == {"train": "../other.py"}
+
+
+def test_run_of_a_plan_without_its_script_is_three_lines(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*more: str) -> str:
+        return fails(capsys, "run", *more, code=2)
+
+    # As it was saved by a program, which has no script.
+    assert "stands no name of its script" in said("train.plan.toml")
+    assert "steelyard run train.py --plan train.plan.toml" in said("train.plan.toml")
+    assert "is a plan file, and so is what --plan names" in said(
+        "train.plan.toml", "--plan", "train.plan.toml"
+    )
+    assert "does not exist" in said("none.plan.toml")
+    write_plan(planned, PLAN, asked=Asked(script="gone.py"))
+    assert "gone.py does not exist" in said("train.plan.toml")
+    write_plan(planned, PLAN, asked=Asked(script="train.py", cluster="dgx-h100"))
+    assert "is for the declared cluster" in said("train.plan.toml")
+    Path("folder.plan.toml").mkdir()
+    assert "is not a file" in said("folder.plan.toml")
+    Path("cluster.toml").write_text("[cluster]\n")
+    assert "cluster.toml" in said("cluster.toml")
+    planned.with_suffix(".json").write_text("{")
+    assert "is not JSON" in said("train.plan.toml")
+    assert fake_api.ASKED == []
+
+
+def test_damaged_predictions_keep_nobody_from_checking_the_plan(
+    api: fake_api.Fake, planned: Path
+) -> None:
+    planned.with_suffix(".json").write_text("{")
+    assert main(["plan", "train.py", "--check", "train.plan.toml"]) == 0
+    assert read_plan(planned).plan is not None
 
 
 def raising(error: BaseException) -> Callable[[], None]:

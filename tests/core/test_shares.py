@@ -126,3 +126,13 @@ def test_speeds_make_another_cluster_and_equal_ones_do_not() -> None:
 def test_speeds_that_are_none_are_refused(speeds: tuple[float, ...]) -> None:
     with pytest.raises(BadInput, match="a number above 0 for each rank"):
         Cluster.here(ranks=2, speeds=speeds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_remedy_for_wrong_speeds_has_as_many_as_there_are_ranks(ranks: int) -> None:
+    with pytest.raises(BadInput) as refused:
+        Cluster.here(ranks=ranks, speeds=(1.0,) * (ranks - 1))
+    advised = refused.value.remedy.partition("--speeds ")[2].split(", ")[0]
+    speeds = [float(speed) for speed in advised.split(",")]
+    assert len(speeds) == ranks
+    assert Cluster.here(ranks=ranks, speeds=speeds).num_devices == ranks

@@ -377,7 +377,7 @@ def _refuse_slow_first(speeds: Sequence[float]) -> None:
             f"the first host computes at {speeds[0] / max(speeds):.2f} of that of rank {fastest}",
             expected="the fastest host first: what is measured there is taken for all",
             remedy=f"give --node-rank 0 to the host that was rank {fastest}; or say that they are "
-            "alike, --speeds 1,1",
+            f"alike, --speeds {','.join('1' * len(speeds))}",
         )
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steelyard.cli.arguments import stopped_at, title
+from steelyard.cli.arguments import stopped_at, title, waits_seconds
 from steelyard.cli.endings import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
 from steelyard.cli.ranks import Laid, in_rank, is_quiet, is_to_start, left_with, start
 from steelyard.cli.showing import Shown, hint, loaded, planning
-from steelyard.core.amounts import parse_seconds
 from steelyard.report.lines import Tone
 from steelyard.report.progress import Progress
 from steelyard.report.terminal import write
@@ -42,14 +41,14 @@ class Training:
 
     @property
     def waits_seconds(self) -> float:
-        return parse_seconds(self.rank_timeout, what="--rank-timeout")
+        return waits_seconds(self.rank_timeout)
 
     def arguments(self) -> list[str]:
         """What makes another process do the same."""
         given = ["run", self.train, "--plan", str(self.path), "--steps", str(self.steps)]
         given += ["--seed", str(self.seed), "--rank-timeout", self.rank_timeout]
-        given += ["--checkpoint-every", str(self.every)]
-        given += ["--checkpoint", str(self.folder)] if self.folder else []
+        if self.folder is not None:
+            given += ["--checkpoint", str(self.folder), "--checkpoint-every", str(self.every)]
         if self.resume is not False:
             given += ["--resume", *([] if self.resume is True else [str(self.resume)])]
         given += ["--html", str(self.html)] if self.html else []

@@ -13,17 +13,25 @@ from cyclopts import App, Parameter
 
 from steelyard import __version__
 from steelyard.cli.arguments import (
-    at_least_one,
     between,
     cluster_of,
     far_memory,
+    how_often,
     plan_path,
     planned_for,
+    refuse_contradictions,
+    refuse_elsewhere,
+    refuse_no_folder,
+    refuse_no_trade,
+    refuse_same_file,
     refuse_unwritable,
     resume_from,
     title,
     training_length,
+    waits_seconds,
+    whole_number,
     wish,
+    within,
 )
 from steelyard.cli.endings import (
     BAD_INPUT,
@@ -34,10 +42,12 @@ from steelyard.cli.endings import (
 from steelyard.cli.interrupt import heed
 from steelyard.cli.plans import Wanted, plan_by
 from steelyard.cli.running import Training, run_by
+from steelyard.cli.scripts import refuse_no_script, script_path
 from steelyard.cli.showing import Shown, hint, loaded, planning
 from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Far
 from steelyard.core.errors import BadInput
+from steelyard.core.planfile import MOST_RANKS, read_decisions
 from steelyard.report.lines import Zoom
 
 _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
@@ -83,7 +93,11 @@ _Runner = Annotated[
     Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
 ]
 _Ranks = Annotated[
-    int, Parameter(help="How many processes of this machine it may lie on, each with its cores.")
+    int,
+    Parameter(
+        help="How many processes of this machine it may lie on, each with its cores.",
+        converter=whole_number,
+    ),
 ]
 _COPY = "copy the plan file to a folder that can be written to"
 _OTHER_PAGE = "give another place with --html"
@@ -140,20 +154,31 @@ def plan(
     shown: Shown = _PLAINLY,
 ) -> int:
     """Make the step fit; say what that costs and why; write a plan file."""
+    refuse_no_script(train, "plan")
+    within("--ranks", ranks, most=MOST_RANKS, write=2)
     path = check or output or plan_path(train)
+    refuse_same_file("--html", html, path, path.with_suffix(".json"), script_path(train))
     if output or path.parent.is_dir():
         refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question, beside_it = wish(what_if), far.said()
-    if check is not None and any(
-        (budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds)
-    ):
-        raise BadInput(
-            "--check takes its budget from the plan file",
-            expected="no budget, --maximize, --minimize, --ranks, --speeds, --far or -o beside it",
-            remedy=f"change [budget] in {check}, or leave out --check",
-        )
+    if check is not None:
+        if any((budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds)) or (
+            runner != "python"
+        ):
+            raise BadInput(
+                "--check takes its budget from the plan file",
+                expected="no budget, --maximize, --minimize, --runner, --ranks, --speeds, --far or "
+                "-o beside it",
+                remedy=f"change [budget] in {check}, or leave out --check",
+            )
+        read_decisions(check)
+    refuse_contradictions(
+        maximize=maximize, minimize=minimize, runner=runner, ranks=ranks, cluster=cluster
+    )
+    if why_not is not None:
+        refuse_no_trade(why_not)
     return plan_by(
         Wanted(
             train=train, path=path, is_check=check is not None, budget=budget, runner=runner,
@@ -165,15 +190,22 @@ def plan(
 
 @app.command
 def run(
-    train: _Train,
+    train: Annotated[
+        str, Parameter(help="The script, whose train.plan.toml is taken then, or the plan file.")
+    ],
     /,
     *,
     plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
-    steps: Annotated[int, Parameter(help="Steps in all, earlier ones included.")] = 100,
+    steps: Annotated[
+        int, Parameter(help="Steps in all, earlier ones included.", converter=whole_number)
+    ] = 100,
     checkpoint: Annotated[
         Path | None, Parameter(help="Folder to save the state in; the newest three are kept.")
     ] = None,
-    checkpoint_every: Annotated[int, Parameter(help="Steps between two saves.")] = 100,
+    checkpoint_every: Annotated[
+        int | None,
+        Parameter(help="Steps between two saves; 100, unless said.", converter=whole_number),
+    ] = None,
     resume: Annotated[
         list[Path] | None,
         Parameter(
@@ -182,7 +214,7 @@ def run(
             help="Go on from the newest checkpoint in this folder, or in that of --checkpoint.",
         ),
     ] = None,
-    seed: Annotated[int, Parameter(help="Of all random generators.")] = 0,
+    seed: Annotated[int, Parameter(help="Of all random generators.", converter=whole_number)] = 0,
     strict: Annotated[
         bool, Parameter(negative="", help="Exit with 5 if a prediction missed its interval.")
     ] = False,
@@ -200,18 +232,28 @@ def run(
     shown: Shown = _PLAINLY,
 ) -> int:
     """Train by a plan, and set what was measured beside what was predicted."""
-    path = plan or plan_path(train)
+    start, folder = resume_from(resume, checkpoint)
+    within("--steps", steps)
+    within("--seed", seed, least=0, most=2**63 - 1, write=0)
+    every = how_often(checkpoint_every, folder)
+    waits_seconds(rank_timeout)
+    refuse_no_folder("--checkpoint", folder)
+    if train.endswith(".toml"):
+        train, path, declared = planned_for(train, plan, None, verb="run")
+        refuse_elsewhere(declared, path)
+        refuse_no_script(train, "run")
+    else:
+        refuse_no_script(train, "run")
+        path = plan or plan_path(train)
+    refuse_same_file("--html", html, path, path.with_suffix(".json"), script_path(train))
     if path.exists():
         refuse_unwritable(path, _COPY)
     refuse_unwritable(html, _OTHER_PAGE)
-    start, folder = resume_from(resume, checkpoint)
-    at_least_one("--steps", steps)
-    at_least_one("--checkpoint-every", checkpoint_every)
     return run_by(
         Training(
-            train=train, path=path, steps=steps, folder=folder, every=checkpoint_every,
-            resume=start, seed=seed, strict=strict, adapt=adapt, rank_timeout=rank_timeout,
-            html=html, shown=shown,
+            train=train, path=path, steps=steps, folder=folder, every=every, resume=start,
+            seed=seed, strict=strict, adapt=adapt, rank_timeout=rank_timeout, html=html,
+            shown=shown,
         )
     )  # fmt: skip
 
@@ -230,6 +272,8 @@ def frontier(
     from steelyard.report.show import show, write_page
     from steelyard.report.tree import tree_of
 
+    refuse_no_script(train, "frontier")
+    refuse_same_file("--html", html, script_path(train))
     refuse_unwritable(html, _OTHER_PAGE)
     beside_it = far.said()
     with planning(shown) as tell:
@@ -267,7 +311,11 @@ def simulate(
     from steelyard.report.trace import by_rank, to_trace
 
     refuse_unwritable(trace, "give another place with --trace")
+    if not train.endswith(".toml"):
+        refuse_no_script(train, "simulate")
     script, path, made_for = planned_for(train, plan, cluster)
+    refuse_no_script(script, "simulate")
+    refuse_same_file("--trace", trace, path, path.with_suffix(".json"), script_path(script))
     with planning(shown) as tell:
         workload = loaded(script, tell)
         from steelyard import api
@@ -308,6 +356,7 @@ def scale(
     """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
     from steelyard.report.show import show_scaling
 
+    refuse_no_script(train, "scale")
     fewest, most = between(devices)
     whole = training_length(tokens, samples)
     with planning(shown) as tell:
@@ -338,6 +387,7 @@ def explain(
     from steelyard.report.tree import tree_of
 
     refuse_unwritable(html, _OTHER_PAGE)
+    refuse_same_file("--html", html, file, file.with_suffix(".json"))
     found = read_plan(file)
     if found.plan is None:
         show_decisions(found, file, in_json=shown.json)

@@ -44,16 +44,21 @@ __all__ = [
 # More processes than that only wait for one another.
 _RANKS_OF_A_CORE = 8
 _MOST_HOSTS = 1024
+# A rank that is slower still is broken, and no share of the batch is small enough for it.
+_SLOWEST = 1e-3
 
 
 def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
     """As shares of the fastest."""
     known = [float(speed) for speed in speeds if type(speed) in (int, float) and 0 < speed < inf]
-    if len(known) != len(speeds) or len(known) != ranks:
+    if len(known) != len(speeds) or len(known) != ranks or min(known) < _SLOWEST * max(known):
+        each = ",".join("1" * ranks)
         raise BadInput(
-            f"speeds {printable(repr(tuple(speeds)), most=60)} of {ranks} ranks",
-            expected="a number above 0 for each rank: how fast it computes beside the others",
-            remedy="write Cluster.here(ranks=2, speeds=(1, 0.5)), or --speeds 1,0.5",
+            f"speeds {printable(repr(tuple(speeds)), most=60)} of {ranks} rank{'s' * (ranks > 1)}",
+            expected="a number above 0 for each rank: how fast it computes beside the others, none "
+            f"less than {_SLOWEST:g} of the fastest",
+            remedy=f"write such as --speeds {each}, which are alike, or leave them out: they are "
+            "measured",
         )
     return [speed / max(known) for speed in known]
 

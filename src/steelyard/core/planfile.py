@@ -43,7 +43,7 @@ from steelyard.core.untrusted import (
 FORMAT = 1
 MOST_BYTES = 4 * 2**20
 _MOST_RULES = 50_000
-_MOST_RANKS = 1_000_000
+MOST_RANKS = 1_000_000
 # Enough to see what is wrong; a hostile file has a million.
 _MOST_FOUND = 100
 _LARGEST = 2**62
@@ -123,7 +123,7 @@ class _ShardBatch(BaseModel):
 
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
     shares: Annotated[
-        tuple[_Share, ...], BeforeValidator(_as_tuple), Field(max_length=_MOST_RANKS)
+        tuple[_Share, ...], BeforeValidator(_as_tuple), Field(max_length=MOST_RANKS)
     ] = ()
     bucket_bytes: Annotated[_Bytes, Field(alias="bucket")]
 
@@ -232,6 +232,8 @@ _TABLES: dict[str, type[_Table]] = {
     "offload": _Offload,
     "offload_state": _OffloadState,
 }
+# The names of all trades.
+TRADES = tuple(_TABLES)
 
 
 def read_decisions(path: Path) -> Decisions:
@@ -371,7 +373,7 @@ class _MadeFor(BaseModel):
     torch: str
     ranks: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
     hosts: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
-    speeds: Annotated[list[_Speed], Field(max_length=_MOST_RANKS)] = []
+    speeds: Annotated[list[_Speed], Field(max_length=MOST_RANKS)] = []
     batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
 
     def value(self) -> MadeFor:
