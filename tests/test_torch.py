@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from steelyard import _torch
 from steelyard.core.in_place import WRITING
 from steelyard.operators import operator_named
+from steelyard.operators.uncounted import may_multiply_uncounted
 
 aten = torch.ops.aten
 _SOURCE = Path(__file__).resolve().parents[1] / "src" / "steelyard"
@@ -773,3 +774,41 @@ def test_an_operator_that_is_told_where_to_write_has_a_kernel_that_does(op: str)
     name = ".".join(filter(None, (told.name, told.overload_name)))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: TID251 - asked of this torch
     assert has_kernel(name, "CPU")
+
+
+# --- operators that may multiply and have no FLOP formula
+
+_UNCOUNTED = Path(__file__).parent / "uncounted_operators.txt"
+
+
+def _uncounted() -> list[str]:
+    x, found = torch.ones(2, 2), set()
+    schemas = torch._C._jit_get_all_schemas()  # noqa: TID251 - what there is in this torch
+    has_kernel = torch._C._dispatch_has_kernel  # noqa: TID251
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: TID251
+    for schema in schemas:
+        space, _, name = schema.name.partition("::")
+        full = f"{schema.name}.{schema.overload_name}".rstrip(".")
+        types = [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
+        is_out = name.endswith("_") or schema.overload_name.endswith("out")
+        if space not in ("aten", "prims") or is_out or not has_kernel(full):
+            continue
+        # What is implicitly composite is taken apart before a graph is made of it.
+        if is_composite(full, "CompositeImplicitAutograd"):
+            continue
+        if all(any("Tensor" in t for t in some) for some in types):
+            packet = getattr(getattr(torch.ops, space), name)
+            target = getattr(packet, schema.overload_name or "default")
+            if may_multiply_uncounted(target, (x,), {}, x):
+                found.add(str(packet))
+    return sorted(found)
+
+
+def test_of_torch_s_own_operators_these_and_no_others_may_multiply_uncounted() -> None:
+    """A new release of torch has new operators: each is to be given a formula, listed as one that
+    does not multiply, or added here, by ``python -m tests.test_torch``."""
+    assert _uncounted() == _UNCOUNTED.read_text().split()
+
+
+if __name__ == "__main__":
+    _UNCOUNTED.write_text("\n".join(_uncounted()) + "\n")

@@ -84,6 +84,7 @@ def _check_peak(source: StepSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "_FEWEST_ROUNDS", 1)
     monkeypatch.setattr(operators, "_ROUNDS_SECONDS", 0.0)
     graph = source.captured().graph
+    assert [node.op for node in graph.nodes if node.is_uncounted] == []
     costs, survey = operators.measure_operators([graph], DEVICE, seconds_budget=120.0)
     assert not survey.unmeasured, survey.unmeasured[0]
     predicted = predicted_above(Program.plain(graph), costs)

@@ -25,6 +25,7 @@ from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, NextCent, Pla
 from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.sampled import Sampled
 from steelyard.core.span import Span
+from steelyard.core.uncounted import refuse_uncounted
 from steelyard.exchange.schedules import order_of
 from steelyard.predict.deep_spans import deep_spans
 from steelyard.search import Again, DeepSearch, Laid, rules_of, sets_again, told
@@ -52,6 +53,7 @@ class Elsewhere:
 
     @cached_property
     def search(self) -> DeepSearch:
+        refuse_uncounted([self.step.whole.graph])
         return DeepSearch(self.step, self.request.cluster, again_of=self._again_of)
 
     def _again_of(self, sampled: Sampled, costs: Costs) -> Sequence[Again]:

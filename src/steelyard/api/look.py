@@ -35,6 +35,7 @@ from steelyard.core.quad import Estimate
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
 from steelyard.core.sliced_updates import why_whole
 from steelyard.core.trade import Trade, strike_on_ranks
+from steelyard.core.uncounted import notes_on_uncounted, refuse_uncounted
 from steelyard.exchange.devices import home_of
 from steelyard.exchange.parts import why_unparted
 from steelyard.exchange.states import why_uncut, why_undivided
@@ -89,6 +90,8 @@ class Request:
             source = replace(source, for_planning=True)
         graph = source.graph(micro_batches=1)
         update = source.update()
+        if not self.cluster.is_here:
+            refuse_uncounted([graph] if update is None else [graph, update.graph])
         base = Program.plain(graph, update=update)
         if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
             keep_what_is_freed()
@@ -331,4 +334,7 @@ class Look:
                 "eager PyTorch needs more than is said here: what its oneDNN kernel of a recurrent "
                 "layer keeps is not known"
             )
+        update = self.base.update
+        graphs = [self.base.graph] if update is None else [self.base.graph, update.graph]
+        found += notes_on_uncounted(graphs, self.prices.costs)
         return tuple(found)

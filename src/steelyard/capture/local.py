@@ -13,7 +13,7 @@ import torch
 
 from steelyard import _torch
 from steelyard.capture.fakes import described
-from steelyard.capture.plain import flops_of_call, layout, signature_of_call
+from steelyard.capture.plain import layout, signature_of_call, work_of_call
 from steelyard.core.collective import Exchange, Transport
 from steelyard.core.graph import Argument, Node, Phase, Ref, Role, Storage, Tensor
 from steelyard.exchange.rewriting import issue, wait
@@ -159,7 +159,7 @@ class LocalNodes:
                 layout_of=layout,
                 name_of=lambda t: names.get(id(t), ""),
             ),
-            flops=flops_of_call(operator, given, named, result) if operator else 0,
+            **(work_of_call(operator, given, named, result) if operator else {}),
             moved_bytes=0 if is_view else moved + sum(t.nbytes for t in outputs),
             is_view=is_view,
             is_random=operator is not None and _torch.draws(operator, given, named),

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from steelyard import _torch
 from steelyard.capture.attribution import line_of, path_of, with_paths
@@ -29,6 +28,8 @@ from steelyard.core.graph import (
     Symbol,
     Tensor,
 )
+from steelyard.operators.flops import flops_of_call, format_of_call
+from steelyard.operators.uncounted import may_multiply_uncounted
 
 _REDUCED_IN_PLACE = {
     torch.ops.aten.mse_loss.default,
@@ -175,7 +176,7 @@ class _Reader:
                     layout_of=_layouts,
                     name_of=lambda n: self.name(n.name),
                 ),
-                flops=_flops(node),
+                **_work(node),
                 moved_bytes=0 if is_view else moved + sum(_nbytes(t) for t in own),
                 is_view=is_view and not mutated,
                 is_random=_torch.draws(target, node.args, node.kwargs),
@@ -329,45 +330,23 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _flops(node: torch.fx.Node) -> int:
+def work_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> dict[str, Any]:
+    """How much a call multiplies and in which format, or that nobody knows: fields of a node."""
+    flops = flops_of_call(target, args, kwargs, result)
+    return {
+        "flops": flops,
+        "multiplies_in": format_of_call(args) if flops else "",
+        "is_uncounted": may_multiply_uncounted(target, args, kwargs, result),
+    }
+
+
+def _work(node: torch.fx.Node) -> dict[str, Any]:
     def value(n: torch.fx.Node) -> Any:
         return n.meta.get("val")
 
     args = torch.fx.node.map_arg(node.args, value)
     kwargs = torch.fx.node.map_arg(node.kwargs, value)
-    return flops_of_call(node.target, args, kwargs, node.meta.get("val"))
-
-
-def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
-    assert isinstance(target, _torch.OpOverload)
-    formula = flop_registry.get(target.overloadpacket) or _FLOPS.get(str(target.overloadpacket))
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    batch, heads, rows, width = query.shape
-    return int(2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1]))
-
-
-def _attention_backward_flops(
-    _: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any
-) -> int:
-    batch, heads, rows, width = query.shape
-    # Five products: scores again, and one for each of dP, dV, dQ, dK.
-    return int(2 * batch * heads * rows * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
-
-
-def _recurrent_flops(x: Any, w_in: Any, w_hidden: Any, *_: Any, **__: Any) -> int:
-    steps = x.shape[0] * x.shape[1]
-    return int(2 * steps * (w_in.numel() + w_hidden.numel()))
-
-
-# Operators that torch's own registry (2.13) does not know.
-_FLOPS: dict[str, Callable[..., int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
-    "aten.mkldnn_rnn_layer": _recurrent_flops,
-}
+    return work_of_call(node.target, args, kwargs, node.meta.get("val"))
 
 
 def _numbered(nodes: list[Node]) -> list[Node]:

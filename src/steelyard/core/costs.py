@@ -105,9 +105,7 @@ class Costs:
         if node.body is not None:
             return Estimate.within(self._declared_within(node.body), share=_DECLARED_SHARE)
         device = self.device
-        # What only writes in place gives nothing.
-        dtype = node.outputs[0].dtype if node.outputs else "float32"
-        computing = node.flops / device.flops_in(dtype) if node.flops else 0.0
+        computing = node.flops / device.flops_in(node.product_format) if node.flops else 0.0
         seconds = device.call_seconds + max(computing, node.moved_bytes / device.bytes_per_second)
         return Estimate.within(seconds, share=_DECLARED_SHARE)
 

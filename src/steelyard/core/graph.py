@@ -131,6 +131,8 @@ class Node:
     A multi-output operator is one node; its results are taken apart by ``getitem`` nodes.
     ``signature`` keys measured costs: op, shapes, strides, dtypes and plain arguments.
     A node with a ``body`` carries that out, and gives its results as a tuple.
+    ``flops`` are of products, which multiply in the format ``multiplies_in``: that of the result
+    where it is empty. An ``is_uncounted`` operator may multiply, and has no formula for its FLOPs.
     A ``collective`` only issues an exchange. Its result may be read by the node alone that
     ``waits_for`` it; what a backend needs until then is among the inputs of that node too.
     """
@@ -147,6 +149,8 @@ class Node:
     nth: int = 0
     signature: str = ""
     flops: int = 0
+    multiplies_in: str = ""
+    is_uncounted: bool = False
     moved_bytes: int = 0
     is_view: bool = False
     is_random: bool = False
@@ -158,6 +162,11 @@ class Node:
     @property
     def is_input(self) -> bool:
         return self.op == "input"
+
+    @property
+    def product_format(self) -> str:
+        """The name under which the peak rate of its products is declared."""
+        return self.multiplies_in or (self.outputs[0].dtype if self.outputs else "float32")
 
     @property
     def is_far(self) -> bool:

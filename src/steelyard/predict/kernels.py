@@ -33,7 +33,7 @@ def kernel_seconds(kernel: Kernel, costs: Costs, stack: Stack | None) -> float:
     seconds = (kernel.moved_bytes + _passing_bytes(node)) / bandwidth
     if node.flops:
         share = stack.peak_share * (stack.attention_share if _is_attention(node) else 1)
-        seconds += computed_flops(node) / (share * device.flops_in(node.outputs[0].dtype))
+        seconds += computed_flops(node) / (share * device.flops_in(node.product_format))
     # While one runs, the next is called.
     return max(calling, seconds)
 

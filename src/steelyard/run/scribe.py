@@ -11,7 +11,6 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from steelyard import _torch
 from steelyard.core.graph import (
@@ -27,6 +26,7 @@ from steelyard.core.graph import (
     Tensor,
 )
 from steelyard.core.program import Instruction, Program
+from steelyard.operators.flops import flops_of_call
 
 _MOST_NAMED, _SEVERAL = 4, 2
 
@@ -174,7 +174,7 @@ class Scribe:
                 kwargs=tuple((key, self._argument(a)) for key, a in kwargs.items()),
                 inputs=inputs,
                 phase=phase,
-                flops=_flops(func, args, kwargs, result),
+                flops=flops_of_call(func, args, kwargs, result),
                 moved_bytes=sum(map(_nbytes, (*given, *results))),
                 is_random=_torch.draws(func, args, kwargs),
                 signature=_signature(func, args, kwargs),
@@ -393,12 +393,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
-
-
-def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    formula = flop_registry.get(func.overloadpacket)
-    plain = {key: value for key, value in kwargs.items() if key != "out"}
-    return int(formula(*args, **plain, out_val=result)) if formula else 0
 
 
 def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
