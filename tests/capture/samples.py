@@ -6,7 +6,7 @@ Not for models that others wrote: see tests/zoo.
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.batching import Splitting
+from steelyard.capture.sample_proof import Splitting
 from steelyard.capture.source import StepSource
 from tests.zoo.case import Sample
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.batching import Reduction, Splitting
+from steelyard.capture.sample_proof import Reduction, Splitting, sketch
 from tests import zoo
 from tests.capture.samples import (
     Counting,
@@ -87,6 +87,94 @@ def test_a_gradient_that_is_small_is_compared_all_the_same(dtype: torch.dtype) -
     model.register_parameter("small", nn.Parameter(torch.randn(8)))
     batch = {"x": torch.randn(6, 8, dtype=dtype), "y": torch.arange(6) % 3}
     assert "the gradient of small" in verdict((model.to(dtype), lookalike_loss, batch)).reason
+
+
+# --- parameters and precisions that hide what is looked for ---------------------------------------
+
+
+def with_zeros(model: nn.Module) -> nn.Module:
+    """As many start: a head of zeros makes every class as likely, whatever the sample."""
+    for parameter in model[-1].parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def autocast_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return class_loss(model, batch)
+
+
+def low_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean itself is taken in half precision."""
+    each = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return each.to(torch.bfloat16).mean()
+
+
+@pytest.mark.parametrize("loss", [class_loss, autocast_loss, low_loss])
+def test_zeros_and_half_precision_do_not_keep_a_batch_whole(loss: Any) -> None:
+    torch.manual_seed(0)
+    assert not verdict((with_zeros(net()), loss, data())).reason
+
+
+def test_a_model_in_half_precision_may_be_cut() -> None:
+    torch.manual_seed(0)
+    batch = data()
+    low = {**batch, "x": batch["x"].bfloat16()}
+    assert not verdict((with_zeros(net()).bfloat16(), class_loss, low)).reason
+
+
+def test_a_gate_of_zeros_hides_no_samples_that_see_each_other() -> None:
+    """Experts choose samples by what the batch says, which no operator shows."""
+    model = net()
+    model.register_parameter("gate", nn.Parameter(torch.zeros(())))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        h = model[0](batch["x"])
+        others = h[batch["y"] % len(h)]
+        return class_loss(model, batch) + model.get_parameter("gate").square() * (h * others).mean()
+
+    torch.manual_seed(0)
+    assert "see each other" in verdict((model, loss, data())).reason
+
+
+def test_half_precision_hides_no_small_term_of_all_samples() -> None:
+    """One that moves gradients by less than bfloat16 rounds them."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        h = model[0](batch["x"]).float()
+        scores = model(batch["x"]).float()
+        others = h[batch["y"] % len(h)]
+        return nn.functional.cross_entropy(scores, batch["y"]) + 1e-3 * (h * others).mean()
+
+    torch.manual_seed(0)
+    batch = data()
+    low = {**batch, "x": batch["x"].bfloat16()}
+    assert "see each other" in verdict((net().bfloat16(), loss, low)).reason
+
+
+def test_noise_that_the_code_does_not_take_is_left_out() -> None:
+    model = net()
+    model.register_parameter("shift", nn.Parameter(torch.zeros(())))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The root of a negative number, wherever the shift is more than zero."""
+        return class_loss(model, batch) * (1e-4 - model.get_parameter("shift").abs()).sqrt()
+
+    torch.manual_seed(0)
+    assert not verdict((model, loss, data())).reason
+
+
+def test_equal_samples_are_said_to_be_equal() -> None:
+    batch = {"x": torch.ones(6, 8), "y": torch.ones(6, dtype=torch.long)}
+    assert "give a batch whose samples differ" in verdict((net(), class_loss, batch)).reason
+
+
+def test_samples_are_compared_by_sketches_that_are_linear_and_as_large() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(300, 701), torch.randn(300, 701)
+    assert torch.allclose(sketch(a + 2 * b), sketch(a) + 2 * sketch(b), atol=1e-2)
+    assert 0.5 < float(sketch(a).norm() / a.norm()) < 1.5
+    assert torch.equal(sketch(a[0])[:701], a[0].double())  # a small one is compared as it is
 
 
 def test_a_loss_that_is_no_number_tells_nothing() -> None:

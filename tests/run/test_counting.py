@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.capture.batching import Reduction
+from steelyard.capture.sample_proof import Reduction
 from steelyard.capture.source import StepSource
 from steelyard.core.errors import Mismatch
 from steelyard.core.program import Program

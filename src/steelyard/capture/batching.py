@@ -4,46 +4,27 @@ Not for capturing the parts: see source.py.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from math import isfinite
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from steelyard import _torch
 from steelyard.capture.coupling import coupling
-from steelyard.capture.fakes import exchanged, put_back
+from steelyard.capture.sample_proof import (
+    Reduction,
+    Sample,
+    Splitting,
+    given_statistics,
+    proven,
+    whole,
+)
 from steelyard.capture.trace import Loss
 from steelyard.core.graph import Counted, Graph, OutputKind, Ref, same_shares
 from steelyard.core.plan import BatchEntry
 from steelyard.exchange.statistics import normalising, why_not_synchronised
 from steelyard.operators import call
-
-# Losses of the parts, put together, may differ from the whole by rounding only; the same of
-# gradients, as a share of their norm, where a small term of the loss shows that sees many samples.
-_ROUNDING = 1e-3
-_GRADIENT_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
-_GRADIENT_ROUNDING_LOW = 0.05  # half precision and below
-
-
-class Reduction(StrEnum):
-    """How the loss of the batch follows from the losses of its parts."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    COUNTED = "counted"  # the mean over targets that are not ignored, of which parts hold several
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Splitting:
-    """``reason`` says why the batch must stay whole; empty where it may be cut."""
-
-    reduction: Reduction
-    reason: str = ""
 
 
 def entries(batch: Any) -> tuple[BatchEntry, ...]:
@@ -89,26 +70,28 @@ def splitting(
     """
     size = batch_size(batch)
     if size is None:
-        return _whole("the tensors of the batch do not share dim 0")
+        return whole("the tensors of the batch do not share dim 0")
     if size < 2:
-        return _whole("the batch is a single sample")
+        return whole("the batch is a single sample")
     reason = why_together(model, loss, batch, graph, at_once=at_once)
     if reason:
-        return _whole(reason)
+        return whole(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
     if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
-        return _whole("there are no values to check it with (meta device)")
+        return whole("there are no values to check it with (meta device)")
     counted = [c for mean in graph.counted if (c := _counts(graph, mean, batch))]
     every = counted[0] if counted else [1] * size
     if any(not same_shares(every, others) for others in counted):
-        return _whole("two means in the loss count their targets in different samples")
+        return whole("two means in the loss count their targets in different samples")
     if sum(n > 0 for n in every) < 2:
-        return _whole("fewer than two samples hold a target that counts, so cutting is not checked")
+        return whole("fewer than two samples hold a target that counts, so cutting is not checked")
     if len(set(every)) > 1 and not graph.is_counted_alone:
-        return _whole("samples count unequally many targets, and the loss has a term besides them")
+        return whole("samples count unequally many targets, and the loss has a term besides them")
     rows = _looked_at(every)
-    with _GivenStatistics() if at_once else contextlib.nullcontext():
-        verdict = _by_numbers(model, loss, _rows(batch, rows), [every[row] for row in rows])
+    with given_statistics() if at_once else contextlib.nullcontext():
+        apart = [Sample(batch=_rows(batch, [row]), count=every[row]) for row in rows]
+        is_low = _computes_in_half(graph)
+        verdict = proven(model, loss, _rows(batch, rows), apart, is_low=is_low)
     if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
         return replace(verdict, reduction=Reduction.COUNTED)
     return verdict
@@ -231,189 +214,7 @@ def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:
     return kept
 
 
-def _whole(reason: str) -> Splitting:
-    return Splitting(reduction=Reduction.MEAN, reason=reason)
-
-
-def _by_numbers(model: nn.Module, loss: Loss, samples: Any, counts: list[int]) -> Splitting:
-    size = len(counts)
-
-    def value(start: int, count: int) -> torch.Tensor:
-        return loss(model, part(samples, start=start, size=count))
-
-    try:
-        with _held_still(model) as parameters:
-            with torch.no_grad():
-                whole, apart = (
-                    float(value(0, size).double()),
-                    [float(value(i, 1).double()) if counts[i] else 0.0 for i in range(size)],
-                )
-            shares = _shares(whole, apart, counts)
-            if isinstance(shares, Splitting):
-                return shares
-            reduction, weights = shares
-            others = _other_gradients(value, weights, parameters)
-    except Exception as error:  # noqa: BLE001 - the user's own code: whatever it raises is the reason
-        return _whole(f"single samples fail: {type(error).__name__}: {str(error)[:80]}")
-    if others:
-        others = _in_double_too(others, model, loss, samples, weights)
-    if others:
-        return _whole(
-            f"the gradient of {others[0]} over {size} samples does not follow from theirs: "
-            "samples see each other"
-        )
-    return Splitting(reduction=reduction)
-
-
-def _shares(
-    whole: float, apart: list[float], counts: list[int]
-) -> tuple[Reduction, list[float]] | Splitting:
-    """What the loss of each sample counts in the loss of all."""
-    size, total = len(counts), sum(apart)
-    if not all(map(isfinite, (whole, *apart))):
-        return _whole(f"the loss is {whole:.6g}, of which nobody can tell whether it can be cut")
-    seen = [x for x, n in zip(apart, counts) if n]
-    if max(seen) - min(seen) <= 1e-6 * (abs(whole) + 1e-12):
-        return _whole("different samples give the same loss, so cutting cannot be checked")
-    candidates = {Reduction.MEAN: [1 / size] * size, Reduction.SUM: [1.0] * size}
-    if len(set(counts)) > 1:
-        del candidates[Reduction.MEAN]
-        candidates = {Reduction.COUNTED: [n / sum(counts) for n in counts], **candidates}
-    for reduction, weights in candidates.items():
-        expected = sum(w * x for w, x in zip(weights, apart))
-        if abs(expected - whole) <= _ROUNDING * max(abs(whole), 1e-6):
-            return reduction, weights
-    return _whole(
-        f"the loss of {size} samples ({whole:.6g}) is neither the mean ({total / size:.6g}) nor "
-        "the sum of theirs: samples are weighed unequally or see each other"
-    )
-
-
-def _in_double_too(
-    others: list[str], model: nn.Module, loss: Loss, samples: Any, weights: list[float]
-) -> list[str]:
-    """Those that are still others in double precision.
-
-    A gradient whose terms cancel (of a bias under a softmax, say) is nothing but rounding, however
-    it compares with the rest. Rounding shrinks with the precision; a real difference does not.
-    """
-
-    def widened(leaf: Any) -> Any:
-        return _widened(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-    wide = _torch.tree_map(widened, samples)
-    try:
-        with _held_still(model, in_double=True) as parameters:
-            still = _other_gradients(
-                lambda start, count: loss(model, part(wide, start=start, size=count)),
-                weights,
-                parameters,
-            )
-    except Exception:  # noqa: BLE001 - code that takes no double: what was found stands
-        return others
-    return [name for name in others if name in still]
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _other_gradients(
-    value: Callable[[int, int], torch.Tensor],
-    weights: list[float],
-    parameters: dict[str, nn.Parameter],
-) -> list[str]:
-    """The parameters whose gradient is not that of the samples put together.
-
-    Holds two gradients of each parameter at a time.
-    """
-    trained = {n: p for n, p in parameters.items() if p.requires_grad}
-
-    def gradients(start: int, count: int) -> dict[str, torch.Tensor]:
-        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-            value(start, count), [*trained.values()], allow_unused=True
-        )
-        return {n: g.to_dense() for n, g in zip(trained, found) if g is not None}
-
-    rest = gradients(0, len(weights))
-    norms = {name: float(g.norm()) for name, g in rest.items()}
-    for index, weight in enumerate(weights):
-        if weight:
-            for name, gradient in gradients(index, 1).items():
-                if name not in rest:
-                    return [name]
-                rest[name] = rest[name].sub(gradient, alpha=weight)
-    largest = max(norms.values(), default=0.0)
-
-    def is_other(name: str, off: torch.Tensor) -> bool:
-        rounding = _GRADIENT_ROUNDING.get(off.dtype, _GRADIENT_ROUNDING_LOW)
-        # Where a gradient is zero but for rounding, its size says nothing: hence the second term.
-        return not float(off.norm()) <= rounding * (norms[name] + largest / 100)
-
-    return [name for name, off in rest.items() if is_other(name, off)]
-
-
-@contextlib.contextmanager
-def _held_still(model: nn.Module, *, in_double: bool = False) -> Iterator[dict[str, nn.Parameter]]:
-    """Run the live model without a trace: other buffers, generators untouched, no dropout.
-
-    Yields parameters that have the values of the live ones and none of their hooks.
-    """
-
-    def twin_of(tensor: torch.Tensor) -> torch.Tensor:
-        values = _widened(tensor.detach()) if in_double else tensor.detach()
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(values, requires_grad=tensor.requires_grad)
-        return values.clone()
-
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.enable_grad(),
-        put_back(model),
-        exchanged(model, twin_of) as parameters,
-        _without_chance(),
-    ):
-        yield parameters
-
-
-def _without_chance() -> contextlib.AbstractContextManager[Any]:
-    mode: contextlib.AbstractContextManager[Any] = _WithoutChance()  # type: ignore[no-untyped-call]
-    return mode
-
-
-class _WithoutChance(_torch.TorchDispatchMode):
-    """Every random draw becomes its expectation, so that a sample alone draws as in company."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        aten = torch.ops.aten
-        if func is aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        result = func(*args, **kwargs)
-        if func in (aten.bernoulli_.float, aten.bernoulli.p):
-            mean = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            return result.fill_(mean if result.is_floating_point() else 1)
-        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, torch.Tensor):
-            return result.zero_()
-        return result
-
-
-class _GivenStatistics(TorchFunctionMode):
-    """A BatchNorm is told mean and variance, and takes none: through these alone it lets samples
-    see each other."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not nn.functional.batch_norm:
-            return func(*args, **kwargs)
-        named = dict(zip(_BATCH_NORM, args)) | kwargs
-        x = named["input"]
-        if named.get("training") and named["running_mean"] is None:
-            given = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
-            named["running_mean"], named["running_var"] = given
-        return func(**{**named, "training": False})
-
-
-_BATCH_NORM = (
-    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-)
+def _computes_in_half(graph: Graph) -> bool:
+    """Some of what trains: autocast and models in half precision, not a mask."""
+    half = ("float16", "bfloat16")
+    return any(t.dtype in half for node in graph.nodes for t in node.outputs)

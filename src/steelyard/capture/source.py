@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.capture.batching import Reduction, Splitting, batch_size, entries, part, splitting
+from steelyard.capture.batching import batch_size, entries, part, splitting
 from steelyard.capture.blocks import equal_runs
 from steelyard.capture.decompositions import table
 from steelyard.capture.deep import multiplied
@@ -25,6 +25,7 @@ from steelyard.capture.parted import parted
 from steelyard.capture.plain import to_graph
 from steelyard.capture.reads import Reads
 from steelyard.capture.regions import regions
+from steelyard.capture.sample_proof import Reduction, Splitting
 from steelyard.capture.short import Short, shortened
 from steelyard.capture.stages import cut_into_stages, end_of, refuse_unknown_draws
 from steelyard.capture.trace import Loss, trace
