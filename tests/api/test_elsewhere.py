@@ -293,6 +293,17 @@ def test_no_fewer_devices_would_do(where: Elsewhere) -> None:
     assert quicker.predicted.step_seconds.value <= seconds * 0.9
 
 
+def test_a_refusal_of_memory_says_that_the_batch_cannot_be_cut_and_why() -> None:
+    def pairing(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = model(batch["x"]).mean(1)
+        return (out @ out.T).square().mean()
+
+    model = GPT(layers=7, width=32, heads=2, vocabulary=64, length=32)
+    where = Elsewhere(request=_request(model=model, loss=pairing))
+    with pytest.raises(Infeasible, match="cannot be cut into micro-batches: mm pairs samples"):
+        where.planned(sy.Budget(memory="100 KiB"), None)
+
+
 def test_another_budget_is_another_plan(planned: PlannedElsewhere) -> None:
     tighter = planned.what_if(memory="900 KiB")
     assert tighter.predicted.memory_bytes.value <= 900 * 1024

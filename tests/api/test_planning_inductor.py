@@ -47,6 +47,7 @@ def test_the_measured_peak_is_within_the_budget(name: str) -> None:
     unplanned = look.plan.unplanned.peak
     with pytest.raises(Infeasible) as refused:
         look.what_if(memory=unplanned.resident_bytes)
+    assert "cannot be cut into micro-batches: BatchNorm in" in str(refused.value)
     least = refused.value.least_bytes
     assert least is not None
     budget = max(least, (least + unplanned.nbytes) // 2)

@@ -61,6 +61,21 @@ written by `python -m tests.docs.models`, and tests hold rows of it against the 
 - **refused**: the step is not captured, and the error says why and what to do.
 
 *Batch cut* says whether `accumulate` may cut the batch, and why not where it may not.
+
+## Half precision and micro-batches
+
+Under bf16 autocast, or with bf16 weights, gradients of micro-batches are rounded to bf16 one by one
+before they are added up in the parameter's format, so that training differs from that on the whole
+batch by rounding. It is equal to the bit to plain PyTorch accumulating over the same micro-batches,
+and as accurate as the whole batch. Of a GPT-2 of 4 layers (transformers, width 128, 8 sequences of
+64) under bf16 autocast the gradient differs from that in float64 by 0.65 % of its norm, in 1, 2, 4
+or 8 parts alike, and parts differ from the whole by 0.22 %; without autocast the two figures are
+5e-7 and 2e-7. AdamW amplifies it, for its first steps are as large whatever a gradient's size is:
+after three steps with a learning rate of 1e-3 parameters differ from the whole batch's by at most
+2.7e-3, while the whole batch's own are 4.0e-3 from those of float64, and those of parts 3.9e-3 to
+4.1e-3. With SGD the three are 1.1e-4, 2.1e-4 and 2.1e-4 to 2.3e-4. So it is rounding and no fault,
+accumulation stays exact in the sense of a budget without accuracy loss, and a plan that cuts the
+batch of such a step says so in a note. `benchmarks/half_precision.py` prints these figures.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,6 +91,37 @@ def test_accumulating_by_hand(name: str, to_none: bool) -> None:
         other.step()
     assert_same(gradients(plain), gradients(model))
     assert_same_model(plain, model)
+
+
+@pytest.mark.parametrize("name", ["edge_autocast_bf16", "edge_bf16_model"])
+def test_micro_batches_in_half_precision_are_plain_pytorchs_to_the_bit(name: str) -> None:
+    """Of AdamW, which amplifies what differs. The whole batch differs by rounding alone, and is as
+    far from float64 as its parts are."""
+    (model, loss, batch), plain, _ = both(name)
+    for module in (*model.modules(), *plain.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    exact, whole = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    step = live(model, loss, batch, optimizer=ADAMW, micro_batches=2)
+    step(batch)
+    size = len(batch["y"]) // 2
+    halves = [{k: v[i : i + size] for k, v in batch.items()} for i in (0, size)]
+    for half in halves:
+        (loss(plain, half) / 2).backward()
+    loss(whole, batch).backward()
+    nn.functional.cross_entropy(exact(batch["x"].double()), batch["y"]).backward()
+    in_parts, at_once = distance(plain, exact), distance(whole, exact)
+    assert 0 < in_parts < 1.5 * at_once < 0.1
+    ADAMW(plain.parameters()).step()
+    assert_same_model(plain, model)
+
+
+def distance(model: nn.Module, exact: nn.Module) -> float:
+    """Between gradients, as a share of the norm of the second."""
+    ours, theirs = (
+        torch.cat([g.double().flatten() for g in gradients(m).values()]) for m in (model, exact)
+    )
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 def test_a_gradient_kept_by_zero_grad_stays_the_same_tensor() -> None:

@@ -102,9 +102,14 @@ class Elsewhere:
             f"no plan fits {format_bytes(limit)} on each of {num_ranks} devices: the least is "
             f"above ~{format_bytes(held)}",
             expected="a layout whose fullest rank holds no more than a device has",
-            remedy="declare more devices or larger ones, or use a smaller batch or model",
+            remedy="declare more devices or larger ones, or use a smaller batch or model"
+            + self._uncut(),
             least_bytes=held,
         )
+
+    def _uncut(self) -> str:
+        why = self.search.why_together
+        return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
     def made_for(self) -> MadeFor:
         graph, cluster = self.step.whole.graph, self.request.cluster

@@ -88,10 +88,16 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
             f"the smallest of {len(tried)} tries takes ~{format_bytes(least.peak.nbytes)}",
             expected=f"at least ~{format_bytes(needed)}, set by "
             f"{least.peak.at} in {least.peak.path or 'the loss'}",
-            remedy="allow more memory, use a smaller batch, or take the runner python",
+            remedy="allow more memory, take the runner python, or use a smaller batch"
+            + _uncut(look),
             least_bytes=needed,
         )
     return fits
+
+
+def _uncut(look: "Look") -> str:
+    why = look.source.why_not_split()
+    return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
 
 def compiled_limit(look: "Look", nbytes: int) -> int:

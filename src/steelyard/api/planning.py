@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from steelyard.api.coded import note_on_accuracy
-from steelyard.api.held import batch_held
+from steelyard.api.held import batch_held, rounded_in_parts
 from steelyard.api.live import Step
 from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
@@ -461,7 +461,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
 
 
 def _batch_held(look: Look, rules: Sequence[Rule]) -> Iterator[str]:
-    return batch_held(Layout.of(rules), batch_size(look.source.batch) or 1)
+    yield from batch_held(Layout.of(rules), batch_size(look.source.batch) or 1)
+    yield from rounded_in_parts(rules, look.base.graph)
 
 
 def _lossy(look: Look, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:

@@ -90,7 +90,7 @@ def splitting(
     rows = _looked_at(every)
     with given_statistics() if at_once else contextlib.nullcontext():
         apart = [Sample(batch=_rows(batch, [row]), count=every[row]) for row in rows]
-        is_low = _computes_in_half(graph)
+        is_low = computes_in_half(graph)
         verdict = proven(model, loss, _rows(batch, rows), apart, is_low=is_low)
     if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
         return replace(verdict, reduction=Reduction.COUNTED)
@@ -214,7 +214,7 @@ def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:
     return kept
 
 
-def _computes_in_half(graph: Graph) -> bool:
-    """Some of what trains: autocast and models in half precision, not a mask."""
+def computes_in_half(graph: Graph) -> bool:
+    """Whether any value of a step is in half precision, by autocast or by its parameters."""
     half = ("float16", "bfloat16")
     return any(t.dtype in half for node in graph.nodes for t in node.outputs)
