@@ -174,6 +174,27 @@ def failed_of_gpt(rank: int) -> bool:
     return torch.equal(found, tied.grad)
 
 
+def without_gradients_of_gpt(rank: int) -> tuple[float, float, bool]:
+    """The loss under ``no_grad`` and outside of it, and whether gradients are alike."""
+    model, loss, batch = _gpt()
+    source = StepSource(model=model, loss=loss, batch=batch)
+    step = _live(
+        model,
+        _in_stages(source, "1F1B", CASES["gpt"].ends[2]),
+        constants=source.captured(micro_batches=MICRO_BATCHES).constants,
+        batch=batch,
+        reduction=source.reduction().value,
+    )
+    with torch.random.fork_rng():
+        outside = float(step.backward(batch))
+    gradients = [g.clone() for g in step.gradients()]
+    step.zero_grad()
+    with torch.no_grad():
+        within = float(step.backward(batch))
+    alike = all(map(torch.equal, gradients, step.gradients()))
+    return within, outside, alike
+
+
 def _run(
     name: str, schedules: dict[str, int], *, in_slots: Sequence[str] = (), **how: Any
 ) -> dict[str, Any]:

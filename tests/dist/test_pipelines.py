@@ -65,6 +65,13 @@ def test_a_call_that_fails_costs_nothing_of_earlier_ones() -> None:
     assert on_two_ranks("tests.dist.pipelines:failed_of_gpt") == [True, True]
 
 
+def test_stages_need_no_autograd() -> None:
+    """torch's schedules refuse to begin where it is off."""
+    for within, outside, alike in on_two_ranks("tests.dist.pipelines:without_gradients_of_gpt"):
+        assert within == outside
+        assert alike
+
+
 def as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for what in ("loss", "gradients", "parameters", "buffers"):

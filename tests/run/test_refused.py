@@ -61,14 +61,14 @@ def hook(m: Watched) -> None:
 CHANGES: dict[str, tuple[Callable[[Watched], object], str]] = {
     "parameter replaced": (replace_parameter, r"parameter inner\.0\.weight was replaced"),
     "parameter gone": (lambda m: delattr(m.inner[0], "bias"), r"parameter inner\.0\.bias is gone"),
-    "parameter set to None": (lambda m: setattr(m.inner[0], "bias", None), "was replaced"),
+    "parameter set to None": (lambda m: setattr(m.inner[0], "bias", None), "was set to None"),
     "parameter new": (
         lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))),
         "parameter more appeared",
     ),
     "loaded by assignment": (
         lambda m: m.load_state_dict(m.state_dict(), assign=True),
-        "was replaced",
+        r"(?s)as load_state_dict\(assign=True\) does.* next: call load_state_dict without assign",
     ),
     "buffer replaced": (
         lambda m: setattr(m.norm, "running_mean", torch.zeros(4)),

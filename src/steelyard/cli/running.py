@@ -102,8 +102,8 @@ def _trained(asked: Training, laid: Laid) -> int:
                 receipt = api.run_workload(
                     planned, workload, steps=asked.steps, seed=asked.seed,
                     checkpoint=asked.folder, checkpoint_every=asked.every, resume=resume,
-                    adapt=asked.path if asked.adapt else None, on_step=progress,
-                    on_note=progress.note,
+                    adapt=asked.path if asked.adapt else None, losses=asked.path,
+                    on_step=progress, on_note=progress.note,
                 )  # fmt: skip
             except KeyboardInterrupt as stop:
                 stop.args = (stopped_at(progress, asked.folder),)
@@ -131,6 +131,7 @@ def _told(asked: Training, receipt: "Receipt", progress: Progress) -> int:
     write_page(tree, asked.html)
     explain_it = shlex.join(("steelyard", "explain", str(path)))
     hint(f"written: {path.with_suffix('.json')}, for {explain_it}", shown)
+    _tell_losses(asked)
     if asked.folder is None:
         hint("weights were not kept: --checkpoint DIR saves them", shown)
     if receipt.measured.steps < asked.steps:
@@ -139,3 +140,12 @@ def _told(asked: Training, receipt: "Receipt", progress: Progress) -> int:
         write([((said, Tone.PLAIN),)], sys.stderr)
         return TERMINATED
     return MISSED if asked.strict and any(row.is_outside for row in tree.rows) else OK
+
+
+def _tell_losses(asked: Training) -> None:
+    from steelyard.run.losses import losses_path, tensorboard_path
+
+    losses, board = losses_path(asked.path), tensorboard_path(asked.path)
+    if losses.is_file():
+        also = f"; tensorboard --logdir {shlex.quote(str(board))}" if board.is_dir() else ""
+        hint(f"losses of all steps: {losses}{also}", asked.shown)

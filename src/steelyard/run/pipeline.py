@@ -140,9 +140,11 @@ class StagesAtWork:
         is_last = any(own.is_last for own in self._own)
         whom = torch.arange(count, device=CPU) if is_last else None
         with self._shares.gathered() if self._shares else contextlib.nullcontext():
-            self._schedule.step(
-                target=whom, losses=losses if is_last else None, return_outputs=False
-            )
+            # Stages need no autograd; torch's schedules refuse to begin where it is off.
+            with torch.enable_grad():
+                self._schedule.step(
+                    target=whom, losses=losses if is_last else None, return_outputs=False
+                )
             self._messages.end()
             for parameter, group in self._sums:
                 dist.all_reduce(_gradient(parameter), group=group)

@@ -122,8 +122,7 @@ class ModelWatch:
                     continue
                 if key not in before and _only_looks(now[key]):
                     continue
-                how = "was replaced" if key in now and key in before else "appeared"
-                how = how if key in now else "is gone"
+                how = _how(key in before, key in now, is_none=now.get(key) is None)
                 raise _changed(kind, _joined(path, str(key)), f"{how} after planning", path)
         found = chain.from_iterable(map(dict.values, self._filled_dicts))
         known = set(self._registered.ids)
@@ -262,6 +261,14 @@ def _other_optimizer(foreign: int, missing: list[str]) -> Mismatch:
     )
 
 
+def _how(was: bool, is_now: bool, *, is_none: bool) -> str:
+    if not is_now:
+        return "is gone"
+    if not was:
+        return "appeared"
+    return "was set to None" if is_none else "was replaced"
+
+
 def _changed(kind: str, name: str, how: str, path: str) -> Mismatch:
     if "hook" in kind:
         return Mismatch(
@@ -269,10 +276,16 @@ def _changed(kind: str, name: str, how: str, path: str) -> Mismatch:
             expected="the hooks that the step was captured with",
             remedy="register it before planning; hooks of parameters may come and go",
         )
+    if how.startswith("was replaced") and kind in ("parameter", "buffer"):
+        return Mismatch(
+            f"{kind} {name} {how}, as load_state_dict(assign=True) does, for example",
+            expected="the tensor that the step was captured with; its values may change",
+            remedy="call load_state_dict without assign=True, or copy_ values in; or plan again",
+        )
     return Mismatch(
         f"{kind} {name} {how}",
         expected="the same object that the step was captured with",
-        remedy="copy new values into it (load_state_dict, copy_), or plan again",
+        remedy="put it back, or plan again with the model as it is now",
     )
 
 

@@ -1,0 +1,146 @@
+"""The losses of all steps, in a file of JSON lines, and for TensorBoard where that is installed.
+
+One line for each step: ``step``, ``loss``, ``seconds`` (null for a metered step), ``lr`` (one
+number, or one for each group of parameters where they differ; null without an optimizer) and
+``time``, in seconds since 1970. A run that is resumed goes on in the file behind the step of its
+checkpoint, so that no step is there twice; a new run begins the file anew, and keeps the one of the
+run before.
+Not for the receipt, which has the first loss and the last.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_FLUSH_SECONDS = 10
+
+
+def losses_path(plan: Path) -> Path:
+    """Beside a plan, ``train.plan.toml``: ``train.losses.jsonl``."""
+    return plan.with_name(f"{_name(plan)}.losses.jsonl")
+
+
+def tensorboard_path(plan: Path) -> Path:
+    return plan.with_name(f"{_name(plan)}.tensorboard")
+
+
+def _name(plan: Path) -> str:
+    return plan.name.removesuffix(".toml").removesuffix(".plan")
+
+
+class Losses:
+    """Written as steps are taken. What cannot be written is told once, and is no reason to stop."""
+
+    def __init__(self, plan: Path, tell: Callable[[str], None]) -> None:
+        self._path, self._board_path = losses_path(plan), tensorboard_path(plan)
+        self._tell = tell
+        self._file: BinaryIO | None = None
+        self._board: Any = None
+        self._begun = False
+
+    def add(self, *, step: int, loss: float, seconds: float | None, lr: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            self._begin(step)
+        if self._file is not None:
+            line = {"step": step, "loss": loss, "seconds": seconds, "lr": lr, "time": time.time()}
+            self._written(lambda file: _write(file, line))
+        if self._board is not None:
+            self._show(step, {"loss": loss, "seconds": seconds, "lr": lr})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._written(lambda file: file.close())
+        if self._board is not None:
+            self._board.close()
+
+    def _begin(self, step: int) -> None:
+        """``step`` is the first of this process: behind the step of a checkpoint, or 1."""
+        try:
+            if self._path.exists() and not self._path.is_file():
+                raise OSError(0, "it is no regular file")
+            if step > 1:
+                _keep_before(step, self._path)
+            elif self._path.exists():
+                self._path.replace(self._path.with_name(f"{self._path.stem}.before.jsonl"))
+            self._file = self._path.open("ab")
+        except OSError as error:
+            self._give_up(error)
+        # Looked for, and imported only where it is there: it takes seconds.
+        if find_spec("tensorboard") is not None:
+            self._begin_board(step)
+
+    def _begin_board(self, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            earlier = sorted(self._board_path.iterdir()) if self._board_path.is_dir() else []
+            now = time.strftime("%Y-%m-%d-%H-%M-%S") + f"-{os.getpid()}"
+            folder = earlier[-1] if step > 1 and earlier else self._board_path / now
+            again = step if folder.is_dir() else None  # later steps of it are taken again
+            self._board = SummaryWriter(
+                log_dir=str(folder), purge_step=again, flush_secs=_FLUSH_SECONDS
+            )
+        except (ImportError, AttributeError, TypeError, OSError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            self._tell(f"losses are not written for TensorBoard: {reason}")
+
+    def _show(self, step: int, values: dict[str, Any]) -> None:
+        numbers = {name: v for name, v in values.items() if isinstance(v, float)}
+        try:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+        except OSError as error:
+            self._board = None
+            self._tell(f"losses are no longer written for TensorBoard: {error.strerror}")
+
+    def _written(self, write: Callable[[BinaryIO], None]) -> None:
+        assert self._file is not None
+        try:
+            write(self._file)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        self._tell(f"losses are not written to {self._path.name}: {error.strerror}")
+
+
+def _write(file: BinaryIO, line: dict[str, Any]) -> None:
+    file.write(json.dumps(line).encode() + b"\n")
+    file.flush()
+
+
+def _keep_before(step: int, path: Path) -> None:
+    """Drop the lines of this step and later ones, which are taken again, and what a process that
+    was killed left of a line."""
+    if not path.exists():
+        return
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with path.open("rb") as before, scratch.open("xb") as after:
+            for line in _lines_before(step, before):
+                after.write(line)
+        shutil.copymode(path, scratch)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _lines_before(step: int, file: BinaryIO) -> Iterator[bytes]:
+    for line in file:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        number = found.get("step") if isinstance(found, dict) else None
+        if isinstance(number, int) and number < step:
+            yield line if line.endswith(b"\n") else line + b"\n"
+
+
+__all__ = ["Losses", "losses_path", "tensorboard_path"]
