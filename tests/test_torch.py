@@ -776,6 +776,42 @@ def test_an_operator_that_is_told_where_to_write_has_a_kernel_that_does(op: str)
     assert has_kernel(name, "CPU")
 
 
+# --- what a running step looks at -----------------------------------------------------------------
+
+
+def test_a_profiler_is_on_from_its_warm_up_to_its_end() -> None:
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    kinds: dict[str, Any] = {"activities": [ProfilerActivity.CPU]}
+    assert not _torch.profiler_is_on()
+    for acc_events in (False, True):
+        plan = schedule(wait=1, warmup=1, active=1, repeat=2)
+        seen = profile(**kinds, schedule=plan, acc_events=acc_events)
+        found = [_torch.profiler_is_on()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that events of earlier cycles are gone
+            with seen:
+                for _ in range(7):
+                    found.append(_torch.profiler_is_on())
+                    torch.ones(2).add(1)
+                    seen.step()
+        found.append(_torch.profiler_is_on())
+        assert found == [False, False, True, True, False, True, True, False, False]
+    with torch.autograd.profiler.profile():
+        assert _torch.profiler_is_on()
+    assert not _torch.profiler_is_on()
+
+
+def test_versions_tell_what_was_written_into() -> None:
+    tensors = [torch.ones(2), torch.ones(2)]
+    before = _torch.versions(tensors)
+    tensors[1].mul_(2)
+    first, second = _torch.versions(tensors)
+    assert (first, second > before[1]) == (before[0], True)
+    with torch.inference_mode():
+        assert _torch.versions([torch.ones(2)]) == [0]
+
+
 # --- operators that may multiply and have no FLOP formula
 
 _UNCOUNTED = Path(__file__).parent / "uncounted_operators.txt"

@@ -96,6 +96,7 @@ __all__ = [
     "keystr",
     "mutates",
     "on_meta",
+    "profiler_is_on",
     "quiet_logs",
     "reads_data",
     "storage_key",
@@ -108,6 +109,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "versions",
     "when_cuda_begins",
 ]
 
@@ -720,3 +722,37 @@ def supervised_agent(
             return result
 
     return Supervised(spec, logs, shutdown_timeout=shutdown_seconds)
+
+
+def profiler_is_on() -> bool:
+    """Another profiler records, or is prepared to record, in this process.
+
+    torch 2.13 has one session for a process. A second profiler takes the events of a first that
+    records; where the first is only prepared (the warm-up of a schedule), the process crashes.
+    That one is prepared stands in the Python object alone, so that is looked for.
+    """
+    if torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
+        return True
+    sessions = _instances(torch.autograd.profiler.profile)
+    if any(getattr(s, "entered", False) and s.kineto_results is None for s in sessions):
+        return True
+    # With acc_events=True one session is prepared again, and still has its earlier results.
+    if "ProfilerStep" not in torch.autograd.profiler.KinetoStepTracker._step_dict:
+        return False
+    warming = torch.profiler.ProfilerAction.WARMUP
+    schedules = _instances(torch.profiler.profile)
+    return any(s.acc_events and s.current_action is warming for s in schedules)
+
+
+def _instances(kind: type) -> list[Any]:
+    """Those that live, of ``kind`` and of what is derived from it."""
+    kinds: list[type] = [kind]
+    for each in kinds:
+        derived: list[type] = type.__subclasses__(each)
+        kinds += [k for k in derived if k not in kinds]
+    return [x for x in gc.get_referrers(*kinds) if issubclass(type(x), kind)]
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A number for each tensor, which every operator that writes into it raises."""
+    return [0 if t.is_inference() else t._version for t in tensors]

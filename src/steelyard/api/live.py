@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from steelyard import _torch
+from steelyard.api.own_loop import OwnLoop
 from steelyard.api.pricing import Prices
 from steelyard.api.ranks import Ranks
 from steelyard.capture.batching import batch_size
@@ -27,7 +28,7 @@ from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import DATA, Layout, spelled
 from steelyard.core.plan import Plan
 from steelyard.core.program import Program
-from steelyard.core.receipt import Measured, Receipt
+from steelyard.core.receipt import Measured, RankMemory, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.source import Laid
 from steelyard.core.trade import strike
@@ -38,9 +39,10 @@ from steelyard.exchange.layers import Layers, PartsOfLayers
 from steelyard.exchange.parts import Parts
 from steelyard.exchange.states import FarStates
 from steelyard.measure.clock import Laps
-from steelyard.measure.meter import meter_once
+from steelyard.measure.meter import is_profiled, meter_once
 from steelyard.measure.process import rss_peak_bytes
-from steelyard.predict import kept_gradients_bytes, peak_bytes
+from steelyard.predict import kept_gradients_bytes, peak_bytes, rank_peak_bytes
+from steelyard.report.html import to_html
 from steelyard.report.lines import plain
 from steelyard.report.text import render
 from steelyard.report.tree import tree_of
@@ -56,6 +58,8 @@ from steelyard.trades import TRADES
 _METERED_CALL = 2
 # Before, between and behind the first steps of whoever reports them.
 _LOOKS = 4
+# Ranks first tell each other what they hold at their peak after so many calls.
+_TOLD_AFTER = 4
 
 
 class Traffic(NamedTuple):
@@ -138,6 +142,11 @@ class Step:
         self.notes: list[str] = []
         self._calls = 0
         self._keeps_gradients = False
+        self._own_loop: OwnLoop | None = None
+        # Steps that were not metered, because a profiler was on or the batch of another shape.
+        self._profiled = self._of_other_shape = 0
+        self._held_by_rank: list[int] = []
+        self._told_after = _TOLD_AFTER
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -145,16 +154,13 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         self._calls += 1
-        if self._calls == _METERED_CALL + warm_up_of(self.plan.decisions.rules):
-            return self._metered_call(batch)
-        is_over = self._laps.begin()
-        loss = self.live(batch)
-        if self.is_as_planned:
-            is_over()
-            self._traffic.append(self.traffic())
+        first = _METERED_CALL + warm_up_of(self.plan.decisions.rules)
+        if self._metered is None and self._calls >= first and self.may_meter(batch):
+            self.live.zero_grad()
+            self._metered, loss = self._metered_call(lambda: self.live(batch))
         else:
-            self._traffic[-1] = self.traffic()
-        self._note_loss(loss)
+            loss = self._timed_call(lambda: self.live(batch), self._laps.begin)
+        self._tell_ranks()
         return loss
 
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -166,8 +172,18 @@ class Step:
                 expected="step(batch), which updates too",
                 remedy="take the rules that shard weights out of the plan, or call step(batch)",
             )
-        self._keeps_gradients = self._keeps_gradients or bool(self.live.gradients())
-        return self.live.backward(batch, scale)
+        if self._own_loop is None:
+            self._own_loop = OwnLoop(self.live, device=self._home, resident=self.resident_bytes)
+        own, kept = self._own_loop, bool(self.live.gradients())
+        self._keeps_gradients = self._keeps_gradients or kept
+        with own.a_pass():
+            if own.lacks_peak(kept=kept) and self.may_meter(batch):
+                nbytes, loss = self._metered_call(lambda: self.live.backward(batch, scale))
+                own.note_peak(nbytes, kept=kept)
+            else:
+                loss = self._timed_call(lambda: self.live.backward(batch, scale), own.timed)
+        self._tell_ranks()
+        return loss
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model is whole on every rank, to evaluate or save it; all enter together.
@@ -179,16 +195,20 @@ class Step:
     def receipt(self) -> "ShownReceipt":
         """What the steps so far cost, beside what they were predicted to cost."""
         # The first step pays for what is made once: state, caches, first touches of memory.
-        laps = self._laps.seconds[1:]
+        laps, own = self._laps.seconds[1:], self._own_loop
         seconds = median(laps) if laps else None
+        if own is not None and not self._calls:
+            seconds = own.step_seconds(has_update=self._update is not None)
         losses = [float(x) for x in self._losses]
         busy, waited, sent = self.exchanged(self._traffic)
+        held = [n for n in (self._held_bytes(), *self._held_by_rank) if n is not None and n >= 0]
         return ShownReceipt(
             Receipt(
                 plan=self.plan,
                 measured=Measured(
-                    steps=self._calls,
-                    memory_bytes=self._metered,
+                    steps=self._calls + (own.steps if own else 0),
+                    passes=own.passes if own else 0,
+                    memory_bytes=max(held, default=None),
                     rss_bytes=rss_peak_bytes(),
                     communication_bytes=sent,
                     communication_seconds=busy,
@@ -196,14 +216,58 @@ class Step:
                     step_seconds=seconds,
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,
+                    ranks=self.memory_of_ranks(self._held_by_rank),
                     notes=(
                         *self.notes,
+                        *self.notes_on_metering(is_metered=self._is_metered),
+                        *(own.notes(has_update=self._update is not None) if own else ()),
                         *self.notes_on_ranks(waited, sent),
                         *self.notes_on_codes(self._traffic),
                         *self._note_on_gradients(),
                     ),
                 ),
             )
+        )
+
+    def may_meter(self, batch: Any) -> bool:
+        """Whether a step with this batch is as it was planned, and no profiler is on, which
+        metering it would take events from."""
+        if not self.live.is_planned(batch):
+            self._of_other_shape += 1
+            return False
+        if is_profiled(self._home):
+            self._profiled += 1
+            return False
+        return True
+
+    def notes_on_metering(self, *, is_metered: bool) -> tuple[str, ...]:
+        """Why no step was metered, where one could have been."""
+        why = []
+        if self._profiled:
+            why.append(
+                f"a profiler was on in {self._profiled} of them, and metering a step would have "
+                "taken its events"
+            )
+        if self._of_other_shape:
+            why.append(f"{self._of_other_shape} were of another batch shape, or in other codes")
+        if is_metered or not why:
+            return ()
+        return (f"no step's memory was measured: {'; '.join(why)}",)
+
+    def memory_of_ranks(self, held: Sequence[int]) -> tuple[RankMemory, ...]:
+        """Beside what was predicted; ``held`` by each rank, or less than nothing where that is not
+        known."""
+        if not self.ranks.channels:
+            return ()
+        said = rank_peak_bytes(self._as_run(self.live.program), self._prices.costs)
+        known = dict(enumerate(held))
+        return tuple(
+            RankMemory(
+                rank=rank,
+                predicted_bytes=nbytes,
+                measured_bytes=found if (found := known.get(rank, -1)) >= 0 else None,
+            )
+            for rank, nbytes in enumerate(said)
         )
 
     @property
@@ -305,8 +369,7 @@ class Step:
     def meter(self, call: Any) -> int:
         """The bytes at the peak of ``call``: what is resident and what it adds, by the allocator,
         and beside it the pieces in which values are moved to far memory."""
-        resident = resident_bytes(self.live, self._constants) + self._batch_bytes
-        resident += 2 * FAR_PIECE_BYTES if self.far else 0
+        resident = self.resident_bytes()
         metered = meter_once(call, device=self._home)
         if not metered.is_clean:
             self.notes.append(
@@ -314,6 +377,11 @@ class Step:
                 "its measured memory may be that much too high"
             )
         return resident + metered.peak_bytes
+
+    def resident_bytes(self) -> int:
+        """What stays for a whole step, as the plan counts it."""
+        resident = resident_bytes(self.live, self._constants) + self._batch_bytes
+        return resident + (2 * FAR_PIECE_BYTES if self.far else 0)
 
     def _note_on_gradients(self) -> tuple[str, ...]:
         """A loop of the user's own may keep them; a step that is planned begins without."""
@@ -327,13 +395,46 @@ class Step:
             f"gradients kept from one step to the next add ~{format_bytes(nbytes)} to the plan",
         )
 
-    def _metered_call(self, batch: Any) -> torch.Tensor:
+    def _metered_call(self, call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
+        """Its peak and the loss. It is slowed, and counts for nothing else."""
         losses: list[torch.Tensor] = []
-        self.live.zero_grad()
-        self._metered = self.meter(lambda: losses.append(self.live(batch)))
-        self._traffic[-1] = self.traffic()  # it was slowed, and counts for nothing else
+        nbytes = self.meter(lambda: losses.append(call()))
         self._note_loss(losses[0])
-        return losses[0]
+        return nbytes, losses[0]
+
+    def _timed_call(
+        self, call: Callable[[], torch.Tensor], lap: Callable[[], Callable[[], None]]
+    ) -> torch.Tensor:
+        before, is_over = self.traffic(), lap()
+        loss = call()
+        if self.is_as_planned:
+            is_over()
+            # What went over connections between two calls is the user's own.
+            added = (b - a for a, b in zip(before, self.traffic(), strict=True))
+            self._traffic.append(Traffic(*map(sum, zip(self._traffic[-1], added))))
+        self._note_loss(loss)
+        return loss
+
+    @property
+    def _is_metered(self) -> bool:
+        passes = None if self._own_loop is None else self._own_loop.passes_bytes()
+        return self._metered is not None or passes is not None
+
+    def _held_bytes(self) -> int | None:
+        """The peak that was measured on this rank; None where no step was metered yet."""
+        own = self._own_loop
+        if own is None or self._metered is not None:
+            return self._metered
+        return own.peak_bytes(has_update=self._update is not None)
+
+    def _tell_ranks(self) -> None:
+        """Ranks take the same calls, and after some of them tell each other what they hold: at a
+        receipt it would be too late, for which one of them may ask alone."""
+        calls = self._calls + (self._own_loop.passes if self._own_loop else 0)
+        if self.ranks.channels and calls >= self._told_after:
+            self._told_after = 2 * calls
+            held = self._held_bytes()
+            self._held_by_rank = self.ranks.together.each(-1 if held is None else held)
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         del self._losses[1:]
@@ -410,7 +511,7 @@ class Step:
         # of a batch of the same shape it has been tried, when the loss was a number.
         source = self._source.at(batch, with_values=self._parts is None and not is_alike)
         program, captured = self._program_at(source, self.live.rung)
-        self._prices.know(program.graph)
+        lacking = self._prices.know(program.graph, may_lack=True)
         limit = self.plan.decisions.budget.memory_bytes
         if is_alike and limit is None:
             return program, captured.constants, captured.reads  # in other codes alone
@@ -434,7 +535,11 @@ class Step:
             return program, captured.constants, captured.reads
         shapes = ", ".join(str(list(e.shape)) for e in entries[:2])
         cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
-        self.notes.append(f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)})")
+        lacks = f"; {lacking} operators of it were not measured, as a profiler was on"
+        self.notes.append(
+            f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)}"
+            f"{lacks if lacking else ''})"
+        )
         return program, captured.constants, captured.reads
 
 
@@ -452,6 +557,10 @@ class ShownReceipt:
 
     def __str__(self) -> str:
         return plain(render(tree_of(self.receipt)))
+
+    def _repr_html_(self) -> str:
+        """The page that ``steelyard run --html`` writes, for a notebook."""
+        return to_html(tree_of(self.receipt))
 
 
 def between(traffic: Sequence[Traffic]) -> Traffic | None:

@@ -33,6 +33,7 @@ from steelyard.measure.company import Company
 from steelyard.measure.far import measured_links
 from steelyard.measure.home import free_bytes, random_devices
 from steelyard.measure.links import measured_ranks
+from steelyard.measure.meter import is_profiled
 from steelyard.measure.operators import Calls, context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
 from steelyard.measure.whole_step import Runnable, beside, host_lead, whole_step
@@ -125,20 +126,27 @@ class Prices:
         other.costs = replace(self.costs, links=links)
         return other
 
-    def know(self, *graphs: Graph) -> None:
-        """Measure the operators of these graphs that are not on the list yet."""
+    def know(self, *graphs: Graph, may_lack: bool = False) -> int:
+        """Measure the operators of these graphs that are not on the list yet. While a profiler of
+        the user's is on nothing is measured, which is refused unless costs ``may_lack``; returns
+        how many then do."""
         self._company.is_given(graphs)
         new = {
             n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_far
         } - self._known
         if not new or not self._is_here:
-            return
+            return 0
         self._on_progress("measuring operators")
         self._known |= new
         with self.as_a_rank():
             costs, survey = self._measured(graphs)
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
+        profiled = {u.signature for u in survey.unmeasured if u.why is Missing.PROFILED}
+        self._known -= profiled
+        if profiled and not may_lack:
+            raise _profiled(f"{len(profiled)} operators")
+        return len(profiled)
 
     def know_compiled(self, graph: Graph, calls: Calls) -> None:
         """Measure what a compiler made of a step, where ``calls`` has kernels of its own. Not what
@@ -153,7 +161,9 @@ class Prices:
             return
         self._on_progress("compiling and measuring kernels")
         with self.as_a_rank():
-            costs, _ = self._measured([graph], is_wanted=is_wanted, calls=calls)
+            costs, survey = self._measured([graph], is_wanted=is_wanted, calls=calls)
+        if count := survey.count(Missing.PROFILED):
+            raise _profiled(f"{count} compiled kernels")
         self._operators.update(costs.operators)
         self._known |= costs.operators.keys()
 
@@ -190,6 +200,8 @@ class Prices:
             context = self._context()
             seconds = self._cache.read_whole(context, name)
             if seconds is None:
+                if is_profiled():
+                    raise _profiled("the optimizer's step")
                 with self._company.at_work():
                     seconds = update_call_seconds(make, dims=dims, calls=calls, device=self._home)
                 seconds = self._cache.settle_whole(context, name, seconds)
@@ -310,6 +322,8 @@ class Prices:
             context = self._context()
             found = self._cache.read_whole(context, name)
             if found is None or not found.low:
+                if is_profiled():
+                    raise _profiled("a whole step")
                 self._on_progress(doing)
                 with _untouched(source.model, self._home), self._company.at_work():
                     over = run()
@@ -367,6 +381,15 @@ class Prices:
         nodes = program.graph.by_name
         computed = [nodes[i.node] for i in program.instructions if i.sink is None]
         return program.repeats * sum(self.costs.seconds(node).value for node in computed)
+
+
+def _profiled(what: str) -> BadInput:
+    return BadInput(
+        f"a profiler is on, and {what} would have to be measured for this plan: measuring takes "
+        "the profiler's events away, and the profiler slows down what is measured",
+        expected="no torch.profiler that records, or warms up, while a step is planned",
+        remedy="call steelyard.plan() before the profiler is started",
+    )
 
 
 def _refuse_slow_first(speeds: Sequence[float]) -> None:

@@ -3,9 +3,12 @@
 Not for one's own loop: that is a Step, see live.py.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+
+import torch
 
 from steelyard.api.adapting import Adapting
 from steelyard.api.hosts import check_seen_by_all
@@ -16,6 +19,7 @@ from steelyard.api.workload import Workload
 from steelyard.core.receipt import Measured, Receipt
 from steelyard.measure.process import rss_peak_bytes
 from steelyard.run.loop import Checkpoints, StepReport, train
+from steelyard.run.losses import Losses
 
 OnStep = Callable[[StepReport], None]
 
@@ -30,11 +34,13 @@ def run_workload(
     checkpoint_every: int = 100,
     resume: Path | bool | None = None,
     adapt: Path | None = None,
+    losses: Path | None = None,
     on_step: OnStep = lambda _: None,
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
     """``adapt`` is the plan's file, beside which those are written that take its place while it
-    runs; None where it stays."""
+    runs; None where it stays. ``losses`` is the plan's file, beside which the loss of each step is
+    written, by the first rank."""
     step: Step = planned.apply(workload.model)
     if checkpoint is not None and planned.plan.decisions.made_for.hosts > 1:
         check_seen_by_all(checkpoint, step.ranks.together)
@@ -46,10 +52,18 @@ def run_workload(
         log.notes.append(note)
         on_note(note)
 
+    written_losses = None
+    if losses is not None and step.ranks.together.saves:
+        written_losses = Losses(losses, noted)
     adapting = None if adapt is None else Adapting(step, planned.look, adapt, noted)
 
     def seen(report: StepReport) -> None:
         log.add(report)
+        if written_losses is not None:
+            optimizer = step.optimizer
+            written_losses.add(
+                step=report.step, loss=report.loss, seconds=report.seconds, lr=_lr_of(optimizer)
+            )
         on_step(report)
         if adapting is not None:
             is_other = adapting.after(report.step, report.seconds)
@@ -63,23 +77,35 @@ def run_workload(
             plan=planned.plan.decisions.name,
             resume=resume or False,
         )
-    finished = train(
-        step.live,
-        workload.batches,
-        steps=steps,
-        seed=seed,
-        checkpoints=checkpoints,
-        on_step=seen,
-        on_note=noted,
-        meter=step.meter,
-        predicted_bytes=planned.plan.predicted.peak.nbytes,
-        together=step.ranks.together,
-    )
+    with contextlib.closing(written_losses) if written_losses else contextlib.nullcontext():
+        finished = train(
+            step.live,
+            workload.batches,
+            steps=steps,
+            seed=seed,
+            checkpoints=checkpoints,
+            on_step=seen,
+            on_note=noted,
+            meter=step.meter,
+            may_meter=step.may_meter,
+            predicted_bytes=planned.plan.predicted.peak.nbytes,
+            together=step.ranks.together,
+        )
     if finished.stopped_by == "SIGINT":
         raise KeyboardInterrupt
     log.notes += step.notes
     written = None if adapting is None else adapting.written
     return Receipt(plan=step.plan, measured=log.measured(finished.step), written=written)
+
+
+def _lr_of(optimizer: torch.optim.Optimizer | None) -> float | list[float] | None:
+    """Of all groups of parameters; one number where it is the same."""
+    if optimizer is None:
+        return None
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    if len(set(rates)) > 1:
+        return rates
+    return rates[0] if rates else None
 
 
 class _Log:
@@ -128,6 +154,8 @@ class _Log:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         busy, waited, sent = self._step.exchanged(self._traffic)
+        # Of ranks, some may have metered no step: see Step.may_meter.
+        held = self._step.ranks.together.each(-1 if self._peak_bytes is None else self._peak_bytes)
         sent = self._of_all(sent)
         if self._step.are_unlike:
             waited = self._least(waited)
@@ -136,7 +164,7 @@ class _Log:
         return Measured(
             steps=steps,
             first_step=steps - self._steps + 1,
-            memory_bytes=self._of_all(self._peak_bytes),
+            memory_bytes=max((n for n in held if n >= 0), default=None),
             rss_bytes=rss_peak_bytes(),
             communication_bytes=sent,
             communication_seconds=busy,
@@ -144,5 +172,6 @@ class _Log:
             step_seconds=seconds,
             first_loss=self._first,
             last_loss=self._last,
-            notes=tuple(self.notes),
+            ranks=self._step.memory_of_ranks(held),
+            notes=(*self.notes, *self._step.notes_on_metering(is_metered=max(held) >= 0)),
         )

@@ -162,6 +162,7 @@ class Missing(StrEnum):
     TOO_LARGE = "larger than the memory that is free"
     FAILED = "fails when called on its own"
     EXCHANGES = "speaks to other ranks"
+    PROFILED = "a profiler was on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

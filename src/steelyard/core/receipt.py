@@ -10,17 +10,36 @@ from steelyard.core.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The peak of one rank's memory; ``measured_bytes`` is None where no step was metered."""
+
+    rank: int
+    predicted_bytes: int
+    measured_bytes: int | None = None
+
+    @property
+    def miss(self) -> float | None:
+        """Measured over predicted, less one."""
+        if self.measured_bytes is None or not self.predicted_bytes:
+            return None
+        return self.measured_bytes / self.predicted_bytes - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Figures of a run; None where nothing was measured yet.
 
-    ``steps`` were taken in all, and those from ``first_step`` on by the process that measured.
+    ``steps`` were taken in all, and those from ``first_step`` on by the process that measured; in
+    them were ``passes`` calls of ``step.backward``, in a loop of the user's own.
     ``memory_bytes`` is what the device's allocator held at the peak of one metered step;
     ``rss_bytes`` what the operating system saw of the whole process. ``communication_bytes`` went
-    to other ranks in a step, by the kernel's count of what was handed to connections.
+    to other ranks in a step, by the kernel's count of what was handed to connections. ``ranks``
+    has each rank's memory, where there are several.
     """
 
     steps: int = 0
     first_step: int = 1
+    passes: int = 0
     memory_bytes: int | None = None
     rss_bytes: int | None = None
     communication_bytes: int | None = None
@@ -29,6 +48,7 @@ class Measured:
     step_seconds: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
+    ranks: tuple[RankMemory, ...] = ()
     notes: tuple[str, ...] = ()
 
 

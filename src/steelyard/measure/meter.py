@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from steelyard import _torch
+
 # The first severity at which libkineto (torch 2.13) prints nothing for each start and stop; it
 # reads the variable when the first profiler of the process starts.
 _QUIET = ("KINETO_LOG_LEVEL", "6")
@@ -52,14 +54,36 @@ def meter(
 
 
 def meter_once(call: Callable[[], object], *, device: torch.device | None = None) -> Metered:
-    """Meter one call as it comes, without a warm-up."""
-    if device is not None and device.type == "cuda":
-        return _metered_on_cuda(call, device)
-    with _quiet_profiler() as profiler:
+    """Meter one call as it comes, without a warm-up. Not while ``is_profiled()``."""
+    end = begin_metering(device=device)
+    try:
         result = call()
-    metered = replay(_memory_events(profiler))
+    except BaseException:
+        end()
+        raise
+    metered = end()
     del result  # held until here, so that what it returns counts as left behind
     return metered
+
+
+def begin_metering(*, device: torch.device | None = None) -> Callable[[], Metered]:
+    """Begin here and now; what is returned ends it, and must be called. Not while
+    ``is_profiled()``."""
+    if device is not None and device.type == "cuda":
+        return _begin_on_cuda(device)
+    profiler = _quiet_profiler()
+    profiler.__enter__()
+
+    def end() -> Metered:
+        profiler.__exit__(None, None, None)
+        return replay(_memory_events(profiler))
+
+    return end
+
+
+def is_profiled(device: torch.device | None = None) -> bool:
+    """A profiler of somebody else's is on, which metering on ``device`` would take events from."""
+    return (device is None or device.type == "cpu") and _torch.profiler_is_on()
 
 
 def replay(events: Iterable[tuple[int, int]]) -> Metered:
@@ -104,14 +128,16 @@ def _quiet_profiler() -> Any:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
-def _metered_on_cuda(call: Callable[[], object], device: torch.device) -> Metered:
+def _begin_on_cuda(device: torch.device) -> Callable[[], Metered]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)
-    result = call()
-    torch.cuda.synchronize(device)
-    level = torch.cuda.memory_allocated(device) - before["allocated_bytes.all.current"]
-    peak = torch.cuda.max_memory_allocated(device) - before["allocated_bytes.all.current"]
-    del result
-    # The statistics say how far the level fell, not which block fell: a lower bound.
-    return Metered(peak_bytes=peak, left_bytes=max(level, 0), freed_bytes=max(-level, 0))
+
+    def end() -> Metered:
+        torch.cuda.synchronize(device)
+        level = torch.cuda.memory_allocated(device) - before["allocated_bytes.all.current"]
+        peak = torch.cuda.max_memory_allocated(device) - before["allocated_bytes.all.current"]
+        # The statistics say how far the level fell, not which block fell: a lower bound.
+        return Metered(peak_bytes=peak, left_bytes=max(level, 0), freed_bytes=max(-level, 0))
+
+    return end

@@ -25,7 +25,7 @@ from steelyard.measure.cache import CostCache
 from steelyard.measure.clock import Clock, spread
 from steelyard.measure.home import free_bytes, random_devices
 from steelyard.measure.inputs import Arguments, Source, nbytes_of, shortened
-from steelyard.measure.meter import meter_once
+from steelyard.measure.meter import is_profiled, meter_once
 from steelyard.measure.neighbours import declared_from
 from steelyard.measure.warmth import distances, preparation
 from steelyard.operators import callable_of
@@ -110,6 +110,8 @@ def measure_operators(
         table = _Table(
             device, torch_device or torch.device("cpu"), seconds_budget, made, sharers=sharers
         )
+        if is_timed and is_profiled():
+            new = table.given_up(new, Missing.PROFILED)
         # What reads far memory is called with what lies there near: a part of it has room.
         table.measure([s for s in new if not s.node.is_far_product])
         table.measure_parts([s for s in new if s.node.body is not None])
@@ -230,6 +232,13 @@ class _Table:
         able = [s for s in subjects if self._is_able(s, int(free * _SHARE_ALONE))]
         able.sort(key=lambda s: -s.count * self._plain.declared_seconds(s.node).value)
         return _groups(able, together)
+
+    def given_up(self, subjects: Sequence[_Subject], why: Missing) -> list[_Subject]:
+        """What is left of ``subjects``: exchanges, which are not timed here."""
+        for subject in subjects:
+            if not subject.node.op.startswith(_EXCHANGES):
+                self._give_up(subject, why)
+        return [s for s in subjects if s.node.op.startswith(_EXCHANGES)]
 
     def measure_parts(self, subjects: list[_Subject]) -> None:
         """What is carried out in slices and takes too long as a whole, or never is there whole: a

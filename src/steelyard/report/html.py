@@ -16,6 +16,7 @@ from steelyard.report import svg
 from steelyard.report.figures import Figure
 from steelyard.report.lines import unbroken
 from steelyard.report.peaks import Group, PeakTree
+from steelyard.report.ranks import lines_of, shown_of
 from steelyard.report.rows import Row
 from steelyard.report.tree import Tree, refused_label, rule_in_words, tree_of
 
@@ -71,7 +72,10 @@ def to_html(tree: Tree) -> str:
     digest = base64.b64encode(sha256(_STYLE.encode()).digest()).decode()
     kind = "receipt" if tree.is_receipt else "plan"
     title = _safe(f"{kind} {tree.name}: {tree.title}")
-    sections = [_head(tree), _amounts(tree), _memory(tree), _peak(tree), _taken(tree), _curve(tree)]
+    sections = [
+        _head(tree), _amounts(tree), _ranks(tree), _memory(tree), _peak(tree), _taken(tree),
+        _curve(tree),
+    ]  # fmt: skip
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         # Nothing may be loaded or run, whatever a name in the plan turns out to hold.
@@ -136,6 +140,22 @@ def _row(row: Row, tree: Tree) -> str:
         for column, cell in zip(_columns(tree), cells)
     )
     return f'<tr><th scope="row">{_safe(row.label)}</th>{said}</tr>'
+
+
+def _ranks(tree: Tree) -> str:
+    if not tree.ranks:
+        return ""
+    shown = shown_of(tree.ranks)
+    rows = (
+        f'<tr><th scope="row">rank {one.rank}</th>'
+        f'<td class="n">~{format_bytes(one.predicted_bytes)}</td>'
+        f'<td class="n">{"-" if one.measured_bytes is None else format_bytes(one.measured_bytes)}'
+        f'</td><td class="n">{"" if one.miss is None else format_share(one.miss)}</td></tr>'
+        for one in shown
+    )
+    table = _table(["", ">plan", ">measured", ">miss"], rows)
+    rest = lines_of(tree.ranks)[len(shown) :]
+    return f"<h2>Memory of each rank</h2>\n{table}{''.join(f'<p>{_safe(l)}</p>' for l in rest)}"
 
 
 def _memory(tree: Tree) -> str:

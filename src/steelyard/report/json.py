@@ -19,6 +19,8 @@
                   alive: nbytes, share, count, where, line, what, role; largest first
     unplanned_peak the same of the graph without trades, or null where none are struck
     as_of         of when the reasons are, where they are older than the prediction, or ""
+    ranks         of several ranks, in their order: rank, predicted_bytes, measured_bytes (null
+                  where no step was metered) and miss; empty in a plan, and where there is one
     next_cent, least_bytes, least_within, largest, ran, notes, runner, num_offers
 
 Not for reading plans back: that is core/explanation.py, from the file beside the plan file.
@@ -65,6 +67,7 @@ def to_json(tree: Tree) -> dict[str, Any]:
         "largest": tree.largest,
         "fewest": tree.fewest,
         "ran": list(tree.ran),
+        "ranks": [{**asdict(one), "miss": one.miss} for one in tree.ranks],
         "notes": list(tree.notes),
         "frontier": [
             {

@@ -14,6 +14,7 @@ from steelyard.report.curve import CurvePoint
 from steelyard.report.figures import Figure
 from steelyard.report.lines import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
 from steelyard.report.peaks import Group
+from steelyard.report.ranks import lines_of
 from steelyard.report.rows import Row
 from steelyard.report.tree import TakenOffer, Tree, refused_label, rule_in_words, tree_of
 
@@ -73,6 +74,8 @@ def _receipt(tree: Tree, width: int) -> list[Line]:
         lines += _column("fewest", tree.fewest, width)
     if tree.ran:
         lines += _column("ran", ", ".join(tree.ran), width)
+    for line in lines_of(tree.ranks):
+        lines += _column("rank memory", line, width)
     lines += _as_of(tree, width)
     lines += _taken(tree, width)
     lines += _refused(tree, width, most=_MOST_REFUSED)

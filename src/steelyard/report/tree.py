@@ -12,7 +12,7 @@ from steelyard.core.codec import CODE_TRADES
 from steelyard.core.layout import spelled
 from steelyard.core.peak import Timeline
 from steelyard.core.plan import Plan, Taken
-from steelyard.core.receipt import Measured, Receipt
+from steelyard.core.receipt import Measured, RankMemory, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
 from steelyard.report.curve import CurvePoint, curve_of
@@ -71,6 +71,7 @@ class Tree:
     largest: str
     fewest: str
     ran: tuple[str, ...]
+    ranks: tuple[RankMemory, ...]
     notes: tuple[str, ...]
     peak: PeakTree
     unplanned_peak: PeakTree | None
@@ -136,6 +137,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         largest=plan.largest,
         fewest=plan.fewest,
         ran=_ran(measured) if measured else (),
+        ranks=measured.ranks if measured else (),
         notes=(*_probe(plan), *plan.notes, *(measured.notes if measured else ()), *outside(rows)),
         peak=peak_of(plan.predicted.peak),
         unplanned_peak=peak_of(plan.unplanned.peak) if plan.decisions.rules else None,
@@ -288,6 +290,8 @@ def _next_cent(plan: Plan) -> str:
 def _ran(measured: Measured) -> tuple[str, ...]:
     count = measured.steps - measured.first_step + 1
     said = [f"{count} step{'s' if count != 1 else ''}"]
+    if measured.passes and measured.passes != count:
+        said[0] += f" ({measured.passes} calls of step.backward)"
     if measured.first_step > 1 and count:
         said[0] += f" ({measured.first_step} to {measured.steps})"
     if measured.first_loss is not None and measured.last_loss is not None:

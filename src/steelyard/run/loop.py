@@ -32,7 +32,8 @@ from steelyard.run.step import LiveStep
 
 # Runs what it is given, once, and says how many bytes the allocator held at the peak.
 Meter = Callable[[Callable[[], None]], int]
-
+# Whether the step that takes this batch may be metered.
+MayMeter = Callable[[Any], bool]
 
 _ALONE = Alone()
 
@@ -81,6 +82,7 @@ def train(
     on_step: Callable[[StepReport], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     meter: Meter | None = None,
+    may_meter: MayMeter = lambda _: True,
     predicted_bytes: int = 0,
     together: Together = _ALONE,
 ) -> Finished:
@@ -102,8 +104,10 @@ def train(
         if first >= steps:
             run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
         while run.step < steps and not (stopped_by := together.stopping(signals.received)):
-            metered = meter if run.step == first + 1 + exact else None
-            report = _one_step(run, metered, steps, predicted_bytes)
+            due = meter if run.step >= first + 1 + exact else None
+            report = _one_step(run, due, may_meter, steps, predicted_bytes)
+            if report.peak_bytes is not None:
+                meter = None
             run.save_if_due()
             if on_step is not None:
                 on_step(report)
@@ -119,12 +123,14 @@ def train(
     )
 
 
-def _one_step(run: "_Run", meter: Meter | None, steps: int, predicted_bytes: int) -> StepReport:
+def _one_step(
+    run: "_Run", meter: Meter | None, may_meter: MayMeter, steps: int, predicted_bytes: int
+) -> StepReport:
     losses: list[torch.Tensor] = []
     peak_bytes = seconds = None
     with run.saving_what_was_before():
         batch = run.feed.next()
-        if meter is not None:
+        if meter is not None and may_meter(batch):
             # From a clean level: what an earlier step left behind would be counted into this one.
             run.live.zero_grad()
             peak_bytes = meter(lambda: losses.append(run.live(batch)))

@@ -182,6 +182,13 @@ class LiveStep:
             for parameter in self._parameters:
                 parameter.grad = None
 
+    def is_planned(self, batch: Any) -> bool:
+        """Whether the next step, with this batch, is the one that was planned: of the same shapes,
+        and with gradients in the plan's codes."""
+        if self.guard is not None and self.guard.rung != 0:
+            return False
+        return shapes_of(self._layout.leaves(batch)) == self._planned
+
     def gradients(self) -> list[torch.Tensor]:
         """Those that are held now."""
         return [p.grad for p in self._parameters if p.grad is not None]

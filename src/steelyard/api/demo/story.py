@@ -21,7 +21,7 @@ from steelyard.core.amounts import format_bytes, format_share
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.explanation import read_plan
 from steelyard.core.plan import Plan
-from steelyard.core.receipt import Measured, Receipt
+from steelyard.core.receipt import Measured, RankMemory, Receipt
 
 OnLine = Callable[[str], None]
 _MIB = 1 << 20
@@ -204,7 +204,8 @@ def _peak(theirs: _Ended, plan: Plan) -> str:
 
 
 def _measured(told: Mapping[str, Any]) -> Measured:
-    return Measured(**{**told, "notes": tuple(told["notes"])})
+    ranks = tuple(RankMemory(**each) for each in told["ranks"])
+    return Measured(**{**told, "ranks": ranks, "notes": tuple(told["notes"])})
 
 
 def _side_by_side(theirs: Sequence[float], ours: Sequence[float]) -> list[str]:

@@ -36,6 +36,10 @@ class Together(Protocol):
 
     def most(self, number: int) -> int: ...
 
+    def each(self, number: int) -> list[int]:
+        """What all ranks say, in their order."""
+        ...
+
     def words(self, text: str) -> str:
         """What the first rank says."""
         ...
@@ -62,6 +66,9 @@ class Alone:
 
     def most(self, number: int) -> int:
         return number
+
+    def each(self, number: int) -> list[int]:
+        return [number]
 
     def words(self, text: str) -> str:
         return text
@@ -95,6 +102,12 @@ class InGroup:
         held = torch.tensor(int(number), device=CPU)
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
         return int(held)
+
+    def each(self, number: int) -> list[int]:
+        own = torch.tensor(number, dtype=torch.int64, device=CPU)
+        held = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(held, own)
+        return [int(one) for one in held]
 
     def words(self, text: str) -> str:
         said = text.encode() if self.saves else b""
