@@ -160,11 +160,45 @@ def test_capturing_an_update_touches_no_parameter() -> None:
         (LBFGS, r"LBFGS\.step\(\) cannot be traced"),
         (lambda ps: AdamW(ps, lr=-1.0), "cannot be made from the parameters: ValueError"),
         (lambda ps: None, "made a NoneType"),
+        (lambda _: AdamW(small().parameters()), "over 6 of 6 parameters that are not the model's"),
+        (
+            lambda ps: AdamW([*ps, nn.Parameter(torch.ones(3))]),
+            r"over 1 of 7 parameters that are not the model's, the first of shape \[3\]",
+        ),
         (AdamW(small().parameters(), lr=1e-3), "cannot be made from the parameters: TypeError"),
     ],
-    ids=["adafactor", "a tensor", "lbfgs", "a wrong rate", "nothing", "one that exists"],
+    ids=[
+        "adafactor",
+        "a tensor",
+        "lbfgs",
+        "a wrong rate",
+        "nothing",
+        "of another model",
+        "one more",
+        "one that exists",
+    ],
 )
 def test_what_cannot_be_traced_is_refused_by_name(make: Any, says: str) -> None:
     with pytest.raises(CaptureRefused, match=says) as caught:
         capture_update(small(), make)
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: AdamW(small().parameters()), AdamW(small().parameters()), lambda ps: None],
+    ids=["of another model", "one that exists", "nothing"],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_captured(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from steelyard.api import planning
+
+    def looked_at(_: object) -> Any:
+        raise AssertionError("the step was captured")
+
+    monkeypatch.setattr(planning.Request, "looked_at", looked_at)
+    batch = torch.ones(2, 4)
+    for plan in (planning.plan, partial(planning.load, "none.plan.toml")):
+        with pytest.raises(CaptureRefused, match="optimizer= "):
+            plan(small(), lambda model, x: model(x).sum(), batch, optimizer=make)

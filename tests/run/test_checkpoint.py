@@ -20,11 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from steelyard.core.errors import CheckpointError
+from steelyard.core.errors import CheckpointError, CheckpointRefused
 from steelyard.run import checkpoint
 from steelyard.run.checkpoint import Position
 from steelyard.run.folder import CheckpointFolder, verify
 from steelyard.run.plainly import Unplain, from_plain, to_plain
+from steelyard.run.position import refuse_impossible
 from steelyard.run.randomness import random_state
 from tests.zoo.reference import assert_same_model
 
@@ -329,6 +330,86 @@ def test_a_forged_state_is_refused_and_changes_nothing(
     assert not optimizer.state
 
 
+IMPOSSIBLE: tuple[tuple[str, Any], ...] = (
+    ("step", -5), ("step", 0), ("step", 10**15), ("step", 10**400), ("step", 7.0), ("step", "7"),
+    ("step", True), ("step", None), ("step", 8), ("epoch", -1), ("epoch", 1.5), ("epoch", 10**300),
+    ("taken", -3), ("taken", "many"), ("taken", [3]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE, ids=lambda x: str(x)[:12])
+def test_a_place_that_no_run_can_have_come_to_is_refused_with_exit_code_2(
+    whole: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    copy = Path(shutil.copytree(whole, tmp_path / whole.name))
+    resigned(copy, lambda state: state.update({name: value}))
+    (tmp_path / "LATEST").write_text(f"{copy.name}\n")
+    model = Small()
+    attempts: list[Callable[[], object]] = [
+        lambda: checkpoint.load(copy, model=model, optimizer=None),
+        # Without torch, before anything is planned; the newest of a folder, and one that is named.
+        lambda: refuse_impossible(True, tmp_path),
+        lambda: refuse_impossible(copy, None),
+    ]
+    for attempt in attempts:
+        with pytest.raises(CheckpointRefused, match=name) as error:
+            attempt()
+        assert error.value.exit_code == 2
+        assert len(str(error.value).splitlines()) == 3
+
+
+def test_what_cannot_be_looked_at_early_is_left_to_the_resuming_run(
+    whole: Path, tmp_path: Path
+) -> None:
+    refuse_impossible(False, None)
+    refuse_impossible(True, tmp_path)
+    refuse_impossible(tmp_path / "step-000001", None)
+    refuse_impossible(whole, None)
+
+
+def test_settings_of_the_optimizer_that_differ_from_the_scripts_are_told(tmp_path: Path) -> None:
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    stepped(model, optimizer)
+    path = saved(tmp_path, model, optimizer)
+
+    def told(**settings: Any) -> list[str]:
+        notes: list[str] = []
+        other = Small()
+        now = torch.optim.AdamW(other.parameters(), **settings)
+        checkpoint.load(path, model=other, optimizer=now, note=notes.append)
+        assert now.param_groups[0]["lr"] == 1e-3
+        return notes
+
+    assert told(lr=1e-3, weight_decay=0.1) == []
+    assert told(lr=torch.tensor(1e-3, dtype=torch.float64), weight_decay=0.1) == []
+    assert told(lr=0.01, weight_decay=0.1) == [
+        "learning rate 0.001 from the checkpoint is used; the script says 0.01"
+    ]
+    assert told(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.99)) == [
+        "betas (0.9, 0.999) from the checkpoint is used; the script says (0.8, 0.99)",
+        "weight decay 0.1 from the checkpoint is used; the script says 0.2",
+    ]
+
+
+def test_settings_of_one_parameter_group_are_told_of_that_group(tmp_path: Path) -> None:
+    def made(second: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Small()
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others, "lr": second}]
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    model, optimizer = made(0.2)
+    stepped(model, optimizer)
+    notes: list[str] = []
+    other, now = made(0.3)
+    path = saved(tmp_path, model, optimizer)
+    checkpoint.load(path, model=other, optimizer=now, note=notes.append)
+    assert notes == [
+        "parameter group 1: learning rate 0.2 from the checkpoint is used; the script says 0.3"
+    ]
+
+
 def test_a_checkpoint_of_another_model_shows_the_difference(whole: Path) -> None:
     model = nn.Module()
     model.one = nn.Linear(3, 5)
@@ -521,7 +602,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
     process = child(
         """
         import resource
-        from steelyard.core.errors import CheckpointError
+        from steelyard.core.errors import CheckpointError, CheckpointRefused
         save(1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:

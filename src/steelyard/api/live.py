@@ -19,7 +19,7 @@ from steelyard.api.own_loop import OwnLoop
 from steelyard.api.pricing import Prices
 from steelyard.api.ranks import Ranks
 from steelyard.capture.batching import batch_size
-from steelyard.capture.optimizer import OptimizerFactory
+from steelyard.capture.optimizer import OptimizerFactory, refuse_foreign
 from steelyard.capture.source import Captured, StepSource
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.cluster import FAR_PIECE_BYTES
@@ -113,6 +113,8 @@ class Step:
             )
         self._parts = self.ranks.parts_of(source.model, program)
         live_optimizer = None if optimizer is None else optimizer(source.model.parameters())
+        if live_optimizer is not None:
+            refuse_foreign(live_optimizer, source.model.parameters())
         states = self._states_far(live_optimizer, program)
         self.live = LiveStep(
             source.model,

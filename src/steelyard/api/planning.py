@@ -28,7 +28,7 @@ from steelyard.api.workload import Workload
 from steelyard.capture.batching import batch_size
 from steelyard.capture.deep import cut
 from steelyard.capture.fakes import filled
-from steelyard.capture.optimizer import OptimizerFactory
+from steelyard.capture.optimizer import OptimizerFactory, check_optimizer
 from steelyard.capture.trace import Loss
 from steelyard.core.accuracy import beyond
 from steelyard.core.amounts import format_bytes
@@ -73,6 +73,8 @@ def plan(
     del metric  # a lossy trade promises the drift of its probe, and no score of the model
     _check_step(model, loss, title, on_progress)
     _check_wish(cluster, budget, runner, maximize, minimize)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
     request = Request(
         model=model,
         loss=loss,
@@ -208,6 +210,8 @@ def load(
     _check_step(model, loss, title, on_progress)
     known = cluster is None or isinstance(cluster, Cluster)
     _check("cluster", cluster, fine=known, expected="the cluster of the plan, or none")
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
     decisions = read_decisions(_path(path))
     made_for = decisions.made_for
     check_file(path, decisions)

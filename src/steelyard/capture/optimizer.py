@@ -84,7 +84,32 @@ def _made(make: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim
             expected="a torch.optim.Optimizer",
             remedy="pass a function such as partial(torch.optim.AdamW, lr=3e-4)",
         )
+    refuse_foreign(optimizer, parameters)
     return optimizer
+
+
+def check_optimizer(model: nn.Module, make: OptimizerFactory) -> None:
+    """Make the optimizer once, on fakes, so that what is wrong with it is said before a capture."""
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    twins = [_twin(parameter, mode, ()) for parameter in model.parameters()]
+    with mode:
+        _made(make, twins)
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """An optimizer over parameters that it was not given would update what nobody trains."""
+    own = {id(parameter) for parameter in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in held if id(p) not in own]
+    if foreign:
+        shape = list(foreign[0].shape)
+        raise CaptureRefused(
+            f"optimizer= made a {type(optimizer).__name__} over {len(foreign)} of {len(held)} "
+            f"parameters that are not the model's, the first of shape {shape}",
+            expected="an optimizer over parameters that it is given",
+            remedy="write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), and "
+            "use nothing but these parameters",
+        )
 
 
 def _refuse_values(what: str, error: Exception) -> None:

@@ -232,6 +232,8 @@ def run(
     shown: Shown = _PLAINLY,
 ) -> int:
     """Train by a plan, and set what was measured beside what was predicted."""
+    from steelyard.run.position import refuse_impossible
+
     start, folder = resume_from(resume, checkpoint)
     within("--steps", steps)
     within("--seed", seed, least=0, most=2**63 - 1, write=0)
@@ -249,6 +251,7 @@ def run(
     if path.exists():
         refuse_unwritable(path, _COPY)
     refuse_unwritable(html, _OTHER_PAGE)
+    refuse_impossible(start, folder)
     return run_by(
         Training(
             train=train, path=path, steps=steps, folder=folder, every=every, resume=start,

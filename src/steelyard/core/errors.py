@@ -11,6 +11,7 @@
     |-- Infeasible                 3   no plan fits the budget
     `-- RunFailed                  4   training stopped
         |-- CheckpointError            a checkpoint that cannot be written or read
+        |   `-- CheckpointRefused      2   one that no run can have saved
         |-- NonFinite                  a loss that is NaN or infinite
         `-- RankFailed                 the rank that broke, and of what
 Not for mistakes of our own: those are assertions.
@@ -106,6 +107,12 @@ class RunFailed(SteelyardError):
 
 class CheckpointError(RunFailed):
     """A checkpoint that cannot be written, read or trusted."""
+
+
+class CheckpointRefused(CheckpointError, BadInput):
+    """A checkpoint that no run can have saved; refused before anything is done with it."""
+
+    exit_code = 2
 
 
 class NonFinite(RunFailed):

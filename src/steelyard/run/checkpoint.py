@@ -5,7 +5,7 @@ how a save survives a crash: see folder.py.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +17,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from steelyard.core.errors import CheckpointError
+from steelyard.core.printable import printable
 from steelyard.run.folder import canonical
 from steelyard.run.plainly import Unplain, from_plain, to_plain
+from steelyard.run.position import STATE, check_numbers
 from steelyard.run.randomness import RandomState
 from steelyard.run.tensorfile import (
     check_storable,
@@ -38,9 +40,10 @@ _MODEL, _OPTIMIZER, _RANDOM, _LOST, _STATE = (
     "optimizer.safetensors",
     "random.safetensors",
     "residuals.safetensors",
-    "state.json",
+    STATE,
 )
 _SHOWN = 6
+_SETTINGS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,14 +121,19 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     empty_for: Callable[[str], Empty] = lambda _: torch.empty_strided,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Position:
     """Compare all of it, then copy it into the model and the optimizer, which is to keep tensors
-    that ``empty_for`` a parameter's name makes.
+    that ``empty_for`` a parameter's name makes. ``note`` is given a line for each setting of the
+    optimizer that was another one than the script's.
 
     Only for a checkpoint that ``folder.verify`` let pass.
     """
     try:
-        state = _State.model_validate(json.loads((checkpoint / _STATE).read_bytes()))
+        found = json.loads((checkpoint / _STATE).read_bytes())
+        if isinstance(found, dict):
+            check_numbers(checkpoint, found)
+        state = _State.model_validate(found)
         if state.format != _FORMAT:
             raise _other(checkpoint, f"has format {state.format[:40]!r}", _FORMAT)
         live, apart, aliases = _model_tensors(model)
@@ -133,7 +141,7 @@ def load(
             names = [n for n in random.keys() if n.startswith("buffer/")]  # noqa: SIM118 - no dict
             _compare(checkpoint, {**entries(saved), **entries(random, names, "buffer/")},
                      {**live, **apart}, aliases, state.aliases)  # fmt: skip
-            put = _optimizer_loader(checkpoint, state, model, optimizer, empty_for)
+            put = _optimizer_loader(checkpoint, state, model, optimizer, empty_for, note)
             position = _position(state, random)
             for name, tensor in live.items():
                 _copy_into(name, tensor, saved.get_tensor(name))
@@ -293,6 +301,7 @@ def _optimizer_loader(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     empty_for: Callable[[str], Empty],
+    note: Callable[[str], None],
 ) -> Callable[[], None]:
     """Read and compare now; what comes back then cannot fail."""
     saved = state.optimizer
@@ -320,7 +329,11 @@ def _optimizer_loader(
             for name, values in saved["state"].items()
         }
 
+    others = _other_settings(optimizer.param_groups, settings)
+
     def put() -> None:
+        for text in others:
+            note(text)
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
         optimizer.state.clear()
@@ -328,6 +341,58 @@ def _optimizer_loader(
             optimizer.state[parameters[name]] = values
 
     return put
+
+
+def _other_settings(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What is used and what the script says, where these differ; what all groups share once."""
+    said: dict[str, list[int]] = {}
+    for index, (ours, theirs) in enumerate(zip(groups, saved, strict=True)):
+        # What a scheduler has begun with is no setting of the optimizer's own.
+        for key in sorted((ours.keys() | theirs.keys()) - {"params", "initial_lr"}):
+            if key not in ours or key not in theirs or not _is_same(ours[key], theirs[key]):
+                name, here = _SETTINGS.get(key, key), _shown(ours.get(key, "nothing"))
+                used = _shown(theirs[key]) if key in theirs else here
+                text = f"{name} {used} from the checkpoint is used; the script says {here}"
+                if key not in theirs:
+                    text = f"{name} {here} of the script is used; the checkpoint has none"
+                said.setdefault(text, []).append(index)
+    lines = [
+        text if len(at) == len(groups) else f"parameter group {_places(at)}: {text}"
+        for text, at in said.items()
+    ]
+    more = len(lines) - _SETTINGS_SHOWN
+    kept = lines[:_SETTINGS_SHOWN]
+    return [*kept, f"{more} more settings are the checkpoint's"] if more > 0 else kept
+
+
+_SETTINGS = {
+    "lr": "learning rate",
+    "weight_decay": "weight decay",
+    "maximize": "maximize=",
+    "foreach": "foreach=",
+    "fused": "fused=",
+    "capturable": "capturable=",
+    "differentiable": "differentiable=",
+}
+
+
+def _is_same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
+        one, other = (torch.as_tensor(x, dtype=torch.float64).cpu() for x in (ours, theirs))
+        # A rate may be a tensor of fewer digits than the number that was written for it.
+        return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-6, atol=0))
+    return bool(ours == theirs)
+
+
+def _shown(value: Any) -> str:
+    plain = value.tolist() if isinstance(value, torch.Tensor) else value
+    return printable(str(plain), most=60)
+
+
+def _places(indices: Sequence[int]) -> str:
+    return ", ".join(str(index) for index in indices[:8]) + (", ..." if len(indices) > 8 else "")
 
 
 def _value(file: Any, spelt: Any, device: torch.device, empty: Empty) -> Any:

@@ -329,6 +329,7 @@ class _Run:
                 model=self.live.model,
                 optimizer=self.live.optimizer,
                 empty_for=empty_for,
+                note=self.tell,
             )
         if stays := self.live.put_back_lost(checkpoint.lost_in(chosen)):
             self.tell(
