@@ -198,7 +198,7 @@ def install(outcome: Callable[[], None] | None = None) -> Fake:
 
 if __name__ == "__main__":
     # ``python -m tests.fake_api wait|answer plan train.py ...``
-    from steelyard.cli import main
+    from steelyard.cli import command
 
-    install(wait_for_ever if sys.argv[1] == "wait" else None)
-    sys.exit(main(sys.argv[2:]))
+    install(wait_for_ever if sys.argv.pop(1) == "wait" else None)
+    command()

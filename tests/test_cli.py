@@ -944,8 +944,7 @@ def test_a_disk_that_is_full_costs_the_page_and_not_the_receipt(
 
 
 def steelyard_process(*arguments: str, fake: str = "", **kwargs: Any) -> "subprocess.Popen[str]":
-    command = "import sys; from steelyard.cli import main; sys.exit(main())"
-    how = ["-m", "tests.fake_api", fake] if fake else ["-c", command]
+    how = ["-m", "tests.fake_api", fake] if fake else ["-m", "steelyard"]
     return subprocess.Popen(
         [sys.executable, *how, *arguments],
         stdout=subprocess.PIPE,
@@ -1103,9 +1102,9 @@ def _until_closed(reader: int) -> str:
 
 def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        command = "import sys; from steelyard.cli import main; sys.exit(main())"
         found = subprocess.run(
-            [sys.executable, "-c", command, "explain", str(planned)],
+            [sys.executable, "-m", "steelyard", "explain", str(planned)],
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -1113,6 +1112,55 @@ def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
         )
     assert found.returncode == 2
     assert found.stderr.startswith("steelyard: the output cannot be written: No space left")
+
+
+ENDING = """
+import atexit, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from steelyard.cli import command, main
+
+class Seen:
+    def __del__(self):
+        os.write(1, b"modules were taken apart\\n")
+
+def late():
+    time.sleep(0.3)
+    print("the thread ended")
+
+seen = Seen()
+atexit.register(print, "what was registered ran")
+ThreadPoolExecutor(1).submit(time.sleep, 0)
+threading.Thread(target=late).start()
+how = sys.argv.pop(1)
+if how == "as a command":
+    command()
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [("explain train.plan.toml", 0), ("explain none.toml", 2), ("bogus", 2)]
+)
+@pytest.mark.parametrize("how", ["as a command", "from Python"])
+def test_a_command_ends_without_taking_python_apart(
+    planned: Path, how: str, arguments: str, code: int
+) -> None:
+    """Threads, executors and all that is registered for the end are waited for; the rest is left to
+    the operating system. Whoever calls main() has Python's own end."""
+    found = subprocess.run(
+        [sys.executable, "-c", ENDING, how, *arguments.split()],
+        cwd=planned.parent,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == code
+    assert ("modules were taken apart" in found.stdout) == (how == "from Python")
+    said = [line for line in found.stdout.splitlines() if line.startswith(("the thr", "what was"))]
+    assert said == ["the thread ended", "what was registered ran"]
+    assert ("plan af9d" in found.stdout) == (code == 0)
 
 
 def test_a_log_that_is_closed_does_not_stop_training(planned: Path) -> None:
