@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,14 @@ from steelyard.cli import main
 from steelyard.cli.ranks import Laid, is_to_start
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
-from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
+from steelyard.core.errors import (
+    CaptureRefused,
+    Infeasible,
+    Mismatch,
+    NonFinite,
+    RankFailed,
+    then,
+)
 from steelyard.core.explanation import Asked, read_plan, write_explanation, write_plan
 from steelyard.core.plan import Plan
 from steelyard.core.rules import Rule
@@ -1043,6 +1051,36 @@ def on_two_ranks(planned: Path) -> Path:
         replace(PLAN, decisions=replace(PLAN.decisions, made_for=made_for, rules=(shared,))),
     )
     return planned
+
+
+@pytest.mark.parametrize("error", [RankFailed, KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_ranks_wrote_stays_only_where_it_is_asked_for(
+    api: fake_api.Fake,
+    on_two_ranks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    debug: bool,
+    error: type[BaseException],
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    run = ["run", "train.py", "--plan", "two.plan.toml", "--steps", "2", *["--debug"] * debug]
+    assert main(run) == 0
+    assert not list(folder.iterdir())
+
+    def fail() -> None:
+        if fake_api.ASKED[-1][0] == "launch":
+            assert fake_api.ASKED[-1][1]["logs_stay"] == debug
+            assert list(folder.glob("steelyard-*/run-1"))
+            if error is RankFailed:
+                raise RankFailed("rank 1 was killed", expected="none", remedy="start again")
+            raise error
+
+    api.outcome = fail
+    assert main(run) in (4, 130)
+    assert bool(list(folder.iterdir())) == (debug and error is not KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("out", ["file", "pipe"])

@@ -66,6 +66,7 @@ def run_by(asked: Training) -> int:
                 laid.ranks,
                 timeout_seconds=asked.waits_seconds,
                 note=progress.note,
+                keeps_logs=asked.shown.debug,
             )
     if is_quiet() and laid.ranks == 1 < laid.among:
         hint("the plan lies on one rank: this one has nothing to do", asked.shown)
