@@ -12,7 +12,7 @@ import torch
 
 from steelyard.api.coded import note_on_accuracy, untried
 from steelyard.api.held import batch_held
-from steelyard.api.look import DECOMPOSITIONS, Request
+from steelyard.api.look import Request
 from steelyard.api.planning import Planned, budget_of, check_trade
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.amounts import format_bytes, format_seconds, format_share
@@ -22,6 +22,7 @@ from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, NextCent, Plan
+from steelyard.core.plan_check import DECOMPOSITIONS
 from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.sampled import Sampled
 from steelyard.core.span import Span
