@@ -624,3 +624,29 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be saved"):
         CheckpointFolder(tmp_path / "file").add(1, words)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0o027])
+def test_all_files_of_a_checkpoint_have_the_mode_of_the_users_umask(
+    umask: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        model = Odd()
+        optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+        folder = CheckpointFolder(tmp_path / "saved")
+        whole = folder.add(
+            7,
+            lambda at: checkpoint.save(
+                at, model=model, optimizer=optimizer, position=position(), plan="",
+                lost={"weight": torch.zeros(2)},
+            ),
+        )  # fmt: skip
+    finally:
+        os.umask(before)
+    files = {path.name: path.stat().st_mode & 0o777 for path in whole.iterdir()}
+    assert {"manifest.json", "state.json", "model.safetensors"} <= files.keys()
+    assert set(files.values()) == {0o666 & ~umask}
+    assert (tmp_path / "saved" / "LATEST").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert whole.stat().st_mode & 0o777 == 0o777 & ~umask
+    verify(whole)
