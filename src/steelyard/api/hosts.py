@@ -360,8 +360,7 @@ def _no_plan() -> RankFailed:
     return RankFailed(
         "whoever came as rank 0 tells what no rank of steelyard tells",
         expected="a plan, packed as steelyard packs it",
-        remedy="install the same steelyard on every host, and see docs/security.md for who may "
-        "reach the port where ranks meet",
+        remedy="install one version on all hosts; who may come there: docs/security.md",
         rank=0,
         cause="absent",
     )

@@ -105,8 +105,7 @@ def _told(text: str) -> _Told:
         raise BadInput(
             "what the first host told is no plan",
             expected="a plan file, and what is predicted of it",
-            remedy="install the same steelyard on every host, and see docs/security.md for who "
-            "may reach the port where hosts meet",
+            remedy="install one version on all hosts; who may come there: docs/security.md",
         )
     return told
 

@@ -49,10 +49,9 @@ def make_private(folder: Path) -> None:
         reason = f"cannot be made: {error.strerror}"
     if reason:
         raise BadInput(
-            f"the cache of PyTorch's compiler, {printable(str(folder))}, {reason}",
+            f"PyTorch's compile cache {printable(str(folder))} {reason}",
             expected="a folder that only this user can write to: what is in it is run",
-            remedy="set TORCHINDUCTOR_CACHE_DIR to a folder of yours; or, if nobody else has put "
-            "files there, take the others' right to write away with chmod go-w",
+            remedy="set TORCHINDUCTOR_CACHE_DIR to a folder of yours, or chmod go-w this one",
         )
 
 

@@ -67,9 +67,9 @@ def _read(message: bytes, adapter: TypeAdapter[T], rank: int) -> T:
         return adapter.validate_json(message, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        why = printable(first["msg"], most=80)
-    except (ValueError, RecursionError) as error:
-        why = printable(f"it is no JSON: {error}", most=80)
+        why = printable(first["msg"], most=48)
+    except (ValueError, RecursionError):
+        why = "it is no JSON"
     raise _refusal(rank, f"rank {rank} sent a message that is refused: {why}")
 
 
@@ -81,8 +81,7 @@ def _refusal(rank: int, happened: str) -> RankFailed:
     return RankFailed(
         happened,
         expected=f"JSON as steelyard writes it, of at most {MOST_BYTES} bytes",
-        remedy="install the same steelyard on every host, and see docs/security.md for who may "
-        "reach the ranks' ports",
+        remedy="install one version on all hosts; who may reach ranks: docs/security.md",
         rank=rank,
         cause="other exchange",
     )

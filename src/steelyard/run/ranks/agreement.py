@@ -75,8 +75,7 @@ def _digests_of(rank: int, store: Store, who: Who, timeout_seconds: float) -> Ma
         raise RankFailed(
             f"whoever came as rank {rank} says what no rank of steelyard says",
             expected="digests of what it holds, as JSON",
-            remedy="install the same steelyard on every host, and see docs/security.md for who "
-            "may reach the port where ranks meet",
+            remedy="install one version on all hosts; who may come there: docs/security.md",
             rank=rank,
             cause="absent",
         )

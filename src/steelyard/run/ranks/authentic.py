@@ -135,8 +135,7 @@ class _Meeting:
         return RankFailed(
             f"whoever came as rank {rank} does not know this rank's {VARIABLE}",
             expected="the same secret in the environment of all ranks",
-            remedy=f"export the same {VARIABLE} on every host; if it is the same, somebody else "
-            "reached the port where the ranks meet",
+            remedy=f"export the same {VARIABLE} on all hosts; who else may come: docs/security.md",
             rank=rank,
             cause="absent",
         )
@@ -164,7 +163,7 @@ class AuthenticStore(Store):
             raise RankFailed(
                 f"what stands under {key!r} where ranks meet was written by none of them",
                 expected=f"only processes that know this run's {VARIABLE}",
-                remedy="find out who reaches the port where the ranks meet: see docs/security.md",
+                remedy="find out who reaches the port where ranks meet: docs/security.md",
                 cause="absent",
             )
         return value

@@ -52,8 +52,7 @@ def served_store(who: Who, environ: Mapping[str, str], *, timeout: timedelta) ->
     raise BadInput(
         f"rank 0 cannot listen for the others at port {who.port} ({said})",
         expected="MASTER_ADDR an address of the first rank's host that the others reach",
-        remedy=f"set MASTER_ADDR to that address, or {VARIABLE} to its interface; or another "
-        "MASTER_PORT if this one is in use",
+        remedy=f"correct MASTER_ADDR or MASTER_PORT, or name the interface in {VARIABLE}",
     )
 
 
