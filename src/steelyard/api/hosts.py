@@ -49,8 +49,7 @@ _TOLD, _CALLED, _WORK = "told", "called to work", "work"
 # What rank 0 calls the others to: to work, or to measure what joins them from such a device.
 _CALLS = (_WORK, "cpu", "cuda")
 # Of a plan and what is predicted of it; the file beside a plan may be as large.
-_MOST_TOLD_BYTES = 256 << 20
-_MOST_PIECES = _MOST_TOLD_BYTES // _PIECE
+_MOST_TOLD_BYTES, _MOST_PIECES = 256 << 20, 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +154,7 @@ class Meeting:
         """What the first tells; at work meanwhile, whenever it is called to."""
         try:
             failed = self._work_until_told()
-            pieces = self._number_of_pieces()
-            whole = b"".join(self.store.get(f"{_TOLD}/{number}") for number in range(pieces))
+            whole = self._told()
             self.store.set(f"heard/{self.who.rank}", "")
         except DistError as error:
             raise RankFailed(
@@ -170,11 +168,16 @@ class Meeting:
             raise failed
         return _unpacked(whole)
 
-    def _number_of_pieces(self) -> int:
-        said = self.store.get(_TOLD)
-        if not said.isdigit() or len(said) > 4 or int(said) > _MOST_PIECES:
+    def _told(self) -> bytes:
+        """All pieces of what the first tells, of a bounded number and size."""
+        said, whole = self.store.get(_TOLD), bytearray()
+        if not said.isdigit() or len(said) > len(str(_MOST_PIECES)):
             raise _no_plan()
-        return int(said)
+        for number in range(int(said)):
+            whole += self.store.get(f"{_TOLD}/{number}")
+            if len(whole) > _MOST_TOLD_BYTES:
+                raise _no_plan()
+        return bytes(whole)
 
     def _work_until_told(self) -> SteelyardError | None:
         """What went wrong here meanwhile, of which the first is told by then."""
