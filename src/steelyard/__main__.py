@@ -1,6 +1,8 @@
 """`python -m steelyard` is the command `steelyard`."""
 
-from steelyard.cli import command
+import sys
+
+from steelyard.cli import main
 
 if __name__ == "__main__":
-    command()
+    sys.exit(main())

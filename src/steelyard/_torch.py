@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -55,8 +54,6 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from steelyard.core.private import make_private
-
 __all__ = [
     "BufferAOTInput",
     "FakeTensor",
@@ -88,7 +85,6 @@ __all__ = [
     "exchanges_issued",
     "functional_calls",
     "hooks_of_all_modules",
-    "inductor_cache_folder",
     "inductor_compiled",
     "inductor_decompositions",
     "inductor_lowered",
@@ -135,6 +131,7 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
         _dynamo_config(ignored_loggers),
         _without_hidden_decompositions(),
         _without_mkldnn(),
+        _intermediates_may_require_grad(),
     ):
         yield
 
@@ -333,6 +330,26 @@ def _dynamo_config(
         skip_nnmodule_hook_guards=False,
     )
     return patched
+
+
+@contextlib.contextmanager
+def _intermediates_may_require_grad() -> Iterator[None]:
+    """Let the forward pass call ``requires_grad_()`` on what it computes, for a while.
+
+    ``enable_input_require_grads()`` of transformers and PEFT does, so that checkpointed blocks of a
+    frozen model are differentiated. Dynamo (torch 2.13) refuses it where a result depends on such a
+    tensor, whose gradient it could not hand out. Of a step only gradients of parameters are asked
+    for, which do not change by it.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    name = "_check_requires_grad_intermediate_outputs"
+    check = getattr(OutputGraph, name)
+    setattr(OutputGraph, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        setattr(OutputGraph, name, check)
 
 
 def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
@@ -582,13 +599,6 @@ def taken_apart(
         return make_fx(functional, decomposition_table=dict(table))(*fakes).graph
 
 
-def inductor_cache_folder() -> Path:
-    """The folder whose files Inductor unpickles and whose libraries it loads."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
-
-
 def inductor_compiled(
     graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
 ) -> Any:
@@ -597,7 +607,6 @@ def inductor_compiled(
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    make_private(inductor_cache_folder())
     with V.set_fake_mode(mode):
         graph = joint_graph_passes(graph)
     return compile_fx_inner(graph, list(fakes), is_backward=is_backward)
@@ -671,7 +680,6 @@ def compiled_kernels(
     that has run are on disk, and one that runs later finds these there."""
     from torch._inductor.async_compile import AsyncCompile
 
-    make_private(inductor_cache_folder())
     pool = AsyncCompile()
     scope = {name: pool.cpp_pybinding(list(kinds), text) for name, (kinds, text) in sources.items()}
     pool.wait(scope)

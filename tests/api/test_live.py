@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.core.amounts import format_bytes
-from steelyard.core.errors import BadInput
+from steelyard.core.errors import BadInput, Mismatch
 from steelyard.predict import kept_gradients_bytes
 
 
@@ -101,3 +103,23 @@ def test_arguments_of_another_kind_are_named() -> None:
     swapped: Any = batch
     with pytest.raises(BadInput, match=r"^loss is tensor"):
         sy.plan(model, swapped, loss)
+
+
+def test_a_plan_for_one_rank_is_refused_in_a_process_group_of_several() -> None:
+    """As in a script for DistributedDataParallel: no gradient would be summed over ranks."""
+    model, batch = nn.Linear(4, 4), torch.randn(6, 4)
+    planned = sy.plan(model, square, batch)
+    alone = planned.apply()
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist, "get_world_size", return_value=2),
+    ):
+        with pytest.raises(Mismatch, match="one of 2 ranks of a process group") as refused:
+            planned.apply()
+        assert "sy.Cluster.here(ranks=2)" in refused.value.remedy
+        for run in (alone, alone.backward):
+            with pytest.raises(Mismatch, match="the plan is for one"):
+                run(batch)
+        step = planned.apply(sums_gradients=True)
+        assert torch.isfinite(step.backward(batch))
+    assert torch.isfinite(alone.backward(batch))

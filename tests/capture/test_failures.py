@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
+from steelyard.capture.failures import shortened
 from steelyard.core.errors import CaptureRefused, Mismatch
 from tests.capture.stepping import SEED, captured_step, differences, live, source_of
 from tests.zoo import reference
@@ -149,3 +152,114 @@ def test_a_lazy_layer_is_to_see_a_batch_first() -> None:
     assert "run the model once" in refused.value.remedy
     model(batch)
     source.graph(micro_batches=1)
+
+
+# --- refusals in our words ------------------------------------------------------------------------
+
+
+def gradient_penalty(model: nn.Module, batch: Any) -> Any:
+    x = batch.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return model(batch).mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def penalty_of_parameters(model: nn.Module, batch: Any) -> Any:
+    value = model(batch).square().mean()
+    slopes = torch.autograd.grad(value, [*model.parameters()], create_graph=True)
+    return value + sum(slope.square().sum() for slope in slopes)
+
+
+def flex_attention_loss(model: nn.Module, batch: Any) -> Any:
+    x = model(batch)[None, None]
+    return flex_attention(x, x, x).square().mean()
+
+
+def of_inference(model: nn.Module, batch: Any) -> Any:
+    with torch.inference_mode():
+        target = batch.sum(1, keepdim=True)
+    return nn.functional.mse_loss(model(batch)[:, :1] * target, target)
+
+
+TEACHER = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+
+def of_a_teacher_in_training_mode(model: nn.Module, batch: Any) -> Any:
+    with torch.no_grad():
+        target = TEACHER(batch)
+    return nn.functional.mse_loss(model(batch), target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said", "remedy"),
+    [
+        (gradient_penalty, "takes a gradient itself, as a gradient penalty does", "leave the pen"),
+        (penalty_of_parameters, "takes a gradient itself", "plain PyTorch"),
+        (flex_attention_loss, "FlexAttention has no backward pass on a CPU", "sdpa"),
+        (of_inference, "made under torch.inference_mode", r"no_grad\(\) in place of"),
+        (of_a_teacher_in_training_mode, "writes into its own buffers", r"\.eval\(\)"),
+    ],
+)
+def test_what_is_meant_is_said_in_our_words(loss: Any, said: str, remedy: str) -> None:
+    with pytest.raises(CaptureRefused, match=said) as refused:
+        source_of((nn.Linear(16, 16), loss, torch.randn(16, 16))).captured()
+    assert re.search(remedy, refused.value.remedy)
+    assert "depend on tensor values" not in refused.value.expected
+    assert "torch._dynamo" not in str(refused.value)
+
+
+def test_a_reason_of_torchs_own_is_never_cut_within_a_word() -> None:
+    text = "alpha bravo charlie " * 40
+    short = shortened(text)
+    assert len(short) <= 200
+    assert short.endswith(" ...")
+    assert set(short.split()) == {"alpha", "bravo", "charlie", "..."}
+
+
+# --- enable_input_require_grads(), as LoRA with checkpointing needs it ----------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained detour of low rank."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return (self.base(x) + self.up(self.down(x))).tanh()
+
+
+class FrozenWithAdapters(nn.Module):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8).requires_grad_(False)
+        self.blocks = nn.ModuleList(Adapted() for _ in range(3))
+        self.use_reentrant = use_reentrant
+        # What transformers' and PEFT's enable_input_require_grads() registers.
+        self.words.register_forward_hook(lambda module, given, made: made.requires_grad_(True))
+
+    def forward(self, ids: Any) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_an_embedding_that_requires_grad_trains_as_in_plain_pytorch(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = FrozenWithAdapters(use_reentrant=use_reentrant)
+    twin = copy.deepcopy(model)
+    ids = torch.randint(16, (4, 5))
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch).square().mean()
+
+    step = live(source_of((model, loss, ids)))
+    value = step.backward(ids)
+    expected = loss(twin, ids)
+    expected.backward()
+    assert torch.equal(value, expected)
+    assert reference.gradients(twin)
+    reference.assert_same(reference.gradients(twin), reference.gradients(model))

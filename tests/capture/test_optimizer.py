@@ -25,7 +25,7 @@ from torch.optim import (
     Rprop,
 )
 
-from steelyard.capture.optimizer import capture_update
+from steelyard.capture.optimizer import capture_update, leaner_settings
 from steelyard.core.costs import Costs
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Phase, Role
@@ -202,3 +202,20 @@ def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_captured
     for plan in (planning.plan, partial(planning.load, "none.plan.toml")):
         with pytest.raises(CaptureRefused, match="optimizer= "):
             plan(small(), lambda model, x: model(x).sum(), batch, optimizer=make)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (partial(AdamW, foreach=True), ("foreach=False", "fused=True")),
+        (AdamW, ("fused=True",)),  # on a CPU foreach is off unless asked for
+        (partial(AdamW, fused=True), ()),
+        (partial(NAdam, foreach=True), ("foreach=False",)),
+        (NAdam, ()),
+        (LBFGS, ()),
+    ],
+)
+def test_only_settings_that_the_optimizer_has_are_advised(
+    make: Any, settings: tuple[str, ...]
+) -> None:
+    assert leaner_settings(small(), make) == settings

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steelyard.exchange.gathered import gathered
 import steelyard as sy
 from steelyard.api import adapting
 from steelyard.api.look import Look, Request, Runner
@@ -63,7 +62,8 @@ def compiled(rank: int) -> dict[str, Any]:
 def _together() -> Iterator[Path]:
     """A folder of all, which is there until all are done."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = gathered(folder, str)
+        paths: list[Any] = [folder]
+        dist.broadcast_object_list(paths)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             yield Path(paths[0])
             dist.barrier()

@@ -207,6 +207,9 @@ class Whole:
 
     why_not_shared = why_not_split
 
+    def leaner_settings(self) -> tuple[str, ...]:
+        return ()
+
 
 class Split:
     """A source that can be cut: activations, the batch and the work shrink with each part."""
@@ -252,6 +255,9 @@ class Split:
         return self._reason or None
 
     why_not_shared = why_not_split
+
+    def leaner_settings(self) -> tuple[str, ...]:
+        return ()
 
 
 def tower(height: int) -> Graph:

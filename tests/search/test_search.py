@@ -360,6 +360,24 @@ def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int,
     assert "foreach" not in error.remedy
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [((), "use an optimizer with"), (("fused=True",), "use fused=True, or an optimizer with")],
+)
+def test_a_remedy_names_settings_that_the_optimizer_has(
+    settings: tuple[str, ...], said: str
+) -> None:
+    peak = Peak(
+        nbytes=4 << 20, resident_bytes=1 << 20, workspace_bytes=0, at="aten.div.Tensor",
+        path="optimizer", line="", phase=Phase.UPDATE, alive=(),
+    )  # fmt: skip
+    error = beyond_budget(
+        peak, Budget(memory_bytes=2 << 20), parts=1, refusals=(), has_far=False,
+        leaner_settings=settings,
+    )  # fmt: skip
+    assert f"the optimizer's step sets the peak: {said}" in error.remedy
+
+
 def test_an_optimizer_that_cannot_be_moved_is_named_where_nothing_fits() -> None:
     state = Holding(
         nbytes=2 << 20, what="optimizer state", path="", line="", phase=Phase.FORWARD,

@@ -17,7 +17,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.api.own_loop import OwnLoop
 from steelyard.api.pricing import Prices
-from steelyard.api.ranks import Ranks
+from steelyard.api.ranks import Ranks, refuse_other_ranks
 from steelyard.capture.batching import batch_size
 from steelyard.capture.optimizer import OptimizerFactory, refuse_foreign
 from steelyard.capture.source import Captured, StepSource
@@ -87,9 +87,12 @@ class Step:
         prices: Prices,
         optimizer: OptimizerFactory | None,
         update: Program | None,
+        sums_gradients: bool = False,
     ) -> None:
         _refuse_meta(source.model)
         self.plan = plan
+        self._sums_gradients = sums_gradients
+        self._refuse_other_ranks()
         self._source = source
         self._prices = prices
         self._update = update
@@ -126,7 +129,7 @@ class Step:
             parts=self._parts,
             reduction=source.reduction().value if program.parts > 1 else "mean",
             other_shape=self._other_shape,
-            on_change=lambda words: self.ranks.together.check_alike("batch", words),
+            on_change=lambda shapes: self.ranks.together.check_alike("batch", str(shapes)),
             runner=self._runner(states),
             reads=captured.reads,
             rank=program.layout.place(self.ranks.rank, DATA),
@@ -155,6 +158,7 @@ class Step:
         return self.live.optimizer
 
     def __call__(self, batch: Any) -> torch.Tensor:
+        self._refuse_other_ranks()
         self._calls += 1
         first = _METERED_CALL + warm_up_of(self.plan.decisions.rules)
         if self._metered is None and self._calls >= first and self.may_meter(batch):
@@ -167,6 +171,7 @@ class Step:
 
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Add gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would."""
+        self._refuse_other_ranks()
         if self._parts is not None:
             raise BadInput(
                 "step.backward leaves gradients, of which this rank would have parts: to clip them "
@@ -186,6 +191,11 @@ class Step:
                 loss = self._timed_call(lambda: self.live.backward(batch, scale), own.timed)
         self._tell_ranks()
         return loss
+
+    def _refuse_other_ranks(self) -> None:
+        """Before each step: a process group may be made after the plan was applied."""
+        if Layout.of(self.plan.decisions.rules).num_ranks == 1 and not self._sums_gradients:
+            refuse_other_ranks()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model is whole on every rank, to evaluate or save it; all enter together.

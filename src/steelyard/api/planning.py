@@ -14,9 +14,15 @@ from torch import nn
 from steelyard.api.coded import note_on_accuracy
 from steelyard.api.held import batch_held, rounded_in_parts
 from steelyard.api.live import Step
-from steelyard.api.look import Look, Request, Runner
+from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
-from steelyard.api.made_for import check_cluster, check_made_for, other_than_planned
+from steelyard.api.made_for import (
+    check_cluster,
+    check_file,
+    check_made_for,
+    cluster_for,
+    other_than_planned,
+)
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
 from steelyard.capture.batching import batch_size
@@ -24,6 +30,7 @@ from steelyard.capture.deep import cut
 from steelyard.capture.fakes import filled
 from steelyard.capture.optimizer import OptimizerFactory, check_optimizer
 from steelyard.capture.trace import Loss
+from steelyard.capture.wrapped import refuse_wrapped
 from steelyard.core.accuracy import beyond
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget, Maximize, Minimize
@@ -32,7 +39,6 @@ from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.explanation import write_plan
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, FrontierPoint, Plan, Prediction
-from steelyard.core.plan_check import DECOMPOSITIONS, check_file, cluster_for
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
 from steelyard.core.program import Program
@@ -103,6 +109,7 @@ def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:
 
 def _check_step(model: Any, loss: Any, title: Any, on_progress: Any) -> None:
     _check_model(model)
+    refuse_wrapped(model)
     heard = callable(on_progress)
     _check("loss", loss, fine=callable(loss), expected="a function loss(model, batch)")
     _check("title", title, fine=isinstance(title, str), expected="a string")
@@ -332,8 +339,12 @@ class Planned:
         """The same step under another budget: ``plan.what_if(memory="4 GiB")``."""
         return planned(self._look, budget_of(budget))
 
-    def apply(self, model: nn.Module | None = None) -> Step:
-        """The plan on the live model: a step to call in place of forward and backward."""
+    def apply(self, model: nn.Module | None = None, *, sums_gradients: bool = False) -> Step:
+        """The plan on the live model: a step to call in place of forward and backward.
+
+        A plan for one rank is refused in a process group of several, unless ``sums_gradients``
+        says that the caller's own code sums gradients over ranks after ``step.backward``.
+        """
         look = self._look
         self._refuse_beyond_budget()
         source = look.source.whole()
@@ -358,6 +369,7 @@ class Planned:
             prices=look.prices,
             optimizer=look.request.optimizer,
             update=look.base.update,
+            sums_gradients=sums_gradients,
         )
 
     def _refuse_beyond_budget(self) -> None:

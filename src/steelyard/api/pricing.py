@@ -489,6 +489,9 @@ class PricedSource:
     def why_not_shared(self) -> str | None:
         return self._source.why_not_shared()
 
+    def leaner_settings(self) -> tuple[str, ...]:
+        return self._source.leaner_settings()
+
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, home: torch.device) -> Iterator[None]:

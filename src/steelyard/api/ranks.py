@@ -40,6 +40,19 @@ from steelyard.run.ranks.who import who_am_i
 from steelyard.run.ranks.witness import recorded, told_by_itself
 
 
+def refuse_other_ranks() -> None:
+    """A plan for one rank in a process that is one of several: replicas would drift apart."""
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if size > 1:
+        raise Mismatch(
+            f"this process is one of {size} ranks of a process group, and the plan is for one: no "
+            "gradient would be summed over ranks, and each would train a model of its own",
+            expected="a plan for all ranks, or gradients that your own code exchanges",
+            remedy=f"plan with cluster=sy.Cluster.here(ranks={size}); or, if your loop sums them, "
+            "write plan.apply(model, sums_gradients=True) and step.backward(batch)",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """Which of the ranks this process is, and with whom it speaks along each axis."""

@@ -13,6 +13,8 @@ from steelyard.core.graph import Node, Phase
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
+_GLOBAL = re.compile(r"\bG\['(?!__import_)(\w+)'\]")
+_PYTHONS_OWN = ("_modules", "__dict__", "__self__", "__func__")
 _INDEXED = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
@@ -26,9 +28,15 @@ def path_of(node: Any) -> str:
 
 
 def clean_path(path: str) -> str:
+    """Dynamo's name for a module without Python's own: the keys of tables, closures, globals.
+
+    A model with a ``__getattr__`` of its own, such as PEFT's, is looked into by ``__dict__``.
+    """
     path = re.sub(r"@\d+", "", _ROOT.sub("", path))
+    path = re.sub(r"\bG\['(?:__import_\w+)?'\]\.?", "", _GLOBAL.sub(r"\1", path))
+    path = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "", path)
     path = _INDEXED.sub(r".\1", path)
-    return re.sub(r"(^|\.)_modules\.", r"\1", path).lstrip(".")
+    return ".".join(part for part in path.split(".") if part and part not in _PYTHONS_OWN)
 
 
 def line_of(node: Any) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from steelyard import _torch
 from steelyard.capture.failures import check_scalar, check_trains, reading_errors
 from steelyard.capture.fakes import FakeMode, StorageWatch, faked, like, without_fakes_left
+from steelyard.capture.outside import name_of_tensor
 from steelyard.capture.plain import layout, signature_of_call
 from steelyard.capture.trace import Loss
 from steelyard.core.errors import CaptureRefused
@@ -64,7 +65,7 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
                 value = loss(model, fake_batch)
             check_scalar(value)
             check_trains(model, value)
-            _refuse_others(value, parameters)
+            _refuse_others(loss, value, parameters)
             value.backward()
             del value
         missing = {n for n, p in parameters.items() if p.requires_grad and p.grad is None}
@@ -73,7 +74,7 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
     )
 
 
-def _refuse_others(value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
+def _refuse_others(loss: Loss, value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
     """What is trained besides the model's parameters: a loss with weights of its own, say.
 
     A leaf made within the step, a fake one, is none of them; tracing names the line that makes it.
@@ -88,11 +89,13 @@ def _refuse_others(value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> 
         seen.add(function)
         leaf: torch.Tensor | None = getattr(function, "variable", None)
         if leaf is not None and not isinstance(leaf, _torch.FakeTensor) and id(leaf) not in ours:
+            name = name_of_tensor(loss, leaf)
+            what = f"{name}, which is" if name else f"a tensor of shape {list(leaf.shape)} that is"
             raise CaptureRefused(
-                f"the loss trains a tensor of shape {list(leaf.shape)} that is no parameter of the "
-                "model",
+                f"the loss trains {what} no parameter of the model",
                 expected="a loss without trainable tensors of its own: only the model is trained",
-                remedy="make it a parameter of the model, or detach it",
+                remedy="call a teacher under torch.no_grad(), or freeze it "
+                "(teacher.requires_grad_(False)); make what is to be trained part of the model",
             )
         pending += [f for f, _ in function.next_functions]
 

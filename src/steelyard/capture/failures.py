@@ -5,6 +5,7 @@ Not for finding out: tracing raises, and here its words are turned into ours.
 
 import contextlib
 import re
+import textwrap
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,7 +86,9 @@ def reading_errors(model: nn.Module) -> Iterator[_Reading]:
         where = _user_line(error) or _operator_line(error, reading.step) or _told_line(error)
         raise CaptureRefused(
             f"the training step cannot be captured{where}{_module_of(error, model)}: {reason}",
-            expected="a step whose operators and shapes do not depend on tensor values",
+            expected=_EXPECTED_OF.get(
+                reason, "a step whose operators and shapes do not depend on tensor values"
+            ),
             remedy=_VALIDATES
             if _in_distributions(error)
             else _REMEDY_OF.get(reason) or _remedy(f"{type(error).__name__} {error}"),
@@ -95,7 +98,17 @@ def reading_errors(model: nn.Module) -> Iterator[_Reading]:
 _OWN_GENERATOR = "random numbers are drawn from a generator of its own (generator=...)"
 _BACKWARD_HOOK = "a module that the loss calls has a backward hook"
 _OF_PYTHON = "a random number that Python or numpy draws becomes part of the step"
+_DIFFERENTIATES = "the loss function takes a gradient itself, as a gradient penalty does"
+_FLEX_ON_CPU = "FlexAttention has no backward pass on a CPU in torch 2.13"
+_INFERENCE = "the loss uses a tensor that was made under torch.inference_mode()"
+_WRITES_OUTSIDE = "a module that is not in the model, a teacher say, writes into its own buffers"
+_WRAPPED = "the loss function calls a model that is wrapped in DistributedDataParallel"
 _SAYINGS = {
+    "set_runtime_stats_and_log": _WRAPPED,
+    "torch.autograd.grad`": _DIFFERENTIATES,
+    "FlexAttention does not support backward on CPU": _FLEX_ON_CPU,
+    "Inference tensors cannot be saved for backward": _INFERENCE,
+    "mutating a non-functional tensor with a functional": _WRITES_OUTSIDE,
     "Module-level backwards hooks": _BACKWARD_HOOK,
     "random_value_": _OF_PYTHON,
     "module>.Random.": _OF_PYTHON,
@@ -123,12 +136,17 @@ def _first_line(error: BaseException) -> str:
     for pattern in (r"got (\w+\(.*)", r"Explanation: (.*)", r"RuntimeError: (.*)"):
         found = re.search(pattern, text)
         if found:
-            return found[1].strip().partition(" This function is either")[0][:200]
+            return shortened(found[1].strip().partition(" This function is either")[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kind = type(error).__name__
     if not lines or isinstance(error, _PYTHONS_OWN):
-        return ": ".join([kind, *lines[:1]])[:200]
-    return lines[0][:200]
+        return shortened(": ".join([kind, *lines[:1]]))
+    return shortened(lines[0])
+
+
+def shortened(text: str, *, most: int = 200) -> str:
+    """One line of whole words."""
+    return textwrap.shorten(text, most, placeholder=" ...")
 
 
 def _operator_line(error: BaseException, step: Any) -> str:
@@ -210,9 +228,24 @@ def drawn_by_python() -> CaptureRefused:
 
 _VALIDATES = "validate_args=False: the distribution looks at values to check its arguments"
 _REMEDY_OF = {
+    _DIFFERENTIATES: "leave the penalty out, or train this step in plain PyTorch",
+    _FLEX_ON_CPU: 'use another attention on a CPU (attn_implementation="sdpa" in transformers), or '
+    "plan on a GPU",
+    _INFERENCE: "call a teacher under torch.no_grad() in place of torch.inference_mode()",
+    _WRAPPED: "call the model that the loss function is given, and plan that without the wrapper",
+    _WRITES_OUTSIDE: "call .eval() on it, or make it part of the model",
     _BACKWARD_HOOK: "remove it; hooks on tensors (x.register_hook) are kept",
     _OF_PYTHON: "draw before the step and give it with the batch, or draw with torch (torch.rand)",
     _OWN_GENERATOR: "leave generator= out, or draw before the step and give it with the batch",
+}
+_EXPECTED_OF = {
+    _DIFFERENTIATES: "a loss without torch.autograd.grad: the step is differentiated once",
+    _FLEX_ON_CPU: "operators that have a backward pass on the model's device",
+    _INFERENCE: "tensors that autograd may read",
+    _WRITES_OUTSIDE: "modules beside the model that only compute, as those in eval mode do",
+    _WRAPPED: "the model itself, which the loss function is given",
+    _BACKWARD_HOOK: "no module backward hooks: the captured backward pass is one program",
+    _OF_PYTHON: "random numbers of torch, which a captured step draws anew each time",
 }
 _REMEDIES = (
     (("sparseimpl", "sparsetensorimpl"), "use nn.Embedding(..., sparse=False)"),

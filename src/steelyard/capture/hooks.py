@@ -14,13 +14,6 @@ from steelyard.core.errors import CaptureRefused
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if "_orig_mod" in module._modules:
-            raise CaptureRefused(
-                f"{f'module {name}' if name else 'the model'} has been through torch.compile",
-                expected="the model itself: its step is captured, and compiled if you ask for that",
-                remedy="give it as it was before torch.compile, and runner='inductor' if wanted",
-            )
     for kind, register in _torch.hooks_of_all_modules().items():
         _refuse(
             register,

@@ -96,6 +96,24 @@ def check_optimizer(model: nn.Module, make: OptimizerFactory) -> None:
         _made(make, twins)
 
 
+def leaner_settings(model: nn.Module, make: OptimizerFactory) -> tuple[str, ...]:
+    """Of those that the optimizer has, what would lower the memory of its step: without
+    ``foreach`` temporaries are those of one parameter, and fused it has none."""
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    twins = [_twin(parameter, mode, ()) for parameter in model.parameters()]
+    with mode:
+        settings = _made(make, twins).defaults
+    is_on_gpu = any(parameter.is_cuda for parameter in twins)
+    # Where nobody says, torch takes foreach on a GPU and neither on a CPU.
+    is_foreach = settings.get("foreach", False) or (
+        is_on_gpu and settings.get("foreach", False) is None and not settings.get("fused")
+    )
+    found = ["foreach=False"] if is_foreach else []
+    if "fused" in settings and not settings["fused"]:
+        found.append("fused=True")
+    return tuple(found)
+
+
 def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """An optimizer over parameters that it was not given would update what nobody trains."""
     own = {id(parameter) for parameter in parameters}

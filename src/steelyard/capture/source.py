@@ -20,7 +20,12 @@ from steelyard.capture.deep import multiplied
 from steelyard.capture.eager import EagerTwin, eager_twin
 from steelyard.capture.fakes import on_cpu, put_back_on_failure
 from steelyard.capture.hooks import refuse_hooks
-from steelyard.capture.optimizer import OptimizerFactory, Shares, capture_update
+from steelyard.capture.optimizer import (
+    OptimizerFactory,
+    Shares,
+    capture_update,
+    leaner_settings,
+)
 from steelyard.capture.parted import parted
 from steelyard.capture.plain import to_graph
 from steelyard.capture.reads import Reads
@@ -29,6 +34,7 @@ from steelyard.capture.sample_proof import Reduction, Splitting
 from steelyard.capture.short import Short, shortened
 from steelyard.capture.stages import cut_into_stages, end_of, refuse_unknown_draws
 from steelyard.capture.trace import Loss, trace
+from steelyard.capture.wrapped import refuse_wrapped
 from steelyard.core.collective import GLOO, NCCL, Transport
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Graph, OutputKind
@@ -121,6 +127,9 @@ class StepSource:
 
     def why_not_shared(self) -> str | None:
         return self.sharing().reason or None
+
+    def leaner_settings(self) -> tuple[str, ...]:
+        return () if self.optimizer is None else leaner_settings(self.model, self.optimizer)
 
     def reduction(self) -> Reduction:
         """Of parts, one after another or at one time."""
@@ -256,6 +265,7 @@ class StepSource:
         return StepSource(**{**{name: getattr(self, name) for name in kept}, **changed})
 
     def _capture(self, micro_batches: int, share: int) -> Captured:
+        refuse_wrapped(self.model)
         refuse_hooks(self.model)
         _refuse_opaque(self.batch)
         _refuse_layouts(self.batch)

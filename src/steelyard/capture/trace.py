@@ -22,7 +22,14 @@ from torch import nn
 from steelyard import _torch
 from steelyard.capture.attribution import clean_path
 from steelyard.capture.checkpointed import refuse_cut_off, refuse_drawn_twice, refuse_written_twice
-from steelyard.capture.failures import check_scalar, drawn_by_python, no_loss, reading_errors
+from steelyard.capture.failures import (
+    check_scalar,
+    drawn_by_python,
+    no_loss,
+    reading_errors,
+    shortened,
+)
+from steelyard.capture.outside import name_of_cell
 from steelyard.capture.reads import Reads
 from steelyard.core.errors import CaptureRefused
 from steelyard.core.graph import Output, OutputKind, Role
@@ -143,6 +150,7 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], R
     # What Dynamo follows symbolic shapes by; it would outlive the model, and shapes are static.
     step.meta["fake_mode"].shape_env.tracked_fakes = None
     _data_detached(step)
+    _name_closures(step, loss)
     changed = [s for w in caught for s in side_effects(str(w.message))]
     buffers = [s.removesuffix("._buffers") for s in changed if s.endswith("._buffers")]
     # Parameters that were exchanged are back: the eager twin has looked (functional_call does it).
@@ -165,9 +173,24 @@ def _data_detached(step: Any) -> None:
     step.recompile()
 
 
+def _name_closures(step: Any, loss: Loss) -> None:
+    """Modules that the loss function's closure holds are called by their variables."""
+    cell = re.compile(r"\bloss(?:\.__func__)?\.__closure__\[(\d+)\]\.cell_contents")
+
+    def named(found: re.Match[str]) -> str:
+        return ".".join(filter(None, ("loss", name_of_cell(loss, int(found[1])))))
+
+    for node in step.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["nn_module_stack"] = {
+                key: (cell.sub(named, path), kind) for key, (path, kind) in stack.items()
+            }
+
+
 def _changes_state(what: str) -> CaptureRefused:
     return CaptureRefused(
-        f"the forward pass changes Python state besides its result: {what}"[:200],
+        shortened(f"the forward pass changes Python state besides its result: {what}"),
         expected="a forward pass and hooks without side effects, which a captured step "
         "could not repeat",
         remedy="move the change out of forward (or remove the hook), then plan again",

@@ -63,6 +63,11 @@ class Source(Protocol):
         those of all of them."""
         ...
 
+    def leaner_settings(self) -> tuple[str, ...]:
+        """Settings that the user's optimizer has and that lower the memory of its step, such as
+        ``foreach=False``."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laid:
@@ -109,3 +114,6 @@ class Laid:
 
     def why_not_shared(self) -> str | None:
         return self.source.why_not_shared()
+
+    def leaner_settings(self) -> tuple[str, ...]:
+        return self.source.leaner_settings()

@@ -54,20 +54,16 @@ class Feed:
 
     def go_to(self, *, epoch: int, taken: int, began: RandomState) -> None:
         """Pass over what was already taken; leaves the random states anywhere."""
-        self.epoch, passed = epoch, 0
+        self.epoch = epoch
         if taken:
             set_random_state(began, self.generators)
             self._start()
-            # Not by the number in the checkpoint alone, which may be any: an epoch ends.
-            while passed < taken:
+            for _ in range(taken):
                 self.next()
-                if self.epoch != epoch:
-                    break
-                passed += 1
-            self.epoch = epoch
-        if passed != taken:
+        self.epoch = epoch
+        if self.taken != taken:
             raise BadInput(
-                f"an epoch has {passed} batches, and the checkpoint is after {taken}",
+                f"an epoch has {self.taken} batches, and the checkpoint is after {taken}",
                 expected="the data of the run that saved the checkpoint",
                 remedy="resume with the same data",
             )

@@ -168,9 +168,8 @@ class Stages:
                 kept_bytes=alive * section.kept_bytes,
                 again_bytes=max(section.again_bytes, ending),
                 far_bytes=alive * section.far_bytes,
-                num_again=len(fate.again),
             )
-            for (fate, section), seconds in known
+            for (_, section), seconds in known
         ]
 
 

@@ -15,16 +15,30 @@ from steelyard.core.trade import Refusal
 
 
 def beyond_budget(
-    peak: Peak, budget: Budget, *, parts: int, refusals: Sequence[Refusal], has_far: bool
+    peak: Peak,
+    budget: Budget,
+    *,
+    parts: int,
+    refusals: Sequence[Refusal],
+    has_far: bool,
+    leaner_settings: Sequence[str] = (),
 ) -> Infeasible:
-    """``peak`` is that of the least plan, found with ``parts`` micro-batches."""
+    """``peak`` is that of the least plan, found with ``parts`` micro-batches; ``leaner_settings``
+    of the optimizer lower the memory of its step."""
     assert budget.memory_bytes is not None
     cut = f" with {parts} micro-batches" if parts > 1 else ""
     return Infeasible(
         f"no plan fits memory <= {format_bytes(budget.memory_bytes)}: the least this step can run "
         f"in is ~{format_bytes(peak.nbytes)}{cut}",
         expected=f"at least ~{format_bytes(peak.nbytes)}, set by {_place(peak)}",
-        remedy=_remedy(peak, budget.memory_bytes, parts=parts, refusals=refusals, has_far=has_far),
+        remedy=_remedy(
+            peak,
+            budget.memory_bytes,
+            parts=parts,
+            refusals=refusals,
+            has_far=has_far,
+            leaner_settings=leaner_settings,
+        ),
         least_bytes=peak.nbytes,
     )
 
@@ -38,7 +52,13 @@ def _place(peak: Peak) -> str:
 
 
 def _remedy(
-    peak: Peak, limit_bytes: int, *, parts: int, refusals: Sequence[Refusal], has_far: bool
+    peak: Peak,
+    limit_bytes: int,
+    *,
+    parts: int,
+    refusals: Sequence[Refusal],
+    has_far: bool,
+    leaner_settings: Sequence[str],
 ) -> str:
     """The first of these that could help: the optimizer, the model, the batch, far memory."""
     pieces = sum(holding.nbytes for holding in peak.alive if holding.what == PIECES)
@@ -62,9 +82,9 @@ def _remedy(
             "with fewer temporaries"
         )
     if peak.phase is Phase.UPDATE:
+        settings = "".join(f"{setting}, or " for setting in leaner_settings)
         return (
-            "the optimizer's step sets the peak: use foreach=False, fused=True, or an optimizer "
-            "with fewer temporaries"
+            f"the optimizer's step sets the peak: use {settings}an optimizer with fewer temporaries"
         )
     far = "" if has_far else ", or give far memory (--far)"
     refusal = next((r for r in refusals if r.trade == "accumulate"), None)

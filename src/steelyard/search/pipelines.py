@@ -125,7 +125,12 @@ class Pipelines:
         if best is None:
             refusals = self.refusals
             raise beyond_budget(
-                least_peak, budget, parts=least.parts, refusals=refusals, has_far=False
+                least_peak,
+                budget,
+                parts=least.parts,
+                refusals=refusals,
+                has_far=False,
+                leaner_settings=self._source.leaner_settings(),
             )
         program = self._strike(best.rules)
         prediction = predict(program, self._costs)

@@ -285,6 +285,7 @@ class Search:
             parts=parts,
             refusals=self.refusals,
             has_far=bool(self._costs.far_bytes),
+            leaner_settings=self._source.leaner_settings(),
         )
 
     def _ladder(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:

@@ -1,0 +1,49 @@
+"""Names for what a loss function uses besides the model: a teacher, a weight of its own.
+
+Not for the model's own tensors, which have names already.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def name_of_tensor(loss: Callable[..., Any], tensor: torch.Tensor) -> str:
+    """The user's name for a tensor that the loss function reaches; empty where none is found."""
+    for name, value in _reached(loss):
+        if value is tensor:
+            return name
+        if isinstance(value, nn.Module):
+            for inner, parameter in value.named_parameters(prefix=name):
+                if parameter is tensor:
+                    return inner
+    return ""
+
+
+def name_of_cell(loss: Callable[..., Any], index: int) -> str:
+    """The variable that a function's closure holds in that place; empty where there is no such."""
+    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+    names: tuple[str, ...] = code.co_freevars if code is not None else ()
+    return names[index] if index < len(names) else ""
+
+
+def _reached(loss: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(loss, functools.partial):
+        yield from ((f"argument {i} of the loss", value) for i, value in enumerate(loss.args))
+        yield from loss.keywords.items()
+        yield from _reached(loss.func)
+        return
+    function = getattr(loss, "__func__", loss)
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        yield from used.nonlocals.items()
+        yield from used.globals.items()
+    owner = getattr(loss, "__self__", loss)
+    if isinstance(owner, nn.Module):
+        yield "loss", owner
+    elif not inspect.isfunction(owner):
+        yield from ((f"loss.{name}", value) for name, value in vars(owner).items())
