@@ -562,6 +562,50 @@ def test_scale_refuses_what_it_cannot_read(
     assert said in capsys.readouterr().err
 
 
+_WRONG_KEY = """
+[scope.cluster]
+member = { dgx-h100 = 8 }
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan train.py --cluster c.toml",
+        "plan train.py --cluster c.toml --minimize devices",
+        "plan train.py --check train.plan.toml --cluster c.toml",
+        "scale train.py --cluster c.toml --devices 1..8",
+        "simulate train.py --cluster c.toml --trace t.json",
+    ],
+)
+def test_a_wrong_cluster_file_is_refused_before_torch_is_imported(
+    planned: Path, command: str
+) -> None:
+    (planned.parent / "c.toml").write_text(_WRONG_KEY)
+    (planned.parent / "train.py").write_text("def workload(): ...")
+    probe = (
+        "import sys; from steelyard.cli import main; code = main(sys.argv[1:]); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", probe, *command.split()],
+        cwd=planned.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "scope.cluster.member is not a known key; did you mean members?" in found.stderr
+    assert found.stdout.split() == ["2", "False"]
+
+
+def test_scale_over_more_devices_than_there_are_is_refused_before_the_script_is_loaded(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", "train.py", "--cluster", "dgx-h100", "--devices", "1..9"]) == 2
+    assert "devices 1..9 of a cluster of 8" in capsys.readouterr().err
+    assert not fake_api.ASKED
+
+
 def test_doctor_says_what_is_in_the_way(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:

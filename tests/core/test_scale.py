@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from steelyard.core.cluster import Cluster
+from steelyard.core.errors import BadInput
 from steelyard.core.scale import (
     Run,
     ScalePoint,
     Scaling,
     amdahl,
     amdahl_share,
+    check_devices,
     gustafson,
     gustafson_share,
 )
+from steelyard.report.lines import plain
+from steelyard.report.scale import rendered, to_json
 
 _TIMES = (1, 2, 4, 8, 92)
 
@@ -51,3 +58,54 @@ def test_a_point_that_does_not_fit_is_left_out() -> None:
     assert scaling.serial_share == pytest.approx(0)
     assert 0 < scaling.constant_share < 1
     assert scaling.times(first) == 1
+
+
+def _scaling(seconds: list[float], grown: list[float]) -> Scaling:
+    points = [
+        ScalePoint(
+            devices=2**n,
+            same_batch=Run(layout="d", samples=64, step_seconds=same),
+            grown_batch=Run(layout="d", samples=64 * 2**n, step_seconds=more),
+        )
+        for n, (same, more) in enumerate(zip(seconds, grown, strict=True))
+    ]
+    return Scaling(title="t", cluster="c", points=tuple(points))
+
+
+_SECONDS = st.lists(st.floats(0.01, 100), min_size=3, max_size=3)
+
+
+@given(same=_SECONDS, grown=_SECONDS)
+def test_a_share_is_a_share_or_is_not_said(same: list[float], grown: list[float]) -> None:
+    scaling = _scaling(same, grown)
+    for share, slow in (
+        (scaling.serial_share, scaling.slowest_of_the_same_batch),
+        (scaling.constant_share, scaling.slowest_of_the_grown_batch),
+    ):
+        assert (share is None and slow is not None) or 0 <= (share or 0) <= 1
+    said = plain(rendered(scaling, width=100))
+    assert (scaling.serial_share is None) == ("Amdahl: no share of the step" in said)
+    assert (scaling.constant_share is None) == ("Gustafson: no share of the step" in said)
+    assert to_json(scaling)["serial_share"] == scaling.serial_share
+
+
+def test_that_more_devices_are_slower_is_said_in_words() -> None:
+    """A small step, of which exchanges take more than sharing the work saves."""
+    scaling = _scaling([1.0, 1.01, 1.004], [1.0, 2.3, 3.9])
+    said = " ".join(plain(rendered(scaling, width=100)).split())
+    assert "on 2 devices it takes longer than on 1, for their exchanges" in said
+    assert "2 devices take fewer samples a second than 1" in said or scaling.constant_share
+    assert "100." not in said
+
+
+def test_one_number_of_devices_fits_no_law() -> None:
+    scaling = _scaling([1.0], [1.0])
+    assert scaling.serial_share is scaling.constant_share is None
+    assert "no law is fitted" in plain(rendered(scaling, width=100))
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(0, 4), (4, 2), (1, 9)])
+def test_devices_that_the_cluster_does_not_have_are_refused(fewest: int, most: int) -> None:
+    check_devices(Cluster.named("dgx-h100"), 1, 8)
+    with pytest.raises(BadInput, match="of a cluster of 8"):
+        check_devices(Cluster.named("dgx-h100"), fewest, most)

@@ -15,7 +15,7 @@ from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.plan import BatchEntry
-from steelyard.core.scale import Run, ScalePoint, Scaling
+from steelyard.core.scale import Run, ScalePoint, Scaling, check_devices
 from steelyard.search import DeepSearch, Laid
 
 
@@ -56,12 +56,7 @@ def scaled(
     """``samples`` or ``tokens`` are of the whole training: with them, hours and prices are said."""
     where = Elsewhere(request=request)
     cluster = request.cluster
-    if not 1 <= fewest <= most <= cluster.num_devices:
-        raise BadInput(
-            f"devices {fewest}..{most} of a cluster of {cluster.num_devices}",
-            expected=f"from 1 to {cluster.num_devices}, the fewer ones first",
-            remedy="name fewer devices, or declare a larger cluster",
-        )
+    check_devices(cluster, fewest, most)
     if tokens is not None:
         samples = tokens // tokens_of_a_sample(where.step.entries)
     points = []

@@ -137,8 +137,10 @@ def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
     path, shown = wanted.path, wanted.shown
     if not wanted.is_check:
         refuse_to_lose(path)
+    # What is wrong in a cluster file or a plan file is said before seconds of importing torch.
+    cluster = _cluster(wanted, met)
     with planning(shown) as tell:
-        planned = _planned(wanted, met, tell)
+        planned = _planned(wanted, cluster, tell)
         if wanted.is_check:
             planned.plan = with_reasons(planned.plan, path)
         other = tree_of(planned.what_if(**wanted.what_if).plan) if wanted.what_if else None
@@ -165,23 +167,25 @@ def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
     return OK if tree.fits else INFEASIBLE
 
 
-def _planned(wanted: Wanted, met: "Meeting | None", tell: Any) -> "Planned":
+def _planned(wanted: Wanted, cluster: Cluster | None, tell: Any) -> "Planned":
     workload = loaded(wanted.train, tell)
     from steelyard import api
 
     if wanted.is_check:
-        _, _, made_for = planned_for(wanted.train, wanted.path, wanted.cluster)
         return api.load_planned(
-            wanted.path, workload, cluster=made_for, title=title(wanted.train), on_progress=tell
+            wanted.path, workload, cluster=cluster, title=title(wanted.train), on_progress=tell
         )
     return api.plan_workload(
         workload, budget=wanted.budget, runner=wanted.runner, maximize=wanted.maximize,
-        minimize=wanted.minimize, cluster=_cluster(wanted, met), title=title(wanted.train),
+        minimize=wanted.minimize, cluster=cluster, title=title(wanted.train),
         on_progress=tell,
     )  # fmt: skip
 
 
-def _cluster(wanted: Wanted, met: "Meeting | None") -> Cluster:
+def _cluster(wanted: Wanted, met: "Meeting | None") -> Cluster | None:
+    """What is planned for; of a plan file that is checked, None where that is this machine."""
+    if wanted.is_check:
+        return planned_for(wanted.train, wanted.path, wanted.cluster)[2]
     ranks, hosts = (wanted.ranks, 1) if met is None else (met.num_ranks, met.hosts)
     return cluster_of(wanted.cluster, ranks, wanted.far, hosts=hosts, speeds=wanted.speeds)
 

@@ -357,17 +357,20 @@ def scale(
     shown: Shown = _PLAINLY,
 ) -> int:
     """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
+    from steelyard.core.scale import check_devices
     from steelyard.report.show import show_scaling
 
     refuse_no_script(train, "scale")
     fewest, most = between(devices)
     whole = training_length(tokens, samples)
+    declared, budget = cluster_of(cluster, 1, None), Budget(memory)
+    check_devices(declared, fewest, most)
     with planning(shown) as tell:
         workload = loaded(train, tell)
         from steelyard import api
 
         found = api.scale_workload(
-            workload, cluster=cluster_of(cluster, 1, None), budget=Budget(memory),
+            workload, cluster=declared, budget=budget,
             fewest=fewest, most=most, title=title(train), on_progress=tell, **whole,
         )  # fmt: skip
     show_scaling(found, in_json=shown.json)

@@ -5,8 +5,13 @@ Amdahl (AFIPS 1967): of the time on the fewest devices a share does not shrink. 
 their number. Not for what a step takes: see predict/.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from steelyard.core.cluster import Cluster
+from steelyard.core.errors import BadInput
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +64,59 @@ class Scaling:
         return rates[1] / rates[0]
 
     @property
-    def serial_share(self) -> float:
-        """Of the step on the fewest devices: what fits these speed-ups best."""
-        found = ((self.times(p), self.speed_up(p)) for p in self.points)
-        share = amdahl_share([(times, up) for times, up in found if up is not None])
-        # More devices hold more, and may compute less again: they may be more than so many times
-        # as fast, which no law of these two knows.
-        return max(0.0, share)
+    def serial_share(self) -> float | None:
+        """The share of the step on the fewest devices that does not shrink, as fits best; None
+        where Amdahl's law says nothing of these speed-ups.
+        """
+        return _share_of(amdahl_share, [(self.times(p), self.speed_up(p)) for p in self.points])
 
     @property
-    def constant_share(self) -> float:
-        """Of the step on any number, the batch grown alike: what fits these speed-ups best."""
-        found = ((self.times(p), self.scaled_speed_up(p)) for p in self.points)
-        return max(0.0, gustafson_share([(times, up) for times, up in found if up is not None]))
+    def constant_share(self) -> float | None:
+        """The share of the step on any number that does not grow with the batch, as fits best; None
+        where Gustafson's law says nothing of these speed-ups.
+        """
+        found = [(self.times(p), self.scaled_speed_up(p)) for p in self.points]
+        return _share_of(gustafson_share, found)
+
+    @property
+    def slowest_of_the_same_batch(self) -> ScalePoint | None:
+        """The point on which the batch takes longest, where it takes longer than on the first."""
+        return self._slowest(self.speed_up)
+
+    @property
+    def slowest_of_the_grown_batch(self) -> ScalePoint | None:
+        """The point that takes fewest samples a second, where these are fewer than on the first."""
+        return self._slowest(self.scaled_speed_up)
+
+    def _slowest(self, speed_up: Callable[[ScalePoint], float | None]) -> ScalePoint | None:
+        found = [(up, p) for p in self.points if (up := speed_up(p)) is not None and up < 1]
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _share_of(
+    law: Callable[[Sequence[tuple[float, float]]], float],
+    points: Sequence[tuple[float, float | None]],
+) -> float | None:
+    """None of fewer than two points, and where more devices are slower than the first ones: both
+    laws know of work that does not shrink, and not of exchanges that grow."""
+    found = [(times, up) for times, up in points if up is not None]
+    if len(found) < 2:
+        return None
+    share = law(found)
+    if share > 1 + _ROUNDING:
+        return None
+    # More devices hold more, and may compute less again: they may be more than so many times as
+    # fast, which no law of these two knows.
+    return min(1.0, max(0.0, share))
+
+
+def check_devices(cluster: Cluster, fewest: int, most: int) -> None:
+    if not 1 <= fewest <= most <= cluster.num_devices:
+        raise BadInput(
+            f"devices {fewest}..{most} of a cluster of {cluster.num_devices}",
+            expected=f"from 1 to {cluster.num_devices}, the fewer ones first",
+            remedy="name fewer devices, or declare a larger cluster",
+        )
 
 
 def amdahl(times: float, share: float) -> float:

@@ -3,7 +3,7 @@
 Not for how it was found: see api/scaling.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from steelyard.core.amounts import format_seconds, format_share
@@ -11,12 +11,18 @@ from steelyard.core.scale import Run, ScalePoint, Scaling, amdahl, gustafson
 from steelyard.report.lines import Line, Tone, words
 
 _LAYOUT = 1
+_TOO_FEW = "no law is fitted to fewer than two numbers of devices"
 
 
 def rendered(scaling: Scaling, *, width: int) -> list[Line]:
     """Two tables: Amdahl's of the batch as it is, Gustafson's of one that grows."""
     same = [
-        _row(point, point.same_batch, scaling.speed_up(point), amdahl(times, scaling.serial_share))
+        _row(
+            point,
+            point.same_batch,
+            scaling.speed_up(point),
+            _by_law(amdahl, times, scaling.serial_share),
+        )
         for point, times in _with_times(scaling)
     ]
     grown = [
@@ -24,7 +30,7 @@ def rendered(scaling: Scaling, *, width: int) -> list[Line]:
             point,
             point.grown_batch,
             scaling.scaled_speed_up(point),
-            gustafson(times, scaling.constant_share),
+            _by_law(gustafson, times, scaling.constant_share),
         )
         for point, times in _with_times(scaling)
     ]
@@ -39,15 +45,35 @@ def rendered(scaling: Scaling, *, width: int) -> list[Line]:
     return lines
 
 
+def _by_law(law: Callable[[float, float], float], times: float, share: float | None) -> str:
+    return "" if share is None else f"{law(times, share):.2f}"
+
+
 def _amdahl(scaling: Scaling) -> str:
     share, first = scaling.serial_share, scaling.points[0].devices
+    if share is None:
+        slow = scaling.slowest_of_the_same_batch
+        if slow is None:
+            return _TOO_FEW
+        return (
+            f"Amdahl: no share of the step says this: on {slow.devices:,} devices it takes longer "
+            f"than on {first:,}, for their exchanges"
+        )
     if not share:
         return "Amdahl: as if all of the step shrank; more devices may compute less again"
     return f"Amdahl: as if {_plainly(share)} of the step on {first:,} devices did not shrink"
 
 
 def _gustafson(scaling: Scaling) -> str:
-    share = scaling.constant_share
+    share, first = scaling.constant_share, scaling.points[0].devices
+    if share is None:
+        slow = scaling.slowest_of_the_grown_batch
+        if slow is None:
+            return _TOO_FEW
+        return (
+            f"Gustafson: no share of the step says this: {slow.devices:,} devices take fewer "
+            f"samples a second than {first:,}, for their exchanges"
+        )
     if not share:
         return "Gustafson: as if all of the step grew with the batch"
     return f"Gustafson: as if {_plainly(share)} of the step on any number did not grow"
@@ -73,16 +99,16 @@ def _table(title: str, law: str, rows: Sequence[tuple[str, ...]]) -> list[Line]:
     return lines
 
 
-def _row(point: ScalePoint, run: Run | None, speed_up: float | None, law: float) -> tuple[str, ...]:
+def _row(point: ScalePoint, run: Run | None, speed_up: float | None, law: str) -> tuple[str, ...]:
     devices = f"{point.devices:,}"
     if run is None or speed_up is None:
-        return (devices, "none fits", "", "", f"{law:.2f}", "", "")
+        return (devices, "none fits", "", "", law, "", "")
     return (
         devices,
         run.layout,
         f"~{format_seconds(run.step_seconds)}",
         f"{speed_up:.2f}",
-        f"{law:.2f}",
+        law,
         "" if run.hours is None else f"~{run.hours:,.1f}",
         "" if run.usd is None else f"~{run.usd:,.0f}",
     )
