@@ -41,6 +41,7 @@ from benchmarks._looked import looked_at
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 from steelyard.core.rules import Rule
+from steelyard.exchange.gathered import gathered
 from steelyard.trades.shard_pipeline import rules_for
 
 if TYPE_CHECKING:
@@ -182,8 +183,7 @@ def _carried(
             carry(number)
             times.append(time.perf_counter())
             back.sendall(b".")
-    both: list[list[float]] = [[], []]
-    dist.all_gather_object(both, times)
+    both = gathered(times, list[float])
     return sum(end - begin for begin, end in zip(*both, strict=True)) / len(numbers)
 
 

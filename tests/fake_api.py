@@ -143,10 +143,17 @@ class Fake(ModuleType):
         self, command: list[str], *, num_ranks: int, logs: Path, environ: dict[str, str],
         **asked: Any,
     ) -> SimpleNamespace:  # fmt: skip
+        (logs / "run-1").mkdir()
         self._asked("launch", num_ranks=num_ranks, logs=logs, **asked)
         subprocess.run(
             [sys.executable, "-m", "tests.fake_api", "answer", *command[3:]],
-            env={**os.environ, **environ, "RANK": "0", "WORLD_SIZE": str(num_ranks)},
+            env={
+                **os.environ,
+                **environ,
+                "RANK": "0",
+                "WORLD_SIZE": str(num_ranks),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
             check=True,
         )
         return SimpleNamespace(stopped_by="")
@@ -198,7 +205,7 @@ def install(outcome: Callable[[], None] | None = None) -> Fake:
 
 if __name__ == "__main__":
     # ``python -m tests.fake_api wait|answer plan train.py ...``
-    from steelyard.cli import main
+    from steelyard.cli import command
 
-    install(wait_for_ever if sys.argv[1] == "wait" else None)
-    sys.exit(main(sys.argv[2:]))
+    install(wait_for_ever if sys.argv.pop(1) == "wait" else None)
+    command()

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,14 @@ from steelyard.cli import main
 from steelyard.cli.ranks import Laid, is_to_start
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
-from steelyard.core.errors import CaptureRefused, Infeasible, Mismatch, NonFinite, then
+from steelyard.core.errors import (
+    CaptureRefused,
+    Infeasible,
+    Mismatch,
+    NonFinite,
+    RankFailed,
+    then,
+)
 from steelyard.core.explanation import Asked, read_plan, write_explanation, write_plan
 from steelyard.core.plan import Plan
 from steelyard.core.rules import Rule
@@ -988,8 +996,7 @@ def test_a_disk_that_is_full_costs_the_page_and_not_the_receipt(
 
 
 def steelyard_process(*arguments: str, fake: str = "", **kwargs: Any) -> "subprocess.Popen[str]":
-    command = "import sys; from steelyard.cli import main; sys.exit(main())"
-    how = ["-m", "tests.fake_api", fake] if fake else ["-c", command]
+    how = ["-m", "tests.fake_api", fake] if fake else ["-m", "steelyard"]
     return subprocess.Popen(
         [sys.executable, *how, *arguments],
         stdout=subprocess.PIPE,
@@ -1090,6 +1097,36 @@ def on_two_ranks(planned: Path) -> Path:
     return planned
 
 
+@pytest.mark.parametrize("error", [RankFailed, KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_ranks_wrote_stays_only_where_it_is_asked_for(
+    api: fake_api.Fake,
+    on_two_ranks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    debug: bool,
+    error: type[BaseException],
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    run = ["run", "train.py", "--plan", "two.plan.toml", "--steps", "2", *["--debug"] * debug]
+    assert main(run) == 0
+    assert not list(folder.iterdir())
+
+    def fail() -> None:
+        if fake_api.ASKED[-1][0] == "launch":
+            assert fake_api.ASKED[-1][1]["logs_stay"] == debug
+            assert list(folder.glob("steelyard-*/run-1"))
+            if error is RankFailed:
+                raise RankFailed("rank 1 was killed", expected="none", remedy="start again")
+            raise error
+
+    api.outcome = fail
+    assert main(run) in (4, 130)
+    assert bool(list(folder.iterdir())) == (debug and error is not KeyboardInterrupt)
+
+
 @pytest.mark.parametrize("out", ["file", "pipe"])
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -1147,9 +1184,9 @@ def _until_closed(reader: int) -> str:
 
 def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        command = "import sys; from steelyard.cli import main; sys.exit(main())"
         found = subprocess.run(
-            [sys.executable, "-c", command, "explain", str(planned)],
+            [sys.executable, "-m", "steelyard", "explain", str(planned)],
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -1157,6 +1194,55 @@ def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
         )
     assert found.returncode == 2
     assert found.stderr.startswith("steelyard: the output cannot be written: No space left")
+
+
+ENDING = """
+import atexit, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from steelyard.cli import command, main
+
+class Seen:
+    def __del__(self):
+        os.write(1, b"modules were taken apart\\n")
+
+def late():
+    time.sleep(0.3)
+    print("the thread ended")
+
+seen = Seen()
+atexit.register(print, "what was registered ran")
+ThreadPoolExecutor(1).submit(time.sleep, 0)
+threading.Thread(target=late).start()
+how = sys.argv.pop(1)
+if how == "as a command":
+    command()
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [("explain train.plan.toml", 0), ("explain none.toml", 2), ("bogus", 2)]
+)
+@pytest.mark.parametrize("how", ["as a command", "from Python"])
+def test_a_command_ends_without_taking_python_apart(
+    planned: Path, how: str, arguments: str, code: int
+) -> None:
+    """Threads, executors and all that is registered for the end are waited for; the rest is left to
+    the operating system. Whoever calls main() has Python's own end."""
+    found = subprocess.run(
+        [sys.executable, "-c", ENDING, how, *arguments.split()],
+        cwd=planned.parent,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == code
+    assert ("modules were taken apart" in found.stdout) == (how == "from Python")
+    said = [line for line in found.stdout.splitlines() if line.startswith(("the thr", "what was"))]
+    assert said == ["the thread ended", "what was registered ran"]
+    assert ("plan af9d" in found.stdout) == (code == 0)
 
 
 def test_a_log_that_is_closed_does_not_stop_training(planned: Path) -> None:

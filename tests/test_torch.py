@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from steelyard import _torch
+from steelyard.core.errors import BadInput
 from steelyard.core.in_place import WRITING
 from steelyard.operators import operator_named
 from steelyard.operators.uncounted import may_multiply_uncounted
@@ -605,6 +606,24 @@ def _small(mode: Any) -> tuple[torch.fx.GraphModule, list[Tensor]]:
         doubled.meta["val"], shifted.meta["val"] = x * 2.0, x * 2.0 + x
     graph.output((shifted,))
     return torch.fx.GraphModule(nn.Module(), graph), [x]
+
+
+@pytest.mark.slow
+def test_what_inductor_left_where_others_can_write_is_neither_unpickled_nor_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    assert _torch.inductor_cache_folder() == folder
+    with pytest.raises(BadInput, match="can be written by other users"):
+        _torch.compiled_kernels({})
+    with _torch.inductor_settings() as mode:
+        graph, fakes = _small(mode)
+        with pytest.raises(BadInput, match="can be written by other users"):
+            _torch.inductor_compiled(graph, fakes, mode=mode, is_backward=False)
+    assert [*folder.iterdir()] == []
 
 
 @pytest.mark.slow

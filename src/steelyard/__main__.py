@@ -1,8 +1,6 @@
 """`python -m steelyard` is the command `steelyard`."""
 
-import sys
-
-from steelyard.cli import main
+from steelyard.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

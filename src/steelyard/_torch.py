@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -54,6 +55,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from steelyard.core.private import make_private
+
 __all__ = [
     "BufferAOTInput",
     "FakeTensor",
@@ -85,6 +88,7 @@ __all__ = [
     "exchanges_issued",
     "functional_calls",
     "hooks_of_all_modules",
+    "inductor_cache_folder",
     "inductor_compiled",
     "inductor_decompositions",
     "inductor_lowered",
@@ -599,6 +603,13 @@ def taken_apart(
         return make_fx(functional, decomposition_table=dict(table))(*fakes).graph
 
 
+def inductor_cache_folder() -> Path:
+    """The folder whose files Inductor unpickles and whose libraries it loads."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
 def inductor_compiled(
     graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
 ) -> Any:
@@ -607,6 +618,7 @@ def inductor_compiled(
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
+    make_private(inductor_cache_folder())
     with V.set_fake_mode(mode):
         graph = joint_graph_passes(graph)
     return compile_fx_inner(graph, list(fakes), is_backward=is_backward)
@@ -680,6 +692,7 @@ def compiled_kernels(
     that has run are on disk, and one that runs later finds these there."""
     from torch._inductor.async_compile import AsyncCompile
 
+    make_private(inductor_cache_folder())
     pool = AsyncCompile()
     scope = {name: pool.cpp_pybinding(list(kinds), text) for name, (kinds, text) in sources.items()}
     pool.wait(scope)

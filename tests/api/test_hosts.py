@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -173,7 +175,7 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
     who = Who(rank=1, size=4, local_rank=0, hosts=2)
     everyones = list(zip(places, cores, strict=True))
     with (
-        mock.patch("steelyard.api.hosts._gathered", return_value=everyones),
+        mock.patch("steelyard.api.hosts.gathered", return_value=everyones),
         pytest.raises(BadInput, match=said),
     ):
         check_neighbours(who)
@@ -253,6 +255,37 @@ def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
         pytest.raises(RankFailed, match="rank 0 has told nothing"),
     ):
         silent.hear()
+
+
+def _packed(text: bytes) -> str:
+    return base64.b64encode(zlib.compress(text)).decode()
+
+
+@pytest.mark.parametrize(
+    ("count", "piece"),
+    [
+        ("many", _packed(b"a plan")),
+        ("-1", _packed(b"a plan")),
+        (str(2**62), _packed(b"a plan")),
+        ("1", "no base64 at all"),
+        ("1", base64.b64encode(b"nothing packed").decode()),
+        ("1", _packed(b"a plan")[:12]),
+        ("1", _packed(b"\xff\xfe")),
+        # Unpacked a thousand times as large as it comes.
+        ("1", _packed(bytes(2 << 20))),
+    ],
+)
+def test_what_no_first_host_tells_is_refused_in_three_lines(count: str, piece: str) -> None:
+    store = HashStore()
+    second = Meeting(who=Who(rank=1, size=2, hosts=2), store=store)
+    store.set("told/0", piece)
+    store.set("told", count)
+    with (
+        mock.patch("steelyard.api.hosts._MOST_TOLD_BYTES", 1 << 20),
+        pytest.raises(RankFailed, match="tells what no rank of steelyard tells") as refused,
+    ):
+        second.hear()
+    assert len(str(refused.value).splitlines()) == 3
 
 
 def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None:

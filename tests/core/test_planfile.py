@@ -41,6 +41,7 @@ GOOD = encode_decisions(DECISIONS)
 WORDS = st.text(max_size=30)
 WHOLE = st.integers(0, 2**62)
 LEAST_ONE = st.integers(1, 2**62)
+MOST_RANKS = 1_000_000
 POSITIVE = st.floats(0, 2.0**62, exclude_min=True)
 ACCUMULATE = st.builds(Rule, trade=st.just("accumulate"), degree=LEAST_ONE)
 RECOMPUTE = st.builds(
@@ -53,10 +54,10 @@ RECOMPUTE = st.builds(
     times=st.integers(1, 16),
 )
 SHARD_BATCH = st.builds(
-    Rule, trade=st.just("shard_batch"), degree=st.integers(2, 2**62), bucket_bytes=LEAST_ONE
+    Rule, trade=st.just("shard_batch"), degree=st.integers(2, MOST_RANKS), bucket_bytes=LEAST_ONE
 )
 SHARD_STATES = st.builds(
-    Rule, trade=st.just("shard_states"), degree=st.integers(2, 2**62), module=WORDS,
+    Rule, trade=st.just("shard_states"), degree=st.integers(2, MOST_RANKS), module=WORDS,
     op=st.sampled_from(["", "optimizer", "gradient"]), times=st.integers(1, 2), count=LEAST_ONE,
     bucket_bytes=WHOLE,
 )  # fmt: skip
@@ -86,7 +87,7 @@ ANY_DECISIONS = st.builds(
     made_for=st.builds(
         MadeFor,
         model=WORDS, graph=WORDS, decomposition=WORDS, runner=WORDS, cluster=WORDS, torch=WORDS,
-        batch=BATCH, ranks=LEAST_ONE,
+        batch=BATCH, ranks=st.integers(1, MOST_RANKS),
     ).flatmap(_on_hosts),
     budget=st.builds(
         Budget,

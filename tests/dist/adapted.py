@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from steelyard.exchange.gathered import gathered
 import steelyard as sy
 from steelyard.api import adapting
 from steelyard.api.look import Look, Request, Runner
@@ -62,8 +63,7 @@ def compiled(rank: int) -> dict[str, Any]:
 def _together() -> Iterator[Path]:
     """A folder of all, which is there until all are done."""
     with tempfile.TemporaryDirectory() as folder:
-        paths: list[Any] = [folder]
-        dist.broadcast_object_list(paths)
+        paths = gathered(folder, str)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             yield Path(paths[0])
             dist.barrier()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steelyard.exchange.gathered import gathered
 import steelyard as sy
 from steelyard.api.look import Look, Request, Runner
 from steelyard.core.budget import Budget
@@ -68,8 +69,7 @@ def compiled(rank: int) -> dict[str, Any]:
 
 def _all_trained(cases: Sequence[str], rank: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        paths: list[Any] = [folder]
-        dist.broadcast_object_list(paths)
+        paths = gathered(folder, str)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             found = {name: _trained(name, rank, Path(paths[0])) for name in cases}
             dist.barrier()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steelyard.exchange.gathered import gathered
 import steelyard as sy
 from steelyard.api.look import Look, Request, Runner
 from steelyard.core.budget import Budget
@@ -292,8 +293,7 @@ def on_four(rank: int) -> dict[str, Any]:
 
 def _all_trained(cases: dict[str, Case], rank: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        paths: list[Any] = [folder]
-        dist.broadcast_object_list(paths)
+        paths = gathered(folder, str)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             found = {name: _trained(case, rank, Path(paths[0])) for name, case in cases.items()}
             dist.barrier()

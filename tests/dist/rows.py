@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from steelyard.exchange.gathered import gathered
 import steelyard as sy
 from steelyard.api.look import Look, Request
 from steelyard.core.budget import Budget
@@ -32,8 +33,7 @@ STEPS = 20
 
 def in_rows(rank: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        paths: list[Any] = [folder]
-        dist.broadcast_object_list(paths)
+        paths = gathered(folder, str)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             found = {str(parts): _trained(parts, rank, Path(paths[0])) for parts in (1, 2)}
             dist.barrier()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from steelyard.exchange.gathered import gathered
 from steelyard.core.pinned import Rounds
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.slotted import Slotted
@@ -81,8 +82,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
             bitwise = bitwise and torch.equal(came, known)
             worst = max(worst, float((came - known).abs().max() / known.abs().max()))
         summed = [x for x, (op, *_) in zip(issued, values(ranks, 0)) if op in (REDUCE, _IN_PLACE)]
-        told: list[Any] = [None] * ranks
-        dist.all_gather_object(told, [float(x.double().sum()) for x in summed])
+        told = gathered([float(x.double().sum()) for x in summed], list[float])
         are_alike = are_alike and all(sums == told[0] for sums in told)
     dist.barrier()
     moved, waited = over.waiting.moved_bytes, over.waiting.seconds

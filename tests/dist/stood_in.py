@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from steelyard.exchange.gathered import gathered
 from steelyard.core.errors import BadInput
 from steelyard.exchange import pinned_among
 from steelyard.exchange.gpus import Event
@@ -45,8 +46,8 @@ class StoodIn:
         return self._mapped(self._file(nbytes))
 
     def views(self, memory: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        everyones: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyones, (os.getpid(), self._files[0].fileno(), memory.nbytes))
+        own = os.getpid(), self._files[0].fileno(), memory.nbytes
+        everyones = gathered(own, tuple[int, int, int], group=group)
         assert {nbytes for *_, nbytes in everyones} == {memory.nbytes}, "they are not even"
         opened = [FileIO(f"/proc/{pid}/fd/{number}", "r+") for pid, number, _ in everyones]
         self._files += opened
@@ -62,12 +63,12 @@ class StoodIn:
         lent.owner = owner  # type: ignore[attr-defined]
         return torch.from_numpy(np.asarray(lent))
 
-    def event(self) -> tuple[Event, Any]:
+    def event(self) -> tuple[Event, str]:
         file = self._file(8)
-        return _Moment(self._mapped(file)), (os.getpid(), file.fileno())
+        return _Moment(self._mapped(file)), f"{os.getpid()} {file.fileno()}"
 
-    def opened(self, handle: Any) -> Event:
-        pid, number = handle
+    def opened(self, handle: str) -> Event:
+        pid, number = handle.split()
         self._files.append(file := FileIO(f"/proc/{pid}/fd/{number}", "r+"))
         return _Moment(self._mapped(file))
 
@@ -132,9 +133,7 @@ def _apart(rank: int) -> list[bool]:
         for number in (1, 2):
             assert own.receive(0, number, like)[0].tolist() == [number]
     times.append(time.monotonic())
-    both: list[Any] = [None, None]
-    dist.all_gather_object(both, times)
-    (sent, settled), (came, _) = both
+    (sent, settled), (came, _) = gathered(times, list[float])
     own.close()
     return [came - sent >= BEHIND_SECONDS, settled - came >= BEHIND_SECONDS]
 

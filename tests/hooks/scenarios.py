@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steelyard.core.errors import SteelyardError
 from steelyard.exchange import directly
+from steelyard.exchange.gathered import gathered
 from steelyard.hooks import compress
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -189,8 +190,7 @@ def _batch() -> dict[str, Tensor]:
 
 
 def _is_alike(model: nn.Module) -> bool:
-    own: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(own, _digest([*model.parameters()]))
+    own = gathered(_digest([*model.parameters()]), str)
     return len(set(own)) == 1
 
 

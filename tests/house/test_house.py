@@ -295,3 +295,79 @@ def test_what_is_shared_is_made_by_one_worker(request: pytest.FixtureRequest) ->
     """Or dear fixtures are made by each: groups were ignored in silence once."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         assert request.node.nodeid.endswith("@together")
+
+
+# --- nothing is unpickled -------------------------------------------------------------------------
+
+_UNPICKLING_CALLS = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "send_object_list", "recv_object_list",
+}  # fmt: skip
+# multiprocessing pickles what goes through its pipes and queues, and torch's checkpoints and remote
+# calls pickle what describes them.
+_UNPICKLING_MODULES = (
+    "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve",
+    "multiprocessing", "concurrent.futures.process", "torch.multiprocessing",
+    "torch.distributed.checkpoint", "torch.distributed.rpc", "torch.package",
+)  # fmt: skip
+_UNPICKLING_NAMES = ("torch.load", "torch.save", "np.load", "numpy.load")
+
+
+def unpickling(text: str) -> list[str]:
+    """What in a source file pickles or unpickles, as far as names tell."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        named = []
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            named = [ast.unparse(node)]
+        for name in named:
+            is_module = any(name == m or name.startswith(f"{m}.") for m in _UNPICKLING_MODULES)
+            last = name.rpartition(".")[2]
+            if is_module or name in _UNPICKLING_NAMES or last in _UNPICKLING_CALLS:
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("tree", ["src", "benchmarks", "examples", "scripts"])
+def test_nothing_pickles(tree: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in sorted((ROOT / tree).rglob("*.py"))
+        if (names := unpickling(path.read_text()))
+    }
+    assert found == {}
+
+
+def test_no_test_uses_collectives_of_objects() -> None:
+    found = [
+        (path.name, name)
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in unpickling(path.read_text())
+        if name.rpartition(".")[2] in _UNPICKLING_CALLS and path.name != "impostor.py"
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch.multiprocessing as mp",
+        "from multiprocessing import Queue",
+        "from multiprocessing.connection import Pipe",
+        "from torch.distributed import all_gather_object",
+        "import torch.distributed as dist; dist.broadcast_object_list([])",
+        "from torch.distributed import checkpoint",
+        "import torch.distributed.checkpoint as dcp",
+        "import torch; torch.load('x')",
+        "import torch; torch.save({}, 'x')",
+        "import torch; torch.distributed.checkpoint.save({})",
+    ],
+)
+def test_what_pickles_is_found(snippet: str) -> None:
+    assert unpickling(snippet)

@@ -1,3 +1,4 @@
+import os
 import sqlite3
 import subprocess
 import sys
@@ -205,3 +206,80 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert default_path() == Path("~/.cache/steelyard/costs.sqlite").expanduser()
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "mine"))
     assert default_path() == tmp_path / "mine"
+
+
+# --- another user's ---------------------------------------------------------------------------
+
+ANOTHER = 12345
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+def refused(path: Path) -> str:
+    """The note of a cache that is refused, and neither read nor written."""
+    before = path.read_bytes() if path.is_file() else b""
+    cache = CostCache(path)
+    assert cache.read("here", ["relu"]) == {}
+    cache.write("here", {"relu": COST})
+    assert cache.read("here", ["relu"]) == {}
+    assert (path.read_bytes() if path.is_file() else b"") == before
+    (note,) = cache.notes
+    assert note.endswith("costs are measured again each time")
+    return note
+
+
+@AS_ROOT
+def test_another_users_file_is_not_read(path: Path) -> None:
+    CostCache(path).write("here", {"relu": COST})
+    os.chown(path, ANOTHER, ANOTHER)
+    assert f"belongs to user {ANOTHER}, and this process is of user 0" in refused(path)
+
+
+@AS_ROOT
+@pytest.mark.parametrize("suffix", ["-wal", "-journal", "-shm"])
+def test_what_another_user_put_beside_the_file_is_not_read(path: Path, suffix: str) -> None:
+    CostCache(path).write("here", {"relu": COST})
+    beside = path.with_name(path.name + suffix)
+    beside.write_bytes(b"")
+    os.chown(beside, ANOTHER, ANOTHER)
+    assert f"{suffix} belongs to user {ANOTHER}" in refused(path)
+
+
+@AS_ROOT
+def test_a_file_in_another_users_folder_is_not_read(path: Path) -> None:
+    CostCache(path).write("here", {"relu": COST})
+    os.chown(path.parent, ANOTHER, ANOTHER)
+    assert f"{path.parent} belongs to user {ANOTHER}" in refused(path)
+
+
+@AS_ROOT
+def test_a_link_to_another_users_file_is_not_followed(path: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.sqlite"
+    CostCache(theirs).write("here", {"relu": COST})
+    os.chown(theirs, ANOTHER, ANOTHER)
+    path.parent.mkdir(mode=0o700)
+    path.symlink_to(theirs)
+    assert f"belongs to user {ANOTHER}" in refused(path)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_folder_that_anybody_can_write_to_is_not_used(path: Path, mode: int) -> None:
+    path.parent.mkdir()
+    path.parent.chmod(mode)
+    assert f"{path.parent} can be written by other users" in refused(path)
+    assert [*path.parent.iterdir()] == []
+
+
+def test_a_file_that_anybody_can_write_is_not_read(path: Path) -> None:
+    CostCache(path).write("here", {"relu": COST})
+    path.chmod(0o646)
+    assert "can be written by other users" in refused(path)
+
+
+def test_ones_own_link_and_folder_are_used(path: Path, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    CostCache(real / "costs.sqlite").write("here", {"relu": COST})
+    assert real.stat().st_mode & 0o777 == 0o700
+    path.parent.symlink_to(real)
+    cache = CostCache(path)
+    assert cache.read("here", ["relu"]) == {"relu": COST}
+    assert cache.notes == ()

@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from steelyard.core.errors import CheckpointError, CheckpointRefused
+from steelyard.core.errors import BadInput, CheckpointError, CheckpointRefused
 from steelyard.run import checkpoint
+from steelyard.run.batches import Feed
 from steelyard.run.checkpoint import Position
 from steelyard.run.folder import CheckpointFolder, verify
 from steelyard.run.plainly import Unplain, from_plain, to_plain
@@ -58,7 +59,7 @@ class Odd(nn.Module):
 
 def position(step: int = 7) -> Position:
     state = random_state({})
-    return Position(step=step, epoch=1, taken=3, now=state, began=state)
+    return Position(step=step, epoch=min(1, step), taken=min(3, step), now=state, began=state)
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 2) -> None:
@@ -533,6 +534,7 @@ SAVER = """
     import sys, torch
     from pathlib import Path
     from steelyard.run import checkpoint
+from steelyard.run.batches import Feed
     from steelyard.run.checkpoint import Position
     from steelyard.run.folder import CheckpointFolder
     from steelyard.run.randomness import random_state
@@ -624,3 +626,71 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be saved"):
         CheckpointFolder(tmp_path / "file").add(1, words)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0o027])
+def test_all_files_of_a_checkpoint_have_the_mode_of_the_users_umask(
+    umask: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        model = Odd()
+        optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+        folder = CheckpointFolder(tmp_path / "saved")
+        whole = folder.add(
+            7,
+            lambda at: checkpoint.save(
+                at, model=model, optimizer=optimizer, position=position(), plan="",
+                lost={"weight": torch.zeros(2)},
+            ),
+        )  # fmt: skip
+    finally:
+        os.umask(before)
+    files = {path.name: path.stat().st_mode & 0o777 for path in whole.iterdir()}
+    assert {"manifest.json", "state.json", "model.safetensors"} <= files.keys()
+    assert set(files.values()) == {0o666 & ~umask}
+    assert (tmp_path / "saved" / "LATEST").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert whole.stat().st_mode & 0o777 == 0o777 & ~umask
+    verify(whole)
+
+
+LARGE = 2**62
+
+
+def _stretched(state: dict[str, Any]) -> None:
+    moments = state["optimizer"]["state"]
+    spelt = next(v for s in moments.values() for v in s.values() if len(v.get("stride", ())) == 2)
+    spelt["stride"][0] = 2**40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update(step=LARGE),
+        lambda state: state.update(step=-5),
+        lambda state: state.update(taken=LARGE),
+        lambda state: state.update(epoch=LARGE),
+        lambda state: state.update(epoch=-1),
+        _stretched,
+    ],
+)
+def test_numbers_that_would_be_waited_for_or_allocated_are_refused(
+    whole: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    torch.manual_seed(1)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    copy = Path(shutil.copytree(whole, tmp_path / whole.name))
+    resigned(copy, change)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load(copy, model=model, optimizer=optimizer)
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_batches_that_are_not_there_are_not_counted_to_the_end(tmp_path: Path) -> None:
+    feed = Feed([1, 2, 3])
+    with pytest.raises(BadInput, match="an epoch has 3 batches, and the checkpoint is after 4611"):
+        feed.go_to(epoch=1, taken=LARGE, began=random_state({}))
+    feed.go_to(epoch=1, taken=2, began=random_state({}))
+    assert (feed.epoch, feed.taken, feed.next()) == (1, 2, 3)

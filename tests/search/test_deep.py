@@ -32,6 +32,7 @@ from steelyard.search.deep_read import laid_of
 from steelyard.search.deep_rules import rules_of
 from steelyard.search.deep_stages import Again, Fate
 from steelyard.search.kinds import sets_again
+from steelyard.search.mixing import ALIKE
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
 from tests.search.test_mixing import _divisions as divisions
@@ -216,6 +217,61 @@ def test_the_plan_is_within_its_gap_of_the_best_there_is(
         assert best * (1 - 1e-9) <= found.step.step_seconds, "a step that brute force cannot find"
         assert found.step.step_seconds <= 1.02 * best
     assert search.fastest(ranks, least_bytes - 1) is None
+
+
+def _without_one(laid: Laid, samples: int) -> Iterator[tuple[str, Laid]]:
+    """The same plan with one of its trades taken back."""
+    layout = laid.layout
+    data = layout.data * layout.tensor
+    others = {
+        "shard_states": replace(
+            layout, state_stage=0, overlaps=layout.state_stage > 0 or layout.overlaps
+        ),
+        "offload_state": replace(layout, far_states=False),
+        "overlap": replace(layout, overlaps=False),
+        "shard_tensor": replace(layout, tensor=1, data=data),
+        "accumulate": replace(layout, micro_batches=1, virtual=1),
+    }
+    for trade, other in others.items():
+        if other != layout and samples % (other.data * other.micro_batches) == 0:
+            yield trade, replace(laid, layout=other)
+    for trade, without in (("offload", {"moved": False}), ("recompute", {"again": ()})):
+        stages = tuple(tuple((replace(f, **without), n) for f, n in s) for s in laid.stages)  # type: ignore[arg-type]
+        if stages != laid.stages:
+            yield trade, replace(laid, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "host", "rate", "call"),
+    [
+        (_SHAPES[0], 2, "12 GB/s and 1 GiB", "25 GB/s", "5 us"),
+        # Links so fast or so slow that much of what may be done makes no difference, and calls so
+        # long that no exchange does.
+        (_SHAPES[2], 4, "12 GB/s and 1 GiB", "10 MB/s", "5 us"),
+        (_SHAPES[1], 2, "1 GB/s and 100 KiB", "1 GB/s", "5 us"),
+        (_SHAPES[0], 2, "12 GB/s and 1 GiB", "1000 GB/s", "10 ms"),
+        (_SHAPES[0], 4, "", "25 GB/s", "10 ms"),
+    ],
+)
+def test_without_any_of_its_trades_a_plan_does_not_fit_or_is_slower(
+    shape: tuple[int, int, int, int], ranks: int, host: str, rate: str, call: str
+) -> None:
+    search = _search(shape, rate, host=host, call=call)
+    roomy = search.fastest(ranks, 1 << 40)
+    assert roomy is not None
+    for share in (1.5, 1.0, 0.8, 0.6, 0.4, 0.3):
+        limit = int(roomy.step.peak_bytes * share)
+        found = search.fastest(ranks, limit)
+        if found is None:
+            continue
+        every = [search.laid(way, limit) for way in search.ways(ranks)]
+        least = min(laid.step.step_seconds for laid in every if laid is not None)
+        assert found.step.step_seconds <= least * (1 + ALIKE)
+        assert search.holds(found, limit)
+        for trade, other in _without_one(found, search.num_samples):
+            without = search.priced_as(other.layout, other.stages)
+            is_slower = without.step.step_seconds > least * (1 + ALIKE)
+            assert is_slower or not search.holds(without, limit), (trade, found)
 
 
 def test_a_slower_link_or_less_of_a_device_or_of_memory_is_never_faster() -> None:

@@ -6,13 +6,14 @@ Only wires: capture -> search -> plan. Not for plans that can be run here: see p
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
 
 from steelyard.api.coded import note_on_accuracy, untried
 from steelyard.api.held import batch_held
-from steelyard.api.look import DECOMPOSITIONS, Request
+from steelyard.api.look import Request
 from steelyard.api.planning import Planned, budget_of, check_trade
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.amounts import format_bytes, format_seconds, format_share
@@ -22,13 +23,14 @@ from steelyard.core.costs import Costs
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, NextCent, Plan
+from steelyard.core.plan_check import DECOMPOSITIONS
 from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.sampled import Sampled
 from steelyard.core.span import Span
 from steelyard.core.uncounted import refuse_uncounted
 from steelyard.exchange.schedules import order_of
 from steelyard.predict.deep_spans import deep_spans
-from steelyard.search import Again, DeepSearch, Laid, rules_of, sets_again, told
+from steelyard.search import ALIKE, Again, DeepSearch, Laid, rules_of, sets_again, told
 from steelyard.search.deep_read import Step as Told
 from steelyard.search.deep_read import laid_of
 from steelyard.trades.recompute import recomputable
@@ -63,10 +65,10 @@ class Elsewhere:
     def best(self, budget: Budget, num_ranks: int) -> Laid:
         """On so many of the devices; raises Infeasible where nothing fits there."""
         limit = self.search.limit_bytes(budget)
-        found = self.search.fastest(num_ranks, limit)
+        bound = budget.step_seconds
+        found = self.search.fastest(num_ranks, limit, most_seconds=bound or inf)
         if found is None:
             raise self._too_small(num_ranks, limit)
-        bound = budget.step_seconds
         if bound is not None and found.step.step_seconds > bound:
             raise Infeasible(
                 f"no plan on {num_ranks} devices keeps step time <= {format_seconds(bound)}: the "
@@ -83,7 +85,7 @@ class Elsewhere:
         for num_ranks in range(search.fewest_ranks(limit), most + 1):
             ways = search.ways(num_ranks)
             if ways and (bound is None or ways[0].least_seconds <= bound):
-                found = search.fastest(num_ranks, limit)
+                found = search.fastest(num_ranks, limit, most_seconds=bound or inf)
                 if found is not None and (bound is None or found.step.step_seconds <= bound):
                     return found
         return self.best(budget, most)
@@ -204,7 +206,9 @@ class Elsewhere:
         other = self.search.fastest(laid.layout.num_ranks, limit + more)
         assert other is not None, "what fits in less fits in more"
         saved = laid.step.step_seconds - other.step.step_seconds
-        return NextCent(more_bytes=more, saved_seconds=saved) if saved > 0 else None
+        # Plans that are about as fast are equal, and the simpler one is taken.
+        is_faster = saved > laid.step.step_seconds * ALIKE
+        return NextCent(more_bytes=more, saved_seconds=saved) if is_faster else None
 
     def _rates_said(self) -> str:
         rates = self.request.cluster.rates_said

@@ -5,6 +5,7 @@ Not for what they exchange while they train, which is as among ranks of one mach
 """
 
 import base64
+import binascii
 import contextlib
 import os
 import socket
@@ -15,10 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # public by its documentation
 
@@ -28,6 +27,7 @@ from steelyard.core.machine import cores_of
 from steelyard.core.printable import printable
 from steelyard.exchange.backends import backend_for
 from steelyard.exchange.devices import CPU, home_of
+from steelyard.exchange.gathered import gathered
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import ALL_HOSTS, OTHER_HOSTS
 from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link, work_until
@@ -46,6 +46,10 @@ _PIECE = 4 << 20
 _PLANNING_SECONDS, _MEETING_SECONDS, _HEARING_SECONDS = 6 * 3600.0, 600.0, 60.0
 _BEGINNING_SECONDS, _ASKING_SECONDS = 120.0, 0.05
 _TOLD, _CALLED, _WORK = "told", "called to work", "work"
+# What rank 0 calls the others to: to work, or to measure what joins them from such a device.
+_CALLS = (_WORK, "cpu", "cuda")
+# Of a plan and what is predicted of it; the file beside a plan may be as large.
+_MOST_TOLD_BYTES, _MOST_PIECES = 256 << 20, 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +154,7 @@ class Meeting:
         """What the first tells; at work meanwhile, whenever it is called to."""
         try:
             failed = self._work_until_told()
-            numbers = range(int(self.store.get(_TOLD)))
-            whole = b"".join(self.store.get(f"{_TOLD}/{number}") for number in numbers)
+            whole = self._told()
             self.store.set(f"heard/{self.who.rank}", "")
         except DistError as error:
             raise RankFailed(
@@ -163,7 +166,18 @@ class Meeting:
             ) from error
         if failed is not None:
             raise failed
-        return zlib.decompress(base64.b64decode(whole)).decode()
+        return _unpacked(whole)
+
+    def _told(self) -> bytes:
+        """All pieces of what the first tells, of a bounded number and size."""
+        said, whole = self.store.get(_TOLD), bytearray()
+        if not said.isdigit() or len(said) > len(str(_MOST_PIECES)):
+            raise _no_plan()
+        for number in range(int(said)):
+            whole += self.store.get(f"{_TOLD}/{number}")
+            if len(whole) > _MOST_TOLD_BYTES:
+                raise _no_plan()
+        return bytes(whole)
 
     def _work_until_told(self) -> SteelyardError | None:
         """What went wrong here meanwhile, of which the first is told by then."""
@@ -179,7 +193,9 @@ class Meeting:
             if time.monotonic() > until:
                 raise DistError(f"nothing within {_PLANNING_SECONDS:g} s")
             if self.store.check([f"work/{number}"]):
-                to = self.store.get(f"work/{number}").decode()
+                to = self.store.get(f"work/{number}").decode(errors="replace")
+                if to not in _CALLS:
+                    raise _no_plan()
                 self.store.set(f"at work/{number}/{self.who.rank}", "")
                 if to == _WORK:
                     with on_own_cores(self.who):
@@ -241,13 +257,16 @@ def know_hosts(who: Who, home: torch.device) -> None:
     """Within a group of as many ranks on each host: what joins them is measured from where a step
     lies, unless all remember it of just these hosts and it is as it was."""
     cache, hosts = CostCache(), who.hosts
-    names = [str(name) for name in _gathered(socket.gethostname())]
-    before = _gathered(remembered_look(names, hosts=hosts, home=home, cache=cache))
+    names = gathered(socket.gethostname(), str)
+    before = gathered(
+        remembered_look(names, hosts=hosts, home=home, cache=cache), tuple[float, ...] | None
+    )
     with on_own_cores(who):
-        if None not in before and len({*before}) == 1 and _is_as_it_was(before[0], home):
+        last = before[0]
+        if last is not None and len({*before}) == 1 and _is_as_it_was(last, home):
             return
         figures = figures_of_this_rank(hosts=hosts, home=home)
-        said, look = _gathered(figures), looked_at_link(home)
+        said, look = gathered(figures, dict[str, float]), looked_at_link(home)
     # By the cores of the host, on all of which a plan is made.
     remember_hosts(said, names, hosts=hosts, home=home, look=look, cache=cache)
 
@@ -276,7 +295,7 @@ def words_of_gpu(home: torch.device, who: Who) -> dict[str, str]:
 def check_neighbours(who: Who) -> None:
     """All say the same of it: nobody waits for one that has gone."""
     each = who.size // who.hosts
-    found = _gathered((who.local_rank, os.sched_getaffinity(0)))
+    found = gathered((who.local_rank, os.sched_getaffinity(0)), tuple[int, set[int]])
     for rank, (local_rank, cores) in enumerate(found):
         if local_rank != rank % each:
             raise BadInput(
@@ -328,6 +347,28 @@ def _is_as_it_was(before: tuple[float, ...], home: torch.device) -> bool:
     return all(abs(now - then) <= _OTHER_SHARE * then + _OTHER_SECONDS for now, then in pairs)
 
 
+def _unpacked(whole: bytes) -> str:
+    """The text in what was told: of a bounded size, however small it was packed."""
+    unpacking = zlib.decompressobj()
+    try:
+        text = unpacking.decompress(base64.b64decode(whole, validate=True), _MOST_TOLD_BYTES)
+        if not unpacking.eof:
+            raise _no_plan()
+        return text.decode()
+    except (zlib.error, binascii.Error, UnicodeDecodeError):
+        raise _no_plan() from None
+
+
+def _no_plan() -> RankFailed:
+    return RankFailed(
+        "whoever came as rank 0 tells what no rank of steelyard tells",
+        expected="a plan, packed as steelyard packs it",
+        remedy="install one version on all hosts; who may come there: docs/security.md",
+        rank=0,
+        cause="absent",
+    )
+
+
 def check_seen_by_all(folder: Path, together: Together) -> None:
     """One rank saves, and all go on from what it saved: the folder has to be one that all see."""
     mark, failure = "", ""
@@ -356,9 +397,3 @@ def check_seen_by_all(folder: Path, together: Together) -> None:
             expected="one that all see: the first host saves there, and all go on from it",
             remedy="name a folder on a file system that the hosts share, or leave out --checkpoint",
         )
-
-
-def _gathered(said: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, said)
-    return everyones

@@ -129,7 +129,7 @@ class Step:
             parts=self._parts,
             reduction=source.reduction().value if program.parts > 1 else "mean",
             other_shape=self._other_shape,
-            on_change=lambda shapes: self.ranks.together.check_alike("batch", str(shapes)),
+            on_change=lambda words: self.ranks.together.check_alike("batch", words),
             runner=self._runner(states),
             reads=captured.reads,
             rank=program.layout.place(self.ranks.rank, DATA),

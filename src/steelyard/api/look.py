@@ -30,6 +30,7 @@ from steelyard.core.layout import Layout
 from steelyard.core.link import Link
 from steelyard.core.machine import memory_bytes
 from steelyard.core.plan import Decisions, MadeFor, Prediction
+from steelyard.core.plan_check import DECOMPOSITIONS
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
 from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
@@ -50,8 +51,6 @@ from steelyard.trades import TRADES
 
 Runner = Literal["python", "inductor"]
 _NO_PROBE = "is not probed on several ranks"
-# Of each runner, the tables that it can run; new plans are made on the first.
-DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1", "inductor-2")}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,61 +4,15 @@ Not for reading the file: see core/planfile.py. Not for what its rules do here: 
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from steelyard.api.home import cluster_at
-from steelyard.api.look import DECOMPOSITIONS
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, MadeFor
 from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
-
-
-def check_file(path: str | Path, decisions: Decisions) -> None:
-    """Whatever step it meets: that there is such a runner, and that its ranks are some of those."""
-    made_for = decisions.made_for
-    if made_for.runner not in DECOMPOSITIONS:
-        raise BadInput(
-            f"{path} is for an unknown runner, {made_for.runner[:40]!r}",
-            expected=" or ".join(DECOMPOSITIONS),
-            remedy="correct made_for.runner, or plan again",
-        )
-    if made_for.decomposition not in DECOMPOSITIONS[made_for.runner]:
-        raise BadInput(
-            f"{path} is for an unknown table of operators, {made_for.decomposition[:40]!r}",
-            expected=" or ".join(DECOMPOSITIONS[made_for.runner]),
-            remedy="plan again with this version",
-        )
-    ranks = Layout.of(decisions.rules).num_ranks
-    if ranks > made_for.ranks:
-        raise Mismatch(
-            f"{path} lies on {ranks} ranks, and is made for {made_for.ranks}",
-            expected=f"at most {made_for.ranks} under [[shard_batch]]",
-            remedy=f"plan again with --ranks {ranks}, or set made_for.ranks to {ranks}",
-        )
-    if ranks > 1 and made_for.hosts > 1 and ranks % made_for.ranks_of_a_host:
-        raise Mismatch(
-            f"{path} lies on {ranks} ranks, and each host has {made_for.ranks_of_a_host}",
-            expected="all ranks of some of the hosts, or one rank",
-            remedy="plan again, or correct the degrees of its shard rules",
-        )
-
-
-def cluster_for(decisions: Decisions) -> Cluster:
-    """This machine, and others like it, for as many ranks as are asked for; as the plan found them,
-    for a busy moment must not make it another plan."""
-    made_for = decisions.made_for
-    ranks = made_for.ranks
-    if made_for.hosts > 1:
-        # Of hosts those that it lies on have met, and no others.
-        ranks = Layout.of(decisions.rules).num_ranks
-    speeds = (made_for.speeds or (1.0,) * made_for.ranks)[:ranks]
-    hosts = made_for.hosts_of(ranks)
-    return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds, far=decisions.far)
 
 
 def other_than_planned(ours: MadeFor, theirs: MadeFor, home: torch.device = CPU) -> Iterator[str]:

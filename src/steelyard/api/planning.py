@@ -14,15 +14,9 @@ from torch import nn
 from steelyard.api.coded import note_on_accuracy
 from steelyard.api.held import batch_held, rounded_in_parts
 from steelyard.api.live import Step
-from steelyard.api.look import DECOMPOSITIONS, Look, Request, Runner
+from steelyard.api.look import Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
-from steelyard.api.made_for import (
-    check_cluster,
-    check_file,
-    check_made_for,
-    cluster_for,
-    other_than_planned,
-)
+from steelyard.api.made_for import check_cluster, check_made_for, other_than_planned
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
 from steelyard.capture.batching import batch_size
@@ -39,6 +33,7 @@ from steelyard.core.errors import BadInput, Infeasible, Mismatch
 from steelyard.core.explanation import write_plan
 from steelyard.core.layout import Layout
 from steelyard.core.plan import Decisions, FrontierPoint, Plan, Prediction
+from steelyard.core.plan_check import DECOMPOSITIONS, check_file, cluster_for
 from steelyard.core.planfile import read_decisions
 from steelyard.core.printable import printable
 from steelyard.core.program import Program

@@ -6,10 +6,17 @@ Not for what the verbs do: see verbs.py.
 import json
 import sys
 from collections.abc import Sequence
+from typing import Never
 
 from steelyard.cli.interrupt import Heeding, was_pressed
+from steelyard.cli.leaving import leave
 
 _INTERRUPTED = 130
+
+
+def command() -> Never:
+    """The command as a process of its own: ``main``, and then the end of the process."""
+    leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

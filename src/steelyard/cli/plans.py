@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard import __version__
 from steelyard.cli.arguments import cluster_of, planned_for, title
@@ -84,6 +86,30 @@ def _on_hosts(wanted: Wanted) -> int:
     return code
 
 
+class _Told(BaseModel):
+    """What the first host tells the others: two files and an exit code, or what went wrong."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    failed: str | None = None
+    code: Annotated[int, Field(ge=0, le=255)] = OK
+    files: Annotated[list[str], Field(max_length=2)] = []
+
+
+def _told(text: str) -> _Told:
+    try:
+        told = _Told.model_validate_json(text)
+    except ValidationError:
+        told = _Told()
+    if told.failed is None and len(told.files) != 2:
+        raise BadInput(
+            "what the first host told is no plan",
+            expected="a plan file, and what is predicted of it",
+            remedy="install one version on all hosts; who may come there: docs/security.md",
+        )
+    return told
+
+
 def _in_words(wanted: Wanted) -> dict[str, str]:
     """What has to be the same on all hosts, by name."""
     script = Path(wanted.train.partition(":")[0])
@@ -108,19 +134,17 @@ def _said(error: BaseException) -> str:
 def _taken_over(met: "Meeting", wanted: Wanted) -> int:
     from steelyard.core.untrusted import write_where_other
 
-    told = json.loads(met.hear())
-    if "failed" in told:
+    told = _told(met.hear())
+    if told.failed is not None:
         raise BadInput(
-            f"the first host made no plan: {told['failed']}",
+            f"the first host made no plan: {printable(told.failed, most=400)}",
             expected="what it says there",
             remedy="do what it says there, and start all again",
         )
-    for path, text in zip(
-        (wanted.path, wanted.path.with_suffix(".json")), told["files"], strict=True
-    ):
+    for path, text in zip((wanted.path, wanted.path.with_suffix(".json")), told.files, strict=True):
         write_where_other(path, text)
     hint(f"written: {wanted.path}, as the first host planned it", wanted.shown)
-    return int(told["code"])
+    return told.code
 
 
 def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:

@@ -72,26 +72,49 @@ def is_quiet() -> bool:
 
 
 def start(
-    arguments: Sequence[str], num_ranks: int, *, timeout_seconds: float, note: Callable[[str], None]
+    arguments: Sequence[str],
+    num_ranks: int,
+    *,
+    timeout_seconds: float,
+    note: Callable[[str], None],
+    keeps_logs: bool = False,
 ) -> int:
-    """Run ``steelyard`` with these arguments on every rank; the exit code of the first."""
+    """Run ``steelyard`` with these arguments on every rank; the exit code of the first.
+
+    What the ranks wrote stays behind a run that failed if ``keeps_logs``, and is named then.
+    """
     from steelyard import api
 
-    logs = Path(tempfile.mkdtemp(prefix="steelyard-"))
-    code = logs / "exit-code"
-    ended = api.launch(
-        [sys.executable, "-m", "steelyard", *arguments],
-        num_ranks=num_ranks,
-        logs=logs,
-        timeout_seconds=timeout_seconds,
-        environ={_CODE: str(code), "OMP_NUM_THREADS": str(this_device(ranks=num_ranks).threads)},
-        on_restart=lambda failure: note(f"{failure.happened}; started again"),
-    )
-    said = int(code.read_text()) if code.exists() else OK
-    # Of ranks that ended well nobody asks for the logs.
-    shutil.rmtree(logs, ignore_errors=True)
+    with _folder(keeps_logs=keeps_logs) as logs:
+        code = logs / "exit-code"
+        threads = str(this_device(ranks=num_ranks).threads)
+        ended = api.launch(
+            [sys.executable, "-m", "steelyard", *arguments],
+            num_ranks=num_ranks,
+            logs=logs,
+            logs_stay=keeps_logs,
+            timeout_seconds=timeout_seconds,
+            environ={_CODE: str(code), "OMP_NUM_THREADS": threads},
+            on_restart=lambda failure: note(f"{failure.happened}; started again"),
+        )
+        said = int(code.read_text()) if code.exists() else OK
     # As one process would end; the first rank has said where it stopped.
     return {"SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}.get(ended.stopped_by, said)
+
+
+@contextlib.contextmanager
+def _folder(*, keeps_logs: bool) -> Iterator[Path]:
+    """For what ranks write; it goes with the run, but of one that failed where it was asked for."""
+    path = Path(tempfile.mkdtemp(prefix="steelyard-"))
+    stays = False
+    try:
+        yield path
+    except Exception:
+        stays = keeps_logs
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

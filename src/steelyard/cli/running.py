@@ -14,6 +14,8 @@ from steelyard.cli.arguments import stopped_at, title, waits_seconds
 from steelyard.cli.endings import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
 from steelyard.cli.ranks import Laid, in_rank, is_quiet, is_to_start, left_with, start
 from steelyard.cli.showing import Shown, hint, loaded, planning
+from steelyard.core.plan_check import check_startable
+from steelyard.core.planfile import read_decisions
 from steelyard.report.lines import Tone
 from steelyard.report.progress import Progress
 from steelyard.report.terminal import write
@@ -59,6 +61,8 @@ class Training:
 
 def run_by(asked: Training) -> int:
     laid = Laid.of(asked.path)
+    if asked.path.is_file():
+        check_startable(asked.path, read_decisions(asked.path))
     if is_to_start(laid):
         with Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
             return start(
@@ -66,6 +70,7 @@ def run_by(asked: Training) -> int:
                 laid.ranks,
                 timeout_seconds=asked.waits_seconds,
                 note=progress.note,
+                keeps_logs=asked.shown.debug,
             )
     if is_quiet() and laid.ranks == 1 < laid.among:
         hint("the plan lies on one rank: this one has nothing to do", asked.shown)

@@ -63,6 +63,13 @@ def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
     return [speed / max(known) for speed in known]
 
 
+def most_ranks_here() -> int:
+    """The most ranks that this machine is asked for, by its cores."""
+    from steelyard.core.machine import num_cores
+
+    return _RANKS_OF_A_CORE * num_cores()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The devices a plan may use, and the farther memory that each may move values to.
@@ -163,7 +170,7 @@ class Cluster:
                 expected=f"a whole number of machines like this one, from 1 to {_MOST_HOSTS}",
                 remedy="write Cluster.here(ranks=2, hosts=2), or leave out hosts",
             )
-        most = _RANKS_OF_A_CORE * num_cores()
+        most = most_ranks_here()
         if type(ranks) is not int or not 1 <= ranks <= hosts * most:
             raise BadInput(
                 f"a cluster of {ranks!r} ranks",

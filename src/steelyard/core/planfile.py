@@ -94,7 +94,7 @@ class _ShardTensor(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 100_000
 
-    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    degree: Annotated[int, Field(ge=2, le=MOST_RANKS, alias="ranks")]
     module: Annotated[str, Field(alias="parameter")]
     dim: Annotated[int, Field(ge=0, le=63)]
     groups: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
@@ -105,7 +105,7 @@ class _ShardStates(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 100_000
 
-    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    degree: Annotated[int, Field(ge=2, le=MOST_RANKS, alias="ranks")]
     module: Annotated[str, Field(alias="parameter")]
     # Where it is not said, all of them: the weight itself, its gradient, its optimizer state.
     op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what")] = ""
@@ -121,7 +121,7 @@ class _ShardBatch(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 1
 
-    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    degree: Annotated[int, Field(ge=2, le=MOST_RANKS, alias="ranks")]
     shares: Annotated[
         tuple[_Share, ...], BeforeValidator(_as_tuple), Field(max_length=MOST_RANKS)
     ] = ()
@@ -160,7 +160,7 @@ class _ShardPipeline(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 10_000
 
-    degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="ranks")]
+    degree: Annotated[int, Field(ge=2, le=MOST_RANKS, alias="ranks")]
     op: Annotated[str, Field(alias="schedule")]
     module: Annotated[str, Field(alias="behind")]
 
@@ -371,8 +371,8 @@ class _MadeFor(BaseModel):
     runner: str
     cluster: str
     torch: str
-    ranks: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
-    hosts: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    hosts: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     speeds: Annotated[list[_Speed], Field(max_length=MOST_RANKS)] = []
     batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
 

@@ -10,9 +10,11 @@ sent, nor when: see pinned_between.py.
 import base64
 import contextlib
 import ctypes
+import hmac
 import json
 import mmap
 import os
+import secrets
 import select
 import signal
 import socket
@@ -30,7 +32,8 @@ _BELL, _CREDIT = struct.Struct("<QIQQI"), struct.Struct("<II")
 # Each wheel has the whole of NIXL, for its version of CUDA or for none.
 WHEELS = ("nixl_cu13", "nixl_cu12")
 _RANK = struct.Struct("<I")
-_CONNECTING_SECONDS = 30.0
+_CONNECTING_SECONDS, _ANSWER_SECONDS = 30.0, 5.0
+_CHALLENGE_BYTES, _DIGEST_BYTES = 32, 32
 # How often one looks after what a device does, at first and later; and how often a hand is lent to
 # what others write here: a device may be there and not be used.
 _SPIN_SECONDS, _NAP_SECONDS, _HELP_MS = 2e-3, 5e-5, 1
@@ -55,6 +58,8 @@ class Carrier:
         if regions:  # a rank that neither sends nor reads anything has a carrier too
             self._agent.register_memory(regions, "DRAM")
         self._listening = socket.create_server((setup["address"], 0), backlog=1024)
+        # Told to other ranks over the process group; who does not know it is no carrier of theirs.
+        self._cookie = secrets.token_hex(_CHALLENGE_BYTES)
         self._writes: dict[int, list[Any]] = {}
         self._under_way: dict[int, deque[tuple[Any, bytes]]] = {}
         self._sockets: dict[int, socket.socket] = {}
@@ -66,6 +71,7 @@ class Carrier:
         return {
             "address": address,
             "port": port,
+            "cookie": self._cookie,
             "agent": base64.b64encode(self._agent.get_agent_metadata()).decode(),
             "memory": {index: _address(memory) for index, memory in self._memory.items()},
         }
@@ -125,20 +131,58 @@ class Carrier:
         for rank in sorted(map(int, others)):
             if rank > self._rank:
                 other = others[str(rank)]
-                made = socket.create_connection(
-                    (other["address"], other["port"]), _CONNECTING_SECONDS
-                )
-                made.sendall(_RANK.pack(self._rank))
-                self._sockets[rank] = made
-        self._listening.settimeout(_CONNECTING_SECONDS)
+                self._sockets[rank] = self._connected(rank, other)
+        until = time.monotonic() + _CONNECTING_SECONDS
         while len(self._sockets) < len(others):
+            self._listening.settimeout(max(0.0, until - time.monotonic()))
             came, _ = self._listening.accept()
+            came.settimeout(_ANSWER_SECONDS)
+            # A stranger's connection is dropped; the carrier that is waited for comes yet.
+            try:
+                rank = self._accepted(came, others)
+            except OSError:
+                came.close()
+                continue
             came.settimeout(_CONNECTING_SECONDS)
-            (rank,) = _RANK.unpack(came.recv(_RANK.size, socket.MSG_WAITALL))
             self._sockets[rank] = came
         self._listening.close()
         for made in self._sockets.values():
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _connected(self, rank: int, other: Mapping[str, Any]) -> socket.socket:
+        """To the carrier of that rank, once both have proved that they know the cookies."""
+        made = socket.create_connection((other["address"], other["port"]), _CONNECTING_SECONDS)
+        key, own = (
+            self._key(self._rank, other["cookie"], rank),
+            secrets.token_bytes(_CHALLENGE_BYTES),
+        )
+        theirs = _received(made, _CHALLENGE_BYTES)
+        made.sendall(_RANK.pack(self._rank) + own + _digest(key, b"came", theirs, own))
+        if not hmac.compare_digest(
+            _received(made, _DIGEST_BYTES), _digest(key, b"met", own, theirs)
+        ):
+            raise OSError(0, f"what answers for rank {rank} is not its carrier")
+        return made
+
+    def _accepted(self, came: socket.socket, others: Mapping[str, Mapping[str, Any]]) -> int:
+        """The rank whose carrier it is; raises OSError if it does not prove that it is one."""
+        own = secrets.token_bytes(_CHALLENGE_BYTES)
+        came.sendall(own)
+        (rank,) = _RANK.unpack(_received(came, _RANK.size))
+        theirs, proof = _received(came, _CHALLENGE_BYTES), _received(came, _DIGEST_BYTES)
+        if str(rank) not in others or rank >= self._rank or rank in self._sockets:
+            raise OSError(0, "no rank that is to come")
+        key = self._key(rank, others[str(rank)]["cookie"], self._rank)
+        if not hmac.compare_digest(proof, _digest(key, b"came", own, theirs)):
+            raise OSError(0, "a stranger")
+        came.sendall(_digest(key, b"met", theirs, own))
+        return int(rank)
+
+    def _key(self, lower: int, other: str, higher: int) -> bytes:
+        """Of a pair of carriers: their cookies, and the token that all of the run have, if any."""
+        pair = sorted((self._cookie, other))
+        token = os.environ.get("STEELYARD_TOKEN", "").encode(errors="surrogateescape")
+        return _digest(token, f"{lower} {higher} {pair[0]} {pair[1]}".encode(), b"", b"")
 
     # --- carrying
 
@@ -217,6 +261,17 @@ class Carrier:
                 if state == "ERR":
                     raise OSError(0, f"rank {target} cannot be written to")
                 self._teller(target, b"b")(writes.popleft()[1])
+
+
+def _received(made: socket.socket, size: int) -> bytes:
+    found = made.recv(size, socket.MSG_WAITALL)
+    if len(found) < size:
+        raise OSError(0, "another carrier has gone")
+    return found
+
+
+def _digest(key: bytes, side: bytes, asked: bytes, own: bytes) -> bytes:
+    return hmac.digest(key, side + b"|" + asked + own, "sha256")
 
 
 class _Words:

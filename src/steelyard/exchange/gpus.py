@@ -6,7 +6,7 @@ Not for slots: see pinned_on_gpus.py.
 
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,14 +65,19 @@ class Gpu:
         """Bytes of this GPU, which keep their owner as long as anything lies on them."""
         return torch.as_tensor(_Lent(owner, address, nbytes), device=self.device)
 
-    def event(self) -> tuple[Event, Any]:
-        """And by what others open it."""
+    def event(self) -> tuple[Event, str]:
+        """An event, and in hexadecimal digits the handle by which others open it."""
         made = torch.cuda.Event(interprocess=True)
         with torch.cuda.device(self.device):
-            return _Made(made, self.device), made.ipc_handle()
+            return _Made(made, self.device), made.ipc_handle().hex()
 
-    def opened(self, handle: Any) -> Event:
-        opened: Event = torch.cuda.Event.from_ipc_handle(self.device, handle)
+    def opened(self, handle: str) -> Event:
+        """The event of a handle that another rank sent; raises RuntimeError if it is none."""
+        try:
+            given = bytes.fromhex(handle)
+        except ValueError:
+            raise RuntimeError("a handle of an event that is none") from None
+        opened: Event = torch.cuda.Event.from_ipc_handle(self.device, given)
         return opened
 
 

@@ -26,6 +26,7 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.errors import BadInput, RankFailed
 from steelyard.core.machine import quota_cores
 from steelyard.core.pinned import Edge
+from steelyard.exchange.gathered import gathered
 from steelyard.exchange.pinned_slots import (
     CREDIT,
     GiveBack,
@@ -94,14 +95,14 @@ class Pinned:
 
     def _meet(self, files: list[FileIO]) -> None:
         """Each makes room for what it reads, and opens what the others made for it."""
-        offered, failure = Offered(), None
+        offered, failure = self._kind(), None
         try:
             offered = self._made(files)
         except OSError as error:
             failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
         except Elsewhere as elsewhere:
             failure = str(elsewhere)
-        everyones = self._told(offered)
+        everyones = gathered(offered, self._kind, group=self._group)
         self.watches = all(each.has_cores for each in everyones) and len(
             {core for each in everyones for core in each.cores}
         ) >= len(everyones)
@@ -112,7 +113,7 @@ class Pinned:
                 failure = f"what another rank made cannot be opened: {error.strerror}"
             except Elsewhere as elsewhere:
                 failure = str(elsewhere)
-        failures = self._told(failure)
+        failures = gathered(failure, str | None, group=self._group)
         for file in files:  # others have opened them, and when those end it is seen
             if file.fileno() in offered.for_others:
                 file.close()
@@ -126,10 +127,10 @@ class Pinned:
                     remedy="take [[pinned_transfer]] out of the plan, or plan again",
                 )
 
-    def _told(self, said: Any) -> list[Any]:
-        everyones = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyones, said, group=self._group)
-        return everyones
+    @property
+    def _kind(self) -> "type[Offered]":
+        """The type of what each rank offers the others."""
+        return Offered
 
     def _made(self, files: list[FileIO]) -> "Offered":
         rooms: dict[int, int] = {}
@@ -167,11 +168,11 @@ class Pinned:
                 theirs, to = everyones[edge.target], self._to[edge.target]
                 self._written[index] = self._outlet_to(theirs, index, files, host=host)
                 if to.bell is None:
-                    to.bell = theirs.opened(theirs.bells[self._rank], "w", host=host)
+                    to.bell = theirs.pipe(theirs.bells, self._rank, host=host)
                     files.append(to.bell)
             elif edge.target == self._rank and self._from[edge.source].credit is None:
                 theirs = everyones[edge.source]
-                credit = theirs.opened(theirs.heard[self._rank], "w", host=host)
+                credit = theirs.pipe(theirs.heard, self._rank, host=host)
                 files.append(credit)
                 self._from[edge.source].credit = credit
 
@@ -180,7 +181,7 @@ class Pinned:
     ) -> Outlet:
         """Where this rank writes of that edge, which another has made."""
         edge = self._edges[index]
-        files.append(memory := theirs.opened(theirs.rooms[index], "r+", host=host))
+        files.append(memory := theirs.memory(index, host=host))
         if os.fstat(memory.fileno()).st_size != edge.nbytes:
             raise Elsewhere("what another rank made is not as large as was planned")
         return Outlet(edge, mapped(memory, edge.nbytes))
@@ -345,10 +346,27 @@ class Offered:
     def for_others(self) -> frozenset[int]:
         return frozenset((*self.rooms.values(), *self.bells.values(), *self.heard.values()))
 
-    def opened(self, number: int, mode: str, *, host: str) -> FileIO:
+    def memory(self, index: int, *, host: str) -> FileIO:
+        """The memory that this rank made for the edge of that index."""
+        path = self._path(self.rooms, index, host=host)
+        if not str(path.readlink()).startswith("/memfd:"):
+            raise Elsewhere("what another rank offers as memory is none")
+        return FileIO(path, "r+")
+
+    def pipe(self, numbers: Mapping[int, int], rank: int, *, host: str) -> FileIO:
+        """The end, for writing, of the pipe that this rank made for that one. Another rank says
+        which file it is: a file that is no pipe must not even be opened for writing."""
+        path = self._path(numbers, rank, host=host)
+        if not path.is_fifo():
+            raise Elsewhere("what another rank offers as a pipe is none")
+        return FileIO(path, "w")
+
+    def _path(self, numbers: Mapping[int, int], key: int, *, host: str) -> Path:
         if self.host != host:
             raise Elsewhere("another rank is on another host, or kept apart from this one")
-        return FileIO(f"/proc/{self.pid}/fd/{number}", mode)
+        if key not in numbers:
+            raise Elsewhere("another rank made nothing for this one")
+        return Path(f"/proc/{self.pid}/fd/{numbers[key]}")
 
 
 O = TypeVar("O", bound=Offered)

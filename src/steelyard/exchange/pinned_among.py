@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from steelyard.core.pinned import Edge
 from steelyard.exchange.devices import CPU
+from steelyard.exchange.gathered import gathered
 from steelyard.exchange.gpus import Gpu
 from steelyard.exchange.pinned import Pinned, host
 from steelyard.exchange.pinned_between import BetweenHosts, is_able
@@ -23,8 +24,7 @@ def pinned_among(
     """Made by all ranks of the group together, in the same way; what is sent lies on ``device``."""
     if device.type == "cuda":
         return OnGpus(edges, group=group, gpu=Gpu(device))
-    everyones: list[tuple[str, bool]] = [("", False)] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, (host(), is_able()), group=group)
+    everyones = gathered((host(), is_able()), tuple[str, bool], group=group)
     are_apart = len({where for where, _ in everyones}) > 1
     if are_apart and all(able for _, able in everyones):
         return BetweenHosts(edges, group=group)

@@ -64,6 +64,10 @@ class BetweenHosts(Pinned):
             self._carrier.end()
         super().close()
 
+    @property
+    def _kind(self) -> type[Offered]:
+        return _Reached
+
     def _made(self, files: list[FileIO]) -> "_Reached":
         """``theirs`` are the ends that the carrier has."""
         theirs: list[FileIO] = []

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from steelyard.core.amounts import format_bytes
 from steelyard.core.pinned import Edge, evenly_held_bytes
+from steelyard.exchange.gathered import gathered
 from steelyard.exchange.gpus import Event, Gpu
 from steelyard.exchange.pinned import WATCHED_SECONDS, Elsewhere, Offered, Pinned
 from steelyard.exchange.pinned_slots import Outlet, Room
@@ -41,6 +42,10 @@ class OnGpus(Pinned):
 
     # --- meeting
 
+    @property
+    def _kind(self) -> type[Offered]:
+        return _OnGpu
+
     def _made(self, files: list[FileIO]) -> "_OnGpu":
         self.held_bytes = evenly_held_bytes(self._edges)
         try:
@@ -51,7 +56,7 @@ class OnGpus(Pinned):
 
     def _made_here(self, files: list[FileIO]) -> "_OnGpu":
         self._whole = self._gpu.memory(self.held_bytes)
-        begins, handles = _begins(self._edges), dict[int, list[Any]]()
+        begins, handles = _begins(self._edges), dict[int, list[str]]()
         for index, edge in enumerate(self._edges):
             if self._rank in (edge.source, edge.target):
                 made = [self._gpu.event() for _ in range(edge.count)]
@@ -67,7 +72,7 @@ class OnGpus(Pinned):
         if any(each.host != host for each in everyones):
             raise Elsewhere("another rank is on another host, or kept apart from this one")
         gpus = [each.gpu for each in everyones if isinstance(each, _OnGpu)]
-        for rank, reaches in enumerate(self._told(all(map(self._gpu.reaches, gpus)))):
+        for rank, reaches in enumerate(self._all_reach(gpus)):
             if not reaches:
                 raise Elsewhere(f"the GPU of rank {rank} does not reach all others")
         try:
@@ -78,6 +83,10 @@ class OnGpus(Pinned):
             super()._open(everyones, files, host=host)
         except RuntimeError as error:
             raise Elsewhere(f"what another GPU has cannot be opened: {_said(error)}") from None
+
+    def _all_reach(self, gpus: Sequence[str]) -> list[bool]:
+        """By rank, whether its GPU reaches all of these."""
+        return gathered(all(map(self._gpu.reaches, gpus)), bool, group=self._group)
 
     def _outlet_to(
         self,
@@ -95,6 +104,8 @@ class OnGpus(Pinned):
 
     def _opened(self, theirs: Offered, index: int) -> list[Event]:
         assert isinstance(theirs, _OnGpu)
+        if len(theirs.events.get(index, ())) != self._edges[index].count:
+            raise Elsewhere("another rank made no event for each slot")
         return [self._gpu.opened(handle) for handle in theirs.events[index]]
 
     # --- waiting
@@ -168,7 +179,7 @@ class _OnGpu(Offered):
     """Which GPU it is on, and by edge what others open the events of its slots by."""
 
     gpu: str = ""
-    events: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+    events: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
 class _Slot:

@@ -9,13 +9,13 @@ pinned.py, nor for how many there have to be: core/pinned.py.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from steelyard.core.pinned import Rounds
 from steelyard.exchange.channel import Channel, Waiting
+from steelyard.exchange.gathered import gathered
 from steelyard.exchange.pinned_among import pinned_among
 
 _Finish = Callable[[], object]
@@ -167,8 +167,7 @@ class Slotted:
 
 def _of_all(own: Rounds, group: dist.ProcessGroup) -> Rounds:
     """Ranks that work on more samples than others may have more under way at one time."""
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, own, group=group)
+    everyones = gathered(own, Rounds, group=group)
     return replace(
         own,
         part_bytes=max(rounds.part_bytes for rounds in everyones),

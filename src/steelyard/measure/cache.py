@@ -1,7 +1,8 @@
 """What was measured on this machine before, in one SQLite file in the user's cache folder.
 
-A file that cannot be used costs time, never the plan: every trouble with it ends as a note. Not
-for deciding what is worth measuring: see operators.py.
+A file that cannot be used costs time, never the plan: every trouble with it ends as a note. That
+goes for a file, or a folder, that another user owns or can write to: it is not read. Not for
+deciding what is worth measuring: see operators.py.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from steelyard.core.costs import OperatorCost
+from steelyard.core.private import why_not_private
 from steelyard.core.quad import Estimate
 
 # Raised when what the columns mean changes; other versions' files are left alone.
@@ -163,6 +165,10 @@ class CostCache:
             if not self._is_usable:
                 break
             try:
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if reason := _why_not_read(self.path):
+                    self._give_up(reason)
+                    break
                 with _opened(self.path) as database:
                     if not _is_ours(database):
                         self._give_up("was written by another version of steelyard")
@@ -201,10 +207,20 @@ class CostCache:
             self._notes.append(text)
 
 
+def _why_not_read(path: Path) -> str:
+    """Why another user may have written what SQLite would read; empty where nobody else can."""
+    real = path.resolve()
+    # SQLite reads these beside the file, and believes them.
+    beside = (real.with_name(real.name + suffix) for suffix in ("-journal", "-wal", "-shm"))
+    for each in (path.parent, path, real.parent, real, *beside):
+        if reason := why_not_private(each):
+            return f"is not read: {each} {reason}"
+    return ""
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     """One transaction on the file, closed at its end so that no process holds it for long."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     database = sqlite3.connect(path, timeout=_BUSY_SECONDS)
     try:
         with database:

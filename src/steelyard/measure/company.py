@@ -10,15 +10,16 @@ see operators.py.
 
 import contextlib
 import os
+import select
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,14 @@ from steelyard.core.errors import RunFailed
 from steelyard.core.graph import Graph
 from steelyard.core.heap import is_kept, keep_what_is_freed
 from steelyard.core.machine import cores_of
+from steelyard.core.spelled import from_json, to_json
 from steelyard.measure.operators import Beside, busy_with
 
 # To start, to make what operators read, and to call each once.
 _SECONDS = 120.0
 # Who has had nothing to do for so long ends: memory is for training.
 _PATIENCE_SECONDS = 15.0
+_LENGTH, _PIECE = struct.Struct("<Q"), 1 << 20
 _IDLE = "ranks were measured beside ranks that had nothing to do: what they would do is too large"
 _ALONE = "operators were measured while the other hosts had nothing to do"
 # How other hosts come to work, where some wait for what is found here.
@@ -42,12 +45,48 @@ OTHER_HOSTS: ContextVar[Beside | None] = ContextVar("other hosts", default=None)
 ALL_HOSTS: ContextVar[Callable[[torch.device], None] | None] = ContextVar("hosts", default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _Work(NamedTuple):
     graphs: tuple[Graph, ...]
     device: Device
     sharers: int
     keeps: bool
+
+
+class _Line:
+    """One end of a pair of sockets, over which JSON goes, each value with its length before it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self.closed = False
+
+    def send(self, what: Any) -> None:
+        said = to_json(what).encode()
+        self._end.sendall(_LENGTH.pack(len(said)) + said)
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Something is to be read, or the other end is gone."""
+        if self.closed:
+            raise OSError("this end is closed")
+        asked = select.poll()
+        asked.register(self._end, select.POLLIN)
+        return bool(asked.poll(1000 * seconds))
+
+    def recv(self) -> Any:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return from_json(self._read(length))
+
+    def close(self) -> None:
+        self.closed = True
+        self._end.close()
+
+    def _read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            part = self._end.recv(min(size - len(found), _PIECE))
+            if not part:
+                raise EOFError("the other end is gone")
+            found += part
+        return bytes(found)
 
 
 class Company:
@@ -124,7 +163,8 @@ class _Other:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.is_idle = False
-        self._line, theirs = Pipe()
+        own, theirs = socket.socketpair()
+        self._line = _Line(own)
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
@@ -175,16 +215,16 @@ class _Other:
         )
 
 
-def _end(process: "subprocess.Popen[bytes]", line: Connection, complaints: IO[bytes]) -> None:
+def _end(process: "subprocess.Popen[bytes]", line: _Line, complaints: IO[bytes]) -> None:
     process.kill()
     process.wait()
     line.close()
     complaints.close()
 
 
-def main(line: Connection, patience: float) -> None:
+def main(line: _Line, patience: float) -> None:
     """Told by ``line`` what to work on, when to, and when to rest."""
-    work: _Work = line.recv()
+    work = _Work(*line.recv())
     if work.keeps:
         keep_what_is_freed()
     torch.set_num_threads(work.device.threads)
@@ -198,4 +238,4 @@ def main(line: Connection, patience: float) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(EOFError, ConnectionError):  # whoever measured is gone
-        main(Connection(int(sys.argv[1])), float(sys.argv[2]))
+        main(_Line(socket.socket(fileno=int(sys.argv[1]))), float(sys.argv[2]))

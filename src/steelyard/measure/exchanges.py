@@ -32,6 +32,7 @@ from steelyard.core.pinned import Edge, Rounds
 from steelyard.exchange.backends import backend_for
 from steelyard.exchange.channel import Channel
 from steelyard.exchange.devices import CPU
+from steelyard.exchange.gathered import gathered
 from steelyard.exchange.pinned import Pinned
 from steelyard.exchange.pinned_among import pinned_among
 from steelyard.exchange.pinned_between import BetweenHosts
@@ -263,8 +264,7 @@ def _work(matrix: torch.Tensor, large: torch.Tensor) -> None:
 
 def _product_seconds_of_gpu() -> float:
     """The least, of a while, where they are of several kinds."""
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, torch.cuda.get_device_name(_here()))
+    names = gathered(torch.cuda.get_device_name(_here()), str)
     if len(set(names)) == 1:
         return 1.0
     matrix, clock = _ones(_MATRIX_ON_GPU, _MATRIX_ON_GPU), Clock(_here())

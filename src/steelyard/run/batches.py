@@ -54,16 +54,20 @@ class Feed:
 
     def go_to(self, *, epoch: int, taken: int, began: RandomState) -> None:
         """Pass over what was already taken; leaves the random states anywhere."""
-        self.epoch = epoch
+        self.epoch, passed = epoch, 0
         if taken:
             set_random_state(began, self.generators)
             self._start()
-            for _ in range(taken):
+            # Not by the number in the checkpoint alone, which may be any: an epoch ends.
+            while passed < taken:
                 self.next()
-        self.epoch = epoch
-        if self.taken != taken:
+                if self.epoch != epoch:
+                    break
+                passed += 1
+            self.epoch = epoch
+        if passed != taken:
             raise BadInput(
-                f"an epoch has {self.taken} batches, and the checkpoint is after {taken}",
+                f"an epoch has {passed} batches, and the checkpoint is after {taken}",
                 expected="the data of the run that saved the checkpoint",
                 remedy="resume with the same data",
             )

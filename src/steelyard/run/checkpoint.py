@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from torch import nn
 
@@ -44,6 +44,11 @@ _MODEL, _OPTIMIZER, _RANDOM, _LOST, _STATE = (
 )
 _SHOWN = 6
 _SETTINGS_SHOWN = 5
+# Twelve digits, as the name of a checkpoint's folder has at most.
+_MOST_STEPS = 10**12 - 1
+# How many times as much memory as its elements the strides of a tensor may span: what was saved of
+# a view spans its base.
+_MOST_SPANNED = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,12 +70,18 @@ class _State(BaseModel):
     format: str
     plan: str
     torch: str
-    step: int
-    epoch: int
-    taken: int
+    step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
+    epoch: Annotated[int, Field(ge=0)]
+    taken: Annotated[int, Field(ge=0)]
     aliases: dict[str, str]
     optimizer: dict[str, Any] | None
     random: dict[str, dict[str, Any]]
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> "_State":
+        if max(self.epoch, self.taken) > self.step:
+            raise ValueError(f"is after {self.step} steps, and more batches or epochs than that")
+        return self
 
 
 def save(
@@ -399,6 +410,9 @@ def _value(file: Any, spelt: Any, device: torch.device, empty: Empty) -> Any:
     if not isinstance(spelt, dict) or "tensor" not in spelt:
         return from_plain(spelt)
     value = from_stored(file.get_tensor(spelt["tensor"]), getattr(torch, spelt["dtype"]))
+    spanned = 1 + sum((n - 1) * s for n, s in zip(value.shape, spelt["stride"], strict=True))
+    if spanned > _MOST_SPANNED * max(1, value.numel()):
+        raise ValueError(f"strides that span {spanned} elements, of {value.numel()}")
     # Laid out as it was: kernels, and so bits, may differ by strides.
     laid_out = empty(
         value.shape,

@@ -85,6 +85,7 @@ class CheckpointFolder:
             unfinished.mkdir()
             write(unfinished)
             _write_manifest(unfinished)
+            _give_one_mode(unfinished)
             _flush(unfinished)
             unfinished.rename(final)
             _flush(self.path)
@@ -184,6 +185,14 @@ def _write_manifest(folder: Path) -> None:
     files = {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in folder.iterdir()}
     assert all(map(_FILE.fullmatch, files)), files
     (folder / MANIFEST).write_bytes(canonical({"files": files, "format": _FORMAT}))
+
+
+def _give_one_mode(folder: Path) -> None:
+    """The mode that the manifest has, which ``open`` made by the user's umask, for all files: the
+    writer of tensors gives 0600 whatever the umask is."""
+    mode = (folder / MANIFEST).stat().st_mode & 0o777
+    for path in folder.iterdir():
+        path.chmod(mode)
 
 
 _FORMAT = "steelyard checkpoint manifest 1"

@@ -340,7 +340,7 @@ class _Run:
         set_random_state(position.now, self.feed.generators)
         # What was saved is of the first rank, and of its GPU.
         self._together.draw_alike(self.live.home)
-        self.step = self._first = position.step
+        self.step = self._first = self.live.taken = position.step
         self.saved = chosen
         for path in folder.go_on_from(chosen) if self._together.saves else ():
             self.tell(f"set aside {path.name}: it is later than {chosen.name}")

@@ -50,7 +50,8 @@ class CodeReads(Protocol):
     def check(self) -> None: ...
 
 
-OnChange = Callable[[Shapes], None]
+# Given the step, what has another shape there, and the planned one, in words.
+OnChange = Callable[[str], None]
 OtherShape = Callable[[Any], tuple[Program, Constants, CodeReads]]
 
 
@@ -144,6 +145,8 @@ class LiveStep:
         self._guard_by(guard)
         # In which codes the last step was.
         self.rung = 0
+        # Steps, or backward passes, that were taken; a run that is resumed counts on.
+        self.taken = 0
         self._bound = {(0, self._planned): self._bind(program, constants, self._planned)}
         self._reads = {(0, self._planned): reads}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
@@ -242,7 +245,7 @@ class LiveStep:
                 raise _not_dense(name, leaf)
         shapes = shapes_of(leaves)
         if shapes != self._last:
-            self._on_change(shapes)
+            self._on_change(self._changed(shapes))
             self._last = shapes
         self.rung = self.guard.rung if self.guard else 0
         bound = self._bound.get((self.rung, shapes))
@@ -255,7 +258,17 @@ class LiveStep:
             raise self._hook_of_parts(bound.repeats)
         if bound.made_in_slices and self._any_hooks():
             self._refuse_hooks_of(bound.made_in_slices)
+        self.taken += 1
         return bound, leaves
+
+    def _changed(self, shapes: Shapes) -> str:
+        """Alike on all ranks that have these shapes."""
+        said = [
+            f"{name.removeprefix('batch:')} has shape {list(now or ())}, not {list(planned or ())}"
+            for name, now, planned in zip(self._layout.names, shapes, self._planned, strict=True)
+            if now != planned
+        ]
+        return f"at step {self.taken + 1} {', '.join(said) or 'it has the planned shapes again'}"
 
     def _any_hooks(self) -> bool:
         if self._accumulators is None:

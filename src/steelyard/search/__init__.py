@@ -8,10 +8,12 @@ from steelyard.search.deep_told import told
 from steelyard.search.found import Found, Gap
 from steelyard.search.kinds import sets_again
 from steelyard.search.layouts import Layouts
+from steelyard.search.mixing import ALIKE
 from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search, search
 
 __all__ = [
+    "ALIKE",
     "ALLOWS_NONE",
     "Again",
     "DeepSearch",

@@ -28,6 +28,8 @@ from steelyard.predict.sections import Section, Sections, sections
 from steelyard.search.deep_layouts import layouts_of, tensor_degrees
 from steelyard.search.deep_places import Place, Places
 from steelyard.search.deep_stages import KEPT, Again, Fate, Stages
+from steelyard.search.mixing import ALIKE
+from steelyard.search.simpler import burden, without_a_trade
 
 _NEVER = float("inf")
 
@@ -134,19 +136,59 @@ class DeepSearch:
         has = self._most_bytes
         return has if budget.memory_bytes is None else min(has, budget.memory_bytes)
 
-    def fastest(self, num_ranks: int, limit_bytes: int, *, fits: Fits = _any) -> Laid | None:
-        """None where no layout of so many ranks fits."""
-        best: Laid | None = None
+    def fastest(
+        self,
+        num_ranks: int,
+        limit_bytes: int,
+        *,
+        fits: Fits = _any,
+        most_seconds: float = _NEVER,
+    ) -> Laid | None:
+        """Of the layouts that are about as fast as the fastest the simplest, without trades that it
+        can do without; None where no layout of so many ranks fits. It takes ``most_seconds`` at
+        most where any does.
+        """
+        found: list[Laid] = []
+        least = _NEVER
         for way in self.ways(num_ranks):
-            if best is not None and way.least_seconds >= best.step.step_seconds:
+            if way.least_seconds > least * (1 + ALIKE):
                 break
-            if fits(way.layout):
-                laid = self.laid(way, limit_bytes)
-                if laid is not None and (
-                    best is None or laid.step.step_seconds < best.step.step_seconds
-                ):
-                    best = laid
-        return best
+            laid = self.laid(way, limit_bytes) if fits(way.layout) else None
+            if laid is not None:
+                found.append(laid)
+                least = min(least, laid.step.step_seconds)
+        alike = max(least, min(least * (1 + ALIKE), most_seconds))
+        best = min(
+            (laid for laid in found if laid.step.step_seconds <= alike),
+            key=lambda laid: (burden(laid.layout, laid.stages), laid.step.step_seconds),
+            default=None,
+        )
+        if best is None:
+            return None
+        return self._without_needless(best, limit_bytes, fits=fits, most_seconds=alike)
+
+    def _without_needless(
+        self, laid: Laid, limit_bytes: int, *, fits: Fits, most_seconds: float
+    ) -> Laid:
+        """Without each trade without which it fits as well and takes no more than so long."""
+        for layout, stages in without_a_trade(laid.layout, laid.stages):
+            if not fits(layout):
+                continue
+            simpler = replace(self.priced_as(layout, stages), least_seconds=laid.least_seconds)
+            if simpler.step.step_seconds <= most_seconds and self.holds(simpler, limit_bytes):
+                return self._without_needless(
+                    simpler, limit_bytes, fits=fits, most_seconds=most_seconds
+                )
+        return laid
+
+    def holds(self, laid: Laid, limit_bytes: int) -> bool:
+        """Whether each stage has room where it lies, on its devices and in their hosts' memory."""
+        places, on = self._places.of(laid.layout), self.on_places(laid)
+        limits = self._limits_bytes(places, limit_bytes)
+        near = all(s.nbytes <= most for s, most in zip(laid.step.stages, limits, strict=True))
+        far = (on[n].far_bytes(n, stage) for n, stage in enumerate(self.held(laid)))
+        hosts = (place.device.host_memory_bytes or 0 for place in places)
+        return near and all(held <= has for held, has in zip(far, hosts, strict=True))
 
     def least_seconds(self, num_ranks: int, limit_bytes: int, best: Laid) -> float:
         """No plan on so many ranks is faster, of all that could be offered here."""
@@ -314,7 +356,9 @@ class DeepSearch:
         if near is None or far is None:
             return near or far
         least = min(near.least_seconds, far.least_seconds)
-        best = min(near, far, key=lambda laid: laid.step.step_seconds)
+        is_alike = near.step.step_seconds <= far.step.step_seconds * (1 + ALIKE)
+        simple = [near, far] if is_alike else [far]
+        best = min(simple, key=lambda laid: burden(laid.layout, laid.stages))
         return replace(best, least_seconds=least)
 
     def with_far_states(self, way: _Way | Laid, limit_bytes: int) -> Laid | None:
@@ -329,9 +373,7 @@ class DeepSearch:
         if self._least_bytes_of(layout, samples) > limit_bytes:
             return None
         places, laid = self._places.of(layout), self._on_places(layout, samples)
-        # More than any device has is asked for as if each had that much more.
-        more = max(0, limit_bytes - self._most_bytes)
-        limits = [min(limit_bytes, place.memory_bytes + more) for place in places]
+        limits = self._limits_bytes(places, limit_bytes)
         hosts = [place.device.host_memory_bytes or 0 for place in places]
         device_of = dict(zip(laid, (place.device for place in places), strict=True))
 
@@ -349,6 +391,11 @@ class DeepSearch:
         if self.leads_to_hosts(layout):
             fates += [replace(fate, moved=True) for fate in fates]
         return self._laid_by(work(limits, fates), laid, samples, limits)
+
+    def _limits_bytes(self, places: Sequence[Place], limit_bytes: int) -> list[int]:
+        """More than any device has is asked for as if each had that much more."""
+        more = max(0, limit_bytes - self._most_bytes)
+        return [min(limit_bytes, place.memory_bytes + more) for place in places]
 
     def _laid_by(
         self, work: Stages, laid: Sequence[DeepLaid], samples: int, limits: Sequence[float]

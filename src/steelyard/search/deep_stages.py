@@ -168,8 +168,9 @@ class Stages:
                 kept_bytes=alive * section.kept_bytes,
                 again_bytes=max(section.again_bytes, ending),
                 far_bytes=alive * section.far_bytes,
+                num_again=len(fate.again),
             )
-            for (_, section), seconds in known
+            for (fate, section), seconds in known
         ]
 
 

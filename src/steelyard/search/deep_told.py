@@ -16,6 +16,7 @@ from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
 from steelyard.search.deep import DeepSearch, Laid
 from steelyard.search.deep_stages import KEPT
+from steelyard.search.mixing import ALIKE
 
 _BATCH, _TENSOR, _PIPELINE, _STATES = (
     "shard_batch", "shard_tensor", "shard_pipeline", "shard_states",
@@ -213,6 +214,8 @@ def _why_not(
         takes = format_seconds(other.step.step_seconds)
         reason = (
             f"takes ~{takes} a step at least, the plan ~{format_seconds(best.step.step_seconds)}"
+            if other.step.step_seconds > best.step.step_seconds * (1 + ALIKE)
+            else f"takes ~{takes} a step too, and the plan is simpler"
         )
     else:
         leanest = search.leanest_bytes(ranks, fits=fits)

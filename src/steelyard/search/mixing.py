@@ -8,51 +8,69 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import ceil, floor
 
 import numpy as np
 from numpy.typing import NDArray
 
 _NEVER = float("inf")
+# Seconds that differ by less than this share are equal, and the simpler of two plans is taken.
+ALIKE = 5e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What one block of it takes for one micro-batch, and keeps of each that is under way;
-    ``again_bytes`` are there once, while it is computed again; ``far_bytes`` are kept elsewhere."""
+    ``again_bytes`` are there once, while it is computed again; ``far_bytes`` are kept elsewhere.
+    ``num_again`` is how many of its calls are computed again."""
 
     seconds: float
     kept_bytes: float
     again_bytes: int = 0
     far_bytes: float = 0.0
+    num_again: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """So many blocks of each kind, in the order that the kinds were given in."""
+    """So many blocks of each kind, in the order that the kinds were given in. ``num_moved`` and
+    ``num_again`` are blocks of which something is kept elsewhere or computed again, and
+    ``calls_again`` the calls that are computed again."""
 
     counts: tuple[int, ...]
     seconds: float
+    num_moved: int = 0
+    num_again: int = 0
+    calls_again: int = 0
+
+    @property
+    def burden(self) -> tuple[int, int, int, int, float]:
+        """The simpler of two mixes comes first: of fewer trades, with less moved or recomputed."""
+        num_trades = (self.num_moved > 0) + (self.num_again > 0)
+        return num_trades, self.num_moved, self.num_again, self.calls_again, self.seconds
 
 
 def mixed(
     kinds: Sequence[Kind], num_blocks: int, room_bytes: float, far_room_bytes: float = _NEVER
 ) -> Mix | None:
-    """The fastest of one kind or of two; None where none leaves the blocks room. Where not all that
-    could be kept elsewhere has room there, as many blocks as have, and others of one kind or two.
+    """The fastest of one kind or of two, and of those that are about as fast the simplest; None
+    where none leaves the blocks room. Where not all that could be kept elsewhere has room there,
+    also as many blocks as have, and others of one kind or two.
     """
     if not num_blocks:
         return _mix(kinds, {}) if min(room_bytes, far_room_bytes) >= 0 else None
+    if far_room_bytes < 0:
+        return None
     near = [index for index, kind in enumerate(kinds) if not kind.far_bytes]
-    found = _of_two(kinds, range(len(kinds)), num_blocks, room_bytes)
+    found = _of_two(kinds, range(len(kinds)), num_blocks, room_bytes, far_room_bytes)
     if num_blocks * max(kind.far_bytes for kind in kinds) > far_room_bytes:
-        if far_room_bytes < 0:
-            return None
-        found = _of_two(kinds, near, num_blocks, room_bytes)
         for index, kind in enumerate(kinds):
             count = int(far_room_bytes // kind.far_bytes) if kind.far_bytes else 0
             if count > 0:
                 found += _beside(kinds, near, index, min(count, num_blocks), num_blocks, room_bytes)
-    return min(found, key=lambda mix: mix.seconds, default=None)
+    least = min((mix.seconds for mix in found), default=_NEVER)
+    alike = [mix for mix in found if mix.seconds <= least * (1 + ALIKE)]
+    return min(alike, key=lambda mix: mix.burden, default=None)
 
 
 def _beside(
@@ -69,33 +87,51 @@ def _beside(
         return _of_two(kinds, [far], num_blocks, room_bytes)
     least = [replace(k, again_bytes=max(k.again_bytes, kind.again_bytes)) for k in kinds]
     rest = _of_two(least, near, num_blocks - count, room_bytes - count * kind.kept_bytes)
-    return [
-        Mix(
-            counts=tuple(n + count * (i == far) for i, n in enumerate(mix.counts)),
-            seconds=mix.seconds + count * kind.seconds,
-        )
-        for mix in rest
-    ]
+    counted = ({i: n for i, n in enumerate(mix.counts) if n} for mix in rest)
+    return [_mix(kinds, {**counts, far: count + counts.get(far, 0)}) for counts in counted]
 
 
 def _of_two(
-    kinds: Sequence[Kind], chosen: Sequence[int], num_blocks: int, room_bytes: float
+    kinds: Sequence[Kind],
+    chosen: Sequence[int],
+    num_blocks: int,
+    room_bytes: float,
+    far_room_bytes: float = _NEVER,
 ) -> list[Mix]:
+    """Of two kinds the numbers of either that have room are an interval, along which what they take
+    together grows or shrinks: its ends are the fastest and, of equals, the simplest."""
     found: list[Mix] = []
     for index in chosen:
         kind = kinds[index]
-        if num_blocks * kind.kept_bytes + kind.again_bytes <= room_bytes:
+        is_far = num_blocks * kind.far_bytes <= far_room_bytes
+        if is_far and num_blocks * kind.kept_bytes + kind.again_bytes <= room_bytes:
             found.append(_mix(kinds, {index: num_blocks}))
     for one, other in combinations(chosen, 2):
-        lean, wide = sorted((one, other), key=lambda i: kinds[i].kept_bytes)
-        between = kinds[wide].kept_bytes - kinds[lean].kept_bytes
-        if between <= 0:
-            continue
-        room = room_bytes - max(kinds[lean].again_bytes, kinds[wide].again_bytes)
-        wider = int((room - num_blocks * kinds[lean].kept_bytes) // between)
-        if 0 < wider < num_blocks:
-            found.append(_mix(kinds, {lean: num_blocks - wider, wide: wider}))
+        a, b = kinds[one], kinds[other]
+        room = room_bytes - max(a.again_bytes, b.again_bytes)
+        near = _fitting(num_blocks, a.kept_bytes, b.kept_bytes, room)
+        far = _fitting(num_blocks, a.far_bytes, b.far_bytes, far_room_bytes)
+        fewest, most = max(near[0], far[0]), min(near[1], far[1])
+        found += [
+            _mix(kinds, {one: count, other: num_blocks - count})
+            for count in dict.fromkeys((fewest, most))
+            if fewest <= count <= most
+        ]
     return found
+
+
+def _fitting(num_blocks: int, mine: float, others: float, room: float) -> tuple[int, int]:
+    """The fewest and the most blocks of ``mine`` bytes, but neither none nor all, that have room
+    with the rest of ``others`` bytes each."""
+    fewest, most = 1, num_blocks - 1
+    left, between = room - num_blocks * others, mine - others
+    if left == _NEVER or (not between and left >= 0):
+        return fewest, most
+    if not between:
+        return num_blocks, 0
+    if between > 0:
+        return fewest, min(most, floor(left / between))
+    return max(fewest, ceil(left / between)), most
 
 
 def least_seconds(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> float:
@@ -216,4 +252,7 @@ def _mix(kinds: Sequence[Kind], of: dict[int, int]) -> Mix:
     return Mix(
         counts=tuple(of.get(index, 0) for index in range(len(kinds))),
         seconds=sum(kinds[index].seconds * count for index, count in of.items()),
+        num_moved=sum(count for index, count in of.items() if kinds[index].far_bytes),
+        num_again=sum(count for index, count in of.items() if kinds[index].num_again),
+        calls_again=sum(kinds[index].num_again * count for index, count in of.items()),
     )

@@ -155,7 +155,7 @@ def test_all_ranks_of_the_first_host_look_towards_the_second(
 
     def towards(host: str) -> str:
         asked.append(host)
-        return f"from {host}"
+        return {"alpha": "10.0.0.2", "10.0.0.2": "10.0.0.1"}[host]
 
     module = "steelyard.run.ranks.interface"
     monkeypatch.setattr(f"{module}.address_towards", towards)
@@ -163,8 +163,9 @@ def test_all_ranks_of_the_first_host_look_towards_the_second(
     for rank in (3, 2, 1, 0):
         who = Who(rank=rank, size=4, hosts=2, local_rank=rank % 2, address="alpha")
         speak_between_hosts(store, who, environ := {})
-        expected = "alpha" if rank >= 2 else "from alpha"
-        assert environ == {"GLOO_SOCKET_IFNAME": f"one from {expected}"}, rank
+        # By the address of its own on the way there.
+        expected = "10.0.0.2" if rank >= 2 else "10.0.0.1"
+        assert environ == {"GLOO_SOCKET_IFNAME": f"one {expected}"}, rank
 
 
 def test_a_rank_alone_needs_no_group() -> None:

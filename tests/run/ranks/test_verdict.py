@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,36 @@ def test_kills_for_want_of_memory_are_counted_in_either_form(
     groups = [tmp_path / "missing", tmp_path / "events"]
     monkeypatch.setattr(watch, "_memory_groups", lambda: groups)
     assert watch.oom_kills() == count
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (lost(progress=at(5, "all_gather Long [4]")), lost()),
+        (ended(-signal.SIGABRT, stderr=GLOO), lost()),
+        (asked(at(5, "all_gather Long [4]", is_waiting=True)), lost()),
+        (lost(progress=at(5, "all_gather Long [4]")), asked(at(5, is_waiting=True))),
+    ],
+    ids=["lost an exchange", "ended by gloo", "waits", "the others wait"],
+)
+def test_who_came_alone_with_another_batch_is_named_with_its_shape(own: Any, others: Any) -> None:
+    words = "at step 5 [0] has shape [3, 8] and not [4, 8]"
+    for order in sorted(set(permutations([True, False, False]))):
+        odd = {**own, "unlike": ("batch", words)}
+        found = verdict(case(*(odd if mine else others for mine in order)))
+        assert isinstance(found, RanksDiffer)
+        assert (found.rank, found.item) == (order.index(True), "batch")
+        assert words in found.happened
+        assert "drop_last=True" in found.remedy
+
+
+def test_a_rank_that_was_killed_is_named_and_not_who_asked_for_its_batch() -> None:
+    asking = lost(2.0) | {"unlike": ("batch", "at step 5")}
+    found = verdict(case(ended(-signal.SIGKILL, 1.0), asking, asking))
+    assert isinstance(found, RankFailed)
+    assert found.rank == 0
+
+
+def test_logs_that_do_not_stay_are_not_pointed_at() -> None:
+    found = verdict(replace(case(ended(3, stderr="usage:"), lost()), logs=""))
+    assert found.remedy.endswith("what the ranks wrote is kept with --debug")

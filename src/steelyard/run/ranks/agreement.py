@@ -66,8 +66,20 @@ def _digests_of(rank: int, store: Store, who: Who, timeout_seconds: float) -> Ma
             rank=rank,
             cause="absent",
         ) from error
-    found: dict[str, str] = json.loads(store.get(_key(rank)))
-    return found
+    try:
+        found = json.loads(store.get(_key(rank)))
+    except (ValueError, RecursionError):
+        found = None
+    is_ours = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    if not is_ours:
+        raise RankFailed(
+            f"whoever came as rank {rank} says what no rank of steelyard says",
+            expected="digests of what it holds, as JSON",
+            remedy="install one version on all hosts; who may come there: docs/security.md",
+            rank=rank,
+            cause="absent",
+        )
+    return dict(found)
 
 
 def _refuse_difference(item: str, digests: Sequence[Mapping[str, str]], store: Store) -> None:
@@ -79,7 +91,8 @@ def _refuse_difference(item: str, digests: Sequence[Mapping[str, str]], store: S
         return
     other = values.index(most)
     here, there = (
-        store.get(_key(rank, item)).decode() if values[rank] else "" for rank in (odd, other)
+        store.get(_key(rank, item)).decode(errors="replace") if values[rank] else ""
+        for rank in (odd, other)
     )
     mine, theirs = first_difference(here, there)
     raise RanksDiffer(

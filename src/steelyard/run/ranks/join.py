@@ -5,6 +5,7 @@ Not for what ranks exchange then: those are nodes of the graph.
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
@@ -12,10 +13,19 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public by its documentation
 
 from steelyard.core.errors import RankFailed
+from steelyard.core.token import VARIABLE, token_of
+from steelyard.exchange.interfaces import address_towards
 from steelyard.run.ranks.agreement import agree
-from steelyard.run.ranks.interface import speak_between_hosts
+from steelyard.run.ranks.authentic import authenticated
+from steelyard.run.ranks.interface import speak_between_hosts, speak_on_one_host
+from steelyard.run.ranks.listening import served_store
 from steelyard.run.ranks.who import Who
 from steelyard.run.ranks.witness import answer_when_asked, recorded
+
+_NO_SECRET = (
+    "steelyard: ranks meet at {}:{} without a shared secret, so that whoever reaches that port can "
+    f"take a rank's place; set {VARIABLE} on all hosts (docs/security.md)\n"
+)
 
 
 @contextlib.contextmanager
@@ -44,6 +54,8 @@ def joined(
         agree(store, who, words, timeout_seconds=start_seconds)
         if who.hosts > 1:
             speak_between_hosts(store, who, os.environ)
+        elif who.place is None:
+            speak_on_one_host(who, os.environ)
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -62,29 +74,41 @@ def joined(
 
 
 def meeting_place(who: Who, *, timeout_seconds: float = 300) -> Store:
-    """A prefix for each try: addresses of the last one are stale (torchrun restarted in vain)."""
-    store: Store
+    """A prefix for each try: addresses of the last one are stale (torchrun restarted in vain).
+
+    Ranks that our launcher started meet in a file that only their user can open. All others meet at
+    a port, and prove to each other there that they know ``STEELYARD_TOKEN`` if they have one.
+    """
     timeout = timedelta(seconds=timeout_seconds)
     if who.place is not None:
         store = FileStore(str(who.place.store))
         store.set_timeout(timeout)
-    else:
-        try:
-            store = TCPStore(
-                who.address,
-                who.port,
-                who.size,
-                is_master=who.rank == 0 and not who.agent_holds_store,
-                timeout=timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except dist.DistError as error:
-            raise RankFailed(
-                f"rank {who.rank} met nobody at {who.address}:{who.port}",
-                expected="rank 0, or torchrun's agent, listening there",
-                remedy="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs",
-                rank=0,
-                cause="absent",
-            ) from error
-    return PrefixStore(f"attempt-{who.attempt}", store)
+        return PrefixStore(f"attempt-{who.attempt}", store)
+    met = PrefixStore(f"attempt-{who.attempt}", _store_at_port(who, timeout))
+    token = token_of(os.environ)
+    if who.rank == 0 and not token and not _is_loopback(who.address):
+        sys.stderr.write(_NO_SECRET.format(who.address, who.port))
+    return authenticated(met, who, token, timeout_seconds=timeout_seconds)
+
+
+def _store_at_port(who: Who, timeout: timedelta) -> Store:
+    """Rank 0 has the store in its own process, unless torchrun's agent has it."""
+    if who.rank == 0 and not who.agent_holds_store:
+        return served_store(who, os.environ, timeout=timeout)
+    try:
+        return TCPStore(
+            who.address, who.port, who.size, is_master=False, timeout=timeout,
+            wait_for_workers=False,
+        )  # fmt: skip
+    except dist.DistError as error:
+        raise RankFailed(
+            f"rank {who.rank} met nobody at {who.address}:{who.port}",
+            expected="rank 0, or torchrun's agent, listening there",
+            remedy="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs",
+            rank=0,
+            cause="absent",
+        ) from error
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address_towards(address).startswith("127.")

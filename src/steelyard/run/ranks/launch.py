@@ -57,6 +57,7 @@ def launch(
     num_ranks: int,
     logs: Path,
     timeout_seconds: float,
+    logs_stay: bool = True,
     max_restarts: int = 1,
     shutdown_seconds: int = 30,
     environ: Mapping[str, str] | None = None,
@@ -65,7 +66,8 @@ def launch(
     """Run ``command`` as ``num_ranks`` ranks until all ended; raises who failed last, and of what.
 
     ``timeout_seconds`` is what ranks give to ``joined``: how long one may be waited for. Rank 0
-    prints as this process does; the others write below ``logs``. Signals that ask to stop are
+    prints as this process does; the others write below ``logs``, which an error names if these are
+    to stay. Signals that ask to stop are
     passed on, and ranks that have not ended ``shutdown_seconds`` later are killed.
     """
     # Signals reach only this thread, and ranks end with the thread that started them.
@@ -78,7 +80,15 @@ def launch(
         )
     logs.mkdir(parents=True, exist_ok=True)
     run = Path(tempfile.mkdtemp(prefix="run-", dir=logs))
-    group = _Group(num_ranks, run, timeout_seconds, environ or {}, max_restarts, on_restart)
+    group = _Group(
+        num_ranks,
+        run,
+        timeout_seconds,
+        environ or {},
+        max_restarts=max_restarts,
+        on_restart=on_restart,
+        logs_stay=logs_stay,
+    )
     agent = _torch.supervised_agent(
         _spec(command, num_ranks, run.name, max_restarts),
         group,
@@ -119,8 +129,10 @@ class _Group(LogsSpecs):
         run: Path,
         timeout_seconds: float,
         environ: Mapping[str, str],
+        *,
         max_restarts: int,
         on_restart: Callable[[RankFailed], None] | None,
+        logs_stay: bool,
     ) -> None:
         super().__init__(str(run))
         self._num_ranks = num_ranks
@@ -129,6 +141,7 @@ class _Group(LogsSpecs):
         self._environ = environ
         self._restarts_left = max_restarts
         self._on_restart = on_restart
+        self._logs_stay = logs_stay
         self._attempt = -1
         self._watch = Watch([], timeout_seconds=timeout_seconds)
         self.failures: list[RankFailed] = []
@@ -157,7 +170,9 @@ class _Group(LogsSpecs):
             # Nothing is redirected by the agent: guard.py does that.
             logs.stdouts[rank] = logs.stderrs[rank] = ""
             logs.error_files[rank] = str(place.error)
-        self._watch = Watch(places, timeout_seconds=self._timeout_seconds)
+        self._watch = Watch(
+            places, timeout_seconds=self._timeout_seconds, logs_stay=self._logs_stay
+        )
         return logs
 
     def have_ended(self, pids: Mapping[int, int]) -> bool:

@@ -5,6 +5,7 @@
     <run>/attempt-0/rank-1/error.json   what ended the rank, in its own words
     <run>/attempt-0/rank-1/ask          a pipe: whoever writes into it gets
     <run>/attempt-0/rank-1/answer.json  where the rank is
+    <run>/attempt-0/rank-1/unlike.json  while it asks whether all ranks have the same as it has
 A restart has a new folder, so that nothing of the last try is believed in the next.
 Not for what is in the files: see statement.py.
 """
@@ -50,6 +51,10 @@ class RankPlace:
     @property
     def answer(self) -> Path:
         return self.path / "answer.json"
+
+    @property
+    def unlike(self) -> Path:
+        return self.path / "unlike.json"
 
 
 def write_whole(path: Path, value: Any) -> None:

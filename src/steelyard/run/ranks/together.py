@@ -3,8 +3,10 @@
 Not for joining them (join.py), nor for what a step exchanges: those are nodes of its graph.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -14,6 +16,8 @@ from steelyard.core.collective import GLOO_GETS, GLOO_SENDS
 from steelyard.core.errors import RanksDiffer
 from steelyard.core.printable import printable
 from steelyard.exchange.devices import CPU, generator_of
+from steelyard.run.ranks.places import write_whole
+from steelyard.run.ranks.who import who_am_i
 
 
 class Together(Protocol):
@@ -128,7 +132,8 @@ class InGroup:
             bytearray(hashlib.sha256(words.encode()).digest()), dtype=torch.int64
         )
         held = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-        dist.all_gather(held, digest)
+        with _announced(item, words):
+            dist.all_gather(held, digest)
         odd = [rank for rank, other in enumerate(held) if not torch.equal(other, held[0])]
         if odd:
             raise RanksDiffer(
@@ -139,6 +144,19 @@ class InGroup:
                 rank=odd[0],
                 item=item,
             )
+
+
+@contextlib.contextmanager
+def _announced(item: str, words: str) -> Iterator[None]:
+    """The launcher is told what is asked for, so that it knows why a rank came here alone: the
+    others are in another exchange then, and this one fails or never ends."""
+    place = who_am_i(os.environ).place
+    if place is None:
+        yield
+        return
+    write_whole(place.unlike, {"item": item, "words": words})
+    yield
+    place.unlike.unlink(missing_ok=True)
 
 
 def _around_twice_bytes(rank: int, num_ranks: int) -> int:

@@ -30,7 +30,8 @@ class Evidence:
 
     ``status``: its exit code, or a signal as a negative number; none while it lives. ``stderr``:
     the end of its log, none of the rank that has no log. ``was_asked`` where it is, and if it has,
-    its ``answer``.
+    its ``answer``. ``unlike``: what it has that it asks all others for, and how that is there,
+    while it asks.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Evidence:
     stderr: str | None = None
     was_asked: bool = False
     answer: Progress | None = None
+    unlike: tuple[str, str] | None = None
 
     @property
     def progress(self) -> Progress:
@@ -60,7 +62,8 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """All ranks of one try; ``oom_kills``: processes the kernel killed for memory meanwhile."""
+    """All ranks of one try; ``oom_kills``: processes the kernel killed for memory meanwhile;
+    ``logs``: where what the ranks wrote stays, or empty."""
 
     ranks: tuple[Evidence, ...]
     timeout_seconds: float
@@ -76,7 +79,8 @@ def at_once(case: Case) -> SteelyardError | None:
 def verdict(case: Case) -> SteelyardError:
     # Whoever runs on is blamed last: others may be slow to say what they know.
     rules = (
-        _ended_early, _absent, _other_exchange, _aborted, _behind, _not_waiting, _elsewhere, _left,
+        _ended_early, _absent, _alone_with_another, _other_exchange, _aborted, _behind,
+        _not_waiting, _elsewhere, _left,
     )  # fmt: skip
     found = at_once(case) or _refusal(case) or _first(case, rules)
     assert found is not None, case
@@ -202,6 +206,24 @@ def _absent(case: Case) -> SteelyardError | None:
     return None
 
 
+def _alone_with_another(case: Case) -> SteelyardError | None:
+    """Who has another batch than before asks all, and those that have none are in the step."""
+    asking = [one for one in case.ranks if one.unlike is not None]
+    if not asking or len(asking) == len(case.ranks):
+        return None
+    one = asking[0]
+    assert one.unlike is not None
+    item, words = one.unlike
+    return RanksDiffer(
+        f"rank {one.rank} has another {item}, and the other ranks have not: {words}",
+        expected=f"the same {item} on all ranks",
+        remedy="give every rank batches of the same shapes in the same order, such as with "
+        "drop_last=True",
+        rank=one.rank,
+        item=item,
+    )
+
+
 def _other_exchange(case: Case) -> SteelyardError | None:
     """The first of those that ranks remember: whoever does not wait has issued more since."""
     made: dict[tuple[str, int], dict[int, str]] = {}
@@ -317,10 +339,11 @@ def _failed(
     expected: str = "every rank to end its steps",
     remedy: str = "look at what it wrote",
 ) -> RankFailed:
+    where = f"is in {case.logs}" if case.logs else "is kept with --debug"
     return RankFailed(
         f"rank {one.rank} {text}",
         expected=expected,
-        remedy=f"{remedy}; what the ranks wrote is in {case.logs}",
+        remedy=f"{remedy}; what the ranks wrote {where}",
         rank=one.rank,
         cause=cause,
     )

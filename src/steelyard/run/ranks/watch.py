@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from steelyard.core.errors import SteelyardError
 from steelyard.core.printable import printable
@@ -35,8 +36,11 @@ _STDERR_BYTES = 4096
 class Watch:
     """Over the ranks of one try, whose processes are children of this one."""
 
-    def __init__(self, places: list[RankPlace], *, timeout_seconds: float) -> None:
+    def __init__(
+        self, places: list[RankPlace], *, timeout_seconds: float, logs_stay: bool = True
+    ) -> None:
         self._places = places
+        self._logs_stay = logs_stay
         self._timeout_seconds = timeout_seconds
         self._stopped_since: dict[int, float] = {}
         self._ended_at: dict[int, float] = {}
@@ -101,7 +105,7 @@ class Watch:
         return Case(
             ranks=ranks,
             timeout_seconds=self._timeout_seconds,
-            logs=str(self._places[0].path.parent),
+            logs=str(self._places[0].path.parent) if self._logs_stay else "",
             oom_kills=oom_kills() - self._oom_kills_before if was_killed else 0,
         )
 
@@ -112,6 +116,7 @@ class Watch:
         written = read_whole(place.error)
         said = written.get("steelyard") if written else None
         answer = read_whole(place.answer) if rank in self._asked else None
+        unlike = read_whole(place.unlike)
         is_stopped = status is None and _is_stopped(pid)
         now = time.monotonic()
         if status is not None:
@@ -129,6 +134,7 @@ class Watch:
             stderr=_end_of(place.stderr) if status else None,
             was_asked=rank in self._asked,
             answer=Progress.of_json(answer) if answer is not None else None,
+            unlike=None if unlike is None else (_text(unlike, "item"), _text(unlike, "words")),
         )
 
     # --- ending -----------------------------------------------------------------------------------
@@ -143,6 +149,10 @@ class Watch:
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(_status(pids[rank]) is None for rank in ranks):
             time.sleep(_LOOK_SECONDS)
+
+
+def _text(found: Mapping[str, Any], name: str) -> str:
+    return printable(str(found.get(name, "")), most=400)
 
 
 def _status(pid: int) -> int | None:

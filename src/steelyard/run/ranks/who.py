@@ -22,13 +22,14 @@ class Who:
     """``place`` if our launcher started this; else ``address`` and ``port`` of where to meet.
 
     ``agent_holds_store``: torchrun's agent listens there, and rank 0 must not. ``hosts`` are those
-    that all ranks are on, as far as the starter says.
+    that all ranks are on, as far as the starter says; ``is_one_host`` that it says they are on one.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     hosts: int = 1
+    is_one_host: bool = False
     attempt: int = 0
     place: RankPlace | None = None
     address: str = ""
@@ -74,6 +75,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Who:
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", default=rank),
         hosts=_number(environ, "GROUP_WORLD_SIZE", default=1),
+        is_one_host=size > 1 and environ.get("GROUP_WORLD_SIZE") == "1",
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         place=RankPlace(path=Path(folder)) if folder else None,
         address=_text(environ, "MASTER_ADDR") if meet_at_store else "",
@@ -91,6 +93,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Who:
         size=size,
         local_rank=_number(environ, "SLURM_LOCALID", default=rank),
         hosts=_number(environ, "SLURM_STEP_NUM_NODES", default=1),
+        is_one_host=environ.get("SLURM_STEP_NUM_NODES") == "1",
         attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
         address=environ.get("MASTER_ADDR") or _first_host(environ),
         port=_port(environ) if "MASTER_PORT" in environ else _port_of_job(environ),
