@@ -22,6 +22,7 @@ from safetensors import safe_open
 
 from steelyard.cli import main
 from tests.harness import in_a_hurry
+from tests.run.ranks.test_launch import listening
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -280,6 +281,42 @@ def test_ctrl_c_stops_all_ranks_after_one_step_and_saves_it(folder: Path) -> Non
     saved = sorted(path.name for path in (folder / "slow").glob("step-*"))
     assert "step-000006" not in saved
     assert f"after step {int(saved[-1][-6:])} of 6; go on with --resume slow" in said
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def test_while_two_ranks_train_nobody_listens_beyond_loopback(folder: Path) -> None:
+    arguments = ("run", "train.py", "--steps", "6", "--checkpoint", "heard")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "steelyard", *arguments, "--checkpoint-every", "1"],
+        cwd=folder,
+        env={**os.environ, "PAUSE": "1"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    give_up = time.monotonic() + 200
+    try:
+        while not (folder / "heard" / "step-000001").exists() and time.monotonic() < give_up:
+            time.sleep(0.05)
+        family = _family(process.pid)
+        addresses = listening(family)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+    assert len(family) >= 3, "the launcher and its two ranks"
+    # 127.0.0.1 as /proc/net/tcp has it: gloo's ports, and no other.
+    assert addresses == {"0100007F"}
 
 
 def test_ranks_of_another_number_are_refused(folder: Path) -> None:

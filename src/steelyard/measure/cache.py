@@ -214,7 +214,7 @@ def _why_not_read(path: Path) -> str:
     beside = (real.with_name(real.name + suffix) for suffix in ("-journal", "-wal", "-shm"))
     for each in (path.parent, path, real.parent, real, *beside):
         if reason := why_not_private(each):
-            return f"is not read: {each} {reason}"
+            return f"is not read: {'it' if each == path else each} {reason}"
     return ""
 
 
