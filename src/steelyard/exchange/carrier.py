@@ -152,16 +152,16 @@ class Carrier:
     def _connected(self, rank: int, other: Mapping[str, Any]) -> socket.socket:
         """To the carrier of that rank, once both have proved that they know the cookies."""
         made = socket.create_connection((other["address"], other["port"]), _CONNECTING_SECONDS)
-        key, own = (
-            self._key(self._rank, other["cookie"], rank),
-            secrets.token_bytes(_CHALLENGE_BYTES),
-        )
-        theirs = _received(made, _CHALLENGE_BYTES)
-        made.sendall(_RANK.pack(self._rank) + own + _digest(key, b"came", theirs, own))
-        if not hmac.compare_digest(
-            _received(made, _DIGEST_BYTES), _digest(key, b"met", own, theirs)
-        ):
-            raise OSError(0, f"what answers for rank {rank} is not its carrier")
+        try:
+            key = self._key(self._rank, other["cookie"], rank)
+            own, theirs = secrets.token_bytes(_CHALLENGE_BYTES), _received(made, _CHALLENGE_BYTES)
+            made.sendall(_RANK.pack(self._rank) + own + _digest(key, b"came", theirs, own))
+            answer = _received(made, _DIGEST_BYTES)
+            if not hmac.compare_digest(answer, _digest(key, b"met", own, theirs)):
+                raise OSError(0, f"what answers for rank {rank} is not its carrier")
+        except BaseException:
+            made.close()
+            raise
         return made
 
     def _accepted(self, came: socket.socket, others: Mapping[str, Mapping[str, Any]]) -> int:
