@@ -8,10 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from steelyard.core.errors import BadInput
 from steelyard.exchange.interfaces import address_of
-from steelyard.run.ranks import interface, listening
+from steelyard.run.ranks import interface, join, listening
 from steelyard.run.ranks.listening import addresses, served_store
 from steelyard.run.ranks.who import Who, who_am_i
 from tests.run.ranks.test_launch import listening as listened_at
@@ -107,3 +108,30 @@ def test_no_source_file_listens_on_all_interfaces() -> None:
         text = path.read_text()
         assert '"0.0.0.0"' not in text, path
         assert "is_master=who" not in text, path
+
+
+@pytest.mark.parametrize(
+    ("address", "hosts", "token", "is_said"),
+    [
+        ("127.0.0.1", 1, "", False),
+        ("127.0.0.1", 2, "", False),
+        ("::1", 1, "", False),
+        ("localhost", 1, "", False),
+        # Each host calls its own loopback so; the others came to this one by another way.
+        ("localhost", 2, "", True),
+        ("10.0.0.1", 1, "", True),
+        ("10.0.0.1", 2, "", True),
+        ("10.0.0.1", 2, "the secret of this run", False),
+    ],
+)
+def test_a_meeting_that_others_can_reach_says_in_one_line_that_it_has_no_secret(
+    address: str, hosts: int, token: str, is_said: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("STEELYARD_TOKEN", token)
+    monkeypatch.setattr(join, "_store_at_port", lambda *_: HashStore())
+    who = Who(rank=0, size=1, hosts=hosts, address=address, port=29500)
+    join.meeting_place(who, timeout_seconds=1)
+    said = capsys.readouterr().err
+    assert said.count("\n") == int(is_said)
+    assert ("without a shared secret" in said) == is_said

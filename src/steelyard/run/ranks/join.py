@@ -4,6 +4,7 @@ Not for what ranks exchange then: those are nodes of the graph.
 """
 
 import contextlib
+import ipaddress
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -86,7 +87,7 @@ def meeting_place(who: Who, *, timeout_seconds: float = 300) -> Store:
         return PrefixStore(f"attempt-{who.attempt}", store)
     met = PrefixStore(f"attempt-{who.attempt}", _store_at_port(who, timeout))
     token = token_of(os.environ)
-    if who.rank == 0 and not token and not _is_loopback(who.address):
+    if who.rank == 0 and not token and not is_within_host(who):
         sys.stderr.write(_NO_SECRET.format(who.address, who.port))
     return authenticated(met, who, token, timeout_seconds=timeout_seconds)
 
@@ -110,5 +111,10 @@ def _store_at_port(who: Who, timeout: timedelta) -> Store:
         ) from error
 
 
-def _is_loopback(address: str) -> bool:
-    return address == "localhost" or address_towards(address).startswith("127.")
+def is_within_host(who: Who) -> bool:
+    """Whether only processes of this host reach the port: of several hosts the first one's name may
+    stand for its own loopback, and the others come from elsewhere all the same."""
+    try:
+        return ipaddress.ip_address(who.address).is_loopback
+    except ValueError:
+        return who.hosts == 1 and address_towards(who.address).startswith("127.")
