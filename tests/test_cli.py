@@ -1196,6 +1196,21 @@ def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
     assert found.stderr.startswith("steelyard: the output cannot be written: No space left")
 
 
+def test_what_stderr_cannot_take_is_still_in_the_json(planned: Path) -> None:
+    """As of a terminal that was closed while a run went on."""
+    with Path("/dev/full").open("w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "steelyard", "explain", "none.toml", "--json"],
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            check=False,
+        )
+    assert found.returncode == 2
+    assert "does not exist" in json.loads(found.stdout)["happened"]
+
+
 ENDING = """
 import atexit, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor

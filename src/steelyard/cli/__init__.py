@@ -3,6 +3,7 @@
 Not for what the verbs do: see verbs.py.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -41,13 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _interrupted(error: BaseException, *, in_json: bool) -> int:
     """Says so by itself: what says everything else may be half imported."""
     where = str(error.args[0]) if isinstance(error, KeyboardInterrupt) and error.args else ""
-    try:
+    with contextlib.suppress(OSError):
         sys.stderr.write(f"steelyard: interrupted{where}\n")
+        sys.stderr.flush()
+    try:
         if in_json:
             said = {"schema": "steelyard.error/1", "kind": "Interrupted", "exit_code": _INTERRUPTED}
             said |= {"happened": f"interrupted{where}", "expected": "", "next": "start it again"}
             sys.stdout.write(json.dumps(said) + "\n")
             sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stderr = sys.stdout = None
+    except OSError:
+        sys.stdout = None
     return _INTERRUPTED

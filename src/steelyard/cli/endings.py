@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TextIO
 
 from cyclopts import CycloptsError
 
@@ -64,18 +65,27 @@ def ended(error: BaseException, given: Sequence[str]) -> int:
         return failure.exit_code  # it is told by whoever started the ranks, once
     steps = afterwards(error.__cause__ or error)
     failure = replace(failure, remedy="; ".join((failure.remedy, *steps)))
-    try:
+    # A reader of the one who left, a terminal that was closed or a disk that is full is no reason
+    # to keep it from the other.
+    with _quietened(sys.stderr):
         if "--debug" in given:
             traceback.print_exception(error.__cause__ or error, file=sys.stderr)
         write(failure_lines(failure, width=width_of(sys.stderr)), sys.stderr)
-        if "--json" in given:
-            from steelyard.report.show import show_json
+    if "--json" in given:
+        from steelyard.report.show import show_json
 
+        with _quietened(sys.stdout):
             show_json(failure.to_json())
-    except BrokenPipeError:
-        quieten(sys.stdout)
-        quieten(sys.stderr)
     return failure.exit_code
+
+
+@contextlib.contextmanager
+def _quietened(stream: TextIO) -> Iterator[None]:
+    """A stream that cannot be written to is given up."""
+    try:
+        yield
+    except OSError:
+        quieten(stream)
 
 
 def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
