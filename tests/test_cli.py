@@ -1086,6 +1086,13 @@ def test_a_reader_who_leaves_is_no_error(planned: Path) -> None:
         assert process.stderr.read() == ""
 
 
+def test_a_plan_for_one_rank_has_nothing_to_adapt(
+    api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "nothing to adapt" in fails(capsys, "run", "train.py", "--adapt", code=2)
+    assert fake_api.ASKED == []
+
+
 @pytest.fixture
 def on_two_ranks(planned: Path) -> Path:
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)

@@ -14,6 +14,7 @@ from steelyard.cli.arguments import stopped_at, title, waits_seconds
 from steelyard.cli.endings import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
 from steelyard.cli.ranks import Laid, in_rank, is_quiet, is_to_start, left_with, start
 from steelyard.cli.showing import Shown, hint, loaded, planning
+from steelyard.core.errors import BadInput
 from steelyard.core.plan_check import check_startable
 from steelyard.core.planfile import read_decisions
 from steelyard.report.lines import Tone
@@ -63,6 +64,12 @@ def run_by(asked: Training) -> int:
     laid = Laid.of(asked.path)
     if asked.path.is_file():
         check_startable(asked.path, read_decisions(asked.path))
+    if asked.adapt and laid.among == 1 and asked.path.is_file():
+        raise BadInput(
+            "--adapt has nothing to adapt: the plan is for one rank, which sends no gradients",
+            expected="a plan for several ranks",
+            remedy="leave out --adapt, or plan with --ranks",
+        )
     if is_to_start(laid):
         with Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
             return start(
