@@ -47,6 +47,7 @@ from steelyard.report.lines import plain
 from steelyard.report.text import render
 from steelyard.report.tree import tree_of
 from steelyard.run.emit import Emitted, emit
+from steelyard.run.finite import FiniteWatch, blamed
 from steelyard.run.guard import Guard
 from steelyard.run.inductor import compile_program
 from steelyard.run.lowered import lower
@@ -119,6 +120,9 @@ class Step:
         if live_optimizer is not None:
             refuse_foreign(live_optimizer, source.model.parameters())
         states = self._states_far(live_optimizer, program)
+        is_watched = bool(self.ranks.channels) or self._home.type == "cpu"
+        self._finite = FiniteWatch(self._home) if is_watched else None
+        self._finite_codes: list[int] = []
         self.live = LiveStep(
             source.model,
             program,
@@ -136,6 +140,7 @@ class Step:
             in_stages=self.ranks.in_stages,
             channels=self.ranks.channels,
             guard=self._guard(),
+            finite=self._finite,
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
@@ -183,7 +188,9 @@ class Step:
             self._own_loop = OwnLoop(self.live, device=self._home, resident=self.resident_bytes)
         own, kept = self._own_loop, bool(self.live.gradients())
         self._keeps_gradients = self._keeps_gradients or kept
-        with own.a_pass():
+        with own.a_pass() as is_new_step:
+            if self._finite is not None:
+                self._finite.adds_up = not is_new_step
             if own.lacks_peak(kept=kept) and self.may_meter(batch):
                 nbytes, loss = self._metered_call(lambda: self.live.backward(batch, scale))
                 own.note_peak(nbytes, kept=kept)
@@ -231,6 +238,7 @@ class Step:
                     ranks=self.memory_of_ranks(self._held_by_rank),
                     notes=(
                         *self.notes,
+                        *self._note_on_finite(),
                         *self.notes_on_metering(is_metered=self._is_metered),
                         *(own.notes(has_update=self._update is not None) if own else ()),
                         *self.notes_on_ranks(waited, sent),
@@ -251,6 +259,17 @@ class Step:
             self._profiled += 1
             return False
         return True
+
+    def _note_on_finite(self) -> tuple[str, ...]:
+        """In which step the loss was not finite, and whose values were so first."""
+        finite = self._finite
+        if finite is None or finite.failed_at is None:
+            return ()
+        many = bool(self.ranks.channels)
+        codes = self._finite_codes if many else [finite.code]
+        first = blamed(codes).words if codes else ""
+        said = f"; first not finite: {first}" if first else ""
+        return (f"the loss was not finite in step {finite.failed_at}{said}",)
 
     def notes_on_metering(self, *, is_metered: bool) -> tuple[str, ...]:
         """Why no step was metered, where one could have been."""
@@ -442,11 +461,16 @@ class Step:
     def _tell_ranks(self) -> None:
         """Ranks take the same calls, and after some of them tell each other what they hold: at a
         receipt it would be too late, for which one of them may ask alone."""
+        if not self.ranks.channels:
+            return
         calls = self._calls + (self._own_loop.passes if self._own_loop else 0)
-        if self.ranks.channels and calls >= self._told_after:
+        if calls >= self._told_after:
             self._told_after = 2 * calls
             held = self._held_bytes()
             self._held_by_rank = self.ranks.together.each(-1 if held is None else held)
+        # All ranks find it after the same call: it is the loss of all.
+        if self._finite is not None and self._finite.failed_at and not self._finite_codes:
+            self._finite_codes = self.ranks.together.each(self._finite.code)
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         del self._losses[1:]
@@ -469,13 +493,20 @@ class Step:
 
     def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
         if self._is_compiled:
-            return partial(compile_program, channels=self.ranks.channels)
+            return partial(
+                compile_program, channels=self.ranks.channels, watch=self._exchange_watch
+            )
         return partial(
             emit,
             channels=self.ranks.channels,
+            watch=self._exchange_watch,
             far=self.far,
             tensors=states.tensors if states else None,
         )
+
+    @property
+    def _exchange_watch(self) -> FiniteWatch | None:
+        return self._finite if self.ranks.channels else None
 
     @property
     def _is_compiled(self) -> bool:

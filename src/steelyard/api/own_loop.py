@@ -49,8 +49,8 @@ class OwnLoop:
         self._peaks: dict[bool, tuple[int, int]] = {}
 
     @contextlib.contextmanager
-    def a_pass(self) -> Iterator[None]:
-        """Around each, which counts if it ends well."""
+    def a_pass(self) -> Iterator[bool]:
+        """Around each, which counts if it ends well; whether a step begins with it."""
         is_new_step = self._marks != self._marked()
         updated = self.updates.end_gap()
         if self._end_between is not None and updated is not None:
@@ -59,7 +59,7 @@ class OwnLoop:
         self._end_between = None
         self.updates.is_in_pass = True
         try:
-            yield
+            yield is_new_step
         finally:
             self.updates.is_in_pass = False
         self.passes += 1

@@ -116,7 +116,12 @@ class CheckpointRefused(CheckpointError, BadInput):
 
 
 class NonFinite(RunFailed):
-    """A loss that is NaN or infinite."""
+    """A loss that is NaN or infinite; ``rank`` is the one whose own values were that first, or -1
+    where that is not one rank, or not known."""
+
+    def __init__(self, happened: str, *, expected: str, remedy: str, rank: int = -1) -> None:
+        super().__init__(happened, expected=expected, remedy=remedy)
+        self.rank = rank
 
 
 # How a rank may break. "Absent" never came; "hanging" runs on and does not come to the exchange in

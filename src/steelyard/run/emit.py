@@ -27,6 +27,7 @@ from steelyard.exchange.tensors import FarTensors
 from steelyard.exchange.turns import Turns
 from steelyard.operators import copy_laid_out, operator_named
 from steelyard.run.calls import Room, made_in, quickest
+from steelyard.run.finite import FiniteWatch, places_in, watched
 
 _ALONE: Mapping[str, Channel] = MappingProxyType({})
 _GIVE_WAY = "give_way"
@@ -68,17 +69,21 @@ def emit(
     tensors: FarTensors | None = None,
     fusing: Callable[[Program], Iterable[Line]] = lambda program: program.instructions,
     rooms: Mapping[str, Room] = MappingProxyType({}),
+    watch: FiniteWatch | None = None,
 ) -> Emitted:
     """``channels`` are the live process groups of the mesh axes that the program speaks over,
     ``tensors`` the weights and gradients that lie in far memory; ``fusing`` puts lines together;
-    ``rooms`` say of nodes where what they make may lie."""
+    ``rooms`` say of nodes where what they make may lie; ``watch`` sees what is exchanged before it
+    is."""
     check_channels(program, channels)
     slots = _slots(program, far)
     carriers = _carriers(program, channels)
     channels = {**channels, **{axis: carrier.channel for axis, carrier in carriers.items()}}
 
     def emitted(program: Program) -> Emitted:
-        return _emitted(_Writer(program, tuple(fusing(program)), channels, slots, tensors, rooms))
+        return _emitted(
+            _Writer(program, tuple(fusing(program)), channels, slots, tensors, rooms, watch)
+        )
 
     whole = replace(emitted(program), carriers=tuple(carriers.values()))
     if program.earlier is program:
@@ -141,8 +146,11 @@ class _Writer:
         slots: Slots | None,
         tensors: FarTensors | None,
         rooms: Mapping[str, Room],
+        watch: FiniteWatch | None = None,
     ) -> None:
         self._program, self._rooms = program, rooms
+        self._watch = watch
+        self._watched = places_in(program.graph) if watch is not None else {}
         self._lines = lines
         self.fused = tuple(line for line in lines if isinstance(line, Fused))
         self._channels = channels
@@ -274,6 +282,8 @@ class _Writer:
 
     def _operator(self, node: Node) -> str:
         call = self._far_call(node) or self._exchanging(node) or self._computing(node)
+        if self._watch is not None and node.name in self._watched:
+            call = watched(call, self._watch, self._watched[node.name])
         name = self._operators.get(call)
         if name is None:
             name = self._operators[call] = f"{node.op.split('.')[1]}_{len(self._operators)}"

@@ -20,12 +20,18 @@ from steelyard.core.graph import Phase
 from steelyard.core.program import Instruction, Program
 from steelyard.exchange.channel import Channel
 from steelyard.run.emit import Emitted, Fused, Run, emit
+from steelyard.run.finite import FiniteWatch
 from steelyard.run.segments import Segment, Writer, segments
 
 _ALONE: Mapping[str, Channel] = MappingProxyType({})
 
 
-def compile_program(program: Program, *, channels: Mapping[str, Channel] = _ALONE) -> Emitted:
+def compile_program(
+    program: Program,
+    *,
+    channels: Mapping[str, Channel] = _ALONE,
+    watch: FiniteWatch | None = None,
+) -> Emitted:
     """As ``emit``, through Inductor; seconds the first time, less where its caches know the code.
 
     Bitwise equal to the same graph compiled without trades wherever that was tried; to generated
@@ -33,7 +39,7 @@ def compile_program(program: Program, *, channels: Mapping[str, Channel] = _ALON
     """
     check_compiler()
     with reading_failures(), _torch.inductor_settings() as mode:
-        return emit(program, channels=channels, fusing=partial(_fused, mode=mode))
+        return emit(program, channels=channels, fusing=partial(_fused, mode=mode), watch=watch)
 
 
 def _fused(program: Program, *, mode: Any) -> Iterator[Fused | Instruction]:

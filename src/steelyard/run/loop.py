@@ -25,6 +25,7 @@ from steelyard.run import checkpoint
 from steelyard.run.batches import Batches, Feed
 from steelyard.run.bind import live_tensors
 from steelyard.run.checkpoint import Position
+from steelyard.run.finite import Blamed, blamed
 from steelyard.run.folder import CheckpointFolder, step_of, verify
 from steelyard.run.randomness import random_state, seed_everything, set_random_state
 from steelyard.run.ranks.together import Alone, Together
@@ -245,12 +246,25 @@ class _Run:
         self.step += 1
         self.loss = loss
         if not math.isfinite(loss):
-            resume = f"resume from {self.saved}" if self.saved else "start again"
-            raise NonFinite(
-                f"the loss is {loss} at step {self.step}",
-                expected="a finite loss; nothing was saved after it",
-                remedy=f"lower the learning rate or clip gradients, then {resume}",
-            )
+            raise self._not_finite(loss)
+
+    def _not_finite(self, loss: float) -> NonFinite:
+        """Named is the rank whose own values were not finite before any were exchanged."""
+        finite, first = self.live.finite, Blamed()
+        if finite is not None:
+            codes = self._together.each(finite.code)
+            first = blamed(codes, offset=self.step - finite.step)
+        resume = f"resume from {self.saved}" if self.saved else "start again"
+        mend = "lower the learning rate or clip gradients"
+        if first.is_batch:
+            mend = "look in the data for what is not finite"
+        said = f"; first not finite: {first.words}" if first.words else ""
+        return NonFinite(
+            f"the loss is {loss} at step {self.step}{said}",
+            expected="a finite loss; nothing was saved after it",
+            remedy=f"{mend}, then {resume}",
+            rank=first.rank,
+        )
 
     def save_if_due(self) -> None:
         if self._settings is None or self.step % self._settings.every:

@@ -22,6 +22,7 @@ from steelyard.exchange.schedules import made_schedule
 from steelyard.exchange.turns import take_turns
 from steelyard.operators import copy_laid_out
 from steelyard.run.draws import Draws
+from steelyard.run.finite import ACTIVATIONS, GRADIENTS, LOSS, FiniteWatch
 from steelyard.run.messages import ByGloo, Messages, ThroughSlots
 from steelyard.run.shares import Shares
 from steelyard.run.stage import LiveStage, Values, keep_only
@@ -49,6 +50,7 @@ class StagesAtWork:
     ) -> None:
         self._group, self._waiting = group, channels[PIPELINE].waiting
         self._replicas = replicas
+        self.finite: FiniteWatch | None = None
         self._device = device = channels[PIPELINE].device
         self._graph, stages = pipeline.stages.graph, pipeline.stages.stages
         self._rank_of = pipeline.order.rank_of
@@ -135,7 +137,7 @@ class StagesAtWork:
         self._draws.begin(count)
         self._messages.begin()
         for own in self._own:
-            own.begin([dict(values) for values in given], self._draws)
+            own.begin([dict(values) for values in given], self._draws, self.finite)
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
         whom = torch.arange(count, device=CPU) if is_last else None
@@ -146,14 +148,26 @@ class StagesAtWork:
                     target=whom, losses=losses if is_last else None, return_outputs=False
                 )
             self._messages.end()
+            self._look_at_gradients()
             for parameter, group in self._sums:
                 dist.all_reduce(_gradient(parameter), group=group)
             for parameter in self._trained if self._shares else ():
                 _gradient(parameter)
         with self._waiting.stopped():
             self._draws.end()
+            if self.finite is not None:
+                self.finite.saw(LOSS, losses)
         self._sum_up()
         return losses
+
+    def _look_at_gradients(self) -> None:
+        """Of what this rank's stages have trained, before it is summed up with other ranks'."""
+        if self.finite is None:
+            return
+        last = max(own.stage_index for own in self._own)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        with self._waiting.stopped(), torch.no_grad():
+            self.finite.saw(GRADIENTS - last, gradients)
 
     @contextlib.contextmanager
     def _added_to_earlier(self) -> Iterator[None]:
@@ -243,9 +257,10 @@ class _Driven(PipelineStage):
         self._values: list[Values] = []
         self._draws: Draws | None = None
         self._given: tuple[str, ...] = ()
+        self._finite: FiniteWatch | None = None
 
-    def begin(self, values: list[Values], draws: Draws) -> None:
-        self._values, self._draws = values, draws
+    def begin(self, values: list[Values], draws: Draws, finite: FiniteWatch | None) -> None:
+        self._values, self._draws, self._finite = values, draws, finite
         self.live.begin()
         self._given = tuple(values[0])
 
@@ -271,7 +286,8 @@ class _Driven(PipelineStage):
         self._values[mb_index].update(next_stage_bwd_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return self._taken(mb_index, self.live.stage.sends_back, self.live.stage.kept_between)
+        taken = self._taken(mb_index, self.live.stage.sends_back, self.live.stage.kept_between)
+        return self._looked_at(taken, GRADIENTS - self.stage_index)
 
     def forward_one_chunk(
         self,
@@ -320,7 +336,14 @@ class _Driven(PipelineStage):
         """Gradients that ranks share are summed behind the step, all at once."""
 
     def _handed_on(self, index: int) -> Values:
-        return self._taken(index, self.live.stage.sends, self.live.stage.kept)
+        taken = self._taken(index, self.live.stage.sends, self.live.stage.kept)
+        return self._looked_at(taken, ACTIVATIONS + self.stage_index)
+
+    def _looked_at(self, values: Values, place: int) -> Values:
+        if self._finite is not None:
+            with self._waiting.stopped(), torch.no_grad():
+                self._finite.saw(place, list(values.values()))
+        return values
 
     def _taken(self, index: int, names: Sequence[str], kept: Sequence[str]) -> Values:
         """These values of a micro-batch, of which it keeps only what it needs itself."""

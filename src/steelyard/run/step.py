@@ -30,6 +30,7 @@ from steelyard.run.bind import (
 )
 from steelyard.run.counting import shares
 from steelyard.run.emit import Emitted, emit
+from steelyard.run.finite import FiniteWatch
 from steelyard.run.guard import Guard
 from steelyard.run.randomness import drawing_apart
 from steelyard.run.watch import ModelWatch, OptimizerWatch
@@ -66,7 +67,9 @@ class Held(Protocol):
 class InStages(Protocol):
     """Forward and backward over all micro-batches, by ranks that each carry out some stages.
     ``held_bytes`` is what they keep here between steps, besides the model; ``moved_bytes`` what
-    they have sent to others in all, by ways of their own."""
+    they have sent to others in all, by ways of their own. ``finite`` sees what they send."""
+
+    finite: FiniteWatch | None
 
     @property
     def held_bytes(self) -> int: ...
@@ -91,7 +94,8 @@ class LiveStep:
     that share the batch this one is: every rank is given the whole batch. ``in_stages`` makes what
     carries a program out whose layers lie on several ranks. Over ``channels`` ranks put together
     what each has lost of its gradients, where they go in codes. ``guard`` says in which codes:
-    ``program`` is of the first, and ``other_shape`` is asked for the others too.
+    ``program`` is of the first, and ``other_shape`` is asked for the others too. ``finite`` is told
+    the loss of every step, and sees what ``runner`` and stages exchange.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class LiveStep:
         in_stages: Callable[[Program, Mapping[str, Any]], InStages] | None = None,
         channels: Mapping[str, Channel] = MappingProxyType({}),
         guard: Guard | None = None,
+        finite: FiniteWatch | None = None,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BadInput(
@@ -141,6 +146,7 @@ class LiveStep:
         self._accumulators: list[Any] | None = None
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
+        self.finite = finite
         self.residuals = Residuals(channels, self.home)
         self._guard_by(guard)
         # In which codes the last step was.
@@ -156,7 +162,7 @@ class LiveStep:
         """One whole step; the loss as it was before it, detached."""
         bound, leaves = self._ready(batch)
         self.zero_grad()
-        loss = self._accumulate(bound, leaves, 1.0)
+        loss = self._watched_passes(bound, leaves, 1.0)
         self._look_at_codes(loss)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -174,7 +180,7 @@ class LiveStep:
                 remedy="step.backward(batch, 0.5), for example",
             )
         bound, leaves = self._ready(batch)
-        loss = self._accumulate(bound, leaves, scale)
+        loss = self._watched_passes(bound, leaves, scale)
         self._look_at_codes(loss)
         return loss
 
@@ -390,7 +396,8 @@ class LiveStep:
         live = live_tensors(self.model, constants)
         if program.pipeline is not None:
             assert self._in_stages is not None
-            self._stages[program] = self._in_stages(program, live)
+            self._stages[program] = stages = self._in_stages(program, live)
+            stages.finite = self.finite
             live = dict.fromkeys(live)  # stages have their own
         return BoundProgram(
             program,
@@ -401,6 +408,19 @@ class LiveStep:
             far_sink=self.states.tensors.sink if self.states else lambda _: None,
             residuals=self.residuals,
         )
+
+    def _watched_passes(
+        self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        """Forward and backward, and whether the loss is finite."""
+        if self.finite is None:
+            return self._accumulate(bound, leaves, scale)
+        self.finite.begin()
+        loss = self._accumulate(bound, leaves, scale)
+        nothing = torch.zeros((), device="cpu")
+        own = (bound.given(leaves, index, nothing).values() for index in self._own_parts(bound))
+        self.finite.end(loss, lambda: (leaf for part in own for leaf in part))
+        return loss
 
     def _accumulate(
         self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor

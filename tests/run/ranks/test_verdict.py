@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.errors import BadInput, RankFailed, RanksDiffer, SteelyardError
+from steelyard.core.errors import BadInput, NonFinite, RankFailed, RanksDiffer, SteelyardError
 from steelyard.run.ranks import watch
 from steelyard.run.ranks.places import read_whole, write_whole
 from steelyard.run.ranks.statement import Issued, Progress, Statement
@@ -300,3 +300,27 @@ def test_a_rank_that_was_killed_is_named_and_not_who_asked_for_its_batch() -> No
 def test_logs_that_do_not_stay_are_not_pointed_at() -> None:
     found = verdict(replace(case(ended(3, stderr="usage:"), lost()), logs=""))
     assert found.remedy.endswith("what the ranks wrote is kept with --debug")
+
+
+def not_finite(seconds: float) -> dict[str, Any]:
+    said = Statement(
+        kind="NonFinite",
+        text="the loss is nan at step 4; first not finite: the own loss of rank 1, in step 4",
+        at_seconds=seconds,
+        expected="a finite loss",
+        remedy="lower the learning rate",
+        not_finite=True,
+    )
+    return {"statement": Statement.of_json(json.loads(json.dumps(said.to_json()))), "status": 4}
+
+
+def test_who_says_first_that_the_loss_is_not_finite_is_not_blamed_for_it() -> None:
+    """All ranks find it at once, and each names the one whose own values were so."""
+    for evidence in (case(not_finite(1.0), not_finite(2.0)), case(not_finite(1.0), {})):
+        found = at_once(evidence)
+        assert isinstance(found, NonFinite)
+        assert "of rank 1, in step 4" in found.happened
+        assert "rank 0" not in str(found)
+    other = at_once(case(not_finite(2.0), raised(1.0)))
+    assert isinstance(other, RankFailed)
+    assert other.rank == 1

@@ -50,7 +50,8 @@ class Statement:
     ``of_input``: what was asked for cannot be honoured, on no rank and at no second try.
     ``of_exchange``: it came from talking to the others, who may be to blame. ``differs`` is the
     rank that does not hold what the others hold, and in what; ``absent`` one that never came,
-    ``missed`` one that sent nothing through memory that ranks share.
+    ``missed`` one that sent nothing through memory that ranks share. ``not_finite``: the loss was
+    not, which all ranks find at once.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Statement:
     differs: tuple[int, str] | None = None
     absent: int | None = None
     missed: int | None = None
+    not_finite: bool = False
     progress: Progress = field(default_factory=Progress)
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +89,7 @@ class Statement:
             differs=_differs(differs),
             absent=_rank(found, "absent"),
             missed=_rank(found, "missed"),
+            not_finite=found.get("not_finite") is True,
             progress=Progress.of_json(progress if isinstance(progress, dict) else {}),
         )
 

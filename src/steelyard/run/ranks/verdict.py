@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from steelyard.core.errors import BadInput, Cause, RankFailed, RanksDiffer, SteelyardError
+from steelyard.core.errors import (
+    BadInput,
+    Cause,
+    NonFinite,
+    RankFailed,
+    RanksDiffer,
+    SteelyardError,
+)
 from steelyard.run.ranks.statement import Issued, Progress, Statement
 
 _OF_GLOO = re.compile(
@@ -73,7 +80,7 @@ class Case:
 
 def at_once(case: Case) -> SteelyardError | None:
     """The verdict that no further question could change, if there is one."""
-    return _first(case, (_refused, _failed_by_itself, _stopped))
+    return _first(case, (_refused, _not_finite, _failed_by_itself, _stopped))
 
 
 def verdict(case: Case) -> SteelyardError:
@@ -119,6 +126,16 @@ def _refusal(case: Case) -> SteelyardError | None:
     where = f"on rank {first}: " if is_fine else ""
     found = said[first]
     return BadInput(f"{where}{found.text}", expected=found.expected, remedy=found.remedy)
+
+
+def _not_finite(case: Case) -> SteelyardError | None:
+    """All ranks find a loss that is not finite, and each names the one whose values were so first:
+    who says it first is not to blame for that."""
+    said = [one for one in _by_time(case) if not one.of_exchange]
+    if not said or not said[0].not_finite:
+        return None
+    found = said[0]
+    return NonFinite(found.text, expected=found.expected, remedy=found.remedy)
 
 
 def _failed_by_itself(case: Case) -> SteelyardError | None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steelyard.core.errors import BadInput, RankFailed, RanksDiffer, SteelyardError
+from steelyard.core.errors import BadInput, NonFinite, RankFailed, RanksDiffer, SteelyardError
 from steelyard.core.printable import printable
 from steelyard.run.ranks.places import RankPlace, write_whole
 from steelyard.run.ranks.statement import Issued, Progress, Statement
@@ -120,6 +120,7 @@ def statement_of(error: BaseException) -> Statement:
         differs=(error.rank, error.item) if isinstance(error, RanksDiffer) else None,
         absent=failed.rank if failed and failed.cause == "absent" else None,
         missed=failed.rank if failed and failed.cause == "exchange" and failed.rank >= 0 else None,
+        not_finite=isinstance(error, NonFinite),
         progress=progress() if of_exchange else Progress(),
     )
 
