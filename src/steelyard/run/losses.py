@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,7 +40,7 @@ class Losses:
     def __init__(self, plan: Path, tell: Callable[[str], None]) -> None:
         self._path, self._board_path = losses_path(plan), tensorboard_path(plan)
         self._tell = tell
-        self._file: BinaryIO | None = None
+        self._file: RawIOBase | None = None
         self._board: Any = None
         self._begun = False
 
@@ -49,13 +50,13 @@ class Losses:
             self._begin(step)
         if self._file is not None:
             line = {"step": step, "loss": loss, "seconds": seconds, "lr": lr, "time": time.time()}
-            self._written(lambda file: _write(file, line))
+            self._written(json.dumps(line).encode() + b"\n")
         if self._board is not None:
             self._show(step, {"loss": loss, "seconds": seconds, "lr": lr})
 
     def close(self) -> None:
         if self._file is not None:
-            self._written(lambda file: file.close())
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -68,7 +69,8 @@ class Losses:
                 _keep_before(step, self._path)
             elif self._path.exists():
                 self._path.replace(self._path.with_name(f"{self._path.stem}.before.jsonl"))
-            self._file = self._path.open("ab")
+            # Unbuffered: a line is with the operating system at once, whatever kills this process.
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             self._give_up(error)
         # Looked for, and imported only where it is there: it takes seconds.
@@ -99,21 +101,18 @@ class Losses:
             self._board = None
             self._tell(f"losses are no longer written for TensorBoard: {error.strerror}")
 
-    def _written(self, write: Callable[[BinaryIO], None]) -> None:
+    def _written(self, line: bytes) -> None:
         assert self._file is not None
         try:
-            write(self._file)
+            self._file.write(line)
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
+        if self._file is not None:
+            self._file.close()
         self._file = None
         self._tell(f"losses are not written to {self._path.name}: {error.strerror}")
-
-
-def _write(file: BinaryIO, line: dict[str, Any]) -> None:
-    file.write(json.dumps(line).encode() + b"\n")
-    file.flush()
 
 
 def _keep_before(step: int, path: Path) -> None:
