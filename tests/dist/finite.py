@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.api import Workload, run_workload
+from steelyard.api.ranks import Ranks
+from steelyard.capture.source import StepSource
 from steelyard.core.errors import NonFinite
-from steelyard.core.layout import Layout
+from steelyard.core.layout import DATA, Layout
+from steelyard.core.program import Program
+from steelyard.core.rules import Rule
+from steelyard.core.trade import strike
+from steelyard.exchange.devices import home_of
+from steelyard.run.emit import emit
+from steelyard.run.finite import FiniteWatch
+from steelyard.run.loop import train
+from steelyard.run.ranks.together import InGroup
+from steelyard.run.step import LiveStep
+from steelyard.trades import TRADES
+from tests.dist.pipelines import _in_stages
 from tests.dist.planned import OPTIMIZER, Case, _planned
 from tests.harness import in_a_hurry
 
@@ -50,13 +63,12 @@ def _made() -> tuple[nn.Module, Any, Any]:
     return _model(), _loss, _batch()
 
 
-LAYOUTS = {
-    "whole": Case(_made, Layout(batch=2)),
-    "in micro-batches, with states in shares": Case(
-        _made, Layout(batch=2), micro_batches=2, with_states=True
-    ),
-    "through slots": Case(_made, Layout(batch=2), in_slots=True),
-    "in stages": Case(_made, Layout(pipeline=2), micro_batches=4),
+_OVER_BATCH = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+LAYOUTS: dict[str, tuple[Rule, ...]] = {
+    "whole": (_OVER_BATCH,),
+    "in micro-batches": (_OVER_BATCH, Rule(trade="accumulate", degree=2)),
+    "through slots": (_OVER_BATCH, Rule(trade="pinned_transfer", op="exchanges")),
+    "in stages": (),
 }
 
 
@@ -68,56 +80,65 @@ def batches(fault: str) -> list[Any]:
 
 
 def all_of_them(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [folder]
-        dist.broadcast_object_list(paths)
-        with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
-            for name, case in LAYOUTS.items():
-                for fault in _FAULTS:
-                    path = Path(paths[0]) / "train.plan.toml"
-                    found[f"{name}: {fault}"] = _trained(case, fault, rank, path)
-            dist.barrier()
-    return found
+    return {
+        f"{name}: {fault}": _trained(name, fault) for name in LAYOUTS for fault in _FAULTS
+    }
 
 
-def _trained(case: Case, fault: str, rank: int, path: Path) -> dict[str, Any]:
+def _trained(layout: str, fault: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    model, loss, batch = case.make()
-    given = batches(fault)
-    planned = _planned(case, model, loss, batch, rank, path)
-    step = planned.apply()
-    for one in given:
-        step(one)
-    (note,) = (n for n in step.receipt().measured.notes if "was not finite" in n)
-    torch.manual_seed(0)
-    model = case.make()[0]
-    workload = Workload(model, loss, given, optimizer=OPTIMIZER)
+    step = _live(layout)
     try:
-        run_workload(_planned(case, model, loss, batch, rank, path), workload, steps=8)
+        train(step, batches(fault), steps=8, together=InGroup())
     except NonFinite as error:
-        return {"note": note, "error": str(error), "rank": error.rank}
+        return {"error": str(error), "rank": error.rank}
     raise AssertionError("a loss that is not finite goes on")
+
+
+def _live(layout: str) -> LiveStep:
+    model, loss, batch = _made()
+    source = StepSource(model=model, loss=loss, batch=batch)
+    if layout == "in stages":
+        program = _in_stages(source, "1F1B", ("1",))
+    else:
+        base = Program.plain(source.captured().graph, rank=dist.get_rank())
+        program = strike(base, LAYOUTS[layout], trades=TRADES, source=source)
+    captured = source.captured(micro_batches=program.units, share=program.share)
+    reduction = source.reduction().value
+    ranks, watch = Ranks.of(program.layout, home_of(model)), FiniteWatch()
+    return LiveStep(
+        model,
+        program,
+        constants=captured.constants,
+        batch=batch,
+        optimizer=OPTIMIZER(model.parameters()),
+        parts=ranks.parts_of(model, program),
+        reduction=reduction,
+        rank=program.layout.place(ranks.rank, DATA),
+        in_stages=ranks.in_stages,
+        channels=ranks.channels,
+        runner=partial(emit, channels=ranks.channels, watch=watch),
+        finite=watch,
+    )
 
 
 def in_ones_own_loop(rank: int) -> list[str]:
     """Of passes that add up, gradients of which one is not finite are found a step later."""
-    case = LAYOUTS["whole"]
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [folder]
+    case, cache = Case(_made, Layout(batch=2)), Path(os.environ["STEELYARD_CACHE"])
+    with tempfile.TemporaryDirectory() as folder, in_a_hurry(cache):
+        paths: list[Any] = [folder]
         dist.broadcast_object_list(paths)
-        with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
-            torch.manual_seed(0)
-            model, loss, batch = case.make()
-            path = Path(paths[0]) / "train.plan.toml"
-            step = _planned(case, model, loss, batch, rank, path).apply()
-            optimizer = OPTIMIZER(model.parameters())
-            for number, one in enumerate(batches("gradients"), start=1):
-                step.backward(one)
-                if number % 2 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            measured = step.receipt().measured
-            dist.barrier()
+        torch.manual_seed(0)
+        model, loss, batch = case.make()
+        path = Path(paths[0]) / "train.plan.toml"
+        step = _planned(case, model, loss, batch, rank, path).apply()
+        optimizer = OPTIMIZER(model.parameters())
+        for number, one in enumerate(batches("gradients"), start=1):
+            step.backward(one)
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        measured = step.receipt().measured
+        dist.barrier()
     memory = [f"{one.rank} {one.measured_bytes}" for one in measured.ranks]
     return [*(n for n in measured.notes if "was not finite" in n), *memory]
