@@ -758,20 +758,25 @@ def supervised_agent(
     return Supervised(spec, logs, shutdown_timeout=shutdown_seconds)
 
 
-def profiler_is_on() -> bool:
+def profiler_is_on(*, is_quick: bool = False) -> bool:
     """Another profiler records, or is prepared to record, in this process.
 
     torch 2.13 has one session for a process. A second profiler takes the events of a first that
     records; where the first is only prepared (the warm-up of a schedule), the process crashes.
-    That one is prepared stands in the Python object alone, so that is looked for.
+    That one is prepared stands in the Python object alone, so that is looked for, in a walk over
+    all objects of some 50 ms. An ``is_quick`` look leaves it out where no schedule has begun, or
+    another one has ended since.
     """
     if torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
         return True
+    has_begun = "ProfilerStep" in torch.autograd.profiler.KinetoStepTracker._step_dict
+    if is_quick and not has_begun:
+        return False
     sessions = _instances(torch.autograd.profiler.profile)
     if any(getattr(s, "entered", False) and s.kineto_results is None for s in sessions):
         return True
     # With acc_events=True one session is prepared again, and still has its earlier results.
-    if "ProfilerStep" not in torch.autograd.profiler.KinetoStepTracker._step_dict:
+    if not has_begun:
         return False
     warming = torch.profiler.ProfilerAction.WARMUP
     schedules = _instances(torch.profiler.profile)

@@ -200,7 +200,7 @@ class Prices:
             context = self._context()
             seconds = self._cache.read_whole(context, name)
             if seconds is None:
-                if is_profiled():
+                if is_profiled(is_quick=True):
                     raise _profiled("the optimizer's step")
                 with self._company.at_work():
                     seconds = update_call_seconds(make, dims=dims, calls=calls, device=self._home)
@@ -322,7 +322,7 @@ class Prices:
             context = self._context()
             found = self._cache.read_whole(context, name)
             if found is None or not found.low:
-                if is_profiled():
+                if is_profiled(is_quick=True):
                     raise _profiled("a whole step")
                 self._on_progress(doing)
                 with _untouched(source.model, self._home), self._company.at_work():

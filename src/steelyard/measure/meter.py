@@ -81,9 +81,9 @@ def begin_metering(*, device: torch.device | None = None) -> Callable[[], Metere
     return end
 
 
-def is_profiled(device: torch.device | None = None) -> bool:
+def is_profiled(device: torch.device | None = None, *, is_quick: bool = False) -> bool:
     """A profiler of somebody else's is on, which metering on ``device`` would take events from."""
-    return (device is None or device.type == "cpu") and _torch.profiler_is_on()
+    return (device is None or device.type == "cpu") and _torch.profiler_is_on(is_quick=is_quick)
 
 
 def replay(events: Iterable[tuple[int, int]]) -> Metered:

@@ -110,7 +110,7 @@ def measure_operators(
         table = _Table(
             device, torch_device or torch.device("cpu"), seconds_budget, made, sharers=sharers
         )
-        if is_timed and is_profiled():
+        if is_timed and is_profiled(is_quick=True):
             new = table.given_up(new, Missing.PROFILED)
         # What reads far memory is called with what lies there near: a part of it has room.
         table.measure([s for s in new if not s.node.is_far_product])
