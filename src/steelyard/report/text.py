@@ -74,8 +74,8 @@ def _receipt(tree: Tree, width: int) -> list[Line]:
         lines += _column("fewest", tree.fewest, width)
     if tree.ran:
         lines += _column("ran", ", ".join(tree.ran), width)
-    for line in lines_of(tree.ranks):
-        lines += _column("rank memory", line, width)
+    for number, line in enumerate(lines_of(tree.ranks)):
+        lines += _column("" if number else "rank memory", line, width)
     lines += _as_of(tree, width)
     lines += _taken(tree, width)
     lines += _refused(tree, width, most=_MOST_REFUSED)
