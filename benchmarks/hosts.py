@@ -68,11 +68,12 @@ class Hosts:
         self.started.append(process)
         return process
 
-    def shape(self, bits_per_second: int | None) -> None:
-        """All links; None lets them carry what they can."""
-        ends = [(holder, DEVICE) for holder in self.holders]
+    def shape(self, bits_per_second: int | None, *, host: int | None = None) -> None:
+        """All links, or that of one host; None lets them carry what they can."""
+        shaped = range(len(self.holders)) if host is None else [host]
+        ends = [(self.holders[n], DEVICE) for n in shaped]
         if self.bridge is not None:
-            ends += [(self.bridge, _port(host)) for host in range(len(self.holders))]
+            ends += [(self.bridge, _port(n)) for n in shaped]
         for holder, device in ends:
             found = _run([*_within(holder), "tc", "qdisc", "show", "dev", device])
             if "tbf" in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import threading
 import time
@@ -14,8 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import HashStore
 
+import steelyard as sy
 from steelyard.api.hosts import (
     Meeting,
     _is_as_it_was,
@@ -27,6 +30,7 @@ from steelyard.api.hosts import (
 from steelyard.api.made_for import other_than_planned
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed, RanksDiffer
+from steelyard.core.layout import Layout
 from steelyard.core.link import Link
 from steelyard.core.machine import this_device
 from steelyard.core.plan import MadeFor
@@ -34,6 +38,7 @@ from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
 from steelyard.measure.exchanges import SIZES
+from steelyard.measure.joins import latency_of, name_of, rate_of
 from steelyard.measure.links import (
     BETWEEN_HOSTS,
     measured_ranks,
@@ -41,6 +46,7 @@ from steelyard.measure.links import (
     remembered_look,
 )
 from steelyard.run.ranks.who import Who
+from tests.harness import in_a_hurry
 from tests.measure.test_exchanges import said_of
 
 LINK = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e7)
@@ -493,3 +499,100 @@ def test_a_folder_that_cannot_be_written_to_is_named_on_all(tmp_path: Path) -> N
         one = _OneOfTwo(saves=saves, told=told, unseen=[])
         with pytest.raises(CheckpointError, match=r"cannot save in .* Not a dir"):
             check_seen_by_all(tmp_path / "a file" / "saved", one)  # type: ignore[arg-type]
+
+
+def _joins(rates: list[float]) -> dict[str, float]:
+    """What three hosts measure of each other whose links carry so much, each rank having one."""
+    found = {}
+    for i, j in itertools.combinations(range(len(rates)), 2):
+        found[latency_of(i, j)] = LINK.latency_seconds
+        found[rate_of(i, j)] = min(rates[i], rates[j])
+    return found
+
+
+def _exchanged_among_two(rate: float) -> dict[str, float]:
+    said = said_of(replace(LINK, bytes_per_second=rate), 2)
+    timed = {name_of(2, what): said[what] for what in ("small", "middle", "large", "disturbs")}
+    return timed | {name_of(2, "least small"): 1e-4, name_of(2, "least middle"): 1e-3}
+
+
+def _three_of_which(slow: int, cache: CostCache) -> None:
+    """Hosts of which one is behind 30 Mbit/s, that have met."""
+    rates = [119e6] * 3
+    rates[slow] = 3.7e6
+    joins = _joins(rates) | _exchanged_among_two(119e6)
+    said = [said_of(replace(LINK, bytes_per_second=3.7e6), 3)] * 3
+    remember_hosts(said, ["a", "b", "c"], hosts=3, look=LOOK, joins=joins, cache=cache)
+
+
+@pytest.mark.parametrize("slow", range(3))
+def test_of_three_hosts_it_is_known_which_is_behind_a_slow_link(tmp_path: Path, slow: int) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    _three_of_which(slow, cache)
+    measured = measured_ranks(3, hosts=3, cache=cache)
+    assert measured.link.bytes_per_second == pytest.approx(3.7e6)
+    assert measured.host_rates[slow] == pytest.approx(3.7e6)
+    assert sorted(measured.host_rates)[1:] == pytest.approx([119e6] * 2)
+    two = measured.subsets[2]
+    assert two.ranks == tuple(n for n in range(3) if n != slow)
+    assert two.link is not None
+    assert two.handing is not None
+    assert two.link.bytes_per_second == pytest.approx(119e6)
+    assert two.handing.bytes_per_second == pytest.approx(119e6)
+    # As if these two had met by themselves, so that a run need not measure them again.
+    names = [name for n, name in enumerate("abc") if n != slow]
+    assert remembered_look(names, hosts=2, cache=cache) == (1e-4, 1e-3)
+    alone = measured_ranks(2, hosts=2, cache=cache)
+    assert (alone.link, alone.handing) == (two.link, two.handing)
+    assert remembered_look(["a", "x"], hosts=2, cache=cache) is None
+
+
+def test_hosts_that_are_joined_alike_are_taken_in_their_order(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    said = [said_of(LINK, 3)] * 3
+    joins = _joins([1e7, 1.1e7, 0.9e7])
+    remember_hosts(said, ["a", "b", "c"], hosts=3, look=LOOK, joins=joins, cache=cache)
+    measured = measured_ranks(3, hosts=3, cache=cache)
+    assert measured.subsets == {}
+    # Two of them can be predicted for, and measure when they meet by themselves.
+    assert measured_ranks(2, hosts=2, cache=cache).link == measured.link
+    assert remembered_look(["a", "b"], hosts=2, cache=cache) is None
+
+
+def test_figures_from_before_pairs_were_timed_are_measured_again(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path / "costs.sqlite")
+    remember_hosts([said_of(LINK, 3)] * 3, ["a", "b", "c"], hosts=3, look=LOOK, cache=cache)
+    assert remembered_look(["a", "b", "c"], hosts=3, cache=cache) is None
+
+
+@pytest.mark.slow
+def test_a_plan_lies_on_the_two_hosts_that_are_well_joined_and_names_the_third(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = tmp_path / "costs.sqlite"
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
+    _three_of_which(1, CostCache())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    batch = torch.randn(2048, 512), torch.randint(10, (2048,))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    with in_a_hurry(costs):
+        cluster = Cluster.here(ranks=3, hosts=3, speeds=(1, 1, 1))
+        planned = sy.plan(model, loss, batch, cluster=cluster)
+        decisions = planned.plan.decisions
+        assert Layout.of(decisions.rules).num_ranks == 2
+        assert decisions.used_ranks == (0, 2)
+        (note,) = (n for n in planned.plan.notes if "link carries" in n)
+        assert note.startswith("host 1's link carries 3.53 MiB/s, the others 113 MiB/s: with it a ")
+        planned.save(tmp_path / "three.plan.toml")
+        loaded = sy.load(tmp_path / "three.plan.toml", model, loss, batch)
+    assert loaded.plan.decisions == decisions
+    # Predicted on the two that it lies on.
+    assert loaded.predicted.communication_bytes == planned.predicted.communication_bytes
+    assert loaded.predicted.communication_seconds.value == pytest.approx(
+        planned.predicted.communication_seconds.value
+    )
+    assert not [n for n in loaded.plan.notes if "another machine" in n]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+import steelyard as sy
 from steelyard.api.pricing import Prices
 from steelyard.core.costs import Costs
 from steelyard.core.machine import this_device
@@ -60,3 +65,41 @@ def test_a_cut_is_faster_only_beyond_every_doubt(
     checks: dict[int, tuple[float, float, float]], expected: dict[int, float]
 ) -> None:
     assert said(checks) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads", "ranks", "longer"),
+    [
+        (0.6, 1, 1, 1 / 0.6),
+        (1.5, 1, 2, 2 / 1.5),
+        (2.0, 1, 2, 1.0),
+        (math.inf, 1, 1, 1.0),
+        (0.6, 2, 1, 1.0),
+    ],
+)
+def test_what_is_timed_by_the_processor_takes_longer_where_it_is_withheld(
+    quota: float, threads: int, ranks: int, longer: float
+) -> None:
+    prices = Prices.__new__(Prices)
+    prices._is_here, prices._threads, prices.notes = True, threads, []
+    with mock.patch("steelyard.api.pricing.quota_cores", return_value=quota):
+        assert prices._longer_than_processor_time(ranks) == pytest.approx(longer)
+    assert bool(prices.notes) == (longer > 1)
+
+
+def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_path: Path) -> None:
+    def seconds(quota: float) -> float:
+        with (
+            mock.patch("steelyard.api.pricing.quota_cores", return_value=quota),
+            mock.patch.dict(os.environ, STEELYARD_CACHE=str(tmp_path / "costs.sqlite")),
+            mock.patch.object(torch, "get_num_threads", return_value=1),
+        ):
+            planned = sy.plan(model, loss, batch)
+        return float(planned.plan.unplanned.quad.computation_seconds.value)
+
+    model, batch = torch.nn.Linear(64, 64), torch.randn(256, 64)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    assert seconds(0.5) == pytest.approx(2 * seconds(math.inf))

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.search.shares import Shares, in_whole_units, speeds_said, unequal_shares, units_for
+from steelyard.search.shares import (
+    Shares,
+    in_whole_units,
+    near_equal_shares,
+    speeds_said,
+    unequal_shares,
+    units_for,
+)
 
 _SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=2, max_size=6)
 
@@ -114,3 +121,29 @@ def test_speeds_are_said_beside_the_fastest_and_those_alike_together() -> None:
         "ranks 1 to 2 compute at 0.50 of rank 0, rank 3 computes at 0.25 of rank 0"
     )
     assert speeds_said([1, 2, 4, 8, 16]).endswith("rank 3 computes at 0.12 of rank 0 and 1 more")
+
+
+@given(st.integers(2, 9), st.integers(2, 4096))
+def test_equal_ranks_have_nearly_equal_shares_of_any_batch(ranks: int, size: int) -> None:
+    possible = [units for units in range(1, size + 1) if size % units == 0]
+    shares = near_equal_shares(ranks, possible)
+    if size < ranks:
+        assert shares is None
+        return
+    assert shares is not None
+    assert len(shares) == ranks
+    assert sum(shares) in possible
+    assert max(shares) - min(shares) <= 1
+    # No other number of units has a clearly smaller largest share.
+    least = min(-(-units // ranks) / units for units in possible if units >= ranks)
+    assert max(shares) / sum(shares) <= max(1.02 / ranks, least) * (1 + 1e-12)
+
+
+def test_shares_are_in_the_fewest_units_for_batches_of_other_sizes_divide_into_them_too() -> None:
+    assert near_equal_shares(3, (1, 2, 4, 8)) == (3, 3, 2)
+    assert near_equal_shares(3, (1, 7)) == (3, 2, 2)
+    assert near_equal_shares(3, tuple(2**n for n in range(12))) == (43, 43, 42)
+
+
+def test_speeds_are_said_of_the_ranks_that_are_used() -> None:
+    assert speeds_said([1.0, 2.0], (0, 2)) == "rank 2 computes at 0.50 of rank 0"

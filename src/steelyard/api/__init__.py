@@ -8,7 +8,7 @@ from steelyard.api.hosts import Meeting, keep_to_own_gpu, know_ranks_here, meeti
 from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
-from steelyard.api.ranks import as_a_rank, joined_ranks, restarts
+from steelyard.api.ranks import as_a_rank, hold_meeting_place, joined_ranks, restarts
 from steelyard.api.scaling import scale_workload
 from steelyard.api.training import run_workload
 from steelyard.api.workload import Workload, load_workload
@@ -23,6 +23,7 @@ __all__ = [
     "as_a_rank",
     "demo",
     "doctor",
+    "hold_meeting_place",
     "joined_ranks",
     "keep_to_own_gpu",
     "know_ranks_here",

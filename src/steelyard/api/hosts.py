@@ -25,13 +25,19 @@ from steelyard import _torch
 from steelyard.core.errors import BadInput, CheckpointError, RankFailed, SteelyardError
 from steelyard.core.machine import cores_of
 from steelyard.core.printable import printable
+from steelyard.core.subsets import PARTS_OF_CORES
 from steelyard.exchange.backends import backend_for
 from steelyard.exchange.devices import CPU, home_of
 from steelyard.exchange.gathered import gathered
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import ALL_HOSTS, OTHER_HOSTS
 from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link, work_until
-from steelyard.measure.links import measured_ranks, remember_hosts, remembered_look
+from steelyard.measure.links import (
+    measured_joins,
+    measured_ranks,
+    remember_hosts,
+    remembered_look,
+)
 from steelyard.run.ranks.join import joined, meeting_place
 from steelyard.run.ranks.together import Together
 from steelyard.run.ranks.who import Who, who_am_i
@@ -267,8 +273,10 @@ def know_hosts(who: Who, home: torch.device) -> None:
             return
         figures = figures_of_this_rank(hosts=hosts, home=home)
         said, look = gathered(figures, dict[str, float]), looked_at_link(home)
+        # Of two hosts nobody could say whose link is slow.
+        joins = measured_joins(said, hosts=hosts, home=home) if hosts > 2 else {}
     # By the cores of the host, on all of which a plan is made.
-    remember_hosts(said, names, hosts=hosts, home=home, look=look, cache=cache)
+    remember_hosts(said, names, hosts=hosts, home=home, look=look, joins=joins, cache=cache)
 
 
 def know_ranks_here(num_ranks: int, model: nn.Module) -> None:
@@ -327,7 +335,11 @@ def on_own_cores(who: Who) -> Iterator[None]:
 def keep_to_cores_of(who: Who) -> None:
     """Ranks of one machine that wander over all of its cores get in each other's way."""
     each_host = max(1, who.size // who.hosts)
-    cores = cores_of(who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host)))
+    part, parts = who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host))
+    if said := os.environ.get(PARTS_OF_CORES):
+        own, _, among = said.partition("/")
+        part, parts = int(own.split(",")[part]), int(among)
+    cores = cores_of(part, parts)
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 

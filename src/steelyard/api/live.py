@@ -377,7 +377,7 @@ class Step:
             return ()
         seen, notes, found = self.live.guard.seen(), list[str](), between(traffic)
         if found is not None and found.coded:
-            costs = self._prices.costs.of_rank(self.ranks.rank)
+            costs = self._prices.costs.on(self.ranks.layout.num_ranks).of_rank(self.ranks.rank)
             nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
             said = sum(costs.seconds(node).value for node in nodes)
             notes.append(

@@ -3,7 +3,7 @@
 Not for deciding: see search/. Not for the public calls: see planning.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -47,6 +47,7 @@ from steelyard.run.lowered import compiled, lower
 from steelyard.run.scribe import Kernel
 from steelyard.run.watch import ModelWatch
 from steelyard.search import ALLOWS_NONE, Found, Layouts, Pipelines, Search
+from steelyard.search.links_told import note_on_links
 from steelyard.trades import TRADES
 
 Runner = Literal["python", "inductor"]
@@ -208,7 +209,7 @@ class Look:
     def _refuse_unlike_stages(self, layout: Layout) -> None:
         """Of a plan from a file; none is made so."""
         ranks = layout.num_ranks
-        if layout.pipeline > 1 and len({*self.prices.costs.devices[:ranks]}) > 1:
+        if layout.pipeline > 1 and len({*self.prices.costs.on(ranks).devices[:ranks]}) > 1:
             raise Mismatch(
                 f"the plan lays layers on {ranks} ranks, which are of unequal speed here",
                 expected="stages on devices of one class: what others take is not predicted yet",
@@ -227,6 +228,31 @@ class Look:
     def far_for(self, rules: Sequence[Rule]) -> Far | None:
         """The far memory that these rules move values to."""
         return self.request.cluster.far if any(r.trade in FAR_TRADES for r in rules) else None
+
+    def used_ranks(self, rules: Sequence[Rule]) -> tuple[int, ...]:
+        """The ranks that a step by these rules lies on; empty where they are simply the first."""
+        ranks = Layout.of(rules).num_ranks
+        subset = self.prices.costs.subsets.get(ranks)
+        used = subset.ranks if subset is not None else ()
+        return used if used != tuple(range(ranks)) else ()
+
+    def note_on_links(self, rules: Sequence[Rule], seconds: float) -> tuple[str, ...]:
+        """Hosts behind slow links, and what a step takes with and without them, where it takes
+        ``seconds`` as planned."""
+        each = self.request.cluster.ranks_of_a_host
+
+        def hosts_of(layout: Layout) -> frozenset[int]:
+            subset = self.prices.costs.subsets.get(layout.num_ranks)
+            ranks = subset.ranks if subset is not None else range(layout.num_ranks)
+            return frozenset(rank // each for rank in ranks)
+
+        def least(is_allowed: Callable[[Collection[int]], bool]) -> float | None:
+            allowed = [x for x in self.layouts.layouts if is_allowed(hosts_of(x))]
+            ways = (way for layout in allowed for way in self.layouts.ways.of(layout))
+            return min((way.seconds for way in ways), default=None)
+
+        used = hosts_of(Layout.of(rules))
+        return note_on_links(self.prices.host_rates, used, seconds, least)
 
     def over(self, link: Link) -> "Look":
         """The same step on ranks that another link joins."""

@@ -3,7 +3,7 @@
 Not for reading the file: see core/planfile.py. Not for what its rules do here: see planning.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,9 +15,11 @@ from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 
 
-def other_than_planned(ours: MadeFor, theirs: MadeFor, home: torch.device = CPU) -> Iterator[str]:
+def other_than_planned(
+    ours: MadeFor, theirs: MadeFor, home: torch.device = CPU, *, used: Sequence[int] = ()
+) -> Iterator[str]:
     """What leaves the rules as good as they were, and may change what they cost or compute, of a
-    step that lies at ``home``."""
+    step that lies at ``home``; ``used`` are those of their ranks that it lies on."""
     if ours.batch != theirs.batch:
         yield "planned for another batch shape; the same rules were predicted anew"
     elif ours.graph != theirs.graph:
@@ -25,18 +27,20 @@ def other_than_planned(ours: MadeFor, theirs: MadeFor, home: torch.device = CPU)
             "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
             "the step as it is now that was predicted, and runs"
         )
-    if ours.cluster not in (theirs.cluster, _part_of(theirs, ours.ranks, home)):
+    if ours.cluster not in (theirs.cluster, _part_of(theirs, used or range(ours.ranks), home)):
         yield "planned for another machine or number of threads; predicted anew for this one"
 
 
-def _part_of(theirs: MadeFor, ranks: int, home: torch.device) -> str:
+def _part_of(theirs: MadeFor, used: Sequence[int], home: torch.device) -> str:
     """What a machine like this is for a plan that was made for several hosts like it, and lies on
-    so many of their ranks."""
+    these of their ranks."""
     if theirs.hosts == 1:
         return theirs.cluster
+    ranks = len(used)
     speeds, hosts = theirs.speeds or (1.0,) * theirs.ranks, theirs.hosts_of(ranks)
+    own = tuple(speeds[rank] for rank in used)
     whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
-    part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds[:ranks]), CostCache()
+    part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=own), CostCache()
     try:
         is_like = cluster_at(home, whole, cache=cache).fingerprint == theirs.cluster
     except BadInput:  # it has fewer GPUs than each of theirs

@@ -235,6 +235,7 @@ def load(
                 return where.read(decisions)
     look = request.looked_at()
     check_made_for(decisions, look.made_for())
+    look.prices.use(decisions.ranks_used(Layout.of(decisions.rules).num_ranks))
     return _replanned(look, decisions)
 
 
@@ -409,6 +410,7 @@ def planned(look: Look, budget: Budget) -> Planned:
             budget=budget,
             rules=found.rules,
             far=look.far_for(found.rules),
+            used_ranks=look.used_ranks(found.rules),
         ),
         before=look.before(),
         unplanned=look.unplanned,
@@ -424,6 +426,7 @@ def planned(look: Look, budget: Budget) -> Planned:
         notes=(
             *look.notes(),
             *_batch_held(look, found.rules),
+            *look.note_on_links(found.rules, predicted.quad.step_seconds.value),
             *((str(found.gap),) if found.gap else ()),
             *(() if look.request.cluster.is_here else note_on_accuracy(budget)),
         ),
@@ -438,7 +441,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     predicted, lost = _lossy(look, decisions, program)
     held = _batch_held(look, decisions.rules)
     home = home_of(look.source.model)
-    others = other_than_planned(look.made_for(), decisions.made_for, home)
+    used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
+    others = other_than_planned(look.made_for(), decisions.made_for, home, used=used)
     notes = [*lost, *look.notes(), *held, *others]
     far, limit = decisions.far, decisions.budget.memory_bytes
     if far is not None and program.far_bytes > far.size_bytes:

@@ -5,7 +5,7 @@ Not for measuring itself: see measure/.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -22,17 +22,19 @@ from steelyard.core.costs import Costs, Missing, OperatorCost, Survey
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Graph, Node
 from steelyard.core.layout import DATA, PIPELINE, TENSOR
+from steelyard.core.machine import quota_cores
 from steelyard.core.parting import Parting, Region
 from steelyard.core.pinned import PINNED
 from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
 from steelyard.core.spread import Spread
+from steelyard.core.subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
 from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
 from steelyard.measure.far import measured_links
 from steelyard.measure.home import free_bytes, random_devices
-from steelyard.measure.links import measured_ranks
+from steelyard.measure.links import Joined, measured_ranks
 from steelyard.measure.meter import is_profiled
 from steelyard.measure.operators import Calls, context_of, measure_operators
 from steelyard.measure.update import update_call_seconds
@@ -48,6 +50,8 @@ Progress = Callable[[str], None]
 # that take longer go unchecked.
 _CHECK_SECONDS, _CUT_CHECK_SECONDS = 12.0, 8.0
 _SHARE_OF_FREE_MEMORY = 0.5
+# Of declared clusters with more devices, the first ones are taken in their order.
+_MOST_COMPARED = 64
 _UNCHECKED = Estimate(value=1.0, low=0.8, high=1.25)
 
 
@@ -75,16 +79,22 @@ class Prices:
         self._threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
         links: dict[str, Link] = {}
         spread = None
+        # Of each host's link, in bytes a second, where they are known.
+        self.host_rates: tuple[float, ...] = ()
+        subsets = _declared_subsets(cluster)
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring how ranks reach one another")
             measured = measured_ranks(
-                cluster.num_devices, hosts=cluster.hosts, home=home, cache=self._cache
-            )
+                cluster.num_devices, hosts=cluster.hosts, home=home, speeds=cluster.speeds,
+                cache=self._cache,
+            )  # fmt: skip
             # Of one machine's ranks any two are as near, and of hosts with one each.
             if measured.near is not None:
                 each = cluster.ranks_of_a_host
                 spread = Spread(num_ranks=cluster.num_devices, each=each, near=measured.near)
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
+            self.host_rates = measured.host_rates
+            subsets = {n: _subset_of(joined) for n, joined in measured.subsets.items()}
             if measured.slots is not None:
                 links[PINNED] = measured.slots
             if measured.slotted is not None:
@@ -114,10 +124,29 @@ class Prices:
             far_bytes=cluster.far.size_bytes if cluster.far else 0,
             carried=_carried(cluster),
             spread=spread,
+            subsets=subsets,
         )
+        self._withheld = self._longer_than_processor_time(of_a_host) if home.type == "cpu" else 1.0
+        unchecked = self.costs.whole_step.scaled(self._withheld)
+        self.costs = replace(self.costs, whole_step=unchecked)
         self.compiled_step = self.costs.whole_step
         # What cannot even be called on its own.
         self.failed: set[str] = set()
+
+    def _longer_than_processor_time(self, of_a_host: int) -> float:
+        """How many times as long as their processor time calls take, where the control group of
+        this process has less than a core for each rank here, of which each is one thread. What is
+        timed by the wall clock contains that already."""
+        threads = self._threads or torch.get_num_threads()
+        if not self._is_here or threads > 1:
+            return 1.0
+        withheld = max(1.0, of_a_host / quota_cores())
+        if withheld > 1:
+            self.notes.append(
+                f"the control group of this process may use {quota_cores():.2g} of the cores: "
+                f"computing is said to take {withheld:.2f} times its processor time"
+            )
+        return withheld
 
     def over(self, link: Link) -> "Prices":
         """The same, where ranks are joined by another link; what is measured later is of both."""
@@ -125,6 +154,15 @@ class Prices:
         links = {**self.costs.links, DATA: link, TENSOR: link}
         other.costs = replace(self.costs, links=links)
         return other
+
+    def use(self, ranks: Sequence[int]) -> None:
+        """A step on so many ranks lies on these, as a plan file says."""
+        if 1 < len(ranks) < self.cluster.num_devices:
+            known = self.costs.subsets.get(len(ranks))
+            links = known.links if known is not None else {}
+            subset = Subset(ranks=tuple(ranks), links=links)
+            subsets = {**self.costs.subsets, len(ranks): subset}
+            self.costs = replace(self.costs, subsets=subsets)
 
     def know(self, *graphs: Graph, may_lack: bool = False) -> int:
         """Measure the operators of these graphs that are not on the list yet. While a profiler of
@@ -223,7 +261,7 @@ class Prices:
         )
         if whole is None:
             return
-        self.costs = replace(self.costs, whole_step=whole)
+        self.costs = replace(self.costs, whole_step=whole.scaled(self._withheld))
         if self._home.type != "cpu" and self._update_calls:
             self._hide_update(source, base)
 
@@ -249,20 +287,19 @@ class Prices:
         """The same of a step that is compiled, and of what the compiler made of it."""
         if not self._can_run(source, lowered):
             return
-        self.compiled_step = (
-            self._checked(
-                source,
-                f"{base.graph.fingerprint} compiled",
-                "compiling a whole step, and checking them against it",
-                lambda: whole_step(
-                    self._runnable(source, base, lowered=lowered),
-                    seconds_budget=_CHECK_SECONDS,
-                    device=self._home,
-                ),
-                operators=self._operator_seconds(lowered),
-            )
-            or self.compiled_step
+        found = self._checked(
+            source,
+            f"{base.graph.fingerprint} compiled",
+            "compiling a whole step, and checking them against it",
+            lambda: whole_step(
+                self._runnable(source, base, lowered=lowered),
+                seconds_budget=_CHECK_SECONDS,
+                device=self._home,
+            ),
+            operators=self._operator_seconds(lowered),
         )
+        if found is not None:
+            self.compiled_step = found.scaled(self._withheld)
 
     @property
     def compiled_costs(self) -> Costs:
@@ -404,19 +441,58 @@ def _refuse_slow_first(speeds: Sequence[float]) -> None:
         )
 
 
+def _subset_of(joined: Joined) -> Subset:
+    links = {}
+    if joined.link is not None and joined.handing is not None:
+        links = {DATA: joined.link, TENSOR: joined.link, PIPELINE: joined.handing}
+    return Subset(ranks=joined.ranks, links=links)
+
+
 def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
     """What exchanges take among ranks that are not here: neighbours that share tensors, those of as
     many such groups that share the batch, and those that hand on from one layer to the next."""
     count = cluster.num_devices
     if count == 1 or cluster.is_here:
         return {}
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    found = carried(cluster.tree, axis=TENSOR, numbers=divisors[1:])
-    for stride in divisors[:-1]:
-        numbers = [n for n in divisors[1:] if count % (n * stride) == 0]
-        found |= carried(cluster.tree, axis=DATA, numbers=numbers, stride=stride)
-        found |= carried(cluster.tree, axis=PIPELINE, numbers=numbers, stride=stride)
+    # Those that a step may lie on: see search/layouts.py.
+    return _carried_on(cluster, {*_divisors(count), *numbers_of_ranks(count), 2})
+
+
+def _carried_on(
+    cluster: Cluster, laid: Collection[int], among: Sequence[int] = ()
+) -> dict[tuple[str, Exchange, int, int], Link]:
+    """On so many ranks, the first or those ``among``, in groups of each size that divides them."""
+    numbers: dict[int, set[int]] = {}
+    for ranks in laid:
+        for stride in _divisors(ranks)[:-1]:
+            numbers.setdefault(stride, set()).update(_divisors(ranks // stride)[1:])
+    found: dict[tuple[str, Exchange, int, int], Link] = {}
+    for stride, own in numbers.items():
+        for axis in (DATA, PIPELINE) if stride > 1 else (DATA, PIPELINE, TENSOR):
+            found |= carried(
+                cluster.tree, axis=axis, numbers=sorted(own), stride=stride, among=among
+            )
     return found
+
+
+def _declared_subsets(cluster: Cluster) -> dict[int, Subset]:
+    """The devices to lie on for each number of them, where these are not the first ones."""
+    count = cluster.num_devices
+    if not 2 < count <= _MOST_COMPARED or cluster.is_here:
+        return {}
+    fastest = cluster.fastest.flops_per_second
+    devices = [cluster.tree.device_of(rank) for rank in range(count)]
+    speeds = [device.flops_per_second / fastest for device in devices]
+    groups = best_joined(declared_seconds(cluster.tree), speeds)
+    return {
+        number: Subset(ranks=group, carried=_carried_on(cluster, [number], group))
+        for number, group in groups.items()
+        if 1 < number < count and group != tuple(range(number))
+    }
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def dims_of(update: Program) -> list[int]:

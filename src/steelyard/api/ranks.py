@@ -34,7 +34,8 @@ from steelyard.measure.home import check_is_own
 from steelyard.run.bind import live_tensors
 from steelyard.run.pipeline import StagesAtWork
 from steelyard.run.ranks.agreement import words_for
-from steelyard.run.ranks.join import joined
+from steelyard.run.ranks.join import hold_meeting_place as hold
+from steelyard.run.ranks.join import joined, needing_store
 from steelyard.run.ranks.together import Alone, InGroup, Together
 from steelyard.run.ranks.who import who_am_i
 from steelyard.run.ranks.witness import recorded, told_by_itself
@@ -151,6 +152,11 @@ def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
         yield
 
 
+def hold_meeting_place() -> None:
+    """For the ranks that a plan lies on, of which this process is none."""
+    hold(who_am_i(os.environ))
+
+
 def keep_to_own_cores() -> None:
     keep_to_cores_of(who_am_i(os.environ))
 
@@ -169,7 +175,7 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     if who.hosts > 1:
         words |= words_of_gpu(home, who)
     backend = backend_for(home, ranks=who.size // who.hosts)
-    with joined(who, words, timeout_seconds=timeout_seconds, backend=backend):
+    with needing_store(who), joined(who, words, timeout_seconds=timeout_seconds, backend=backend):
         if who.hosts > 1:
             check_neighbours(who)
             know_hosts(who, home)

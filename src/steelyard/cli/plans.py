@@ -21,6 +21,7 @@ from steelyard.core.budget import Budget, Maximize, Minimize
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.errors import BadInput, SteelyardError
 from steelyard.core.printable import printable
+from steelyard.core.subsets import named
 from steelyard.report.lines import Zoom
 
 if TYPE_CHECKING:
@@ -218,5 +219,7 @@ def _next(wanted: Wanted, laid: Laid) -> str:
     run_it = ["run", wanted.train, "--plan", str(wanted.path), "--steps", "100"]
     said = shlex.join([*run_it, "--checkpoint", "saved"])
     if laid.hosts == 1:
-        return f"steelyard {said}"
-    return f"on each host, {laid.torchrun} ... -m steelyard {said}"
+        alone = f"on {named(laid.used_hosts)}, " if laid.among_hosts > 1 else ""
+        return f"{alone}steelyard {said}"
+    where = "each host" if laid.hosts == laid.among_hosts else named(laid.used_hosts)
+    return f"on {where}, {laid.torchrun} ... -m steelyard {said}"

@@ -8,15 +8,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.cli.endings import INTERRUPTED, OK, TERMINATED, is_watched
+from steelyard.cli.showing import Shown, hint
 from steelyard.core.errors import BadInput
 from steelyard.core.layout import Layout
 from steelyard.core.machine import this_device
 from steelyard.core.planfile import read_decisions
+from steelyard.core.subsets import PARTS_OF_CORES, STORE_IS_HELD, named
 
 # Where a rank leaves an exit code that is no failure: to the launcher any but 0 is one.
 _CODE = "STEELYARD_EXIT_CODE"
@@ -30,6 +32,10 @@ class Laid:
     ranks: int = 1
     hosts: int = 1
     among: int = 1
+    # How many hosts it was made for, and the numbers of the ranks and hosts that it lies on.
+    among_hosts: int = 1
+    used: tuple[int, ...] = (0,)
+    used_hosts: tuple[int, ...] = (0,)
 
     @classmethod
     def of(cls, plan: Path) -> "Laid":
@@ -38,7 +44,14 @@ class Laid:
             return cls()
         decisions = read_decisions(plan)
         ranks, made_for = Layout.of(decisions.rules).num_ranks, decisions.made_for
-        return cls(ranks=ranks, hosts=made_for.hosts_of(ranks), among=made_for.ranks)
+        return cls(
+            ranks=ranks,
+            hosts=made_for.hosts_of(ranks),
+            among=made_for.ranks,
+            among_hosts=made_for.hosts,
+            used=decisions.ranks_used(ranks),
+            used_hosts=decisions.hosts_used(ranks),
+        )
 
     @property
     def torchrun(self) -> str:
@@ -66,6 +79,49 @@ def is_to_start(laid: Laid) -> bool:
     return True
 
 
+def take_place(laid: Laid) -> bool:
+    """Where all that met were started, and the plan lies on some of them: whether this process is
+    one of those, which then counts as the first, the second and so on of these alone."""
+    if laid.among_hosts == 1 or num_started() != laid.among or laid.ranks == laid.among:
+        return True
+    rank = int(_said(os.environ, _RANKS))
+    if rank not in laid.used:
+        return False
+    if laid.ranks > 1:
+        place, each = laid.used.index(rank), laid.ranks // laid.hosts
+        values = (place, laid.ranks, laid.hosts, place // each)
+        for names, value in zip((_RANKS, _SIZES, _HOSTS, ("GROUP_RANK",)), values, strict=True):
+            os.environ.update({name: str(value) for name in names if name in os.environ})
+        if 0 not in laid.used:
+            os.environ[STORE_IS_HELD] = "1"
+    return True
+
+
+def leave_out(laid: Laid, shown: Shown) -> int:
+    """The plan does not lie on this process's rank: it says so and ends. The first of all ranks
+    stays until the others end, as they meet at a store that it, or its torchrun, holds."""
+    each, rank = laid.among // laid.among_hosts, int(_said(os.environ, _RANKS))
+    used = f"the plan lies on {named(laid.used_hosts)} of {laid.among_hosts}"
+    holds = rank == 0 and laid.ranks > 1
+    does = "only holds the place where those meet" if holds else "has nothing to do"
+    if rank % each == 0:
+        hint(f"{used}: host {rank // each} {does}", shown)
+    if holds:
+        from steelyard import api
+
+        api.hold_meeting_place()
+    return OK
+
+
+_RANKS = ("RANK", "SLURM_PROCID")
+_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_HOSTS = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES")
+
+
+def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    return next((environ[name] for name in names if environ.get(name, "").isdecimal()), "0")
+
+
 def is_quiet() -> bool:
     """Every rank says the same; one of them says it."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
@@ -73,7 +129,7 @@ def is_quiet() -> bool:
 
 def start(
     arguments: Sequence[str],
-    num_ranks: int,
+    laid: Laid,
     *,
     timeout_seconds: float,
     note: Callable[[str], None],
@@ -87,19 +143,28 @@ def start(
 
     with _folder(keeps_logs=keeps_logs) as logs:
         code = logs / "exit-code"
-        threads = str(this_device(ranks=num_ranks).threads)
         ended = api.launch(
             [sys.executable, "-m", "steelyard", *arguments],
-            num_ranks=num_ranks,
+            num_ranks=laid.ranks,
             logs=logs,
             logs_stay=keeps_logs,
             timeout_seconds=timeout_seconds,
-            environ={_CODE: str(code), "OMP_NUM_THREADS": threads},
+            environ={_CODE: str(code), **_cores_of(laid)},
             on_restart=lambda failure: note(f"{failure.happened}; started again"),
         )
         said = int(code.read_text()) if code.exists() else OK
     # As one process would end; the first rank has said where it stopped.
     return {"SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}.get(ended.stopped_by, said)
+
+
+def _cores_of(laid: Laid) -> dict[str, str]:
+    """Each rank has an even part of the cores; where it is not one of the first ranks of those to
+    choose from, the part that it was measured on."""
+    if laid.used == tuple(range(laid.ranks)):
+        return {"OMP_NUM_THREADS": str(this_device(ranks=laid.ranks).threads)}
+    threads = str(this_device(ranks=laid.among).threads)
+    parts = f"{','.join(map(str, laid.used))}/{laid.among}"
+    return {"OMP_NUM_THREADS": threads, PARTS_OF_CORES: parts}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 from steelyard.cli.arguments import stopped_at, title, waits_seconds
 from steelyard.cli.endings import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
-from steelyard.cli.ranks import Laid, in_rank, is_quiet, is_to_start, left_with, start
+from steelyard.cli.ranks import (
+    Laid,
+    in_rank,
+    is_quiet,
+    is_to_start,
+    leave_out,
+    left_with,
+    start,
+    take_place,
+)
 from steelyard.cli.showing import Shown, hint, loaded, planning
 from steelyard.core.errors import BadInput
 from steelyard.core.plan_check import check_startable
@@ -74,11 +83,13 @@ def run_by(asked: Training) -> int:
         with Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
             return start(
                 asked.arguments(),
-                laid.ranks,
+                laid,
                 timeout_seconds=asked.waits_seconds,
                 note=progress.note,
                 keeps_logs=asked.shown.debug,
             )
+    if not take_place(laid):
+        return leave_out(laid, asked.shown)
     if is_quiet() and laid.ranks == 1 < laid.among:
         hint("the plan lies on one rank: this one has nothing to do", asked.shown)
         return OK

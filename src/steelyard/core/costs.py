@@ -14,6 +14,7 @@ from steelyard.core.graph import Body, Node, Phase
 from steelyard.core.layout import DATA, PIPELINE
 from steelyard.core.quad import NOTHING, Estimate
 from steelyard.core.spread import Spread
+from steelyard.core.subsets import Subset
 
 # A roofline says which resource binds, not how well a kernel uses it: the published errors of
 # such models per operator lie between half and twice.
@@ -44,7 +45,8 @@ class Costs:
     memory, which takes ``far_bytes``; ``carried`` what an exchange takes as a whole, by axis, kind,
     number of ranks and how far they are apart, where it is known so. ``devices`` are those of the
     ranks, where they are not all like ``device``; ``spread`` is over how many hosts they are, where
-    several of them have several ranks.
+    several of them have several ranks. ``subsets`` says for a number of ranks which of them a
+    step on so many lies on, where they are not the first or are joined otherwise than all.
     """
 
     device: Device
@@ -57,6 +59,21 @@ class Costs:
     carried: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()
     spread: Spread | None = None
+    subsets: Mapping[int, Subset] = field(default_factory=dict)
+
+    def on(self, num_ranks: int) -> "Costs":
+        """The prices on so many ranks: with the devices and the links of the ones chosen."""
+        subset = self.subsets.get(num_ranks)
+        if subset is None:
+            return self
+        devices = tuple(self.devices[rank] for rank in subset.ranks) if self.devices else ()
+        return replace(
+            self,
+            devices=devices,
+            links={**self.links, **subset.links},
+            carried={**self.carried, **subset.carried},
+            subsets={},
+        )
 
     def of_rank(self, rank: int) -> "Costs":
         """What the same takes on this rank's device."""

@@ -54,13 +54,24 @@ class MadeFor:
 class Decisions:
     """All that a plan file holds; everything else follows from it.
 
-    ``far`` is the memory that values are moved to, where any are.
+    ``far`` is the memory that values are moved to, where any are. ``used_ranks`` are the ranks of
+    ``made_for`` that the step lies on, where these are not simply the first ones.
     """
 
     made_for: MadeFor
     budget: Budget
     rules: tuple[Rule, ...] = ()
     far: Far | None = None
+    used_ranks: tuple[int, ...] = ()
+
+    def ranks_used(self, num_ranks: int) -> tuple[int, ...]:
+        """The numbers, among all ranks there were to choose from, of those it lies on."""
+        return self.used_ranks or tuple(range(num_ranks))
+
+    def hosts_used(self, num_ranks: int) -> tuple[int, ...]:
+        """And the numbers of the hosts that these are on."""
+        each = self.made_for.ranks_of_a_host
+        return tuple(dict.fromkeys(rank // each for rank in self.ranks_used(num_ranks)))
 
     @property
     def name(self) -> str:
@@ -76,6 +87,7 @@ class Decisions:
         ):
             rules = rules.replace(unsaid, "")
         text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
+        text += str(self.used_ranks or "")
         return sha256(text.encode()).hexdigest()[:4]
 
 

@@ -77,7 +77,9 @@ def cluster_for(decisions: Decisions) -> Cluster:
     hosts = made_for.hosts_of(ranks)
     here = Cluster.here(ranks=ranks, hosts=hosts, far=decisions.far)
     if made_for.speeds:
-        return Cluster.here(
-            ranks=ranks, hosts=hosts, speeds=made_for.speeds[:ranks], far=decisions.far
-        )
+        own = made_for.speeds
+        if made_for.hosts > 1:
+            # Too few of them are refused below.
+            own = tuple(own[rank] for rank in decisions.ranks_used(ranks) if rank < len(own))
+        return Cluster.here(ranks=ranks, hosts=hosts, speeds=own[:ranks], far=decisions.far)
     return here.at_speeds((1.0,) * ranks)

@@ -28,6 +28,7 @@ from steelyard.core.amounts import (
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Far
 from steelyard.core.copies import MOST_TIMES
+from steelyard.core.layout import Layout
 from steelyard.core.plan import BatchEntry, Decisions, MadeFor
 from steelyard.core.printable import printable
 from steelyard.core.rules import FAR_TRADES, Rule
@@ -291,6 +292,8 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
     if made_for.ranks % made_for.hosts:
         said = f"{made_for.ranks} ranks on {made_for.hosts} hosts"
         raise refusal(source, [f"is made for {said}, which are not as many on each"])
+    if problem := _ill_used(head.used_ranks, made_for, Layout.of(rules).num_ranks):
+        raise refusal(source, [problem])
     moving = next((rule.trade for rule in rules if rule.trade in FAR_TRADES), "")
     if head.far is None and moving:
         raise refusal(source, [f"moves values to far memory ([[{moving}]]) and has no [far]"])
@@ -299,7 +302,23 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         budget=head.budget.value(),
         rules=rules,
         far=None if head.far is None else head.far.value(),
+        used_ranks=tuple(head.used_ranks),
     )
+
+
+def _ill_used(used: list[int], made_for: MadeFor, num_ranks: int) -> str:
+    """Empty where these are as many of the ranks as the rules lie on, of whole hosts."""
+    if not used:
+        return ""
+    if used != sorted(set(used)) or used[-1] >= made_for.ranks:
+        return f"used_ranks are not numbers below {made_for.ranks} (made_for.ranks), ascending"
+    if len(used) != num_ranks:
+        return f"used_ranks has {len(used)} ranks, and the shard rules lie on {num_ranks}"
+    each = made_for.ranks_of_a_host
+    whole = {rank // each * each + n for rank in used for n in range(each)}
+    if made_for.hosts > 1 and num_ranks > 1 and whole != {*used}:
+        return f"used_ranks has some ranks of a host and not all {each}"
+    return ""
 
 
 def _check_format(tables: dict[str, Any], source: str) -> None:
@@ -437,11 +456,14 @@ class _Head(BaseModel):
     made_for: _MadeFor
     budget: _Budget
     far: _Far | None = None
+    used_ranks: Annotated[list[_Whole], Field(max_length=MOST_RANKS)] = []
 
 
 def _lines(decisions: Decisions) -> Iterator[str]:
     made_for, budget = decisions.made_for, decisions.budget
     yield f"format = {FORMAT}"
+    if decisions.used_ranks:
+        yield f"used_ranks = {_toml(decisions.used_ranks)}"
     yield "\n[made_for]"
     for key in ("model", "graph", "decomposition", "runner", "cluster", "torch"):
         yield f"{key} = {_toml(getattr(made_for, key))}"

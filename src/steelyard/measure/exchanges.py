@@ -135,6 +135,38 @@ def _among_neighbours(each: int) -> dict[str, float]:
     return found
 
 
+def exchanged_among(ranks: Sequence[int], sizes: Sizes) -> dict[str, float]:
+    """Seconds of all-reduces of a small, a middle and a large tensor among these ranks of the
+    group, how much one disturbs what is computed meanwhile, and the least seconds of the first two,
+    by which it is seen later whether the link has become another. Of the slowest rank each, and the
+    same on all ranks of the group, which all call this."""
+    names = (*sizes._fields, "disturbs", *(f"least {name}" for name in sizes._fields[:2]))
+    group = dist.new_group([*ranks])
+    figures = torch.zeros(len(names), dtype=torch.float64, device=CPU)
+    if dist.get_rank() in ranks:
+        small, middle, large = (_ones(nbytes // 4) for nbytes in sizes)
+        found = {"small": _seconds(small, 3 * _ROUNDS, group)}
+        found["middle"] = _seconds(middle, _FEW_ROUNDS, group)
+        found["large"] = _seconds(large, _FEW_ROUNDS, group)
+        # All ranks of these have to do the same.
+        slowest = torch.tensor(found["large"], dtype=torch.float64, device=CPU)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        x, alone = (large, "large") if slowest <= _LONG_SECONDS else (middle, "middle")
+        found["disturbs"] = _disturbs(
+            lambda: [dist.all_reduce(x, group=group, async_op=True)], found[alone], group
+        )
+        for name, tensor, rounds in (
+            ("small", small, 3 * _ROUNDS),
+            ("middle", middle, _FEW_ROUNDS),
+        ):
+            exchange = partial(dist.all_reduce, tensor, group=group)
+            found[f"least {name}"] = min(_took(exchange, group) for _ in range(rounds))
+        figures.copy_(torch.tensor([found[name] for name in names], dtype=torch.float64))
+        dist.destroy_process_group(group)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    return dict(zip(names, map(float, figures), strict=True))
+
+
 def _figures(sizes: Sizes, *, slots: _MakesSlots | None, other: int) -> dict[str, float]:
     """``other`` is the rank to which the first hands something."""
     small, middle, large = (_ones(nbytes // 4) for nbytes in sizes)
@@ -437,7 +469,7 @@ def _disturbs(
     """By what share of the time that it takes an exchange slows what runs beside it."""
     size = _MATRIX_ON_GPU if _is_on_gpu() else _MATRIX
     matrix = _ones(size, size)
-    one = median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS))
+    one = median(_took(lambda: torch.mm(matrix, matrix), group) for _ in range(_ROUNDS))
     # Longer than the exchange, so that it is hidden where it can be.
     count = max(1, round(2 * alone / one))
 

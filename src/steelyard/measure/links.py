@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,11 +21,20 @@ from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import cores_of
+from steelyard.core.subsets import best_joined
 from steelyard.exchange.devices import CPU
 from steelyard.exchange.pinned_between import is_able
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import ALL_HOSTS
 from steelyard.measure.exchanges import DOUBT, NEXT_TO_NONE, SECONDS, SIZES, Sizes, sizes_of
+from steelyard.measure.joins import (
+    host_rates,
+    latency_of,
+    name_of,
+    pair_seconds,
+    rate_of,
+    timed_joins,
+)
 
 BETWEEN_HOSTS, BETWEEN_GPUS = "network between hosts", "between GPUs"
 _FIGURES = ("latency", "rate", "call", "disturbs")
@@ -58,6 +67,19 @@ class Measured:
     speeds: tuple[float, ...]
     slots: Link | None
     slotted: Link | None
+    # Those to lie on for each smaller number of ranks, where they are not simply the first ones.
+    subsets: Mapping[int, "Joined"] = field(default_factory=dict)
+    # Of each host's link, in bytes a second, where it is known.
+    host_rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Some of the ranks, with the links among them where these are better than those of all."""
+
+    ranks: tuple[int, ...]
+    link: Link | None = None
+    handing: Link | None = None
 
 
 def measured_ranks(
@@ -65,10 +87,12 @@ def measured_ranks(
     *,
     hosts: int = 1,
     home: torch.device = CPU,
+    speeds: Sequence[float] = (),
     cache: CostCache | None = None,
 ) -> Measured:
     """So many ranks, measured once and remembered: on this machine they are started for it, where
-    ``home`` is one of its GPUs each on one, and those of several hosts have met before."""
+    ``home`` is one of its GPUs each on one, and those of several hosts have met before. ``speeds``
+    are believed in place of those that were measured."""
     context = context_of(num_ranks, hosts=hosts, home=home)
     found = cache.read_rates(context) if cache and hosts == 1 else {}
     if hosts > 1:
@@ -91,7 +115,12 @@ def measured_ranks(
             found = {**found, **cache.read_rates(context)}
             cache.write_rates(context, found)
     here = "loopback" if home.type == "cpu" else BETWEEN_GPUS
-    return _measured(found, num_ranks, kind=here if hosts == 1 else BETWEEN_HOSTS)
+    measured = _measured(found, num_ranks, kind=here if hosts == 1 else BETWEEN_HOSTS)
+    if speeds:
+        found = {**found, **{_speed_of(rank): speed for rank, speed in enumerate(speeds)}}
+    subsets = _subsets(found, num_ranks, hosts=hosts, sizes=sizes_of(home, hosts))
+    rates = host_rates(found, hosts) if hosts > 2 else []
+    return replace(measured, subsets=subsets, host_rates=tuple(rates))
 
 
 def is_whole(found: Mapping[str, float], num_ranks: int, *, hosts: int = 1) -> bool:
@@ -108,17 +137,122 @@ def remember_hosts(
     hosts: int,
     home: torch.device = CPU,
     look: Sequence[float],
+    joins: Mapping[str, float] | None = None,
     cache: CostCache,
 ) -> None:
     """What the ranks, which have their hosts' names, said of themselves; ``look`` is what they will
-    look at when they meet again."""
+    look at when they meet again. ``joins`` are figures of pairs and subsets of the hosts, of which
+    each subset that a plan may lie on is remembered as if it had met by itself."""
     context = context_of(len(names), hosts=hosts, home=home)
     looked_at = dict(zip(_LOOK, look, strict=True))
     near, each = SIZES[home.type], len(names) // hosts
     figures = fitted(said, sizes=sizes_of(home, hosts), near=near, each=each)
-    found = {**figures, **looked_at, _NAMES: _number_of(names)}
+    found = {**figures, **(joins or {}), **looked_at, _NAMES: _number_of(names)}
     _met_here[context] = found
     cache.write_rates(context, found)
+    for members in _groups(found, hosts, each).values():
+        own = _figures_of(found, members, names, each=each, sizes=sizes_of(home, hosts))
+        context = context_of(len(members) * each, hosts=len(members), home=home)
+        _met_here[context] = own
+        cache.write_rates(context, own)
+
+
+def measured_joins(
+    said: Sequence[Mapping[str, float]], *, hosts: int, home: torch.device = CPU
+) -> dict[str, float]:
+    """Figures of each two hosts and of those that are joined best; all ranks measure together."""
+    each = len(said) // hosts
+    return timed_joins(_speeds(said, each)[::each], each=each, sizes=sizes_of(home, hosts))
+
+
+def _groups(found: Mapping[str, float], hosts: int, each: int) -> Mapping[int, tuple[int, ...]]:
+    """The hosts to lie on, for each number of several hosts but all; none where pairs of hosts
+    were not timed."""
+    if hosts < 3 or rate_of(0, 1) not in found:
+        return {}
+    speeds = [found[_speed_of(host * each)] for host in range(hosts)]
+    groups = best_joined(pair_seconds(found, hosts), speeds)
+    return {number: groups[number] for number in range(2, hosts)}
+
+
+def _subsets(
+    found: Mapping[str, float], num_ranks: int, *, hosts: int, sizes: Sizes
+) -> dict[int, Joined]:
+    if hosts == 1:
+        # Any two ranks of one machine are as near.
+        level = [[1.0] * num_ranks for _ in range(num_ranks)]
+        groups = best_joined(level, [found[_speed_of(rank)] for rank in range(num_ranks)])
+        return {
+            number: Joined(ranks=group)
+            for number, group in groups.items()
+            if 1 < number < num_ranks and group != tuple(range(number))
+        }
+    each, subsets = num_ranks // hosts, {}
+    for number, group in _groups(found, hosts, each).items():
+        ranks = tuple(host * each + n for host in group for n in range(each))
+        own = _joined_figures(found, group, hosts=hosts, each=each, sizes=sizes)
+        if own:
+            there = _measured({**found, **own}, num_ranks, kind=BETWEEN_HOSTS)
+            joined = Joined(ranks=ranks, link=there.link, handing=there.handing)
+            subsets[number * each] = joined
+        elif ranks != tuple(range(len(ranks))):
+            subsets[number * each] = Joined(ranks=ranks)
+    return subsets
+
+
+def _joined_figures(
+    found: Mapping[str, float], group: Sequence[int], *, hosts: int, each: int, sizes: Sizes
+) -> dict[str, float]:
+    """What joins these hosts, by the exchanges of the smallest group that was measured and is no
+    smaller; empty where that is all of them."""
+    numbers = range(len(group), hosts)
+    number = next((n for n in numbers if name_of(n, "small") in found), None)
+    if number is None:
+        return {}
+    timed = {name: found[name_of(number, name)] for name in sizes._fields}
+    latency, rate = _latency_and_rate(timed, number * each, sizes)
+    pairs = [(i, j) for i in group for j in group if i < j and rate_of(i, j) in found]
+    hand_rate = min((found[rate_of(*pair)] for pair in pairs), default=found["hand rate"])
+    hop = max((found[latency_of(*pair)] for pair in pairs), default=found["hop"])
+    # What a byte takes of the core is the same at any rate.
+    slows = found["hand disturbs"] * hand_rate / found["hand rate"]
+    return {
+        "latency": latency,
+        "rate": rate,
+        "disturbs": min(1.0, max(found[name_of(number, "disturbs")], NEXT_TO_NONE)),
+        "hop": hop,
+        "hand rate": hand_rate,
+        "hand disturbs": min(1.0, max(slows, NEXT_TO_NONE)),
+    }
+
+
+def _figures_of(
+    found: Mapping[str, float],
+    group: Sequence[int],
+    names: Sequence[str],
+    *,
+    each: int,
+    sizes: Sizes,
+) -> dict[str, float]:
+    """As these hosts would have measured it, had no others come. Where their own exchanges were not
+    measured there is nothing to look at when they meet, and they measure."""
+    number, hosts = len(group), len(names) // each
+    ranks = [host * each + n for host in group for n in range(each)]
+    kept = (*_FIGURES, *_HANDED, *_SLOTS, "slot copied", *_SLOTTED, *_NEAR)
+    own = {name: found[name] for name in kept if name in found}
+    own |= _joined_figures(found, group, hosts=hosts, each=each, sizes=sizes)
+    speeds = [found[_speed_of(rank)] for rank in ranks]
+    own |= {_speed_of(n): speed / max(speeds) for n, speed in enumerate(speeds)}
+    own[_NAMES] = _number_of([names[rank] for rank in ranks])
+    places = {host: place for place, host in enumerate(group)}
+    for i in group:
+        for j in group:
+            if i < j and rate_of(i, j) in found:
+                own[rate_of(places[i], places[j])] = found[rate_of(i, j)]
+                own[latency_of(places[i], places[j])] = found[latency_of(i, j)]
+    if name_of(number, "small") in found:
+        own |= {look: found[name_of(number, f"least {look.split()[0]}")] for look in _LOOK}
+    return own
 
 
 def remembered_look(
@@ -129,7 +263,9 @@ def remembered_look(
     just then."""
     num_ranks = len(names)
     found = cache.read_rates(context_of(num_ranks, hosts=hosts, home=home))
-    is_known = is_whole(found, num_ranks, hosts=hosts) and {*_LOOK} <= found.keys()
+    # Of more than two hosts each pair is timed, since it became known how to.
+    looks = {*_LOOK, *([rate_of(0, 1)] if hosts > 2 else [])}
+    is_known = is_whole(found, num_ranks, hosts=hosts) and looks <= found.keys()
     if not is_known or found.get(_NAMES) != _number_of(names):
         return None
     if found[_speed_of(0)] < max(found[_speed_of(rank)] for rank in range(num_ranks)):

@@ -4,7 +4,7 @@ For each number of ranks the quickest algorithm at each size, with straight line
 the algorithms: see collectives.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from steelyard.core.collective import Exchange
 from steelyard.core.link import Link
@@ -29,12 +29,20 @@ _SIZES = tuple(1 << power for power in range(2, 37, 2))
 
 
 def carried(
-    tree: Scope, *, axis: str, numbers: Iterable[int], stride: int = 1, first: int = 0
+    tree: Scope,
+    *,
+    axis: str,
+    numbers: Iterable[int],
+    stride: int = 1,
+    first: int = 0,
+    among: Sequence[int] = (),
 ) -> dict[tuple[str, Exchange, int, int], Link]:
-    """Of so many ranks, for each of ``numbers``: from ``first`` on all, or every ``stride``-th."""
+    """Of so many ranks, for each of ``numbers``: from ``first`` on all, or every ``stride``-th, of
+    those ``among`` which the step lies, or of all."""
     found = {}
     for ranks in numbers:
-        way = route(tree, range(first, first + ranks * stride, stride))
+        chosen = range(first, first + ranks * stride, stride)
+        way = route(tree, [among[rank] for rank in chosen] if among else chosen)
         for kind, algorithms in _ALGORITHMS.items():
             points = [(nbytes, algorithms(way, nbytes)[0].seconds) for nbytes in _SIZES]
             name = f"{kind.value} among {ranks}"

@@ -26,6 +26,7 @@ PEAK_SHARE = 0.01
 
 
 def predict(program: Program, costs: Costs) -> Prediction:
+    costs = costs.on(program.layout.num_ranks)
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).prediction()
     # Of ranks with unequal shares of the batch, the one that holds most.
@@ -55,13 +56,15 @@ def predict(program: Program, costs: Costs) -> Prediction:
 def peak_bytes(program: Program, costs: Costs) -> int:
     """Only the second of the four amounts; what a search asks for thousands of times."""
     if program.pipeline is not None:
-        return pipelined(program, program.pipeline, costs).peak_bytes
+        on_ranks = costs.on(program.layout.num_ranks)
+        return pipelined(program, program.pipeline, on_ranks).peak_bytes
     return max(_nbytes(one, costs) for one in (program, *program.beside))
 
 
 def rank_peak_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
     """What each rank of the layout holds at its peak."""
     layout = program.layout
+    costs = costs.on(layout.num_ranks)
     if program.pipeline is not None:
         priced = pipelined(program, program.pipeline, costs).rank_peak_bytes
         return tuple(priced[layout.place(r, PIPELINE)] for r in range(layout.num_ranks))
@@ -83,6 +86,7 @@ def kept_gradients_bytes(program: Program, costs: Costs) -> int:
 
 
 def step_seconds(program: Program, costs: Costs) -> Estimate:
+    costs = costs.on(program.layout.num_ranks)
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).step
     return _durations(program, costs).step

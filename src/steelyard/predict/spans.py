@@ -21,6 +21,7 @@ _MOST_RANKS = 64
 
 
 def spans(program: Program, costs: Costs) -> tuple[Span, ...]:
+    costs = costs.on(program.layout.num_ranks)
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).spans()
     ranks = range(min(program.layout.num_ranks, _MOST_RANKS))

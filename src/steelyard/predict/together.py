@@ -64,6 +64,7 @@ def kinds(program: Program, costs: Costs) -> tuple[Kind, ...]:
 
 def rank_seconds(program: Program, costs: Costs) -> tuple[float, ...]:
     """What each rank works in a step, without what it waits."""
+    costs = costs.on(program.layout.num_ranks)
     alike = kinds(program, costs)
     known = {(k.program.share, k.costs.device): k.alone.computation.value for k in alike}
     layout = program.layout

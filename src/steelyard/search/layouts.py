@@ -19,16 +19,17 @@ from steelyard.core.layout import ALONE, LAYOUT_TRADES, Layout
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.source import Source
+from steelyard.core.subsets import numbers_of_ranks
 from steelyard.core.trade import Left, Offer, Refusal, Trade
 from steelyard.predict import rank_seconds, step_seconds
 from steelyard.search.found import Found
 from steelyard.search.layouts_told import Told
 from steelyard.search.pipelines import Pipelines
 from steelyard.search.search import ALLOWS_NONE, Search
-from steelyard.search.shares import Shares, unequal_shares, units_for
+from steelyard.search.shares import Shares, near_equal_shares, unequal_shares, units_for
 from steelyard.search.unlike import Unlike
 from steelyard.search.ways import BUCKETS, Way, Ways, at_once
-from steelyard.search.wording import layers, stages_refused, too_late
+from steelyard.search.wording import layers, stages_refused, too_few, too_late
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _PIPELINE, _ROWS, _SLOTS = "shard_pipeline", "sparse_gradients", "pinned_transfer"
@@ -43,6 +44,8 @@ _WORTH = 0.9
 # And weights in shares where they take no more than this of a step without: what a rank does itself
 # to send them is in no prediction (2026-11-27: 0.15 % was to be won, and 5 % were lost).
 _WORTH_OF_STATES = 0.95
+# A share may take so much less than its part of the whole, as it stays in caches.
+_SMALLER = 0.9
 
 
 class Layouts:
@@ -67,12 +70,17 @@ class Layouts:
         self._regions: dict[int, tuple[Offer, ...]] = {1: ()}
         self.ways = Ways(program, trades=trades, source=source, costs=costs, regions=self._regions)
         self.told = Told(self.ways, self._unlike)
+        self._num_ranks = num_ranks
+        named = {num_ranks, *costs.subsets, *([2] if num_ranks % 2 and of_a_host == 1 else [])}
+        divisors = sorted({d for n in named for d in range(2, n + 1) if n % d == 0})
         # What some ranks of a host have of it is more than what all of them have.
-        divisors = [n for n in range(2, num_ranks + 1) if num_ranks % n == 0]
         self._counts = [1, *(n for n in divisors if n % of_a_host == 0)]
+        others = numbers_of_ranks(num_ranks, of_a_host=of_a_host)
+        self._others = [n for n in reversed(others) if n not in self._counts]
         batches, refusals = self.ways.trade(_BATCH).offers(program, source)
-        degrees = [1, *(o.rules[0].degree for o in batches if num_ranks % o.rules[0].degree == 0)]
-        self.refusals = _never(refusals) or self._uneven(num_ranks, degrees)
+        self._degrees = [1, *(o.rules[0].degree for o in batches)]
+        degrees = [n for n in self._degrees if n == 1 or n in divisors]
+        self.refusals = _never(refusals)
         for ranks in divisors:
             if self._are_alike(ranks, _TENSOR, f"parts on {ranks} ranks"):
                 self._look_for_regions(ranks)
@@ -85,7 +93,9 @@ class Layouts:
             and (tensor == 1 or self._unlike.is_alike(batch * tensor))
         ]
         if batches:
-            self.layouts += self._unequal()
+            self.layouts += self._unequal(self._counts[1:])
+        else:
+            self._others = []
 
     def _are_alike(self, ranks: int, trade: str, label: str) -> bool:
         """Whether as many ranks may do equal parts of what all wait for; else it is told."""
@@ -95,8 +105,30 @@ class Layouts:
         self.refusals += (Refusal(trade=trade, label=label, reason=reason, left=Left.NEVER),)
         return False
 
-    def _unequal(self) -> Iterator[Layout]:
-        """The batch among ranks of unequal speed, in shares that they take as long for."""
+    def _look_at_others(self) -> None:
+        """Numbers of ranks that are no divisors, the largest first. Each is a capture, which is not
+        made where computing alone would take longer than the fastest step that is known."""
+        others, self._others = self._others, []
+        if not others:
+            return
+        alone = step_seconds(self._program, self.ways.costs).value
+        best = min(way.seconds for layout in self.layouts for way in self.ways.of(layout))
+        for ranks in others:
+            least = _SMALLER * alone / self._unlike.speed(ranks)
+            if least >= best:
+                self.refusals += (too_few(ranks, least / _SMALLER, best),)
+                continue
+            if ranks in self._degrees:
+                self.layouts.append(Layout(batch=ranks))
+            unequal = [*self._unequal([ranks])]
+            self.layouts += unequal
+            tried = [Layout(batch=ranks)] if ranks in self._degrees else unequal
+            seconds = [way.seconds for layout in tried for way in self.ways.of(layout)]
+            best = min([best, *seconds])
+
+    def _unequal(self, counts: Iterable[int]) -> Iterator[Layout]:
+        """The batch among ranks of unequal speed, in shares that they take as long for; and among
+        equal ranks that have no equal shares of it, in shares that are nearly equal."""
         possible = self.ways.source.divisors()
 
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
@@ -105,16 +137,28 @@ class Layouts:
             seconds = step_seconds(program, self.ways.costs).value
             return seconds, rank_seconds(program, self.ways.costs)
 
-        for ranks in self._counts[1:]:
-            if ranks <= possible[-1] and not self._unlike.is_alike(ranks):
-                units = units_for(ranks, possible)
-                try:
-                    shares = unequal_shares(units, self._unlike.whole_seconds[:ranks], timed)
-                except Mismatch as odd:
-                    self.refusals += self._never_unequal(ranks, odd.happened)
-                    continue
-                if shares is not None:
-                    yield Layout(batch=ranks, shares=shares)
+        for ranks in counts:
+            if ranks > possible[-1]:
+                if ranks == self._num_ranks:
+                    reason = f"the batch has {possible[-1]} examples"
+                    self.refusals += self._never_shared(f"among {ranks} ranks", reason)
+                continue
+            is_alike = self._unlike.is_alike(ranks)
+            if is_alike and ranks in self._degrees:
+                continue
+            units = units_for(ranks, possible)
+            try:
+                if is_alike:
+                    shares = near_equal_shares(ranks, possible)
+                    self.ways.of(Layout(batch=ranks, shares=shares or ()))
+                else:
+                    shares = unequal_shares(units, self._unlike.whole_seconds(ranks), timed)
+            except Mismatch as odd:
+                label = f"among {ranks} ranks, unequally"
+                self.refusals += self._never_shared(label, odd.happened)
+                continue
+            if shares is not None:
+                yield Layout(batch=ranks, shares=shares)
 
     def _look_for_regions(self, ranks: int) -> None:
         among = replace(self._program, layout=Layout(tensor=ranks))
@@ -146,7 +190,7 @@ class Layouts:
                 layout=layout,
                 trades=self.ways.trades,
                 source=self.ways.source,
-                costs=self.ways.costs,
+                costs=self.ways.costs.on(ranks),
                 searching=self._search_by,
                 cuts=partial(self._most_cut, layout.tensor),
             )
@@ -166,6 +210,7 @@ class Layouts:
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
+        self._look_at_others()
         best: tuple[Way, Found] | None = None
         tightest: Infeasible | None = None
         for way in self._most_promising(budget):
@@ -275,16 +320,7 @@ class Layouts:
     def _told(self, way: Way, found: Found) -> Found:
         return self.told.of(way, found, layouts=self.layouts, refusals=self.refusals)
 
-    def _never_unequal(self, ranks: int, reason: str) -> tuple[Refusal, ...]:
-        label = f"among {ranks} ranks, unequally"
-        return (Refusal(trade=_BATCH, label=label, reason=reason, left=Left.NEVER),)
-
-    def _uneven(self, num_ranks: int, degrees: Sequence[int]) -> tuple[Refusal, ...]:
-        """Of all the ranks there are, where the batch has no equal shares for them."""
-        if num_ranks in degrees:
-            return ()
-        reason = f"the batch does not divide into {num_ranks} equal shares"
-        label = f"among {num_ranks} ranks"
+    def _never_shared(self, label: str, reason: str) -> tuple[Refusal, ...]:
         return (Refusal(trade=_BATCH, label=label, reason=reason, left=Left.NEVER),)
 
 

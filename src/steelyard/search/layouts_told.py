@@ -25,6 +25,7 @@ from steelyard.search.wording import called, slower, tensors
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _ROWS, _SLOTS = "sparse_gradients", "pinned_transfer"
 _THROUGH_SLOTS = "exchanges through slots"
+_MOST_SPELLED = 8
 
 
 class Told:
@@ -65,6 +66,9 @@ class Told:
         if of_batch:
             sent = f"{format_bytes(of_batch[0].bucket_bytes)} at a time"
             among = self._labelled(way.layout)
+            if subset := self._ways.costs.subsets.get(way.layout.num_ranks):
+                more = ", ..." if len(subset.ranks) > _MOST_SPELLED else ""
+                among += f" ({', '.join(map(str, subset.ranks[:_MOST_SPELLED]))}{more})"
             if way.layout.shares:
                 among += f" ({self._unlike.said(way.layout.batch)})"
             label = f"{among}, gradients {sent}, {lag} under way"

@@ -80,7 +80,7 @@ class Search:
         self._trades = {trade.name: trade for trade in trades}
         self.program = self._strike(())
         self._source = Laid(source=source, layout=self.program.layout, rank=self.program.rank)
-        self._all_costs = costs
+        self._all_costs = costs = costs.on(self.program.layout.num_ranks)
         self._costs = costs.of_rank(self.program.rank) if layout else costs
         self._lossy = lossy
         self._oftener = oftener

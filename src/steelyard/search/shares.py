@@ -13,6 +13,8 @@ _TRIES = 3
 # Of fewer units a rank might be half of one off, some hundredths of a step; of more, shares have
 # less in common, and could be cut into fewer micro-batches.
 _UNITS_OF_A_RANK = 24
+# So much more than its part the largest share of ranks that are alike may be.
+_EXCESS = 1.02
 # Prices at other sizes are measured anew: for so little of a difference, no others are taken.
 _DOUBT = 0.02
 # Of a long list of speeds, what is still read.
@@ -27,6 +29,20 @@ def units_for(ranks: int, possible: Sequence[int]) -> int:
     """Into how many of the possible numbers of equal units the batch is cut, to be shared out."""
     enough = (units for units in possible if units >= _UNITS_OF_A_RANK * ranks)
     return next(enough, possible[-1])
+
+
+def near_equal_shares(ranks: int, possible: Sequence[int]) -> Shares | None:
+    """Shares of a batch that has no equal ones for as many ranks, which are equally fast: 3, 3 and
+    2 of a batch of 8. In the fewest of the possible numbers of units in which the largest share is
+    hardly more than its part, since batches of other sizes have to divide into them as well. None
+    where there are fewer units than ranks."""
+    enough = [units for units in possible if units >= ranks]
+    if not enough:
+        return None
+    excess = {units: -(-units // ranks) * ranks / units for units in enough}
+    least = min(excess.values())
+    units = next(n for n in sorted(enough) if excess[n] <= max(_EXCESS, least))
+    return in_whole_units(units, [1.0] * ranks)
 
 
 def unequal_shares(units: int, whole_seconds: Sequence[float], timed: Timed) -> Shares | None:
@@ -93,16 +109,20 @@ def _near(units: int, shares: Shares, works: Sequence[float]) -> Iterator[Shares
             yield tuple(moved)
 
 
-def speeds_said(whole_seconds: Sequence[float]) -> str:
-    """Beside the fastest, those that are alike together."""
+def speeds_said(whole_seconds: Sequence[float], ranks: Sequence[int] = ()) -> str:
+    """Beside the fastest, those that are alike together; ``ranks`` are their numbers, where they
+    are not the first ones."""
+    names = ranks or range(len(whole_seconds))
     fastest = min(range(len(whole_seconds)), key=whole_seconds.__getitem__)
     speeds = [f"{whole_seconds[fastest] / seconds:.2f}" for seconds in whole_seconds]
     said, first = [], 0
     for speed, alike in groupby(speeds):
         last = first + len(list(alike)) - 1
         if speed != speeds[fastest]:
-            ranks = f"ranks {first} to {last} compute" if last > first else f"rank {first} computes"
-            said.append(f"{ranks} at {speed} of rank {fastest}")
+            some = f"rank {names[first]} computes"
+            if last > first:
+                some = f"ranks {names[first]} to {names[last]} compute"
+            said.append(f"{some} at {speed} of rank {names[fastest]}")
         first = last + 1
     more = len(said) - _MOST_SAID
     return ", ".join(said[:_MOST_SAID]) + (f" and {more} more" if more > 0 else "")

@@ -36,6 +36,13 @@ def too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
     )
 
 
+def too_few(ranks: int, least_seconds: float, best_seconds: float) -> Refusal:
+    """A number of ranks that could not be the fastest, so that the step was not captured for it."""
+    least, best = format_seconds(least_seconds), format_seconds(best_seconds)
+    reason = f"computes for ~{least} a step at least, on another number of ranks ~{best} in all"
+    return Refusal(trade="shard_batch", label=f"among {ranks} ranks", reason=reason)
+
+
 def stages_refused(layout: Layout, reason: str) -> Refusal:
     return Refusal(trade="shard_pipeline", label=layers(layout), reason=reason)
 

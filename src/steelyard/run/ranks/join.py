@@ -7,6 +7,8 @@ import contextlib
 import ipaddress
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
@@ -27,6 +29,9 @@ _NO_SECRET = (
     "steelyard: ranks meet at {}:{} without a shared secret, so that whoever reaches that port can "
     f"take a rank's place; set {VARIABLE} on all hosts (docs/security.md)\n"
 )
+_NEEDED, _NO_MORE = "store is needed", "no more"
+# How often ranks say that they need the store; how long they may take to say it first, and again.
+_BEAT_SECONDS, _COMING_SECONDS, _PATIENCE_SECONDS, _LOOK_SECONDS = 2.0, 900.0, 120.0, 0.5
 
 
 @contextlib.contextmanager
@@ -74,6 +79,54 @@ def joined(
             dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def needing_store(who: Who) -> Iterator[None]:
+    """Within it a process that only holds the store for these ranks knows that they need it."""
+    if not who.store_is_held or who.rank != 0:
+        yield
+        return
+    # One connection is for one thread.
+    store, is_over = _store_to_hold(who), threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not is_over.wait(_BEAT_SECONDS):
+            count += 1
+            try:
+                store.set(_NEEDED, str(count))
+            except dist.DistError:
+                return  # the holder is gone, and what needs it will say so
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        with contextlib.suppress(dist.DistError):
+            store.set(_NEEDED, _NO_MORE)
+
+
+def _store_to_hold(who: Who) -> Store:
+    """Without the proof that ranks give each other: all that is read is whether it is needed."""
+    store = _store_at_port(who, timedelta(seconds=_COMING_SECONDS))
+    return PrefixStore(f"held in attempt-{who.attempt}", store)
+
+
+def hold_meeting_place(who: Who) -> None:
+    """Until the ranks that meet there end, or none of them has said for long that it needs it."""
+    store = _store_to_hold(who)
+    said, until = b"", time.monotonic() + _COMING_SECONDS
+    while time.monotonic() < until:
+        now = store.get(_NEEDED) if store.check([_NEEDED]) else b""
+        if now == _NO_MORE.encode():
+            return
+        if now != said:
+            said, until = now, time.monotonic() + _PATIENCE_SECONDS
+        time.sleep(_LOOK_SECONDS)
+
+
 def meeting_place(who: Who, *, timeout_seconds: float = 300) -> Store:
     """A prefix for each try: addresses of the last one are stale (torchrun restarted in vain).
 
@@ -94,7 +147,7 @@ def meeting_place(who: Who, *, timeout_seconds: float = 300) -> Store:
 
 def _store_at_port(who: Who, timeout: timedelta) -> Store:
     """Rank 0 has the store in its own process, unless torchrun's agent has it."""
-    if who.rank == 0 and not who.agent_holds_store:
+    if who.rank == 0 and not (who.agent_holds_store or who.store_is_held):
         return served_store(who, os.environ, timeout=timeout)
     try:
         return TCPStore(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.printable import printable
+from steelyard.core.subsets import STORE_IS_HELD
 from steelyard.run.ranks.places import FOLDER_VARIABLE, RankPlace
 
 _MASTER = "MASTER_ADDR and MASTER_PORT"
@@ -23,6 +24,7 @@ class Who:
 
     ``agent_holds_store``: torchrun's agent listens there, and rank 0 must not. ``hosts`` are those
     that all ranks are on, as far as the starter says; ``is_one_host`` that it says they are on one.
+    ``store_is_held``: a process that was started with these, and is none of them, holds the store.
     """
 
     rank: int = 0
@@ -35,6 +37,7 @@ class Who:
     address: str = ""
     port: int = 0
     agent_holds_store: bool = False
+    store_is_held: bool = False
 
     def check_size(self, planned_ranks: int, *, planned_hosts: int = 1) -> None:
         """A plan for 4 ranks cannot run on 2, and what one host's ranks take not on two hosts."""
@@ -81,6 +84,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Who:
         address=_text(environ, "MASTER_ADDR") if meet_at_store else "",
         port=_port(environ) if meet_at_store else 0,
         agent_holds_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        store_is_held=STORE_IS_HELD in environ,
     )
 
 
@@ -97,6 +101,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Who:
         attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
         address=environ.get("MASTER_ADDR") or _first_host(environ),
         port=_port(environ) if "MASTER_PORT" in environ else _port_of_job(environ),
+        store_is_held=STORE_IS_HELD in environ,
     )
 
 
