@@ -745,6 +745,11 @@ def test_explain_without_predictions_says_how_to_get_them(
         ("run train.py --resume c --checkpoint d", "are two folders"),
         ("explain none.toml", "does not exist"),
         ("explain none.toml --html", "html"),
+        ("explain .", "is not a file"),
+        ("run train.py --plan .", "is a directory"),
+        ("plan train.py --check .", "is a directory"),
+        ("plan train.py -o .", "is a directory"),
+        ("simulate train.py --trace t.json --plan .", "is not a file"),
     ],
 )
 def test_bad_arguments_are_named(

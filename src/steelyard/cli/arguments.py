@@ -373,12 +373,24 @@ def refuse_same_file(option: str, path: Path | None, *others: Path) -> None:
     if path is None:
         return
     for other in others:
-        if path.resolve() == other.resolve():
+        if _is_same_place(path, other):
             raise BadInput(
                 f"{option} {printable(str(path))} would overwrite a file that is read",
                 expected="a file of its own",
                 remedy=f"give another name with {option}",
             )
+
+
+def explanation_of(plan: Path) -> Path:
+    """The JSON beside a plan file, under whatever name that was given; see explanation.py."""
+    return plan.with_suffix(".json") if plan.name else plan
+
+
+def _is_same_place(one: Path, other: Path) -> bool:
+    try:
+        return one.resolve() == other.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name with a zero byte
+        return False
 
 
 def stopped_at(progress: Progress, checkpoint: Path | None) -> str:

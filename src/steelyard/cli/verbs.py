@@ -15,6 +15,7 @@ from steelyard import __version__
 from steelyard.cli.arguments import (
     between,
     cluster_of,
+    explanation_of,
     far_memory,
     how_often,
     plan_path,
@@ -157,7 +158,7 @@ def plan(
     refuse_no_script(train, "plan")
     within("--ranks", ranks, most=MOST_RANKS, write=2)
     path = check or output or plan_path(train)
-    refuse_same_file("--html", html, path, path.with_suffix(".json"), script_path(train))
+    refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
     if output or path.parent.is_dir():
         refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
@@ -247,7 +248,7 @@ def run(
     else:
         refuse_no_script(train, "run")
         path = plan or plan_path(train)
-    refuse_same_file("--html", html, path, path.with_suffix(".json"), script_path(train))
+    refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
     if path.exists():
         refuse_unwritable(path, _COPY)
     refuse_unwritable(html, _OTHER_PAGE)
@@ -318,7 +319,7 @@ def simulate(
         refuse_no_script(train, "simulate")
     script, path, made_for = planned_for(train, plan, cluster)
     refuse_no_script(script, "simulate")
-    refuse_same_file("--trace", trace, path, path.with_suffix(".json"), script_path(script))
+    refuse_same_file("--trace", trace, path, explanation_of(path), script_path(script))
     with planning(shown) as tell:
         workload = loaded(script, tell)
         from steelyard import api
@@ -393,7 +394,7 @@ def explain(
     from steelyard.report.tree import tree_of
 
     refuse_unwritable(html, _OTHER_PAGE)
-    refuse_same_file("--html", html, file, file.with_suffix(".json"))
+    refuse_same_file("--html", html, file, explanation_of(file))
     found = read_plan(file)
     if found.plan is None:
         show_decisions(found, file, in_json=shown.json)
