@@ -19,7 +19,7 @@ import pytest
 
 import steelyard
 from steelyard.cli import main
-from steelyard.cli.ranks import Laid, is_to_start
+from steelyard.cli.ranks import Laid, is_to_start, take_place
 from steelyard.core.budget import Budget, Maximize
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import (
@@ -244,7 +244,7 @@ def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
     write_plan(planned, _among_hosts(3, shared, each=2))
     laid = Laid.of(planned)
-    assert laid == Laid(ranks=2, hosts=1, among=6)
+    assert (laid.ranks, laid.hosts, laid.among) == (2, 1, 6)
     assert is_to_start(laid)
 
 
@@ -253,7 +253,50 @@ def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(pla
     write_plan(
         planned, _among_hosts(1, Rule(trade="shard_batch", degree=4, bucket_bytes=1), each=2)
     )
-    assert Laid.of(planned) == Laid(ranks=4, hosts=1, among=2)
+    laid = Laid.of(planned)
+    assert (laid.ranks, laid.hosts, laid.among) == (4, 1, 2)
+
+
+@pytest.mark.parametrize(("rank", "place"), [(0, None), (1, None), (2, 0), (3, 1), (4, 2), (5, 3)])
+def test_where_all_that_met_are_started_those_that_a_plan_lies_on_take_their_places(
+    planned: Path, monkeypatch: pytest.MonkeyPatch, rank: int, place: int | None
+) -> None:
+    shared = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)
+    plan = _among_hosts(3, shared, each=2)
+    used = replace(plan.decisions, used_ranks=(2, 3, 4, 5))
+    write_plan(planned, replace(plan, decisions=used))
+    started = {"RANK": rank, "WORLD_SIZE": 6, "GROUP_RANK": rank // 2, "GROUP_WORLD_SIZE": 3}
+    for name, value in started.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("STEELYARD_STORE_IS_HELD", "")
+    monkeypatch.delenv("STEELYARD_STORE_IS_HELD")
+    laid = Laid.of(planned)
+    assert take_place(laid) == (place is not None)
+    now = {name: int(os.environ[name]) for name in started}
+    if place is None:
+        assert now == started
+        return
+    expected = {"RANK": place, "WORLD_SIZE": 4, "GROUP_RANK": place // 2, "GROUP_WORLD_SIZE": 2}
+    assert now == expected
+    assert os.environ["STEELYARD_STORE_IS_HELD"], "rank 0 has the store, and is none of them"
+    assert take_place(laid), "where only these were started they are as they are"
+
+
+def test_a_host_that_is_not_used_says_so_and_ends(
+    api: fake_api.Fake,
+    planned: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    plan = _among_hosts(3, shared)
+    write_plan(planned, replace(plan, decisions=replace(plan.decisions, used_ranks=(0, 2))))
+    for name, value in {"RANK": 1, "WORLD_SIZE": 3, "GROUP_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["run", "train.py", "--steps", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "the plan lies on hosts 0 and 2 of 3: host 1 has nothing to do" in said
+    assert "run_workload" not in [name for name, _ in fake_api.ASKED]
 
 
 def test_all_ranks_of_all_hosts_are_planned_for(
@@ -274,7 +317,7 @@ def test_a_rank_on_which_nothing_lies_does_nothing(
         write_plan(Path("train.plan.toml"), _among_hosts(2))
         assert main(["run", "train.py", "--steps", "3"]) == 0
     assert [name for name, _ in fake_api.ASKED].count("run_workload") == 1
-    assert "this one has nothing to do" in capsys.readouterr().out
+    assert "the plan lies on host 0 of 2: host 1 has nothing to do" in capsys.readouterr().out
 
 
 def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> None:

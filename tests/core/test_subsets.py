@@ -112,7 +112,8 @@ def test_a_step_is_priced_by_the_devices_and_links_of_the_ranks_that_it_lies_on(
 def test_a_plan_file_names_the_ranks_it_lies_on_and_is_read_back() -> None:
     first = Decisions(made_for=_MADE_FOR, budget=Budget(), rules=(_BATCH,))
     assert "used_ranks" not in encode_decisions(first)
-    assert (first.ranks_used(4), first.hosts_used(4)) == ((0, 1, 2, 3), (0, 1))
+    assert (first.ranks_used(4), first.hosts_used(4)) == (range(4), range(2))
+    assert len(first.hosts_used(2**60)) == 2**59, "and no list of them is made"
     others = Decisions(
         made_for=_MADE_FOR, budget=Budget(), rules=(_BATCH,), used_ranks=(0, 1, 4, 5)
     )

@@ -199,6 +199,8 @@ COMPILED_TOO = {
 UNEQUAL_ON_THREE = {
     "mean": Case(partial(_mean, 12), Layout(batch=3, shares=(3, 2, 1))),
     "padded": Case(partial(_padded, 12), Layout(batch=3, shares=(1, 3, 2))),
+    # Nearly equal ones, of a batch that three ranks do not divide.
+    "of eight": Case(partial(_mean, 8), Layout(batch=3, shares=(3, 3, 2))),
 }
 IN_PARTS = {
     "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),

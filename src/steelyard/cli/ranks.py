@@ -34,8 +34,8 @@ class Laid:
     among: int = 1
     # How many hosts it was made for, and the numbers of the ranks and hosts that it lies on.
     among_hosts: int = 1
-    used: tuple[int, ...] = (0,)
-    used_hosts: tuple[int, ...] = (0,)
+    used: Sequence[int] = range(1)
+    used_hosts: Sequence[int] = range(1)
 
     @classmethod
     def of(cls, plan: Path) -> "Laid":
@@ -160,7 +160,7 @@ def start(
 def _cores_of(laid: Laid) -> dict[str, str]:
     """Each rank has an even part of the cores; where it is not one of the first ranks of those to
     choose from, the part that it was measured on."""
-    if laid.used == tuple(range(laid.ranks)):
+    if laid.used == range(laid.ranks):
         return {"OMP_NUM_THREADS": str(this_device(ranks=laid.ranks).threads)}
     threads = str(this_device(ranks=laid.among).threads)
     parts = f"{','.join(map(str, laid.used))}/{laid.among}"

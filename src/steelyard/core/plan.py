@@ -4,6 +4,7 @@ The decisions stand in a TOML file a person can edit; the rest in generated JSON
 planfile.py. Not for making plans: see search/.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -64,14 +65,16 @@ class Decisions:
     far: Far | None = None
     used_ranks: tuple[int, ...] = ()
 
-    def ranks_used(self, num_ranks: int) -> tuple[int, ...]:
-        """The numbers, among all ranks there were to choose from, of those it lies on."""
-        return self.used_ranks or tuple(range(num_ranks))
+    def ranks_used(self, num_ranks: int) -> Sequence[int]:
+        """The numbers, among all ranks there were to choose from, of those it lies on; no list of
+        more ranks than a plan file can name, which may say any number of them."""
+        return self.used_ranks or range(num_ranks)
 
-    def hosts_used(self, num_ranks: int) -> tuple[int, ...]:
+    def hosts_used(self, num_ranks: int) -> Sequence[int]:
         """And the numbers of the hosts that these are on."""
         each = self.made_for.ranks_of_a_host
-        return tuple(dict.fromkeys(rank // each for rank in self.ranks_used(num_ranks)))
+        named = tuple(dict.fromkeys(rank // each for rank in self.used_ranks))
+        return named or range(self.made_for.hosts_of(num_ranks))
 
     @property
     def name(self) -> str:
