@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -83,7 +83,9 @@ class Fake(ModuleType):
         return Planned(replace(PLAN, title=asked["title"], decisions=decisions))
 
     @contextlib.contextmanager
-    def meeting(self, words: dict[str, str]) -> Iterator[SimpleNamespace]:
+    def meeting(
+        self, words: dict[str, str], *, speeds: Sequence[float] = ()
+    ) -> Iterator[SimpleNamespace]:
         """Of two hosts, of which this is the one that the environment says."""
         self._asked("meeting", words=words)
 
@@ -94,7 +96,8 @@ class Fake(ModuleType):
             self._asked("others have ended their work")
 
         yield SimpleNamespace(
-            is_first=os.environ["RANK"] == "0",
+            is_planner=os.environ["RANK"] == "0",
+            planner=0,
             num_ranks=int(os.environ["WORLD_SIZE"]),
             hosts=2,
             in_company=in_company,

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -26,14 +28,19 @@ from steelyard.api.hosts import (
     check_seen_by_all,
     meeting,
     on_own_cores,
+    planner_of,
 )
 from steelyard.api.made_for import other_than_planned
+from steelyard.api.pricing import Prices
 from steelyard.core.cluster import Cluster
+from steelyard.core.costs import Costs, OperatorCost, Survey
 from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed, RanksDiffer
+from steelyard.core.graph import Node
 from steelyard.core.layout import Layout
 from steelyard.core.link import Link
 from steelyard.core.machine import this_device
 from steelyard.core.plan import MadeFor
+from steelyard.core.quad import Estimate
 from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
@@ -78,14 +85,80 @@ def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
     assert remembered_look(["a", "b"], hosts=2, cache=other) is None
 
 
-@pytest.mark.parametrize(("products", "look"), [((2e-3, 1e-3), None), ((1e-3, 2e-3), LOOK)])
-def test_a_first_host_that_was_slow_is_measured_again(
-    tmp_path: Path, products: tuple[float, ...], look: tuple[float, ...] | None
+@pytest.mark.parametrize("products", [(2e-3, 1e-3), (1e-3, 2e-3)])
+def test_a_first_host_that_is_slow_is_remembered_like_any(
+    tmp_path: Path, products: tuple[float, ...]
 ) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     said = [{**said_of(LINK, 2), "product": product} for product in products]
     remember_hosts(said, ["a", "b"], hosts=2, look=LOOK, cache=cache)
-    assert remembered_look(["a", "b"], hosts=2, cache=cache) == look
+    assert remembered_look(["a", "b"], hosts=2, cache=cache) == LOOK
+
+
+@pytest.mark.parametrize(
+    ("speeds", "each", "planner"),
+    [
+        ((1.0, 1.0), 1, 0),
+        ((1.0, 1.1), 1, 0),  # alike
+        ((0.5, 1.0), 1, 1),
+        ((0.5, 0.9, 1.0), 1, 2),
+        ((1.0, 0.5), 1, 0),
+        ((0.5, 0.5, 1.0, 1.0), 2, 2),
+    ],
+)
+def test_the_fastest_host_measures_and_plans(
+    speeds: tuple[float, ...], each: int, planner: int
+) -> None:
+    assert planner_of(speeds, each=each) == planner
+
+
+def test_another_than_the_first_may_plan_and_all_hear_it() -> None:
+    store = HashStore()
+    one, two, three = (
+        Meeting(who=Who(rank=n, size=3, hosts=3), store=store, planner=1) for n in range(3)
+    )
+    assert [met.is_planner for met in (one, two, three)] == [False, True, False]
+    heard: list[str] = []
+    hearing = [threading.Thread(target=lambda m=m: heard.append(m.hear())) for m in (one, three)]
+    for thread in hearing:
+        thread.start()
+    with two.in_company(), mock.patch("steelyard.api.hosts.work_until"):
+        beside = Company(1, this_device(ranks=1), hosts=3)
+        with beside.at_work():
+            pass
+    two.tell("a plan")
+    for thread in hearing:
+        thread.join(timeout=_SECONDS)
+    assert heard == ["a plan"] * 2
+
+
+def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same operators, measured on a host of half the speed: it takes as long as was measured
+    there, and the fastest half as long. It was refused after minutes of measuring."""
+    prices = []
+    for products in ((1e-3, 2e-3), (2e-3, 1e-3)):
+        path = tmp_path / f"{products[0]}.sqlite"
+        monkeypatch.setenv("STEELYARD_CACHE", str(path))
+        said = [{**said_of(LINK, 2), "product": product} for product in products]
+        remember_hosts(said, ["a", "b"], hosts=2, look=LOOK, cache=CostCache(path))
+        prices.append(Prices(Cluster.here(ranks=2, hosts=2), on_progress=lambda _: None))
+    node = SimpleNamespace(is_free=False, is_far=False, signature="s", phase=None, collective=None)
+    measured = Costs(
+        device=prices[0].costs.device,
+        operators={"s": OperatorCost(seconds=Estimate.exactly(0.2), workspace_bytes=0)},
+    )
+    took = []
+    for own in prices:
+        with mock.patch(
+            "steelyard.api.pricing.measure_operators", return_value=(measured, Survey())
+        ):
+            found, _ = own._measured([])
+        own._operators.update(found.operators)
+        took.append([own.costs.of_rank(n).seconds(cast("Node", node)).value for n in range(2)])
+    assert took[0] == pytest.approx([0.2, 0.4])
+    assert took[1] == pytest.approx([0.2, 0.1])
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,14 @@ from steelyard.exchange.devices import CPU, home_of
 from steelyard.exchange.gathered import gathered
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import ALL_HOSTS, OTHER_HOSTS
-from steelyard.measure.exchanges import figures_of_this_rank, looked_at_link, work_until
+from steelyard.measure.exchanges import (
+    figures_of_this_rank,
+    looked_at_link,
+    quick_product_seconds,
+    work_until,
+)
 from steelyard.measure.links import (
+    ALIKE_SHARE,
     measured_joins,
     measured_ranks,
     remember_hosts,
@@ -60,10 +66,11 @@ _MOST_TOLD_BYTES, _MOST_PIECES = 256 << 20, 9999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Of all ranks, as many on each host."""
+    """Of all ranks, as many on each host; rank ``planner`` measures and plans."""
 
     who: Who
     store: Store
+    planner: int = 0
     # Kinds of device on which it is known what joins them.
     _known: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
@@ -76,8 +83,12 @@ class Meeting:
         return self.who.hosts
 
     @property
-    def is_first(self) -> bool:
-        return self.who.rank == 0
+    def is_planner(self) -> bool:
+        return self.who.rank == self.planner
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank != self.planner]
 
     @contextlib.contextmanager
     def in_company(self) -> Iterator[None]:
@@ -132,7 +143,7 @@ class Meeting:
             know_hosts(who, home)
 
     def _wait_for_others(self, number: int) -> None:
-        begun = [f"at work/{number}/{rank}" for rank in range(1, self.num_ranks)]
+        begun = [f"at work/{number}/{rank}" for rank in self._others]
         try:
             self._wait(begun, _BEGINNING_SECONDS)
         except DistError as error:
@@ -151,7 +162,7 @@ class Meeting:
         for number, piece in enumerate(pieces):
             self.store.set(f"{_TOLD}/{number}", piece)
         self.store.set(_TOLD, str(len(pieces)))
-        heard = [f"heard/{rank}" for rank in range(1, self.num_ranks)]
+        heard = [f"heard/{rank}" for rank in self._others]
         # Who has gone meanwhile is missed by whoever started it.
         with contextlib.suppress(DistError):
             self._wait(heard, _HEARING_SECONDS)
@@ -164,10 +175,10 @@ class Meeting:
             self.store.set(f"heard/{self.who.rank}", "")
         except DistError as error:
             raise RankFailed(
-                "rank 0 has told nothing of a plan, and is not there any more",
-                expected="a plan from the first host, or what it found wrong",
-                remedy="look at what rank 0 wrote",
-                rank=0,
+                f"rank {self.planner} has told nothing of a plan, and is not there any more",
+                expected="a plan from the host that makes it, or what it found wrong",
+                remedy=f"look at what rank {self.planner} wrote",
+                rank=self.planner,
                 cause="absent",
             ) from error
         if failed is not None:
@@ -235,8 +246,9 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
-    """All that were started together; ``asked`` is the same on all."""
+def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterator[Meeting]:
+    """All that were started together; ``asked`` is the same on all, and so are ``speeds``, where
+    somebody says how fast each computes. The fastest measures and plans."""
     who = who_am_i(os.environ)
     if who.hosts == 1:
         raise BadInput(
@@ -256,7 +268,24 @@ def meeting(asked: Mapping[str, str]) -> Iterator[Meeting]:
     words = {"torch": torch.__version__, **asked}
     with told_by_itself(who), joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store):
         check_neighbours(who)
-    yield Meeting(who=who, store=store)
+        # Speeds of another number of ranks are refused by whoever plans.
+        said = speeds if len(speeds) == who.size else _quick_speeds(who)
+        planner = planner_of(said, each=who.size // who.hosts)
+    yield Meeting(who=who, store=store, planner=planner)
+
+
+def planner_of(speeds: Sequence[float], *, each: int) -> int:
+    """The first rank of the fastest host; that of the first host where none is clearly faster."""
+    firsts = range(0, len(speeds), each)
+    fastest = max(firsts, key=lambda rank: (speeds[rank], -rank))
+    return fastest if speeds[0] < (1 - ALIKE_SHARE) * speeds[fastest] else 0
+
+
+def _quick_speeds(who: Who) -> list[float]:
+    """How much of some work each rank does in a second, while all do it."""
+    with torch.no_grad(), on_own_cores(who):
+        seconds = quick_product_seconds(who.size // who.hosts)
+    return gathered(1 / seconds, float)
 
 
 def know_hosts(who: Who, home: torch.device) -> None:

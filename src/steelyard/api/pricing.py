@@ -5,6 +5,7 @@ Not for measuring itself: see measure/.
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -42,6 +43,7 @@ from steelyard.measure.whole_step import Runnable, beside, host_lead, whole_step
 from steelyard.predict import carried, peak_bytes
 from steelyard.run.emit import emit
 from steelyard.run.inductor import compile_program
+from steelyard.run.ranks.who import who_am_i
 from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
@@ -73,6 +75,8 @@ class Prices:
         # Of the step in so many micro-batches, beside the uncut one.
         self._cut_times: dict[int, Estimate] = {}
         self._update_calls = 0
+        # Of this host beside the fastest: what is measured here takes the fastest so much less.
+        self._own_speed = 1.0
         self._base: Program
         self.notes: list[str] = []
         # A rank has a part of the cores; alone on a host, the user's own setting holds.
@@ -101,8 +105,9 @@ class Prices:
                 links[SLOTS] = measured.slotted
             if measured.speeds and not cluster.speeds:
                 cluster = cluster.at_speeds(measured.speeds)
-            if cluster.hosts > 1:
-                _refuse_slow_first(cluster.speeds)
+            if cluster.hosts > 1 and cluster.speeds:
+                own = who_am_i(os.environ).rank
+                self._own_speed = cluster.speeds[own] / max(cluster.speeds)
         self.cluster = cluster
         self._device = cluster.fastest
         of_a_host, hosts = (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
@@ -164,6 +169,16 @@ class Prices:
             subsets = {**self.costs.subsets, len(ranks): subset}
             self.costs = replace(self.costs, subsets=subsets)
 
+    def settled(self) -> "Prices":
+        """The same, without measuring what is not on the list yet: see ``knows``."""
+        other = copy.copy(self)
+        other._is_here = False
+        return other
+
+    def knows(self, graph: Graph) -> bool:
+        """Whether all operators of it that take time were measured, or tried to be."""
+        return all(n.is_free or n.is_far or n.signature in self._known for n in graph.nodes)
+
     def know(self, *graphs: Graph, may_lack: bool = False) -> int:
         """Measure the operators of these graphs that are not on the list yet. While a profiler of
         the user's is on nothing is measured, which is refused unless costs ``may_lack``; returns
@@ -219,7 +234,11 @@ class Prices:
         )
         notes = (*survey.notes, *self._company.notes)
         self.notes += [note for note in notes if note not in self.notes]
-        return costs, survey
+        operators = {
+            signature: replace(cost, seconds=cost.seconds.scaled(self._own_speed))
+            for signature, cost in costs.operators.items()
+        }
+        return replace(costs, operators=operators), survey
 
     def rest(self) -> None:
         """Nothing is measured for now."""
@@ -243,6 +262,7 @@ class Prices:
                 with self._company.at_work():
                     seconds = update_call_seconds(make, dims=dims, calls=calls, device=self._home)
                 seconds = self._cache.settle_whole(context, name, seconds)
+        seconds = seconds.scaled(self._own_speed)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
     def check(self, source: StepSource, base: Program) -> None:
@@ -258,6 +278,7 @@ class Prices:
                 self._runnable(source, base), seconds_budget=_CHECK_SECONDS, device=self._home
             ),
             operators=self._operator_seconds(base),
+            scale=self._own_speed,
         )
         if whole is None:
             return
@@ -297,6 +318,7 @@ class Prices:
                 device=self._home,
             ),
             operators=self._operator_seconds(lowered),
+            scale=self._own_speed,
         )
         if found is not None:
             self.compiled_step = found.scaled(self._withheld)
@@ -349,8 +371,10 @@ class Prices:
         run: Callable[[], Estimate | None],
         *,
         operators: float,
+        scale: float = 1.0,
     ) -> Estimate | None:
-        """What ``run`` finds of whole steps over what their ``operators`` add up to.
+        """What ``run`` finds of whole steps, times ``scale``, over what their ``operators`` add up
+        to.
 
         It is found once and remembered: two plans of a step, and its run, say the same of it. What
         is remembered is the step's own, as operators not yet measured may be so the next time.
@@ -367,7 +391,7 @@ class Prices:
                 if over is None:
                     return None
                 found = self._cache.settle_whole(context, name, over.scaled(operators))
-        return found.scaled(1 / operators)
+        return found.scaled(scale / operators)
 
     def _context(self) -> str:
         company = self._company
@@ -427,18 +451,6 @@ def _profiled(what: str) -> BadInput:
         expected="no torch.profiler that records, or warms up, while a step is planned",
         remedy="call steelyard.plan() before the profiler is started",
     )
-
-
-def _refuse_slow_first(speeds: Sequence[float]) -> None:
-    """What is measured on the first host is taken for what the fastest does."""
-    if speeds and speeds[0] < max(speeds):
-        fastest = speeds.index(max(speeds))
-        raise BadInput(
-            f"the first host computes at {speeds[0] / max(speeds):.2f} of that of rank {fastest}",
-            expected="the fastest host first: what is measured there is taken for all",
-            remedy=f"give --node-rank 0 to the host that was rank {fastest}; or say that they are "
-            f"alike, --speeds {','.join('1' * len(speeds))}",
-        )
 
 
 def _subset_of(joined: Joined) -> Subset:

@@ -85,8 +85,8 @@ def cluster_of(
     """This machine, or the one in a file, or one of those that are known by name."""
     if cluster is None:
         if speeds is not None:
-            _refuse_other_number(_speeds(speeds), ranks)
-        return Cluster.here(ranks=ranks, hosts=hosts, speeds=_speeds(speeds), far=far)
+            _refuse_other_number(speeds_of(speeds), ranks)
+        return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds_of(speeds), far=far)
     if ranks > 1 or far is not None or speeds is not None:
         other = "--ranks" if ranks > 1 else "--far" if far is not None else "--speeds"
         raise BadInput(
@@ -228,7 +228,7 @@ def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
     return {name: parse_count(amount, what=name) for name, amount in given.items()}
 
 
-def _speeds(text: str | None) -> tuple[float, ...]:
+def speeds_of(text: str | None) -> tuple[float, ...]:
     """One for each rank; what is no number is refused with those of another length."""
     if text is None:
         return ()

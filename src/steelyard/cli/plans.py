@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steelyard import __version__
-from steelyard.cli.arguments import cluster_of, planned_for, title
+from steelyard.cli.arguments import cluster_of, planned_for, speeds_of, title
 from steelyard.cli.endings import INFEASIBLE, OK
 from steelyard.cli.ranks import Laid, num_started
 from steelyard.cli.showing import Shown, hint, loaded, planning
@@ -72,9 +72,10 @@ def _on_hosts(wanted: Wanted) -> int:
         tell("meeting the other hosts")
         from steelyard import api
 
-        with api.meeting(_in_words(wanted)) as met:
-            if not met.is_first:
-                tell("waiting for the first host's plan")
+        speeds = speeds_of(wanted.speeds)
+        with api.meeting(_in_words(wanted), speeds=speeds) as met:
+            if not met.is_planner:
+                tell(f"waiting for the plan of rank {met.planner}")
                 return _taken_over(met, wanted)
     try:
         with met.in_company():

@@ -65,6 +65,8 @@ NEXT_TO_NONE = 1e-12
 _ROUNDS, _FEW_ROUNDS = 9, 3
 # What takes longer does not show more of how it disturbs.
 _LONG_SECONDS = 0.2
+# And what takes so long shows a rate, beside what small messages take.
+_SHORT_SECONDS = 0.02
 _MATRIX, _MATRIX_ON_GPU = 256, 4096
 # As in a step, most of the time goes into products, and some into passes over memory.
 _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
@@ -232,23 +234,51 @@ def _slowest(seconds: float) -> float:
 
 
 def measured_now(before: Link, *, hosts: int = 1, home: torch.device = CPU) -> Link:
-    """What joins the ranks of this group, which all come together in the middle of a run; what an
-    exchange takes of a core is as ``before``. The same on each of them."""
-    num_ranks, sizes = dist.get_world_size(), sizes_of(home, hosts)[:2]
+    """The link that joins the ranks of this group, which all come together between two steps of a
+    run; what an exchange takes of a core is as ``before``. The same on each of them. It takes some
+    tenths of a second on any link: what is exchanged grows until that takes long enough to count.
+    """
+    num_ranks, sizes = dist.get_world_size(), sizes_of(home, hosts)
     with torch.no_grad(), _at(home):
-        small, middle = (_ones(nbytes // 4) for nbytes in sizes)
-        timed = torch.tensor(
-            [_seconds(small, _ROUNDS), _seconds(middle, _FEW_ROUNDS)], dtype=torch.float64
-        )
-        dist.all_reduce(timed, op=dist.ReduceOp.MAX)
-    least, more = map(float, timed)
+        least = _slowest(_seconds(_ones(sizes.small // 4), _FEW_ROUNDS))
+        nbytes, more = sizes.small, least
+        while nbytes < sizes.middle and more < _SHORT_SECONDS:
+            nbytes = min(sizes.middle, 16 * nbytes)
+            more = _slowest(_seconds(_ones(nbytes // 4), 1))
+        if more < _LONG_SECONDS:
+            more = _slowest(_seconds(_ones(nbytes // 4), _FEW_ROUNDS))
     one, other = (
-        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
-        for nbytes in sizes
+        GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=size)
+        for size in (sizes.small, nbytes)
     )
     rate = (other.sent_bytes - one.sent_bytes) / max(more - least, NEXT_TO_NONE)
     latency = max((least - one.sent_bytes / rate) / one.hops, NEXT_TO_NONE)
     return replace(before, latency_seconds=latency, bytes_per_second=rate, doubt=DOUBT)
+
+
+def rates_now(*, hosts: int) -> tuple[float, ...]:
+    """The bytes a second that each further host exchanges with the first, one after the other; the
+    same on each rank, all of which come together for it between two steps of a run."""
+    each, small = dist.get_world_size() // hosts, SIZES["cpu"].small
+    found = []
+    with torch.no_grad(), _at(CPU):
+        for host in range(1, hosts):
+            nbytes, more = small, _slowest(_there_and_back_once(small, host * each))
+            least = more
+            while nbytes < SIZES["cpu"].middle and more < _SHORT_SECONDS:
+                nbytes = min(SIZES["cpu"].middle, 16 * nbytes)
+                more = _slowest(_there_and_back_once(nbytes, host * each))
+            found.append((nbytes - small) / max(more - least, NEXT_TO_NONE))
+    return tuple(found)
+
+
+def _there_and_back_once(nbytes: int, other: int) -> float:
+    """Half of it, between the first rank and another; nothing of others."""
+    x, begin = _ones(nbytes // 4), time.perf_counter()
+    for is_back in (False, True):
+        for work in _hand(x, other, is_back=is_back):
+            work.wait()
+    return (time.perf_counter() - begin) / 2 if dist.get_rank() in (0, other) else 0.0
 
 
 def looked_at_link(home: torch.device = CPU) -> tuple[float, float]:
@@ -266,11 +296,17 @@ def looked_at_link(home: torch.device = CPU) -> tuple[float, float]:
     return small, middle
 
 
-def _product_seconds_of_host(each: int) -> float:
+def quick_product_seconds(each: int) -> float:
+    """The time of some work on a rank's cores of a host, looked at for a second."""
+    with _at(CPU):
+        return _product_seconds_of_host(each, _COMPUTING_SECONDS / 4)
+
+
+def _product_seconds_of_host(each: int, computing_seconds: float = 0.0) -> float:
     """The time of some work on a rank's cores of a host, of which all have a quota together: the
     least, of a while."""
     dist.barrier()
-    end = time.perf_counter() + _COMPUTING_SECONDS
+    end = time.perf_counter() + (computing_seconds or _COMPUTING_SECONDS)
     least = math.inf
     matrix, large = _ones(_MATRIX, _MATRIX), _ones(SIZES["cpu"].large // 4)
     while time.perf_counter() < end or least == math.inf:

@@ -49,7 +49,7 @@ _NEAR = ("near", "near rate", "near disturbs")
 # Of hosts: which they were, and what tells whether their link has become another.
 _NAMES, _LOOK = "hosts", ("small look", "middle look")
 # Ranks on equal cores differ by as much, by what else the machine does.
-_ALIKE_SHARE = 0.15
+ALIKE_SHARE = 0.15
 # Of hosts that met in this process, whose list of prices may be of no use.
 _met_here: dict[str, dict[str, float]] = {}
 
@@ -259,16 +259,13 @@ def remembered_look(
     names: Sequence[str], *, hosts: int, home: torch.device = CPU, cache: CostCache
 ) -> tuple[float, ...] | None:
     """What was looked at when ranks of hosts of these names last met; None where others did, or
-    nobody, or where the first was not the fastest: no plan is refused for what it may have done
-    just then."""
+    nobody."""
     num_ranks = len(names)
     found = cache.read_rates(context_of(num_ranks, hosts=hosts, home=home))
     # Of more than two hosts each pair is timed, since it became known how to.
     looks = {*_LOOK, *([rate_of(0, 1)] if hosts > 2 else [])}
     is_known = is_whole(found, num_ranks, hosts=hosts) and looks <= found.keys()
     if not is_known or found.get(_NAMES) != _number_of(names):
-        return None
-    if found[_speed_of(0)] < max(found[_speed_of(rank)] for rank in range(num_ranks)):
         return None
     return tuple(found[name] for name in _LOOK)
 
@@ -467,7 +464,7 @@ def _speeds(said: Sequence[Mapping[str, float]], each: int) -> list[float]:
     of_host = [min(products[n : n + each]) for n in range(0, len(products), each)]
     least = min(products)
     speeds = [least / of_host[rank // each] for rank in range(len(products))]
-    return [1.0 if speed > 1 - _ALIKE_SHARE else speed for speed in speeds]
+    return [1.0 if speed > 1 - ALIKE_SHARE else speed for speed in speeds]
 
 
 def command_of(
