@@ -137,6 +137,8 @@ def _set(*place: str | int, to: object) -> Callable[[], str]:
         (_set("plan", "frontier", 0, "accuracy_loss", to="none at all"), "no word"),
         (_set("plan", "frontier", 0, "micro_batches", to=0), "is 0, not between 1"),
         (_set("plan", "num_offers", to=1), "plan.taken has 2 offers, and there were 1"),
+        (_set("plan", "num_offers", to=10**9), "plan.num_offers is 1e+09, not between 0 and 1e+06"),
+        (_set("measured", "steps", to=10**15), "measured.steps is 1e+15"),
         (_set("measured", "first_step", to=900), "beyond the last, 200"),
         (_set("measured", "first_step", to=0), "is 0, not between 1"),
         (_set("measured", "memory_bytes", to=2**70), "measured.memory_bytes is"),

@@ -18,8 +18,19 @@ from steelyard.core.trade import Left
 from steelyard.core.untrusted import where
 
 MOST_INSTANTS = 4096
-# 4 EiB, as in a plan file; three centuries; a thousand times the FLOPs of the largest training.
-_MOST_BYTES, _MOST_SECONDS, _MOST = 2**62, 1e10, 1e30
+# 4 EiB and whole numbers as in a plan file; three centuries.
+_MOST, _MOST_SECONDS = 2**62, 1e10
+# FLOPs: a thousand times those of the largest training. A step: as many as a checkpoint can name.
+_MOST_BY_NAME = {
+    "flops": 1e30,
+    "steps": 10**12,
+    "first_step": 10**12,
+    "num_offers": 10**6,
+    "micro_batches": 10**9,
+    "slowdown": 1e6,
+    "first_loss": 1e38,
+    "last_loss": 1e38,
+}
 _MOST_PROBLEMS = 100
 # Beside the plan without it, a trade may pay or buy less than nothing; a loss may be below zero.
 _SIGNED = frozenset({"buys_bytes", "pays_seconds", "buys_seconds", "first_loss", "last_loss"})
@@ -70,14 +81,10 @@ def _number(value: object, place: _Place) -> Iterator[_Problem]:
     name = next(part for part in reversed(place) if isinstance(part, str))
     # An interval has its unit from what it is of.
     name = str(place[-2]) if name in ("value", "low", "high") else name
-    most = _MOST
-    if name.endswith("bytes"):
-        most = _MOST_BYTES
-    elif name.endswith("seconds"):
-        most = _MOST_SECONDS
+    most = _MOST_BY_NAME.get(name, _MOST_SECONDS if name.endswith("seconds") else _MOST)
     least = -most if name in _SIGNED else 1 if name in _AT_LEAST_ONE else 0
     if not least <= value <= most:
-        shown = f"{value:g}" if abs(value) < _MOST else "a number of more than 30 digits"
+        shown = f"{value:g}" if abs(value) < 1e300 else "a number of more than 300 digits"
         yield place, f"is {shown}, not between {least:g} and {most:g}"
 
 
