@@ -18,14 +18,20 @@ from steelyard.api import elsewhere
 from steelyard.api.elsewhere import Elsewhere, PlannedElsewhere
 from steelyard.api.look import Request
 from steelyard.api.scaling import scaled
+from steelyard.api.training import run_workload
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.cluster_file import decode_tree
 from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import BadInput, Infeasible, Mismatch
+from steelyard.core.explanation import read_plan, write_explanation, write_plan
 from steelyard.core.planfile import read_decisions
 from steelyard.predict import deep
+from steelyard.report.html import to_html
+from steelyard.report.json import to_json as json_of
 from steelyard.report.lines import plain
 from steelyard.report.scale import rendered, to_json
+from steelyard.report.text import render
+from steelyard.report.tree import tree_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -398,3 +404,64 @@ def test_tokens_of_a_batch_that_has_none_are_refused() -> None:
     with pytest.raises(BadInput, match="the batch holds no tokens"):
         scaled(request, fewest=1, most=2, tokens=1000)
     assert scaled(request, fewest=1, most=2, samples=1000).points[0].same_batch is not None
+
+
+def _small() -> tuple[nn.Module, Any, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+    return model, lambda model, x: model(x).square().mean(), torch.randn(8, 16)
+
+
+def _one_declared() -> sy.Cluster:
+    tree = decode_tree("""
+[device.d]
+memory = "1 GiB"
+memory_bandwidth = "900 GB/s"
+peak = { float32 = "15 TFLOP/s" }
+[link.l]
+rate = "25 GB/s"
+latency = "5 us"
+[scope.cluster]
+members = { d = 1 }
+link = "l"
+""")
+    return sy.Cluster(tree=tree)
+
+
+@pytest.mark.parametrize("is_read_back", [False, True])
+def test_a_run_of_a_plan_for_a_declared_cluster_is_told_apart(
+    tmp_path: Path, is_read_back: bool
+) -> None:
+    model, loss, batch = _small()
+    planned: Any = sy.plan(model, loss, batch, cluster=_one_declared())
+    if is_read_back:
+        planned.save(tmp_path / "p.plan.toml")
+        planned = sy.load(tmp_path / "p.plan.toml", model, loss, batch)
+        assert "planned for the declared cluster cluster (1 d)" in " ".join(planned.plan.notes)
+    said: list[str] = []
+    work = sy.Workload(model=model, loss=loss, batches=[batch])
+    receipt = run_workload(planned, work, steps=3, on_note=said.append)
+    assert receipt.measured.stands_in in said[0]
+    assert "the plan is for the declared cluster cluster (1 d)" in said[0]
+    tree = tree_of(receipt)
+    text = plain(render(tree))
+    assert "measured*   on " in text
+    assert "  measured*  " in text
+    assert json_of(tree)["stands_in"] == receipt.measured.stands_in
+    assert "measured*: on " in to_html(tree)
+    # What is kept beside the plan file says so, too.
+    write_plan(tmp_path / "q.plan.toml", receipt.plan)
+    write_explanation(tmp_path / "q.plan.toml", receipt.plan, receipt.measured)
+    found = read_plan(tmp_path / "q.plan.toml")
+    assert found.measured is not None
+    assert found.measured.stands_in == receipt.measured.stands_in
+
+
+def test_a_run_of_a_plan_for_this_machine_is_not_marked() -> None:
+    model, loss, batch = _small()
+    work = sy.Workload(model=model, loss=loss, batches=[batch])
+    said: list[str] = []
+    receipt = run_workload(sy.plan(model, loss, batch), work, steps=2, on_note=said.append)
+    tree = tree_of(receipt)
+    assert not said
+    assert tree.stands_in == ""
+    assert "measured*" not in plain(render(tree)) + to_html(tree)

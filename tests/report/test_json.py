@@ -9,7 +9,7 @@ from tests.report.sample import MIB, PLAN, RECEIPT, hostile
 KEYS = [
     "schema", "plan", "title", "runner", "budget", "budget_bytes", "fits", "amounts",
     "rules", "num_offers", "taken", "refused", "as_of", "next_cent", "least_bytes", "least_within",
-    "largest", "fewest", "ran", "ranks", "notes", "frontier", "peak", "unplanned_peak",
+    "largest", "fewest", "ran", "ranks", "stands_in", "notes", "frontier", "peak", "unplanned_peak",
 ]  # fmt: skip
 
 

@@ -122,6 +122,7 @@ class Elsewhere:
             runner="python",
             cluster=cluster.fingerprint,
             ranks=cluster.num_devices,
+            declared=cluster.declared,
             torch=torch.__version__.partition("+")[0],
             batch=self.step.entries,
         )

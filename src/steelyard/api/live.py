@@ -26,7 +26,9 @@ from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.codec import CODE_TRADES, CODED_CALLS, codec_of, ladder, warm_up_of
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.layout import DATA, Layout, spelled
+from steelyard.core.machine import this_device
 from steelyard.core.plan import Plan
+from steelyard.core.printable import printable
 from steelyard.core.program import Program
 from steelyard.core.receipt import Measured, RankMemory, Receipt
 from steelyard.core.rules import Rule
@@ -211,6 +213,21 @@ class Step:
         """
         return self.live.whole()
 
+    @property
+    def stands_in(self) -> str:
+        """The device that this runs on and the declared cluster that it was planned for; empty for
+        a plan for this machine."""
+        declared = self.plan.decisions.made_for.declared
+        if not declared:
+            return ""
+        known = self._prices.cluster
+        device = known.fastest if known.is_here else this_device()
+        threads = f"{device.threads} thread{'s' if device.threads > 1 else ''} a rank"
+        return (
+            f"on {device.kind}, {threads}: the plan is for the declared cluster "
+            f"{printable(declared)}, whose times are others"
+        )
+
     def receipt(self) -> "ShownReceipt":
         """What the steps so far cost, beside what they were predicted to cost."""
         # The first step pays for what is made once: state, caches, first touches of memory.
@@ -236,6 +253,7 @@ class Step:
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,
                     ranks=self.memory_of_ranks(self._held_by_rank),
+                    stands_in=self.stands_in,
                     notes=(
                         *self.notes,
                         *self._note_on_finite(),

@@ -268,6 +268,7 @@ class Look:
             ranks=self.request.cluster.num_devices,
             hosts=self.request.cluster.hosts,
             speeds=self.prices.cluster.speeds,
+            declared=self.request.cluster.declared,
             torch=torch.__version__.partition("+")[0],
             batch=self.source.entries(),
         )

@@ -11,6 +11,7 @@ from steelyard.api.home import cluster_at
 from steelyard.core.cluster import Cluster
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.plan import Decisions, MadeFor
+from steelyard.core.printable import printable
 from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 
@@ -27,7 +28,12 @@ def other_than_planned(
             "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
             "the step as it is now that was predicted, and runs"
         )
-    if ours.cluster not in (theirs.cluster, _part_of(theirs, used or range(ours.ranks), home)):
+    if theirs.declared and not ours.declared:
+        yield (
+            f"planned for the declared cluster {printable(theirs.declared)}; predicted anew for "
+            "this machine, on which it runs"
+        )
+    elif ours.cluster not in (theirs.cluster, _part_of(theirs, used or range(ours.ranks), home)):
         yield "planned for another machine or number of threads; predicted anew for this one"
 
 

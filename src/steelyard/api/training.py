@@ -52,6 +52,8 @@ def run_workload(
         log.notes.append(note)
         on_note(note)
 
+    if step.stands_in:
+        on_note(f"runs {step.stands_in}")
     written_losses = None
     if losses is not None and step.ranks.together.saves:
         written_losses = Losses(losses, noted)
@@ -173,5 +175,6 @@ class _Log:
             first_loss=self._first,
             last_loss=self._last,
             ranks=self._step.memory_of_ranks(held),
+            stands_in=self._step.stands_in,
             notes=(*self.notes, *self._step.notes_on_metering(is_metered=max(held) >= 0)),
         )

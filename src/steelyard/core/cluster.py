@@ -63,6 +63,10 @@ def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
     return [speed / max(known) for speed in known]
 
 
+# Characters of a cluster's description, as plan files hold it.
+_MOST_SAID = 120
+
+
 def most_ranks_here() -> int:
     """The most ranks that this machine is asked for, by its cores."""
     from steelyard.core.machine import num_cores
@@ -125,6 +129,14 @@ class Cluster:
     @property
     def is_here(self) -> bool:
         return all(device.is_here for device, _ in self.tree.classes)
+
+    @property
+    def declared(self) -> str:
+        """Name and devices of a declared cluster; empty for the machine that this is."""
+        if self.is_here:
+            return ""
+        devices = ", ".join(f"{count} {device.kind}" for device, count in self.tree.classes)
+        return printable(f"{self.tree.name} ({devices})", most=_MOST_SAID)
 
     def at_speeds(self, speeds: Sequence[float]) -> "Cluster":
         """The ranks that are here, which are otherwise alike, computing so fast."""

@@ -29,7 +29,8 @@ class BatchEntry:
 class MadeFor:
     """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, as many
     on each of its ``hosts``, and ``speeds`` how fast each of them computes beside the fastest,
-    where they are not equal."""
+    where they are not equal. ``declared`` describes the declared cluster that was planned for;
+    it is empty for a plan for the machine on which it was made."""
 
     model: str
     graph: str
@@ -41,6 +42,7 @@ class MadeFor:
     ranks: int = 1
     hosts: int = 1
     speeds: tuple[float, ...] = ()
+    declared: str = ""
 
     @property
     def ranks_of_a_host(self) -> int:

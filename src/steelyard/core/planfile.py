@@ -393,6 +393,7 @@ class _MadeFor(BaseModel):
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     hosts: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     speeds: Annotated[list[_Speed], Field(max_length=MOST_RANKS)] = []
+    declared: Annotated[str, Field(max_length=200)] = ""
     batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
 
     def value(self) -> MadeFor:
@@ -406,6 +407,7 @@ class _MadeFor(BaseModel):
             ranks=self.ranks,
             hosts=self.hosts,
             speeds=tuple(map(float, self.speeds)),
+            declared=self.declared,
             batch=tuple(entry.value() for entry in self.batch),
         )
 
@@ -473,6 +475,8 @@ def _lines(decisions: Decisions) -> Iterator[str]:
         yield f"hosts = {made_for.hosts}"
     if made_for.speeds:
         yield f"speeds = {_toml(made_for.speeds)}"
+    if made_for.declared:
+        yield f"declared = {_toml(made_for.declared)}"
     for entry in made_for.batch:
         yield "\n[[made_for.batch]]"
         yield f"name = {_toml(entry.name)}"

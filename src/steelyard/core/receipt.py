@@ -34,7 +34,8 @@ class Measured:
     ``memory_bytes`` is what the device's allocator held at the peak of one metered step;
     ``rss_bytes`` what the operating system saw of the whole process. ``communication_bytes`` went
     to other ranks in a step, by the kernel's count of what was handed to connections. ``ranks``
-    has each rank's memory, where there are several.
+    has each rank's memory, where there are several. ``stands_in`` says which device stood in for
+    which declared cluster, of a plan that was made for one: its times are not that cluster's.
     """
 
     steps: int = 0
@@ -49,6 +50,7 @@ class Measured:
     first_loss: float | None = None
     last_loss: float | None = None
     ranks: tuple[RankMemory, ...] = ()
+    stands_in: str = ""
     notes: tuple[str, ...] = ()
 
 

@@ -113,6 +113,8 @@ def _amounts(tree: Tree) -> str:
     lines = ["<h2>The four amounts</h2>", _table(heads, rows, kind="amounts")]
     lines.append('<p class="soft">~ marks a prediction; a bare figure was measured. '
                  f"{_safe(tree.baselines)}.</p>")  # fmt: skip
+    if tree.stands_in:
+        lines.append(f"<p>measured*: {_safe(tree.stands_in)}.</p>")
     lines += [f"<p>note: {_safe(note)}</p>" for note in tree.notes]
     if tree.least.value:
         lines.append(f"<p>{_safe(tree.least)} {_safe(tree.least_is)}.</p>")
@@ -125,7 +127,7 @@ def _amounts(tree: Tree) -> str:
 
 def _columns(tree: Tree) -> list[str]:
     columns = ["before", "without trades", "plan", "interval of the plan"]
-    return columns + (["measured", "miss"] if tree.is_receipt else [])
+    return columns + ([tree.measured_is, "miss"] if tree.is_receipt else [])
 
 
 def _row(row: Row, tree: Tree) -> str:

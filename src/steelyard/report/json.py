@@ -21,6 +21,7 @@
     as_of         of when the reasons are, where they are older than the prediction, or ""
     ranks         of several ranks, in their order: rank, predicted_bytes, measured_bytes (null
                   where no step was metered) and miss; empty in a plan, and where there is one
+    stands_in     which machine was measured, where the plan is for a declared cluster; else ""
     next_cent, least_bytes, least_within, largest, ran, notes, runner, num_offers
 
 Not for reading plans back: that is core/explanation.py, from the file beside the plan file.
@@ -68,6 +69,7 @@ def to_json(tree: Tree) -> dict[str, Any]:
         "fewest": tree.fewest,
         "ran": list(tree.ran),
         "ranks": [{**asdict(one), "miss": one.miss} for one in tree.ranks],
+        "stands_in": tree.stands_in,
         "notes": list(tree.notes),
         "frontier": [
             {

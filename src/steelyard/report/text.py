@@ -72,6 +72,8 @@ def _receipt(tree: Tree, width: int) -> list[Line]:
         lines += _column("largest", tree.largest, width)
     if tree.fewest:
         lines += _column("fewest", tree.fewest, width)
+    if tree.stands_in:
+        lines += _column(tree.measured_is, tree.stands_in, width)
     if tree.ran:
         lines += _column("ran", ", ".join(tree.ran), width)
     for number, line in enumerate(lines_of(tree.ranks)):
@@ -102,7 +104,7 @@ def _verdict(tree: Tree, width: int) -> list[Line]:
 
 
 def _table(tree: Tree, width: int) -> list[Line]:
-    titles = ["before", "plan"] + (["measured", "miss"] if tree.is_receipt else [])
+    titles = ["before", "plan"] + ([tree.measured_is, "miss"] if tree.is_receipt else [])
     rows = [(row, _cells(row, tree.is_receipt)) for row in tree.rows]
     columns = [max(len(t), *(len(cells[i]) for _, cells in rows)) for i, t in enumerate(titles)]
     label = max(len(row.label) for row in tree.rows)

@@ -43,7 +43,8 @@ class TakenOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """``unplanned_peak`` is that of the graph without trades, where any are struck: what ran out
+    """``stands_in`` says which machine was measured in place of a declared cluster.
+    ``unplanned_peak`` is that of the graph without trades, where any are struck: what ran out
     of memory before there was a plan.
     """
 
@@ -72,12 +73,18 @@ class Tree:
     fewest: str
     ran: tuple[str, ...]
     ranks: tuple[RankMemory, ...]
+    stands_in: str
     notes: tuple[str, ...]
     peak: PeakTree
     unplanned_peak: PeakTree | None
     curve: tuple[CurvePoint, ...]
     timeline: Timeline | None
     unplanned_timeline: Timeline | None
+
+    @property
+    def measured_is(self) -> str:
+        """The head of what was measured, marked where that was not on what was planned for."""
+        return "measured*" if self.stands_in else "measured"
 
 
 _PAID_IN = dict.fromkeys(
@@ -138,6 +145,7 @@ def _tree(plan: Plan, measured: Measured | None) -> Tree:
         fewest=plan.fewest,
         ran=_ran(measured) if measured else (),
         ranks=measured.ranks if measured else (),
+        stands_in=measured.stands_in if measured else "",
         notes=(*_probe(plan), *plan.notes, *(measured.notes if measured else ()), *outside(rows)),
         peak=peak_of(plan.predicted.peak),
         unplanned_peak=peak_of(plan.unplanned.peak) if plan.decisions.rules else None,
