@@ -224,8 +224,8 @@ class Step:
         device = known.fastest if known.is_here else this_device()
         threads = f"{device.threads} thread{'s' if device.threads > 1 else ''} a rank"
         return (
-            f"on {device.kind}, {threads}: the plan is for the declared cluster "
-            f"{printable(declared)}, whose times are others"
+            f"on {device.kind}, {threads}; the plan is for the declared cluster "
+            f"{printable(declared)}, whose times differ"
         )
 
     def receipt(self) -> "ShownReceipt":
