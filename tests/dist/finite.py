@@ -126,11 +126,10 @@ def in_ones_own_loop(rank: int) -> list[str]:
     """Of passes that add up, gradients of which one is not finite are found a step later."""
     case, cache = Case(_made, Layout(batch=2)), Path(os.environ["STEELYARD_CACHE"])
     with tempfile.TemporaryDirectory() as folder, in_a_hurry(cache):
-        paths: list[Any] = [folder]
-        dist.broadcast_object_list(paths)
+        first = Path(InGroup().words(folder))
         torch.manual_seed(0)
         model, loss, batch = case.make()
-        path = Path(paths[0]) / "train.plan.toml"
+        path = first / "train.plan.toml"
         step = _planned(case, model, loss, batch, rank, path).apply()
         optimizer = OPTIMIZER(model.parameters())
         for number, one in enumerate(batches("gradients"), start=1):
