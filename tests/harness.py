@@ -26,6 +26,7 @@ from torch.utils.flop_counter import (
 )
 
 from steelyard.api import pricing
+from steelyard.api.planning import Planned
 from steelyard.capture.source import StepSource
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Far, Link
@@ -42,7 +43,7 @@ from steelyard.measure.meter import meter_once
 from steelyard.predict import predict
 from steelyard.run.emit import emit
 from steelyard.run.step import LiveStep
-from steelyard.search import Search
+from steelyard.search import Floor, Search
 from steelyard.trades import TRADES
 from tests import zoo
 from tests.zoo import reference
@@ -102,6 +103,14 @@ def looking_less_far() -> Iterator[None]:
         mock.patch.multiple(f"{module}.levels", _COARSEST=2, _FINER=1),
     ):
         yield
+
+
+def floor_bytes(planned: Planned) -> int:
+    """The smallest memory budget of this step that is searched, and not refused before."""
+    cluster = planned.look.request.cluster
+    far_bytes = 0 if cluster.far is None else cluster.far.size_bytes
+    floor = Floor.of(planned.look.base)
+    return floor.least_bytes(ranks=cluster.num_devices, far_bytes=far_bytes)
 
 
 # Of each operator by its signature, metered once: a kernel takes the same in whatever program.

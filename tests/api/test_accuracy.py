@@ -24,7 +24,7 @@ from steelyard.report.json import to_json
 from steelyard.report.tree import tree_of
 from steelyard.trades.offload_state import MOVABLE, movable
 from steelyard.trades.quantise import Quantise
-from tests.harness import in_a_hurry
+from tests.harness import floor_bytes, in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def made() -> tuple[nn.Module, Tensor]:
 
 def least(planned: sy.Planned, **budget: Any) -> int:
     with pytest.raises(Infeasible) as refusal:
-        planned.what_if(memory=MIB, **budget)
+        planned.what_if(memory=floor_bytes(planned), **budget)
     assert refusal.value.least_bytes is not None
     return refusal.value.least_bytes
 

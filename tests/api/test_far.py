@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.core.errors import BadInput, Infeasible, PlanFileError
-from tests.harness import in_a_hurry
+from tests.harness import floor_bytes, in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIB = 1 << 20
@@ -69,8 +69,9 @@ def _between(model: nn.Module, x: Tensor, far: sy.Far) -> int:
     """Less than can be had without far memory, more than with it."""
     least = []
     for cluster in (sy.Cluster.here(), sy.Cluster.here(far=far)):
+        whole = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
         with pytest.raises(Infeasible) as refusal:
-            sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster, budget=sy.Budget(memory=MIB))
+            whole.what_if(memory=floor_bytes(whole))
         assert refusal.value.least_bytes is not None
         least.append(refusal.value.least_bytes)
     without, with_it = least

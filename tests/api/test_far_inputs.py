@@ -28,7 +28,7 @@ from steelyard.trades.offload import with_transfers
 from steelyard.trades.quantise import quantisable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
 from steelyard.trades.stream import Stream
-from tests.harness import Outcome, Trial, costs_of, in_a_hurry, predicted_above
+from tests.harness import Outcome, Trial, costs_of, floor_bytes, in_a_hurry, predicted_above
 
 pytestmark = pytest.mark.xdist_group("far")
 # All parameters at once, so that nothing of theirs can be moved and what is left is values.
@@ -214,7 +214,7 @@ def least(far: sy.Far) -> tuple[sy.Planned, int]:
     model, x = pooled()
     planned = sy.plan(model, square, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
     with pytest.raises(Infeasible) as refusal:
-        planned.what_if(memory="1 MiB")
+        planned.what_if(memory=floor_bytes(planned))
     assert refusal.value.least_bytes is not None
     return planned, refusal.value.least_bytes
 

@@ -39,7 +39,7 @@ from tests.api.test_far_states import (
     told,
 )
 from tests.api.test_far_tensors import look_at, states_offered
-from tests.harness import in_a_hurry
+from tests.harness import floor_bytes, in_a_hurry
 from tests.run.live import captured
 from tests.search.graphs import Whole
 
@@ -484,7 +484,7 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(far: sy.Far, tmp_pa
     assert offered["head.weight", "optimizer"] == 8
     assert {n for (name, _), n in offered.items() if name != "head.weight"} == {0}
     with pytest.raises(Infeasible) as refusal:
-        planned.what_if(memory=MIB)
+        planned.what_if(memory=floor_bytes(planned))
     least = refusal.value.least_bytes
     assert least is not None
     fitting = planned.what_if(memory=least)

@@ -24,7 +24,7 @@ from steelyard.predict import predict
 from steelyard.run import checkpoint
 from steelyard.run.checkpoint import Position
 from steelyard.run.randomness import random_state
-from tests.harness import in_a_hurry
+from tests.harness import floor_bytes, in_a_hurry
 
 MIB = 1 << 20
 LAYERS = 12
@@ -190,8 +190,9 @@ def test_waiting_longer_than_a_transfer_takes_spares_no_more(adam: sy.Planned) -
 
 
 def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) -> None:
+    near = plan(ADAM, None)
     with pytest.raises(Infeasible, match="--far") as refusal:
-        plan(ADAM, None, memory=MIB)
+        near.what_if(memory=floor_bytes(near))
     least = refusal.value.least_bytes
     assert least is not None
     fitting = adam.what_if(memory=least - MIB)

@@ -46,7 +46,7 @@ from tests.api.test_far_states import (
     plan,
     told,
 )
-from tests.harness import in_a_hurry
+from tests.harness import floor_bytes, in_a_hurry
 from tests.run.live import captured
 from tests.search.graphs import Whole
 
@@ -312,7 +312,7 @@ def test_what_8_bits_would_buy_is_said_beside_it(far: sy.Far) -> None:
     model, cluster = Twice(), sy.Cluster.here(far=far)
     planned = sy.plan(model, loss, torch.randn(16, 256), optimizer=ADAM, cluster=cluster)
     with pytest.raises(Infeasible) as refusal:
-        planned.what_if(memory=MIB)
+        planned.what_if(memory=floor_bytes(planned))
     assert refusal.value.least_bytes is not None
     least = planned.what_if(memory=refusal.value.least_bytes)
     assert {r.op for r in least.plan.decisions.rules if r.trade == "offload_state"} == set(MOVABLE)

@@ -46,7 +46,7 @@ from steelyard.predict import predict
 from steelyard.run.lowered import compiled, lower
 from steelyard.run.scribe import Kernel
 from steelyard.run.watch import ModelWatch
-from steelyard.search import ALLOWS_NONE, Found, Layouts, Pipelines, Search
+from steelyard.search import ALLOWS_NONE, Floor, Found, Layouts, Pipelines, Search
 from steelyard.search.links_told import note_on_links
 from steelyard.trades import TRADES
 
@@ -70,13 +70,24 @@ class Request:
     decomposition: str = ""
     trades: tuple[Trade, ...] = TRADES
 
-    def looked_at(self) -> "Look":
-        """Capture the step and price its operators, where its tensors lie."""
+    def looked_at(self, *, within: Budget | None = None) -> "Look":
+        """Capture the step and price its operators, where its tensors lie.
+
+        A budget to stay ``within`` is held against what stays for the whole step before anything
+        is measured.
+        """
         home = home_of(self.model)
         cluster = cluster_at(home, self.cluster, runner=self.runner, cache=CostCache())
-        return replace(self, cluster=cluster)._looked_at(home)
+        return replace(self, cluster=cluster)._looked_at(home, within or Budget())
 
-    def _looked_at(self, home: torch.device) -> "Look":
+    def check_floor(self, floor: Floor, budget: Budget) -> None:
+        """Raise Infeasible if no plan on this cluster can stay within the budget."""
+        far = self.cluster.far
+        floor.check(
+            budget, ranks=self.cluster.num_devices, far_bytes=0 if far is None else far.size_bytes
+        )
+
+    def _looked_at(self, home: torch.device, within: Budget) -> "Look":
         self.on_progress("capturing the step")
         source = StepSource(
             model=self.model,
@@ -93,6 +104,7 @@ class Request:
         if not self.cluster.is_here:
             refuse_uncounted([graph] if update is None else [graph, update.graph])
         base = Program.plain(graph, update=update)
+        self.check_floor(Floor.of(base), within)
         if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
             keep_what_is_freed()
         prices = Prices(self.cluster, on_progress=self.on_progress, home=home)
@@ -315,6 +327,7 @@ class Look:
 
     def find(self, budget: Budget) -> tuple[Found, Prediction]:
         """The fastest plan whose program, as its runner runs it, stays within the budget."""
+        self.request.check_floor(Floor.of(self.base), budget)
         many = self.request.cluster.num_devices > 1
         if self.request.runner == "inductor":
             found, predicted = find_lowered(self, budget)

@@ -17,6 +17,7 @@ from steelyard.api.live import Step
 from steelyard.api.look import Look, Request, Runner
 from steelyard.api.lowering import lowered_frontier
 from steelyard.api.made_for import check_cluster, check_made_for, other_than_planned
+from steelyard.api.preflight import check_far, floor_of
 from steelyard.api.pricing import Progress
 from steelyard.api.workload import Workload
 from steelyard.capture.batching import batch_size
@@ -82,6 +83,7 @@ def plan(
         title=title or type(model).__name__,
         on_progress=on_progress,
     )
+    check_far(request.cluster)
     if maximize is not None:
         from steelyard.api.largest import largest
 
@@ -91,7 +93,8 @@ def plan(
 
         wish = None if minimize is None else Minimize(minimize)
         return Elsewhere(request=request).planned(request.budget, wish)
-    return planned(request.looked_at(), request.budget)
+    request.check_floor(floor_of(model, batch), request.budget)
+    return planned(request.looked_at(within=request.budget), request.budget)
 
 
 def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:

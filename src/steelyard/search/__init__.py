@@ -5,6 +5,7 @@ from steelyard.search.deep import DeepSearch, Laid
 from steelyard.search.deep_rules import rules_of
 from steelyard.search.deep_stages import Again
 from steelyard.search.deep_told import told
+from steelyard.search.floor import Floor
 from steelyard.search.found import Found, Gap
 from steelyard.search.kinds import sets_again
 from steelyard.search.layouts import Layouts
@@ -17,6 +18,7 @@ __all__ = [
     "ALLOWS_NONE",
     "Again",
     "DeepSearch",
+    "Floor",
     "Found",
     "Gap",
     "Laid",
