@@ -113,11 +113,13 @@ class Fake(ModuleType):
 
     def load_planned(
         self, path: Path, workload: object, *, cluster: object = None, title: str,
-        on_progress: object,
+        on_progress: object, predict_anew: bool = False,
     ) -> Planned:  # fmt: skip
         from steelyard.core.planfile import read_decisions
 
-        self._asked("load_planned", path=path, cluster=cluster, title=title)
+        self._asked(
+            "load_planned", path=path, cluster=cluster, title=title, predict_anew=predict_anew
+        )
         # Decisions that are predicted anew come without the reasons of the search.
         bare = replace(PLAN, taken=(), refused=(), num_offers=0, frontier=(), next_cent=None)
         return Planned(replace(bare, decisions=read_decisions(path)))

@@ -16,7 +16,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.api.own_loop import OwnLoop
-from steelyard.api.pricing import Prices
+from steelyard.api.pricing import Pricing
 from steelyard.api.ranks import Ranks, refuse_other_ranks
 from steelyard.capture.batching import batch_size
 from steelyard.capture.optimizer import OptimizerFactory, refuse_foreign
@@ -87,7 +87,7 @@ class Step:
         *,
         plan: Plan,
         source: StepSource,
-        prices: Prices,
+        pricing: Pricing,
         optimizer: OptimizerFactory | None,
         update: Program | None,
         sums_gradients: bool = False,
@@ -97,7 +97,7 @@ class Step:
         self._sums_gradients = sums_gradients
         self._refuse_other_ranks()
         self._source = source
-        self._prices = prices
+        self._pricing = pricing
         self._update = update
         self._home = home_of(source.model)
         self.ranks = Ranks.of(Layout.of(plan.decisions.rules), self._home)
@@ -308,7 +308,7 @@ class Step:
         known."""
         if not self.ranks.channels:
             return ()
-        said = rank_peak_bytes(self._as_run(self.live.program), self._prices.costs)
+        said = rank_peak_bytes(self._as_run(self.live.program), self._pricing.made.costs)
         known = dict(enumerate(held))
         return tuple(
             RankMemory(
@@ -395,7 +395,9 @@ class Step:
             return ()
         seen, notes, found = self.live.guard.seen(), list[str](), between(traffic)
         if found is not None and found.coded:
-            costs = self._prices.costs.on(self.ranks.layout.num_ranks).of_rank(self.ranks.rank)
+            costs = self._pricing.made.costs.on(self.ranks.layout.num_ranks).of_rank(
+                self.ranks.rank
+            )
             nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
             said = sum(costs.seconds(node).value for node in nodes)
             notes.append(
@@ -437,7 +439,7 @@ class Step:
         if not self._keeps_gradients:
             return ()
         program = self._as_run(self.live.program)
-        nbytes = kept_gradients_bytes(program, self._prices.costs)
+        nbytes = kept_gradients_bytes(program, self._pricing.made.costs)
         if not nbytes:
             return ()
         return (
@@ -572,13 +574,13 @@ class Step:
         # of a batch of the same shape it has been tried, when the loss was a number.
         source = self._source.at(batch, with_values=self._parts is None and not is_alike)
         program, captured = self._program_at(source, self.live.rung)
-        lacking = self._prices.know(program.graph, may_lack=True)
+        lacking = self._pricing.made.know(program.graph, may_lack=True)
         limit = self.plan.decisions.budget.memory_bytes
         if is_alike and limit is None:
             return program, captured.constants, captured.reads  # in other codes alone
         # Of the rank that needs most: all go on, or none does.
         as_run = self._as_run(program)
-        nbytes = self.ranks.together.most(peak_bytes(as_run, self._prices.costs))
+        nbytes = self.ranks.together.most(peak_bytes(as_run, self._pricing.made.costs))
         if limit is not None and nbytes > limit:
             what = "a step in other codes" if is_alike else "a batch of another shape"
             raise Mismatch(

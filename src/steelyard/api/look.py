@@ -6,6 +6,7 @@ Not for deciding: see search/. Not for the public calls: see planning.py.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, Literal
 
 import torch
@@ -16,13 +17,14 @@ from steelyard.api.accuracy import Lossy
 from steelyard.api.coded import untried, with_codes
 from steelyard.api.home import cluster_at
 from steelyard.api.lowering import find_lowered
-from steelyard.api.pricing import PricedSource, Prices, Progress, dims_of
+from steelyard.api.pricing import PricedSource, Prices, Pricing, Progress, dims_of
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Cluster, Far
 from steelyard.core.costs import Costs
+from steelyard.core.device import Device
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Role
 from steelyard.core.heap import keep_what_is_freed
@@ -37,6 +39,7 @@ from steelyard.core.rules import FAR_TRADES, Rule, Spot, matching, to_rules
 from steelyard.core.sliced_updates import why_whole
 from steelyard.core.trade import Trade, strike_on_ranks
 from steelyard.core.uncounted import notes_on_uncounted, refuse_uncounted
+from steelyard.core.updates import update_digest
 from steelyard.exchange.devices import home_of
 from steelyard.exchange.parts import why_unparted
 from steelyard.exchange.states import why_uncut, why_undivided
@@ -70,15 +73,18 @@ class Request:
     decomposition: str = ""
     trades: tuple[Trade, ...] = TRADES
 
-    def looked_at(self, *, within: Budget | None = None) -> "Look":
-        """Capture the step and price its operators, where its tensors lie.
+    def looked_at(self, *, within: Budget | None = None, is_priced: bool = True) -> "Look":
+        """Capture the step and, if it ``is_priced``, measure its operators where its tensors lie.
 
         A budget to stay ``within`` is held against what stays for the whole step before anything
-        is measured.
+        is measured. What is not priced here is priced when somebody first asks for prices.
         """
         home = home_of(self.model)
         cluster = cluster_at(home, self.cluster, runner=self.runner, cache=CostCache())
-        return replace(self, cluster=cluster)._looked_at(home, within or Budget())
+        look = replace(self, cluster=cluster)._captured(home, within or Budget())
+        if is_priced:
+            look.pricing.checked  # noqa: B018 measures
+        return look
 
     def check_floor(self, floor: Floor, budget: Budget) -> None:
         """Raise Infeasible if no plan on this cluster can stay within the budget."""
@@ -87,7 +93,7 @@ class Request:
             budget, ranks=self.cluster.num_devices, far_bytes=0 if far is None else far.size_bytes
         )
 
-    def _looked_at(self, home: torch.device, within: Budget) -> "Look":
+    def _captured(self, home: torch.device, within: Budget) -> "Look":
         self.on_progress("capturing the step")
         source = StepSource(
             model=self.model,
@@ -103,26 +109,42 @@ class Request:
         update = source.update()
         if not self.cluster.is_here:
             refuse_uncounted([graph] if update is None else [graph, update.graph])
+        if update is not None:
+            update = self._with_reasons(update)
         base = Program.plain(graph, update=update)
         self.check_floor(Floor.of(base), within)
         if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
             keep_what_is_freed()
-        prices = Prices(self.cluster, on_progress=self.on_progress, home=home)
-        prices.know(graph)
-        if update is not None:
-            assert self.optimizer is not None
-            prices.know_update(self.optimizer, update)
-            if self.cluster.far is not None or self.cluster.num_devices > 1:
-                undivided = why_undivided(self.optimizer, dims_of(update))
-                update = replace(update, undivided=undivided)
-            if self.cluster.far is not None:
-                update = replace(update, uncut=self._uncut(update))
-            if self.cluster.num_devices > 1:
-                update = replace(update, unparted=why_unparted(self.optimizer))
-            base = replace(base, update=update)
-        prices.check(source, base)
+
+        def measured() -> Prices:
+            prices = Prices(self.cluster, on_progress=self.on_progress, home=home)
+            prices.know(graph, may_lack=True)
+            if update is not None:
+                prices.know(update.graph, may_lack=True)
+            return prices
+
+        def check(prices: Prices) -> None:
+            prices.know(graph)
+            if update is not None:
+                assert self.optimizer is not None
+                prices.know_update(self.optimizer, update)
+            prices.check(source, base)
+
+        pricing = Pricing(measured, check=check)
         watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
-        return Look(request=self, source=source, base=base, prices=prices, watch=watch)
+        return Look(request=self, source=source, base=base, pricing=pricing, watch=watch)
+
+    def _with_reasons(self, update: Program) -> Program:
+        """The optimizer's step with the reasons why it is carried out whole, where it is."""
+        assert self.optimizer is not None
+        if self.cluster.far is not None or self.cluster.num_devices > 1:
+            undivided = why_undivided(self.optimizer, dims_of(update))
+            update = replace(update, undivided=undivided)
+        if self.cluster.far is not None:
+            update = replace(update, uncut=self._uncut(update))
+        if self.cluster.num_devices > 1:
+            update = replace(update, unparted=why_unparted(self.optimizer))
+        return update
 
     def _has_room_for(self, graph: Graph) -> bool:
         """On each rank for the step as plain PyTorch takes it, and as much again: blocks that are
@@ -159,8 +181,20 @@ class Look:
     request: Request
     source: StepSource
     base: Program
-    prices: Prices
+    pricing: Pricing
     watch: ModelWatch | None
+
+    @property
+    def prices(self) -> Prices:
+        """The prices of the step's operators, held against a whole step where one can be run."""
+        return self.pricing.checked
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster with the speeds of its ranks, which are measured where nobody said them."""
+        said = self.request.cluster
+        is_known = said.num_devices == 1 or not said.is_here or bool(said.speeds)
+        return said if is_known else self.prices.cluster
 
     @cached_property
     def search(self) -> Search:
@@ -210,24 +244,20 @@ class Look:
     def _priced_source(self) -> PricedSource:
         return PricedSource(self.source, self.prices)
 
+    def struck_unpriced(self, rules: Sequence[Rule]) -> Program:
+        """The program after these rules, of which nothing is measured."""
+        layout = Layout.of(rules)
+        _refuse_unlike_stages(layout, self.cluster.devices)
+        return strike_on_ranks(self.base, rules, trades=TRADES, source=self.source)
+
     def struck(self, rules: Sequence[Rule]) -> Program:
-        self._refuse_unlike_stages(Layout.of(rules))
+        layout = Layout.of(rules)
+        _refuse_unlike_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
         program = strike_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
         if program.coded:
             # Their own operators exist only now.
             self.prices.know(program.graph)
         return program
-
-    def _refuse_unlike_stages(self, layout: Layout) -> None:
-        """Of a plan from a file; none is made so."""
-        ranks = layout.num_ranks
-        if layout.pipeline > 1 and len({*self.prices.costs.on(ranks).devices[:ranks]}) > 1:
-            raise Mismatch(
-                f"the plan lays layers on {ranks} ranks, which are of unequal speed here",
-                expected="stages on devices of one class: what others take is not predicted yet",
-                remedy="plan again, which shares the batch unequally; or say that they are equal: "
-                f"speeds = {[1.0] * ranks} under [made_for]",
-            )
 
     def recomputed(self, rules: Sequence[Rule]) -> Program:
         """The program after these rules, with all computed again that can be."""
@@ -268,7 +298,8 @@ class Look:
 
     def over(self, link: Link) -> "Look":
         """The same step on ranks that another link joins."""
-        return replace(self, prices=self.prices.over(link))
+        prices = self.prices.over(link)
+        return replace(self, pricing=Pricing(lambda: prices))
 
     def made_for(self) -> MadeFor:
         return MadeFor(
@@ -276,14 +307,24 @@ class Look:
             graph=self.base.graph.fingerprint,
             decomposition=self.base.graph.decomposition,
             runner=self.request.runner,
-            cluster=self.prices.cluster.fingerprint,
+            cluster=self.cluster.fingerprint,
             ranks=self.request.cluster.num_devices,
             hosts=self.request.cluster.hosts,
-            speeds=self.prices.cluster.speeds,
+            speeds=self.cluster.speeds,
             declared=self.request.cluster.declared,
             torch=torch.__version__.partition("+")[0],
             batch=self.source.entries(),
         )
+
+    @cached_property
+    def predicted_for(self) -> str:
+        """A digest of all that predictions of this step hang on: what a plan is made for, and the
+        optimizer's step."""
+        made_for = self.made_for()
+        # Ranks that were found to be alike are said to be so when the plan is read.
+        made_for = replace(made_for, speeds=made_for.speeds or (1.0,) * made_for.ranks)
+        said = f"{made_for}|{update_digest(self.base.update)}"
+        return sha256(said.encode()).hexdigest()[:16]
 
     @cached_property
     def unplanned(self) -> Prediction:
@@ -377,3 +418,15 @@ class Look:
         graphs = [self.base.graph] if update is None else [self.base.graph, update.graph]
         found += notes_on_uncounted(graphs, self.prices.costs)
         return tuple(found)
+
+
+def _refuse_unlike_stages(layout: Layout, devices: Sequence[Device]) -> None:
+    """Of a plan from a file; none is made so."""
+    ranks = layout.num_ranks
+    if layout.pipeline > 1 and len({*devices[:ranks]}) > 1:
+        raise Mismatch(
+            f"the plan lays layers on {ranks} ranks, which are of unequal speed here",
+            expected="stages on devices of one class: what others take is not predicted yet",
+            remedy="plan again, which shares the batch unequally; or say that they are equal: "
+            f"speeds = {[1.0] * ranks} under [made_for]",
+        )

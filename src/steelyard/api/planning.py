@@ -19,6 +19,7 @@ from steelyard.api.lowering import lowered_frontier
 from steelyard.api.made_for import check_cluster, check_made_for, other_than_planned
 from steelyard.api.preflight import check_far, floor_of
 from steelyard.api.pricing import Progress
+from steelyard.api.stored import stored_plan
 from steelyard.api.workload import Workload
 from steelyard.capture.batching import batch_size
 from steelyard.capture.deep import cut
@@ -204,9 +205,14 @@ def load(
     cluster: Cluster | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
+    predict_anew: bool = False,
 ) -> "Planned":
-    """The plan in this file, checked against this step and predicted anew; ``cluster`` is what it
-    was made for, where that is not this machine."""
+    """The plan in this file, checked against this step; ``cluster`` is what it was made for, where
+    that is not this machine.
+
+    The predictions beside the file are used where they are of this step, machine and optimizer;
+    else, or with ``predict_anew``, the step is measured and predicted here.
+    """
     _check_step(model, loss, title, on_progress)
     known = cluster is None or isinstance(cluster, Cluster)
     _check("cluster", cluster, fine=known, expected="the cluster of the plan, or none")
@@ -236,10 +242,19 @@ def load(
             if cut(model) is not None or where.made_for().graph == made_for.graph:
                 check_made_for(decisions, where.made_for())
                 return where.read(decisions)
-    look = request.looked_at()
+    look = request.looked_at(is_priced=predict_anew)
     check_made_for(decisions, look.made_for())
-    look.prices.use(decisions.ranks_used(Layout.of(decisions.rules).num_ranks))
-    return _replanned(look, decisions)
+    used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
+    if predict_anew or 1 < len(used) < look.request.cluster.num_devices:
+        look.prices.use(used)
+        return _replanned(look, decisions)
+    program = look.struck_unpriced(decisions.rules)
+    _check_far_room(decisions, program)
+    found = stored_plan(Path(path), decisions, look, program)
+    if isinstance(found, str):
+        on_progress(f"predicting anew: {found}")
+        return _replanned(look, decisions)
+    return _as_predicted(look, decisions, found)
 
 
 def load_planned(
@@ -249,6 +264,7 @@ def load_planned(
     cluster: Cluster | None = None,
     title: str = "",
     on_progress: Progress = lambda _: None,
+    predict_anew: bool = False,
 ) -> "Planned":
     return load(
         path,
@@ -259,6 +275,7 @@ def load_planned(
         cluster=cluster,
         title=title or Path(path).name.split(".")[0],
         on_progress=on_progress,
+        predict_anew=predict_anew,
     )
 
 
@@ -365,7 +382,7 @@ class Planned:
         return Step(
             plan=self.plan,
             source=source,
-            prices=look.prices,
+            pricing=look.pricing,
             optimizer=look.request.optimizer,
             update=look.base.update,
             sums_gradients=sums_gradients,
@@ -426,6 +443,7 @@ def planned(look: Look, budget: Budget) -> Planned:
         least_bytes=found.least.nbytes if look.request.runner == "python" else 0,
         least_within=found.least_within,
         slowdown=slowdown(found.program, look.base, look.prices.costs),
+        predicted_for=look.predicted_for,
         notes=(
             *look.notes(),
             *_batch_held(look, found.rules),
@@ -447,14 +465,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
     others = other_than_planned(look.made_for(), decisions.made_for, home, used=used)
     notes = [*lost, *look.notes(), *held, *others]
-    far, limit = decisions.far, decisions.budget.memory_bytes
-    if far is not None and program.far_bytes > far.size_bytes:
-        raise Mismatch(
-            f"the plan moves {format_bytes(program.far_bytes)} to {printable(far.folder)}, which "
-            f"may hold {format_bytes(far.size_bytes)}",
-            expected="a far memory as large as what is moved",
-            remedy="allow a larger size under [far], or plan again",
-        )
+    _check_far_room(decisions, program)
+    limit = decisions.budget.memory_bytes
     if limit is not None and predicted.peak.nbytes > limit:
         notes.append(
             f"does not fit: predicted {format_bytes(predicted.peak.nbytes)}, budget "
@@ -467,10 +479,39 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
         unplanned=look.unplanned,
         predicted=predicted,
         slowdown=slowdown(program, look.base, look.prices.costs),
+        predicted_for=look.predicted_for,
         notes=tuple(notes),
     )
     look.prices.rest()
     return Planned(look, plan)
+
+
+def _as_predicted(look: Look, decisions: Decisions, stored: Plan) -> Planned:
+    """Decisions from a file with the predictions beside it: nothing is measured or predicted."""
+    return Planned(
+        look,
+        Plan(
+            title=_title(look, decisions.rules),
+            decisions=decisions,
+            before=stored.before,
+            unplanned=stored.unplanned,
+            predicted=stored.predicted,
+            slowdown=stored.slowdown,
+            predicted_for=stored.predicted_for,
+            notes=stored.notes,
+        ),
+    )
+
+
+def _check_far_room(decisions: Decisions, program: Program) -> None:
+    far = decisions.far
+    if far is not None and program.far_bytes > far.size_bytes:
+        raise Mismatch(
+            f"the plan moves {format_bytes(program.far_bytes)} to {printable(far.folder)}, which "
+            f"may hold {format_bytes(far.size_bytes)}",
+            expected="a far memory as large as what is moved",
+            remedy="allow a larger size under [far], or plan again",
+        )
 
 
 def _batch_held(look: Look, rules: Sequence[Rule]) -> Iterator[str]:

@@ -8,6 +8,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,7 @@ from steelyard.core.program import Pipeline, Program
 from steelyard.core.quad import Estimate
 from steelyard.core.spread import Spread
 from steelyard.core.subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
+from steelyard.core.updates import update_digest
 from steelyard.exchange.devices import CPU
 from steelyard.measure.cache import CostCache
 from steelyard.measure.company import Company
@@ -252,7 +254,7 @@ class Prices:
         dims = dims_of(update)
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
         self._update_calls = calls
-        name = f"between the calls of {update.graph.fingerprint}"
+        name = f"between the calls of {update_digest(update)}"
         with self.as_a_rank():
             context = self._context()
             seconds = self._cache.read_whole(context, name)
@@ -451,6 +453,28 @@ def _profiled(what: str) -> BadInput:
         expected="no torch.profiler that records, or warms up, while a step is planned",
         remedy="call steelyard.plan() before the profiler is started",
     )
+
+
+class Pricing:
+    """The prices of a step, measured when somebody first asks for them.
+
+    ``made`` measures the operators, for whoever asks for memory alone: in the middle of training,
+    say. ``checked`` then holds them against a whole step, which is run on the live model.
+    """
+
+    def __init__(
+        self, make: Callable[[], Prices], check: Callable[[Prices], None] = lambda _: None
+    ) -> None:
+        self._make, self._check = make, check
+
+    @cached_property
+    def made(self) -> Prices:
+        return self._make()
+
+    @cached_property
+    def checked(self) -> Prices:
+        self._check(self.made)
+        return self.made
 
 
 def _subset_of(joined: Joined) -> Subset:

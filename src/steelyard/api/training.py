@@ -41,6 +41,9 @@ def run_workload(
     """``adapt`` is the plan's file, beside which those are written that take its place while it
     runs; None where it stays. ``losses`` is the plan's file, beside which the loss of each step is
     written, by the first rank."""
+    if adapt is not None:
+        # What it compares while training runs is measured before, on a machine that is idle.
+        planned.look.pricing.checked  # noqa: B018 measures
     step: Step = planned.apply(workload.model)
     if checkpoint is not None and planned.plan.decisions.made_for.hosts > 1:
         check_seen_by_all(checkpoint, step.ranks.together)

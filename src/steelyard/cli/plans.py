@@ -199,8 +199,9 @@ def _planned(wanted: Wanted, cluster: Cluster | None, tell: Any) -> "Planned":
 
     if wanted.is_check:
         return api.load_planned(
-            wanted.path, workload, cluster=cluster, title=title(wanted.train), on_progress=tell
-        )
+            wanted.path, workload, cluster=cluster, title=title(wanted.train), on_progress=tell,
+            predict_anew=True,
+        )  # fmt: skip
     return api.plan_workload(
         workload, budget=wanted.budget, runner=wanted.runner, maximize=wanted.maximize,
         minimize=wanted.minimize, cluster=cluster, title=title(wanted.train),

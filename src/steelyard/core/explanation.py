@@ -120,6 +120,8 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
         note = "the step needs other memory than when it was planned: plan again for the reasons"
         return replace(plan, notes=(*plan.notes, note))
     then = found.planned_seconds
+    if then is None and found.predicted.quad != plan.predicted.quad:
+        then = found.predicted.quad.step_seconds.value
     return replace(
         plan,
         taken=found.taken,
@@ -129,7 +131,7 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
         next_cent=found.next_cent,
         least_bytes=found.least_bytes,
         least_within=found.least_within,
-        planned_seconds=found.predicted.quad.step_seconds.value if then is None else then,
+        planned_seconds=then,
         largest=found.largest,
         fewest=found.fewest,
     )
@@ -245,6 +247,7 @@ class _Body(BaseModel):
     planned_seconds: float | None = None
     largest: str
     fewest: str = ""
+    predicted_for: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
     notes: tuple[str, ...]
 
 

@@ -152,6 +152,7 @@ class Plan:
     at most ``least_within`` parts; 0 where finer cuts were tried as well.
     ``planned_seconds`` is the step as it was predicted when the reasons were found, where that was
     at another time than the prediction here; offers, curve and next cent are beside that one.
+    ``predicted_for`` is a digest of the step, machine and optimizer that were predicted.
     """
 
     title: str
@@ -170,4 +171,5 @@ class Plan:
     planned_seconds: float | None = None
     largest: str = ""
     fewest: str = ""
+    predicted_for: str = ""
     notes: tuple[str, ...] = field(default=())

@@ -6,6 +6,7 @@ traced: see capture/optimizer.py.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 
 from steelyard.core.errors import Mismatch
 from steelyard.core.graph import Graph, Node, Role, path_matches
@@ -15,6 +16,19 @@ from steelyard.core.rules import Rule
 # How the names of weights and of their gradients begin.
 WEIGHT, GRADIENT = "parameter:", "gradient:"
 _OWNED = frozenset({Role.PARAMETER, Role.GRADIENT, Role.STATE})
+
+
+def update_digest(update: Program | None) -> str:
+    """Names the operators of an optimizer's step and what it keeps, whatever its learning rate;
+    empty where there is none."""
+    if update is None:
+        return ""
+    digest = sha256()
+    for node in update.graph.nodes:
+        shapes = [(tensor.shape, tensor.dtype) for tensor in node.outputs]
+        # Calls are numbered in their order, and inputs have names that tell.
+        digest.update(f"{node.name}|{node.op}|{shapes}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def parameters_of(graph: Graph, pattern: str) -> list[str]:
