@@ -16,7 +16,9 @@ from steelyard import _torch
 from steelyard.api import coded, lowering
 from steelyard.api.coded import most_in_milder
 from steelyard.api.look import Runner
+from steelyard.core.amounts import format_seconds
 from steelyard.core.codec import CODED_CALLS, ladder
+from steelyard.core.layout import Layout
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
@@ -102,6 +104,27 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     strict = plan.what_if(accuracy_loss="0.0000000001%")
     assert strict.predicted.accuracy_loss == "exact"
     assert any("a probe drifted" in strict.why_not(trade) for trade in _TRADES)
+
+
+@pytest.mark.xdist_group("coded")
+def test_codes_are_not_weighed_where_no_accuracy_may_be_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weighed(*args: Any, **how: Any) -> Any:
+        raise AssertionError("codes were weighed that may not be taken")
+
+    monkeypatch.setattr(Weighing, "fastest", weighed)
+    plan = _planned(folder, monkeypatch, _SLOW, "0%", _SGD)
+    assert not {taken.trade for taken in plan.plan.taken} & set(_TRADES)
+    lossy = [refusal for refusal in plan.plan.refused if refusal.trade in _TRADES]
+    assert {refusal.trade for refusal in lossy} == set(_TRADES)
+    assert all("is lossy and the accuracy budget is 0" in refusal.reason for refusal in lossy)
+    waits = plan.predicted.exposed_communication_seconds.value
+    if Layout.of(plan.plan.decisions.rules).batch == 2:
+        bound = f"at most the ~{format_seconds(waits)} that ranks wait"
+        assert all(bound in refusal.reason for refusal in lossy)
+    left = [refusal.left for refusal in plan.plan.refused]
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
 
 
 @pytest.mark.xdist_group("coded")

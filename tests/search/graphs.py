@@ -202,6 +202,9 @@ class Whole:
 
     sharers = divisors
 
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        return False
+
     def why_not_split(self) -> str | None:
         return None
 
@@ -250,6 +253,9 @@ class Split:
         return self._divisors
 
     sharers = divisors
+
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        return False
 
     def why_not_split(self) -> str | None:
         return self._reason or None

@@ -39,15 +39,20 @@ def with_codes(
     """The fastest plan whose gradients go in codes, or the exact one, which then says why not.
     ``predicted`` is what the runner makes of the exact one, by which codes are judged: the search
     prices what was captured."""
+    if not budget.accuracy_loss:
+        barred = _not_allowed(look, exact, predicted)
+        refusals = (*exact.refused, *barred)
+        offers = exact.num_offers + sum(refusal.left is Left.WHOLE for refusal in barred)
+        return replace(exact, refused=refusals, num_offers=offers), predicted
     found, plain, refused = exact, predicted, list[Refusal]()
     weighed = 0
     weighing = _weighing(look, refused)
-    why_not = partial(_why_not, look, budget, exact, plain)
+    why_not = partial(_why_not, look, exact, plain)
 
     def may_pay(way: CodedWay) -> bool:
         return not why_not(way.seconds - weighing.coding_seconds(way), best=plain)
 
-    for way in _ways(weighing, look, budget, refused, may_pay):
+    for way in _ways(weighing, look, refused, may_pay):
         weighed += 1
         reason = why_not(way.seconds, best=predicted)
         if not reason:
@@ -69,9 +74,25 @@ def with_codes(
     return replace(told, num_offers=told.num_offers + others), predicted
 
 
+def _not_allowed(look: "Look", exact: Found, predicted: Prediction) -> list[Refusal]:
+    """A refusal of each code where no accuracy may be lost, with no figure that takes weighing.
+
+    Codes spare nothing but waiting for other ranks, so where all ranks share the batch already that
+    bounds what they could save.
+    """
+    refused: list[Refusal] = []
+    reason = "is lossy and the accuracy budget is 0"
+    layout, waits = exact.program.layout, predicted.quad.exposed_communication_seconds.value
+    is_shared_by_all = layout.batch == look.request.cluster.num_devices
+    if is_shared_by_all and waits:
+        reason += f"; it could save at most the ~{format_seconds(waits)} that ranks wait"
+    able = _codecs(look, refused)
+    refused += (Refusal(trade=able[c], label=c.label, reason=reason) for c in able)
+    return refused
+
+
 def _why_not(
     look: "Look",
-    budget: Budget,
     exact: Found,
     plain: Prediction,
     seconds: float,
@@ -82,12 +103,9 @@ def _why_not(
     gain = _seconds(exact.prediction) / seconds - 1
     # A compiled step computes for less time, of which what is sent is a larger share.
     is_compiled = look.request.runner == "inductor"
-    is_judged_later = is_compiled and budget.accuracy_loss > 0 and gain > 0
+    is_judged_later = is_compiled and gain > 0
     if not is_judged_later and (too_little := _too_little(look, gain, plain)):
         return too_little
-    if not budget.accuracy_loss:
-        would = f"would take ~{format_seconds(_seconds(plain) / (1 + gain))} a step"
-        return f"{would}, but is lossy and the accuracy budget is 0"
     if is_judged_later and best is not plain:
         # Each is a lowering, and kernels to compile.
         return "was slower than what is taken, at the prices of what was captured"
@@ -129,22 +147,27 @@ def codecs_here(look: "Look") -> list[Codec]:
     ]
 
 
-def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
-    """Of the codes that can be had here; of others it is told."""
+def _codecs(look: "Look", refused: list[Refusal]) -> dict[Codec, str]:
+    """The codes that can be had here, with their trades; the others are refused."""
     codecs, trades = codecs_here(look), {trade.name for trade in look.request.trades}
+    able: dict[Codec, str] = {}
     reason = "Inductor finds no C++ compiler to make codes with"
-    refused += (
-        Refusal(trade=trade, label=codec.label, reason=reason, left=Left.NEVER)
-        for (trade, _, _), codec in CODES.items()
-        if trade in trades and codec not in codecs
-    )
-    return Weighing(layouts=look.layouts, codecs=codecs)
+    for (trade, _, _), codec in CODES.items():
+        if codec in codecs:
+            able[codec] = trade
+        elif trade in trades:
+            refusal = Refusal(trade=trade, label=codec.label, reason=reason, left=Left.NEVER)
+            refused.append(refusal)
+    return able
+
+
+def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
+    return Weighing(layouts=look.layouts, codecs=[*_codecs(look, refused)])
 
 
 def _ways(
     weighing: Weighing,
     look: "Look",
-    budget: Budget,
     refused: list[Refusal],
     may_pay: Callable[[CodedWay], bool],
 ) -> list[CodedWay]:
@@ -152,10 +175,8 @@ def _ways(
     if not weighing.codecs:
         return []
     look.request.on_progress("weighing gradients in codes")
-    is_allowed = budget.accuracy_loss > 0
-    found, cannot = weighing.fastest(thoroughly=is_allowed)
-    if is_allowed:
-        found = [weighing.gentler(way) if may_pay(way) else way for way in found]
+    found, cannot = weighing.fastest(thoroughly=True)
+    found = [weighing.gentler(way) if may_pay(way) else way for way in found]
     refused += (replace(refusal, left=Left.NEVER) for refusal in cannot)
     return sorted(found, key=lambda way: way.seconds)
 

@@ -20,6 +20,7 @@ from steelyard.api.made_for import check_cluster, check_made_for, other_than_pla
 from steelyard.api.preflight import check_far, floor_of
 from steelyard.api.pricing import Progress
 from steelyard.api.stored import stored_plan
+from steelyard.api.unknown_optimizer import note_on_state
 from steelyard.api.workload import Workload
 from steelyard.capture.batching import batch_size
 from steelyard.capture.deep import cut
@@ -448,6 +449,7 @@ def planned(look: Look, budget: Budget) -> Planned:
             *look.notes(),
             *_batch_held(look, found.rules),
             *look.note_on_links(found.rules, predicted.quad.step_seconds.value),
+            *_note_on_state(look, budget, found.program, predicted),
             *((str(found.gap),) if found.gap else ()),
             *(() if look.request.cluster.is_here else note_on_accuracy(budget)),
         ),
@@ -464,7 +466,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     home = home_of(look.source.model)
     used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
     others = other_than_planned(look.made_for(), decisions.made_for, home, used=used)
-    notes = [*lost, *look.notes(), *held, *others]
+    unknown = _note_on_state(look, decisions.budget, program, predicted)
+    notes = [*lost, *look.notes(), *held, *unknown, *others]
     _check_far_room(decisions, program)
     limit = decisions.budget.memory_bytes
     if limit is not None and predicted.peak.nbytes > limit:
@@ -517,6 +520,17 @@ def _check_far_room(decisions: Decisions, program: Program) -> None:
 def _batch_held(look: Look, rules: Sequence[Rule]) -> Iterator[str]:
     yield from batch_held(Layout.of(rules), batch_size(look.source.batch) or 1)
     yield from rounded_in_parts(rules, look.base.graph)
+
+
+def _note_on_state(
+    look: Look, budget: Budget, program: Program, predicted: Prediction
+) -> Iterator[str]:
+    return note_on_state(
+        program,
+        predicted,
+        limit_bytes=budget.memory_bytes,
+        is_known=look.request.optimizer is not None,
+    )
 
 
 def _lossy(look: Look, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:

@@ -330,13 +330,17 @@ class Prices:
         """The list for what a compiler made of a step, which compares otherwise with whole ones."""
         return replace(self.costs, whole_step=self.compiled_step, cut_steps={})
 
+    def are_no_faster(self, cut: Program, whole: Program) -> bool:
+        """Whether the operators of ``cut`` add up to no less than those of ``whole``."""
+        return self._operator_seconds(cut) >= self._operator_seconds(whole)
+
     def check_cut(self, source: StepSource, cut: Program) -> None:
         """The same for the step in micro-batches, beside the whole one, once for each number.
 
         A cut may be faster, where its smaller operators stay in the processor's cache; it is said
-        to be only beyond the doubt of the check, and of that of a coarser cut. Once a cut is slower
-        than a coarser one, finer cuts are not said to be faster again: the search looks no further
-        there.
+        to be only beyond the doubt of the check, and of that of a coarser cut, and where its
+        operators alone add up to less. Once a cut is slower than a coarser one, finer cuts are not
+        said to be faster again: the search looks no further there.
         """
         if cut.repeats in self._cuts:
             return
@@ -359,7 +363,7 @@ class Prices:
         times = sorted((p, t) for p, t in self._cut_times.items() if p < cut.repeats)
         coarser = [Estimate.exactly(1.0), *(t for _, t in times)]
         has_turned = any(b.value >= a.value for a, b in pairwise(coarser))
-        if has_turned or alone * relative.high >= coarser[-1].low:
+        if has_turned or alone >= 1 or alone * relative.high >= coarser[-1].low:
             slower = max(relative.value, coarser[-1].value / alone)
             relative = replace(relative, value=slower, high=max(relative.high, slower))
         self._cut_times[cut.repeats] = relative.scaled(alone)
@@ -591,6 +595,15 @@ class PricedSource:
 
     def divisors(self) -> tuple[int, ...]:
         return self._source.divisors()
+
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        """By the operators alone, so that no whole step has to be run to see it."""
+        cut, whole = (
+            self._source.graph(micro_batches=parts, share=share) for parts in (micro_batches, than)
+        )
+        self._prices.know(cut, whole)
+        programs = (Program.plain(cut).repeated(micro_batches // than), Program.plain(whole))
+        return self._prices.are_no_faster(*programs)
 
     def why_not_split(self) -> str | None:
         return self._source.why_not_split()

@@ -119,6 +119,10 @@ class StepSource:
     def why_not_split(self) -> str | None:
         return self.splitting().reason or None
 
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        del micro_batches, than, share  # a capture knows no times
+        return False
+
     def sharers(self) -> tuple[int, ...]:
         size = batch_size(self.batch) or 1
         # Of one sample there may be no variance.

@@ -54,6 +54,11 @@ class Source(Protocol):
         """Why cutting the batch would change what is trained; None where it would not."""
         ...
 
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        """Whether the operators of the step in so many micro-batches surely take no less time than
+        in ``than``, which divides them; False where that is not known."""
+        ...
+
     def sharers(self) -> tuple[int, ...]:
         """Among how many ranks the batch can be shared equally, 1 first."""
         ...
@@ -108,6 +113,12 @@ class Laid:
 
     def why_not_split(self) -> str | None:
         return self.source.why_not_split()
+
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        units, own = self.layout.units, self.layout.share_of(self.rank)
+        return self.source.is_no_faster(
+            micro_batches=micro_batches * units, than=than * units, share=share * own
+        )
 
     def sharers(self) -> tuple[int, ...]:
         return self.source.sharers()

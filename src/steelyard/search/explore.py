@@ -110,10 +110,12 @@ def explore(
     known: "Explored | None" = None,
     thorough: bool = True,
     oftener: bool = True,
+    briefly: bool = False,
 ) -> Explored:
     """``values`` may be recomputed, ``oftener`` than once or not, ``movable`` ones sent to far
     memory, those with ``slices`` to come back so, ``codable`` ones kept in 8 bits; plans for
-    ``known``, this step cut otherwise, are a start."""
+    ``known``, this step cut otherwise, are a start. ``briefly``: only plans that are known
+    beforehand, for a budget that asks for none of them."""
     tally = Tally(program, costs, values, movable, codable, slices)
     trials = Trials(tally)
     groups = _groups(tally)
@@ -122,6 +124,7 @@ def explore(
         if known is not None:
             _start_from(trials, known)
         _sweep(trials)
+    if choices and not briefly:
         if len(groups) < len(choices):
             _improve(trials, Moves(trials, groups, are_whole=True), efforts=_WHOLE_EFFORTS)
         moves = Moves(trials, (frozenset({s}) for s in choices), are_whole=False)

@@ -3,6 +3,7 @@
 Not for looking at single plans (explore.py) or for saying why (explain.py).
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +33,7 @@ from steelyard.search.found import Found, Gap
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.levels import moved_states, numbers_of_slices, slices, splits
 from steelyard.search.tally import Tally
+from steelyard.search.trials import Trials
 from steelyard.search.variant import Variant
 from steelyard.search.worth import worth_slicing
 
@@ -42,6 +44,7 @@ _RECOMPUTE, _STREAM, _QUANTISE = "recompute", "stream", "quantise"
 _ACCUMULATE = "accumulate"
 _OFFLOAD, _STATE = "offload", "offload_state"
 _PLAIN = Variant()
+_ROUNDING = 1e-9
 ALLOWS_NONE = "is lossy and the accuracy budget is 0"
 
 
@@ -100,6 +103,7 @@ class Search:
         self._splits = splits([r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1])
         self._streams = slices([r for r in rules if r.trade == _STREAM])
         self._moving = [r for r in rules if r.trade == _STATE]
+        self._is_brief = False
         self._explored: dict[Variant, Explored] = {}
         self._written: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
 
@@ -140,6 +144,8 @@ class Search:
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
         """The plan for one budget, in the same words for any. ``barred`` says why no lossy trade
         may be struck, where none may."""
+        if not self._is_brief and _PLAIN not in self._explored and self._is_kept_untraded(budget):
+            return self._briefly.find(budget, barred=barred)
         variant, point = self._best(budget)
         self.explored(variant.at_home.whole)  # which what is taken is priced beside
         rules = self._rules(variant, point)
@@ -172,6 +178,29 @@ class Search:
             next_cent=self._next_cent(point, budget),
             gap=_gap(explored, point, budget, is_moved=variant.moves_in_passes),
         )
+
+    @cached_property
+    def _briefly(self) -> "Search":
+        """This search without its long exploration of plans that save memory, for budgets that ask
+        for none of them."""
+        brief = copy.copy(self)
+        brief._is_brief = True
+        brief._explored, brief._written = {}, {}
+        return brief
+
+    def _is_kept_untraded(self, budget: Budget) -> bool:
+        """Whether the step keeps every bound of the budget with no trade struck: all that is left
+        to win is time."""
+        limit = budget.memory_bytes
+        if limit is not None and self._untraded_bytes > limit:
+            return False
+        if not budget.bounds_time:
+            return True
+        return too_slow(predict(self._struck_on_ranks(()), self._all_costs), budget) is None
+
+    @cached_property
+    def _untraded_bytes(self) -> int:
+        return Trials(Tally(self.program, self._costs, ())).plain.peak_bytes
 
     def _barred(self, variant: Variant, reason: str) -> tuple[Refusal, ...]:
         """The widest offer of each lossy trade, and what it would buy if it were the only trade.
@@ -224,6 +253,8 @@ class Search:
 
     def _least_within(self) -> int:
         tried = {variant.parts for variant in self._explored}
+        if self._is_brief:
+            return max(tried)  # not even there all was tried
         return max(tried) if set(self._splits) - tried else 0
 
     def frontier(self, *, points: int = _POINTS) -> tuple[FrontierPoint, ...]:
@@ -263,11 +294,11 @@ class Search:
                 if best is not None and self._is_idle(variant, best[1], limit):
                     continue
                 explored = self.explored(variant)
-                if best is not None and explored.plain.seconds >= best[1].seconds:
+                if best is not None and not _is_faster(explored.plain, best[1]):
                     continue
                 worth = True
                 point = explored.within(limit)
-                if point is not None and (best is None or point.seconds < best[1].seconds):
+                if point is not None and (best is None or _is_faster(point, best[1])):
                     best = variant, point
             if not worth and variants[0].parts > 1:
                 break
@@ -296,8 +327,15 @@ class Search:
         yield (_PLAIN,)
         if budget == Budget():
             return  # nothing is asked for, so nothing is traded
+        is_kept = self._is_kept_untraded(budget)
         for parts in (1, *self._splits):
-            yield self._levels_of(parts)
+            if not is_kept:
+                yield self._levels_of(parts)
+                continue
+            if parts > 1 and self._source.is_no_faster(micro_batches=parts):
+                return
+            near = (variant for variant in self._levels_of(parts) if not variant.states)
+            yield tuple(near)
 
     def _levels_of(self, parts: int) -> tuple[Variant, ...]:
         """So many parts with each level of slices; of small parts some levels are the same."""
@@ -360,7 +398,7 @@ class Search:
             return self._with_moves(variant)
         if variant.states:
             return restruck(program, self._costs, known=self.explored(variant.at_home))
-        known = self.explored() if variant != _PLAIN else None
+        known = self.explored() if variant != _PLAIN and not self._is_brief else None
         again = self._offered(_RECOMPUTE, program)
         coded = self._offered(_QUANTISE, program) if self._lossy else frozenset()
         if coded:
@@ -381,6 +419,7 @@ class Search:
             known=known,
             thorough=variant.parts == 1,
             oftener=self._oftener,
+            briefly=self._is_brief,
         )
 
     def _with_moves(self, variant: Variant) -> Explored:
@@ -462,6 +501,11 @@ class Search:
         return strike_on_ranks(self._whole, every, trades=trades, source=self._whole_source)
 
 
+def _is_faster(one: Point, other: Point) -> bool:
+    """By more than sums of seconds are rounded by: what only looks faster so wins nothing."""
+    return one.seconds < other.seconds * (1 - _ROUNDING)
+
+
 def _finer(degrees: Sequence[int], degree: int, step: int) -> int:
     """So many steps finer than this number of slices, as far as there are."""
     return degrees[min(degrees.index(degree) + step, len(degrees) - 1)]
@@ -492,7 +536,9 @@ def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) ->
     if budget.memory_bytes is None or not (tally.unit_of or tally.elsewhere()):
         return None
     least = min(tally.plain_seconds, point.seconds)
-    if not is_moved:
+    # No plan takes less than one that makes nothing again and moves nothing; slices may be faster.
+    is_plain = not point.again and not tally.quickened_seconds
+    if not is_moved and not is_plain:
         least = least_seconds(
             tally,
             Cut(tally),

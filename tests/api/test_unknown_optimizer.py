@@ -1,0 +1,91 @@
+"""What a plan without an optimizer says of the state that one would keep."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelyard.api.unknown_optimizer import note_on_state
+from steelyard.capture.optimizer import capture_update
+from steelyard.capture.source import StepSource
+from steelyard.core.amounts import format_bytes
+from steelyard.core.cluster import Device
+from steelyard.core.costs import Costs
+from steelyard.core.graph import Role
+from steelyard.core.plan import Prediction
+from steelyard.core.program import Program
+from steelyard.predict import predict
+
+COSTS = Costs(
+    device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 40)
+)
+
+
+class Partly(nn.Module):
+    """Weights of two types, one that is frozen and one that no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 300)
+        self.frozen = nn.Linear(300, 300).requires_grad_(False)
+        self.last = nn.Linear(300, 64, dtype=torch.bfloat16)
+        self.unused = nn.Linear(500, 500)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.frozen(self.first(x)).bfloat16())
+        return out
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out.float().square().mean()
+
+
+def planned() -> tuple[nn.Module, Program, Prediction]:
+    model = Partly()
+    source = StepSource(model=model, loss=loss, batch=torch.randn(4, 64))
+    program = Program.plain(source.graph(micro_batches=1))
+    return model, program, predict(program, COSTS)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch.optim.AdamW, "AdamW would add {}"),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD with momentum {}"),
+    ],
+)
+def test_the_state_is_what_torch_keeps_to_the_byte(make: Any, said: str) -> None:
+    model, program, predicted = planned()
+    without = frozenset(program.graph.unused) | {"unused.weight", "unused.bias"}
+    update = capture_update(model, make, without_gradient=without)
+    state = update.graph.resident_bytes(Role.STATE)
+    (note,) = note_on_state(program, predicted, limit_bytes=None, is_known=False)
+    assert said.format(format_bytes(state)) in note
+    assert "fit" not in note
+
+
+def test_whether_the_budget_would_still_be_kept_is_said() -> None:
+    _, program, predicted = planned()
+    peak = predicted.peak.nbytes
+
+    def note(limit: int) -> str:
+        (said,) = note_on_state(program, predicted, limit_bytes=limit, is_known=False)
+        return said
+
+    trained = sum(
+        p.numel() * p.element_size()
+        for name, p in Partly().named_parameters()
+        if p.requires_grad and not name.startswith("unused")
+    )
+    assert "does not fit" in note(peak)
+    assert "SGD with momentum does not fit either" in note(peak)
+    assert "SGD with momentum fits" in note(peak + trained)
+    assert "within the budget" in note(peak + 3 * trained)
+
+
+def test_nothing_is_said_where_the_optimizer_is_known() -> None:
+    _, program, predicted = planned()
+    assert [*note_on_state(program, predicted, limit_bytes=None, is_known=True)] == []
