@@ -15,7 +15,7 @@ from steelyard.api.preflight import floor_of
 from steelyard.capture.source import StepSource
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.program import Program
-from steelyard.search import Floor
+from steelyard.search import Floor, Search
 from tests import zoo
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -63,8 +63,7 @@ def test_another_budget_for_the_same_step_is_refused_without_a_search(
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
     planned = sy.plan(*_asked(), optimizer=ADAM)
-    searched = never("searched")
-    monkeypatch.setattr("steelyard.search.search.Search.find", searched)
+    monkeypatch.setattr(Search, "find", never("searched"))
     with pytest.raises(Infeasible, match="what stays for the whole step"):
         planned.what_if(memory="400 KiB")
 
@@ -74,6 +73,7 @@ def _asked() -> tuple[nn.Module, Any, Tensor]:
     return model, loss, batch
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", [case.name for case in zoo.OWN + zoo.EDGE[::5]])
 def test_what_is_known_before_the_capture_is_part_of_what_is_known_after(name: str) -> None:
     model, their_loss, batch = zoo.case(name).make()

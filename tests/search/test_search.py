@@ -1,6 +1,7 @@
 """What a search must hold to: the budget, the laws of the curve, no plan by hand better than it."""
 
 import functools
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -14,6 +15,7 @@ from steelyard.core.errors import Infeasible
 from steelyard.core.graph import Graph, Phase, Role
 from steelyard.core.peak import PIECES, Holding, Peak
 from steelyard.core.program import Program
+from steelyard.core.quad import Estimate
 from steelyard.core.trade import Left, Refusal, strike
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
 from steelyard.search import Found, Search, search
@@ -425,6 +427,48 @@ def test_the_batch_is_cut_only_where_that_helps() -> None:
     assert answer.prediction.quad.memory_bytes.value < whole.least.peak_bytes
     assert answer.taken[0].trade == "accumulate"
     assert max(source.asked) == answer.micro_batches or answer.prediction.quad.step_seconds.value
+
+
+class Slower(Split):
+    """The operators of parts of the batch add up to more than those of the whole."""
+
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        del than, share
+        return micro_batches > 1
+
+
+def test_a_budget_that_the_step_keeps_untraded_is_answered_without_a_long_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = tower(6)
+    source = Slower(graph, (1, 2, 4, 8))
+    searching = Search(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
+    tight = peak_bytes(Program.plain(graph), COSTS)
+    with monkeypatch.context() as patched:
+        patched.setattr("steelyard.search.explore.Moves", None)
+        answer = searching.find(Budget(memory_bytes=tight))
+        assert searching.find(Budget(memory_bytes=2 * tight)).rules == ()
+        assert searching.find(Budget()).rules == ()
+    assert answer.rules == ()
+    assert source.asked == [], "no part of the batch is captured or checked"
+    assert answer.least_within == 1
+    assert {r.trade for r in answer.refused} >= {"recompute", "accumulate"}
+    # A bound that it breaks is searched as before, and the whole curve can still be had.
+    assert searching.find(Budget(memory_bytes=tight - 1)).rules
+    assert searching.find(Budget(memory_bytes=tight)).rules == ()
+
+
+def test_a_cut_that_is_faster_by_rounding_alone_is_not_taken() -> None:
+    graph = tower(6)
+    plain = Program.plain(graph)
+    source = Split(graph, (1, 2))
+    cut = Program.plain(source.graph(micro_batches=2)).repeated(2)
+    alike = step_seconds(plain, COSTS).value / step_seconds(cut, COSTS).value
+    for share, taken in ((1 - 1e-13, set()), (0.9, {"accumulate"})):
+        costs = replace(COSTS, cut_steps={2: Estimate.exactly(alike * share)})
+        searching = Search(plain, trades=TRADES, source=source, costs=costs)
+        answer = searching.find(Budget(memory_bytes=1 << 30))
+        assert {rule.trade for rule in answer.rules} == taken
 
 
 def test_a_batch_that_cannot_be_cut_is_named_where_nothing_fits() -> None:

@@ -134,7 +134,7 @@ class Lossy:
         """8 bits buy nothing but memory, and never time."""
         if budget.memory_bytes is None:
             return "is lossy, and memory is not bounded"
-        if self.look.search.explored().plain.peak_bytes <= budget.memory_bytes:
+        if self.look.search.untraded_bytes <= budget.memory_bytes:
             return "is lossy, and the step fits without it"
         return ""
 

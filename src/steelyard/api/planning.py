@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from steelyard.api.beyond_eager import note_beyond_eager
 from steelyard.api.coded import note_on_accuracy
 from steelyard.api.held import batch_held, rounded_in_parts
 from steelyard.api.live import Step
@@ -450,6 +451,7 @@ def planned(look: Look, budget: Budget) -> Planned:
             *_batch_held(look, found.rules),
             *look.note_on_links(found.rules, predicted.quad.step_seconds.value),
             *_note_on_state(look, budget, found.program, predicted),
+            *note_beyond_eager(look.before(), predicted),
             *((str(found.gap),) if found.gap else ()),
             *(() if look.request.cluster.is_here else note_on_accuracy(budget)),
         ),
@@ -467,7 +469,8 @@ def _replanned(look: Look, decisions: Decisions) -> Planned:
     used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
     others = other_than_planned(look.made_for(), decisions.made_for, home, used=used)
     unknown = _note_on_state(look, decisions.budget, program, predicted)
-    notes = [*lost, *look.notes(), *held, *unknown, *others]
+    more = note_beyond_eager(look.before(), predicted)
+    notes = [*lost, *look.notes(), *held, *unknown, *more, *others]
     _check_far_room(decisions, program)
     limit = decisions.budget.memory_bytes
     if limit is not None and predicted.peak.nbytes > limit:

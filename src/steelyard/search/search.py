@@ -192,14 +192,15 @@ class Search:
         """Whether the step keeps every bound of the budget with no trade struck: all that is left
         to win is time."""
         limit = budget.memory_bytes
-        if limit is not None and self._untraded_bytes > limit:
+        if limit is not None and self.untraded_bytes > limit:
             return False
         if not budget.bounds_time:
             return True
         return too_slow(predict(self._struck_on_ranks(()), self._all_costs), budget) is None
 
     @cached_property
-    def _untraded_bytes(self) -> int:
+    def untraded_bytes(self) -> int:
+        """The peak of the step with no trade struck."""
         return Trials(Tally(self.program, self._costs, ())).plain.peak_bytes
 
     def _barred(self, variant: Variant, reason: str) -> tuple[Refusal, ...]:
