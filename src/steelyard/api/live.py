@@ -220,7 +220,7 @@ class Step:
         declared = self.plan.decisions.made_for.declared
         if not declared:
             return ""
-        known = self._prices.cluster
+        known = self._pricing.made.cluster
         device = known.fastest if known.is_here else this_device()
         threads = f"{device.threads} thread{'s' if device.threads > 1 else ''} a rank"
         return (
