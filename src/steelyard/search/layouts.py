@@ -131,9 +131,11 @@ class Layouts:
         equal ranks that have no equal shares of it, in shares that are nearly equal."""
         possible = self.ways.source.divisors()
 
+        def of_batch(shares: Shares) -> Rule:
+            return Rule(trade=_BATCH, degree=len(shares), bucket_bytes=BUCKETS[-1], shares=shares)
+
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
-            rule = Rule(trade=_BATCH, degree=len(shares), bucket_bytes=BUCKETS[-1], shares=shares)
-            program = self.ways.strike((rule,))
+            program = self.ways.strike((of_batch(shares),))
             seconds = step_seconds(program, self.ways.costs).value
             return seconds, rank_seconds(program, self.ways.costs)
 
@@ -150,7 +152,8 @@ class Layouts:
             try:
                 if is_alike:
                     shares = near_equal_shares(ranks, possible)
-                    self.ways.of(Layout(batch=ranks, shares=shares or ()))
+                    # Whether ranks would exchange in one order; the rest is counted when asked for.
+                    self.ways.strike((of_batch(shares),) if shares else ())
                 else:
                     shares = unequal_shares(units, self._unlike.whole_seconds(ranks), timed)
             except Mismatch as odd:
