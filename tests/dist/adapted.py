@@ -6,9 +6,11 @@ Not the judgement: that is the tests'.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import nn
 from steelyard.exchange.gathered import gathered
 import steelyard as sy
 from steelyard.api import adapting
+from steelyard.api.background import Background
 from steelyard.api.look import Look, Request, Runner
 from steelyard.api.training import run_workload
 from steelyard.core.budget import Budget
@@ -31,6 +34,8 @@ from steelyard.core.link import Link
 from steelyard.core.plan import Decisions
 from steelyard.core.planfile import read_decisions, write_decisions
 from steelyard.core.rules import Rule
+from steelyard.search import adapting as search
+from steelyard.search.pace import Pace
 from tests.dist import coded
 from tests.harness import in_a_hurry
 from tests.zoo.case import next_token_loss, tokens
@@ -67,6 +72,59 @@ def _together() -> Iterator[Path]:
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
             yield Path(paths[0])
             dist.barrier()
+
+
+def standing_by(rank: int) -> dict[str, Any]:
+    """Three steps of both ranks, three of the first alone, and three of both again, with a
+    checkpoint's worth of state looked at in the end; beside plain PyTorch on the whole batch."""
+    with _together() as at:
+        path = at / "train.plan.toml"
+        workload = _small()
+        if rank == 0:
+            look = _look(workload, "python")
+            rules = (
+                Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16),
+                Rule(trade="overlap", lag=2),
+            )
+            write_decisions(
+                path, Decisions(made_for=look.made_for(), budget=Budget(), rules=rules)
+            )
+        dist.barrier()
+        model, batch = workload.model, workload.first_batch()
+        plain = copy.deepcopy(model)
+        planned = sy.load(path, model, workload.loss, batch, optimizer=OPTIMIZER)
+        step = planned.apply()
+        losses, held = [], []
+        for members in ((0, 1), (0,), (0, 1)):
+            rules = planned.plan.decisions.rules if len(members) == 2 else ()
+            decisions = replace(planned.plan.decisions, rules=rules)
+            if losses:
+                step.turn_to(replace(planned.plan, decisions=decisions), members)
+            before = _values(model)
+            losses += [float(step.live(batch)) for _ in range(3)]
+            held.append(not torch.equal(before, _values(model)))
+            dist.barrier()
+        own = _values(model)
+        other = own.clone()
+        dist.broadcast(other, src=0)
+    optimizer, expected = OPTIMIZER(plain.parameters()), []
+    for _ in range(9):
+        optimizer.zero_grad()
+        loss = workload.loss(plain, batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    return {
+        "losses": losses,
+        "expected": expected,
+        "trained": held,
+        "alike": torch.equal(own, other),
+        "error": float((own - _values(plain)).abs().max()),
+    }
+
+
+def _values(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
 
 
 def _run(
@@ -110,13 +168,17 @@ def _run(
     def link(before: Link, **where: Any) -> Link:
         return replace(measured(before, **where), bytes_per_second=now)
 
-    # Where the link is as it was, whether it is looked at hangs on how busy this machine is.
-    off = 0.0 if now == SLOW else adapting._OFF
     # What codes take of so small a model is next to nothing.
-    gain = 0.0 if codes else adapting._LEAST_GAIN
+    gain = 0.0 if codes else search.LEAST_GAIN
     losses: list[float] = []
-    settings: dict[str, Any] = {"_EVERY": EVERY, "_OFF": off, "_LEAST_GAIN": gain}
-    with mock.patch.multiple(adapting, **settings, measured_now=link):
+    with (
+        mock.patch.object(search, "LEAST_GAIN", gain),
+        mock.patch.object(adapting, "LEAST_GAIN", gain),
+        mock.patch.object(adapting, "measured_now", link),
+        # How quick this machine is just now is not what is tested.
+        mock.patch.object(Pace, "add", _off_after(EVERY)),
+        mock.patch.object(adapting, "Background", Awaited),
+    ):
         receipt = run_workload(
             planned, workload, steps=STEPS, adapt=path,
             on_step=lambda report: losses.append(report.loss),
@@ -136,6 +198,27 @@ def _run(
         "measured": receipt.measured.step_seconds,
         "old": sorted(r.trade for r in read_decisions(path).rules),
     }
+
+
+class Awaited(Background):
+    """So few steps are over before anything beside them is."""
+
+    def is_done(self) -> bool:
+        while not super().is_done():
+            time.sleep(0.02)
+        return True
+
+
+def _off_after(steps: int) -> Callable[[Pace, float, float], bool]:
+    """Steps that are too slow from then on, as long as nothing is done."""
+    taken = 0
+
+    def add(*_: object) -> bool:
+        nonlocal taken
+        taken += 1
+        return taken == steps
+
+    return add
 
 
 def _for_a_slow_link(planned: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.adapted import EVERY, STEPS
+from tests.dist.adapted import STEPS
 from tests.dist.ranks import on_two_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
@@ -33,6 +33,18 @@ def test_compiled_steps_are_compiled_anew_for_it(
     _check_slower(_adapted("compiled")["slower"])
 
 
+def test_ranks_that_stood_by_come_back_to_the_same_weights(
+    costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
+    one, other = on_two_ranks("tests.dist.adapted:standing_by")
+    assert one["losses"] == other["losses"] == pytest.approx(one["expected"], rel=1e-4)
+    assert (one["trained"], other["trained"]) == ([True] * 3, [True, False, True])
+    assert one["alike"]
+    assert other["alike"]
+    assert other["error"] < 1e-5
+
+
 def _adapted(scenario: str) -> dict[str, Any]:
     """What the first rank tells; the other does the same."""
     one, other = on_two_ranks(f"tests.dist.adapted:{scenario}")
@@ -49,9 +61,11 @@ def _adapted(scenario: str) -> dict[str, Any]:
 
 
 def _check_slower(slower: dict[str, Any]) -> None:
-    # Twice in a row, and not before; one step is metered, and no other is like it.
-    assert slower["files"] == [f"train.adapted-{2 * EVERY + 1}.plan.toml"] == [slower["named"]]
+    assert len(slower["files"]) == 1
+    assert slower["files"] == [slower["named"]]
     assert slower["codes"], "at a hundredth of the rate codes are faster"
-    assert any("gradients go otherwise" in note for note in slower["notes"])
-    assert any("went without codes" in note for note in slower["notes"])
+    (turned,) = (note for note in slower["notes"] if "gradients go otherwise" in note)
+    assert "the link between ranks now carries 0.2 MB/s" in turned
+    # A link that is known to be slow is not to carry steps without codes first.
+    assert not any("went without codes" in note for note in slower["notes"])
     assert "probe" in slower["loses"]

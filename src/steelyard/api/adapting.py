@@ -1,48 +1,77 @@
-"""Whether a run still sends its gradients the fastest way, over the link that there is by now.
+"""Whether a run still sends its gradients the fastest way, over the links that there are by now.
 
-Where ranks wait for another time than was predicted, the link is measured again; and where another
-way is faster by enough, twice in a row, it takes the place of the plan's, and is a plan file. Not
-for which ways there are: see search/adapting.py.
+Steps that take another time than was predicted, three in a row, are looked at: the link is measured
+in some tenths of a second, and where it has become another, the first rank weighs the ways to go
+on, in a process beside the run where there can be one. What it finds all ranks turn to, and it is a
+plan file. Not for which ways there are: see search/adapting.py; nor for when to look: pace.py.
 """
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
-from steelyard.api.coded import codecs_here, most_in_milder
+from steelyard.api.background import Background
+from steelyard.api.coded import codecs_here, most_in_milder, warm_codes
 from steelyard.api.live import Step
 from steelyard.api.look import Look
 from steelyard.api.lowering import compiled_limit
-from steelyard.core.amounts import format_bytes, format_seconds
-from steelyard.core.codec import Codec
+from steelyard.core.amounts import format_seconds
+from steelyard.core.codec import CODE_TRADES, Codec, codec_of
 from steelyard.core.errors import BadInput, PlanFileError
 from steelyard.core.explanation import explanation_path, write_plan
-from steelyard.core.layout import DATA
+from steelyard.core.layout import DATA, Layout
 from steelyard.core.link import Link
-from steelyard.core.plan import Decisions, Plan, Prediction
+from steelyard.core.plan import Plan, Prediction
 from steelyard.core.planfile import decode_decisions, encode_decisions
 from steelyard.core.program import Program
+from steelyard.core.quad import Estimate
 from steelyard.core.rules import Rule
 from steelyard.core.untrusted import write_where_other
-from steelyard.measure.exchanges import measured_now
+from steelyard.exchange.devices import CPU
+from steelyard.measure.exchanges import measured_now, rates_now
+from steelyard.measure.home import free_bytes
 from steelyard.predict import predict
 from steelyard.run.ranks.who import who_am_i
-from steelyard.search.adapting import otherwise, why_not_otherwise
+from steelyard.search.adapting import (
+    LEAST_GAIN,
+    Choice,
+    best_hosts,
+    link_among,
+    numbers_of_hosts,
+    on_fewer,
+    otherwise,
+    why_not_otherwise,
+    worth_trying,
+)
+from steelyard.search.pace import Pace
 
-# Steps from one look to the next; after a look that found nothing, twice as many, and so on.
-_EVERY, _MOST_EVERY = 20, 640
-# Of a step: what ranks wait longer, or less long, than was predicted.
-_OFF = 0.25
-# What is not faster by so much, so often in a row, is left alone.
-_LEAST_GAIN, _TIMES = 0.10, 2
+# Flags that ranks raise: steps that are worth a look, and an answer that is there.
+_TO_LOOK, _ANSWERED = 1, 2
+# What a message and a larger one take is another where it differs by so much.
+_OTHER, _MESSAGE_BYTES = 1.25, 1 << 20
+# Steps of another plan that are not looked at: in the first of them programs are bound anew.
+_FIRST_STEPS = 2
+# Where nothing is exchanged, the link is looked at in so many steps, doubled while it is as it was.
+_UNSEEN, _MOST_UNSEEN = 20, 160
 # So many ways are lowered in a look, while all ranks wait.
 _LOWERED = 3
+# Of the memory that is free, what a step on fewer ranks may take more than the one that runs.
+_SHARE_OF_FREE_MEMORY = 0.5
 
 # Between what is told to other ranks.
 _SIDE = "\0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What joins the ranks by now; ``rates`` are those between the first host and each other one,
+    where there are several others."""
+
+    link: Link
+    rates: tuple[float, ...] = ()
 
 
 class Adapting:
@@ -58,83 +87,220 @@ class Adapting:
             )
         self._step, self._look, self._path, self._tell = step, look, path, tell
         self._together = step.ranks.together
-        self._every, self._in_a_row = _EVERY, 0
+        self._whole = step.plan.decisions
+        self._home, self._num_ranks = step.ranks.home, Layout.of(rules).num_ranks
+        self._hosts = self._whole.made_for.hosts_of(self._num_ranks)
+        self._is_compiled = look.request.runner == "inductor"
+        self._members = tuple(range(self._num_ranks))
         self._as_run: dict[tuple[Rule, ...], Program] = {}
         self.written: Path | None = None
-        self._window: list[tuple[float, float]] = []
         self._waited = step.traffic().waited
+        link = look.prices.costs.links[DATA]
+        rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
+        self._seen = _Seen(link=link, rates=rates)
+        self._looked: tuple[Look, _Seen] | None = None
+        self._beside: Background | None = None
+        self._answer: str | None = None
+        self._unseen, self._next_unseen = 0, _UNSEEN
+        self._pace = self._pace_of(step.plan, skips=1)
+        if self._is_background:
+            self._prepare()
+
+    @property
+    def _is_background(self) -> bool:
+        """Whether ways are weighed in a process of its own; a compiler has threads that do not come
+        along, and CUDA does not survive it."""
+        return self._home == CPU and not self._is_compiled
+
+    def _prepare(self) -> None:
+        """What ways there are is captured and measured before the first step, so that later on only
+        links are other ones. Every rank has the codes compiled."""
+        codecs = self._codecs(self._look)
+        warm_codes(codecs, num_ranks=self._num_ranks)
+        if self._together.saves:
+            for _ in self._choices(self._look, self._seen):
+                pass
 
     def after(self, number: int, seconds: float | None) -> bool:
         """Behind each step, which all take; whether the plan is another one from here on."""
-        waited = self._step.traffic().waited
-        if seconds is not None and self._step.is_as_planned:
-            self._window.append((seconds, waited - self._waited))
-        self._waited = waited
-        if len(self._window) < self._every:
-            return False
-        took, waits = map(median, zip(*self._window))
-        self._window.clear()
-        quad = self._step.plan.predicted.quad
-        foreseen, step = quad.exposed_communication_seconds.value, quad.step_seconds.value
-        off = abs(waits - foreseen) / max(took, step)
-        if self._together.most(round(off * 1e6)) < _OFF * 1e6:
-            self._in_a_row = 0
-            return False
-        return self._looked(number)
-
-    def _looked(self, number: int) -> bool:
-        before = self._look.prices.costs.links[DATA]
-        hosts, home = self._look.request.cluster.hosts, self._step.ranks.home
-        link = measured_now(before, hosts=hosts, home=home)
-        look = self._look.over(link)
-        found = self._better(look) if self._together.saves else None
-        text = self._together.words("" if found is None else _SIDE.join(found))
+        traffic = self._step.traffic().waited
+        waited, self._waited = traffic - self._waited, traffic
+        flagged = self._together.flagged
+        if self._looked is None:
+            self._note_pace(seconds, waited)
+            if flagged == _TO_LOOK or self._is_time_to_look():
+                self._look_at_links()
+        elif flagged == _ANSWERED:
+            return self._answered(number)
+        if self._beside is not None and self._beside.is_done():
+            self._together.flag(_ANSWERED)
+        # What was exchanged in here is no part of a step.
         self._waited = self._step.traffic().waited
+        return False
+
+    def close(self) -> None:
+        """Ends what goes on beside the run."""
+        if self._beside is not None:
+            self._beside.end()
+            self._beside = None
+
+    def _note_pace(self, seconds: float | None, waited: float) -> None:
+        is_counted = seconds is not None and self._step.is_as_planned
+        if seconds is not None and is_counted and self._pace.add(seconds, waited):
+            self._together.flag(_TO_LOOK)
+
+    def _is_time_to_look(self) -> bool:
+        """Where a step exchanges nothing with some ranks, nothing is seen of their link in it."""
+        if self._members == tuple(range(self._num_ranks)):
+            return False
+        self._unseen += 1
+        return self._unseen >= self._next_unseen
+
+    def _look_at_links(self) -> None:
+        """Measured by all ranks; where they are other ones, the first begins to weigh ways."""
+        self._unseen = 0
+        seen = self._links_now()
+        if not self._is_other(seen, self._seen):
+            self._looked = None
+            self._settle()
+            return
+        look = self._look.over(seen.link)
+        self._looked = look, seen
+        if not self._together.saves:
+            return
+        rules = self._step.plan.decisions.rules
+
+        def work() -> str:
+            return self._found(look.settled() if self._is_background else look, seen, rules)
+
+        if self._is_background:
+            self._beside = Background(work)
+        else:
+            self._answer = work()
+            self._together.flag(_ANSWERED)
+
+    def _links_now(self) -> _Seen:
+        link = measured_now(self._seen.link, hosts=self._hosts, home=self._home)
+        # Of two hosts the one link is known by now.
+        rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
+        return _Seen(link=link, rates=rates)
+
+    @staticmethod
+    def _is_other(one: _Seen, other: _Seen) -> bool:
+        """Whether exchanges take another time by enough; the same on all ranks."""
+        took = tuple(seen.link.seconds(_MESSAGE_BYTES, messages=2) for seen in (one, other))
+        pairs = [took, *zip(one.rates, other.rates, strict=True)]
+        return any(max(pair) > _OTHER * min(pair) for pair in pairs)
+
+    def _settle(self) -> None:
+        """Steps are as they are, and there is no other way to go on."""
+        self._pace.settle()
+        self._next_unseen = min(2 * self._next_unseen, _MOST_UNSEEN)
+
+    def _answered(self, number: int) -> bool:
+        """What the first rank found, which all turn to if links are as they were then."""
+        assert self._looked is not None
+        look, then = self._looked
+        text = self._together.words(self._said() if self._together.saves else "")
         if not text:
-            self._in_a_row, self._every = 0, min(2 * self._every, _MOST_EVERY)
+            self._look, self._seen, self._looked = look, then, None
+            self._settle()
             return False
-        self._in_a_row += 1
-        if self._in_a_row < _TIMES:
+        if self._is_other(self._links_now(), then):
+            self._look_at_links()
             return False
-        drift, _, written = text.partition(_SIDE)
-        self._turn(number, look, decode_decisions(written), drift, before, link)
+        drift, members, written = text.split(_SIDE)
+        ranks = tuple(map(int, json.loads(members)))
+        self._turn(number, look, decode_decisions(written).rules, ranks, drift)
+        self._looked = None
         return True
 
-    def _better(self, look: Look) -> tuple[str, str] | None:
-        """The drift that a probe saw of what is to take the plan's place, and its file; None where
-        nothing is worth it."""
-        decisions = self._step.plan.decisions
-        budget = decisions.budget
-        codecs = codecs_here(look) if budget.accuracy_loss else []
-        most = math.inf if budget.memory_bytes is None else budget.memory_bytes
-        if look.request.runner == "inductor" and budget.memory_bytes is not None:
-            most = compiled_limit(look, budget.memory_bytes)
-        for rules in self._faster(look, codecs, most):
-            drift = self._drift(look, rules, budget.accuracy_loss, most)
-            if drift is not None:
-                return drift, encode_decisions(replace(decisions, rules=rules))
-        return None
+    def _said(self) -> str:
+        """The answer, in words for all; empty where there is nothing better."""
+        answer, self._answer = self._answer, None
+        if self._beside is not None:
+            answer = self._beside.answer
+            if self._beside.failure:
+                self._tell(f"how to go on was not found: {self._beside.failure}")
+            self._beside = None
+        return answer or ""
 
-    def _faster(
-        self, look: Look, codecs: Sequence[Codec], most_bytes: float
-    ) -> Iterator[tuple[Rule, ...]]:
+    def _found(self, look: Look, seen: _Seen, rules: tuple[Rule, ...]) -> str:
+        """The drift that a probe saw of what is to take the plan's place, who takes part, and its
+        rules as a plan file; empty where nothing is worth it."""
+        budget, most = self._whole.budget, math.inf
+        if budget.memory_bytes is not None:
+            most = budget.memory_bytes
+            if self._is_compiled:
+                most = compiled_limit(look, budget.memory_bytes)
+        for choice in self._better(look, seen, rules, most):
+            drift = self._drift(look, choice.way.rules, budget.accuracy_loss, most)
+            if drift is not None:
+                written = encode_decisions(replace(self._whole, rules=choice.way.rules))
+                return _SIDE.join((drift, json.dumps(choice.ranks), written))
+        return ""
+
+    def _better(
+        self, look: Look, seen: _Seen, rules: tuple[Rule, ...], most_bytes: float
+    ) -> Iterator[Choice]:
         """By enough. A compiled step computes for less time than what was captured, so that more is
         gained of it; what it takes only its own prices tell, and each is a lowering."""
-        rules = self._step.plan.decisions.rules
-        if look.request.runner != "inductor":
-            now, ways = otherwise(look.layouts, rules, codecs, most_bytes=most_bytes)
-            enough = (way for way in ways if now.seconds >= (1 + _LEAST_GAIN) * way.seconds)
-            yield from (way.rules for way in enough)
+        choices = [*self._choices(look, seen)]
+        if not self._is_compiled:
+            now = self._priced(self._among(look, seen, self._members), rules)
+            yield from worth_trying(
+                now.quad.step_seconds.value,
+                [choice for choice in choices if self._is_possible(look, choice, now)],
+                most_bytes=most_bytes,
+                coming_back_seconds=self._step.state_bytes / seen.link.bytes_per_second,
+                num_ranks=len(self._members),
+            )
             return
-        _, ways = otherwise(look.layouts, rules, codecs, most_bytes=math.inf)
-        if not ways:
-            return
+        ways = sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes))[:_LOWERED]
         seconds = self._priced(look, rules).quad.step_seconds.value
-        for way in ways[:_LOWERED]:
-            predicted = self._priced(look, way.rules)
-            is_enough = seconds >= (1 + _LEAST_GAIN) * predicted.quad.step_seconds.value
+        for choice in ways:
+            predicted = self._priced(look, choice.way.rules)
+            is_enough = seconds >= (1 + LEAST_GAIN) * predicted.quad.step_seconds.value
             if is_enough and predicted.peak.nbytes <= most_bytes:
-                yield way.rules
+                yield choice
+
+    def _choices(self, look: Look, seen: _Seen) -> Iterator[Choice]:
+        whole = tuple(range(self._num_ranks))
+        for way in otherwise(look.layouts, self._whole.rules, self._codecs(look)):
+            yield Choice(way=way, ranks=whole)
+        if self._hosts == 1 or self._is_compiled or not self._step.can_stand_by:
+            return
+        each, degrees = self._num_ranks // self._hosts, look.source.sharers()
+        are_unequal = bool(Layout.of(self._whole.rules).shares)
+        for count in numbers_of_hosts(self._hosts):
+            members = best_hosts(self._rates(seen), count)
+            ranks = tuple(host * each + n for host in members for n in range(each))
+            if len(ranks) in degrees and not (are_unequal and len(ranks) > 1):
+                among = self._among(look, seen, ranks).layouts
+                for way in on_fewer(among, self._whole.rules, len(ranks)):
+                    yield Choice(way=way, ranks=ranks)
+
+    def _rates(self, seen: _Seen) -> tuple[float, ...]:
+        return seen.rates or (seen.link.bytes_per_second,) * (self._hosts - 1)
+
+    def _among(self, look: Look, seen: _Seen, ranks: Sequence[int]) -> Look:
+        """Over the links that these ranks have among them."""
+        if len(ranks) == self._num_ranks or not seen.rates:
+            return look
+        each = self._num_ranks // self._hosts
+        return look.over(link_among(seen.link, seen.rates, sorted({r // each for r in ranks})))
+
+    def _is_possible(self, look: Look, choice: Choice, now: Prediction) -> bool:
+        """Whether all of it was measured, and the memory is there for it."""
+        if not look.prices.knows(look.layouts.ways.strike(choice.way.rules).graph):
+            return False
+        if len(choice.ranks) >= len(self._members):
+            return True
+        more = choice.way.nbytes - now.peak.nbytes
+        return more <= _SHARE_OF_FREE_MEMORY * free_bytes(self._home)
+
+    def _codecs(self, look: Look) -> Sequence[Codec]:
+        return codecs_here(look) if self._whole.budget.accuracy_loss else []
 
     def _priced(self, look: Look, rules: tuple[Rule, ...]) -> Prediction:
         """What the runner makes of a program is the same over every link."""
@@ -156,35 +322,72 @@ class Adapting:
         seen = look.lossy.drift_of(rules, program, allowed)
         return None if isinstance(seen, str) or not seen.keeps(allowed) else str(seen)
 
+    def _pace_of(self, plan: Plan, *, skips: int) -> Pace:
+        quad = plan.predicted.quad
+        said = (
+            quad.step_seconds.value, quad.step_seconds.low, quad.step_seconds.high,
+            quad.exposed_communication_seconds.value,
+        )  # fmt: skip
+        # Each rank priced it for itself; one expectation is all ranks'.
+        value, low, high, waits = json.loads(self._together.words(json.dumps(said)))
+        return Pace(seconds=Estimate(value=value, low=low, high=high), waits=waits, skips=skips)
+
     def _turn(
-        self,
-        number: int,
-        look: Look,
-        decisions: Decisions,
-        drift: str,
-        before: Link,
-        link: Link,
+        self, number: int, look: Look, rules: tuple[Rule, ...], ranks: tuple[int, ...], drift: str
     ) -> None:
-        was = self._priced(look, self._step.plan.decisions.rules).quad.step_seconds.value
-        predicted = self._priced(look, decisions.rules)
+        before, members = self._seen, self._members
+        assert self._looked is not None
+        seen = self._looked[1]
+        own = look if self._is_compiled else look.settled()
+        was = self._priced(self._among(own, seen, members), self._step.plan.decisions.rules)
+        predicted = self._priced(self._among(own, seen, ranks), rules)
         if drift:
             predicted = replace(predicted, quad=replace(predicted.quad, accuracy_loss=drift))
         plan = replace(
-            self._step.plan, decisions=decisions, predicted=predicted, taken=(), refused=(),
-            num_offers=0,
+            self._step.plan, decisions=replace(self._whole, rules=rules), predicted=predicted,
+            taken=(), refused=(), num_offers=0,
         )  # fmt: skip
-        self._step.turn_to(plan)
-        self._look, self._every, self._in_a_row = look, _EVERY, 0
+        self._step.turn_to(plan, ranks)
+        self._look, self._seen, self._members = look, seen, ranks
+        self._pace = self._pace_of(plan, skips=_FIRST_STEPS)
+        self._unseen, self._next_unseen = 0, _UNSEEN
         name = self._path.name.removesuffix(".toml").removesuffix(".plan")
         path = self._path.with_name(f"{name.partition('.adapted-')[0]}.adapted-{number}.plan.toml")
         self.written = path
         self._write(path, plan)
         self._tell(
-            f"after step {number} gradients go otherwise: the link gives "
-            f"{_rate(link.bytes_per_second)}, and {_rate(before.bytes_per_second)} was "
-            f"planned for; ~{format_seconds(predicted.quad.step_seconds.value)} a step in place of "
-            f"{format_seconds(was)}; written: {path.name}"
+            f"after step {number} gradients go otherwise: {self._changed(before, seen)}; "
+            f"{self._going_on(rules, ranks, members)}, "
+            f"~{format_seconds(predicted.quad.step_seconds.value)} a step in place of "
+            f"~{format_seconds(was.quad.step_seconds.value)}; written: {path.name}"
         )
+
+    def _changed(self, before: _Seen, now: _Seen) -> str:
+        """Which link became another, and in which direction."""
+        whose, rate, then = "the link between ranks", now.link, before.link
+        pair = rate.bytes_per_second, then.bytes_per_second
+        if self._hosts > 1:
+            pairs = [*zip(self._rates(now), self._rates(before), strict=True)]
+            host = max(range(len(pairs)), key=lambda n: abs(math.log(pairs[n][0] / pairs[n][1])))
+            whose, pair = f"host {host + 1}'s link", pairs[host]
+        if max(pair) <= _OTHER * min(pair):
+            took = (format_seconds(link.latency_seconds) for link in (now.link, then))
+            return "messages between ranks now take {}, and took {}".format(*took)
+        return f"{whose} now carries {_rate(pair[0])}, {_rate(pair[1])} when the plan was made"
+
+    def _going_on(
+        self, rules: tuple[Rule, ...], ranks: tuple[int, ...], before: tuple[int, ...]
+    ) -> str:
+        each = self._num_ranks // self._hosts
+        hosts = sorted({rank // each for rank in ranks})
+        if len(ranks) < self._num_ranks:
+            said = f"hosts {', '.join(map(str, hosts))} go on"
+            if len(hosts) == 1:
+                said = f"host {hosts[0]} goes on alone"
+            return f"{said} and the others stand by"
+        labels = {codec_of(rule).label for rule in rules if rule.trade in CODE_TRADES}
+        coded = " and ".join(sorted(labels)) or "gradients in no code"
+        return coded if before == ranks else f"all hosts take part again, {coded}"
 
     def _write(self, path: Path, plan: Plan) -> None:
         """On each host, for each goes on from a file of its own."""
@@ -205,7 +408,7 @@ class Adapting:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{format_bytes(bytes_per_second)}/s"
+    return f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
 __all__ = ["Adapting"]

@@ -9,19 +9,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from steelyard import _torch
 from steelyard.api.accuracy import NOT_PROBED
 from steelyard.api.lowering import compiled_limit, saved_bytes
 from steelyard.core.accuracy import Drift, beyond
 from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES, CODES, RESIDUAL, Codec, ladder
+from steelyard.core.codec import BLOCK, CODE_TRADES, CODES, RESIDUAL, Codec, ladder
 from steelyard.core.errors import Infeasible, Mismatch
 from steelyard.core.layout import DATA
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left, Refusal
+from steelyard.operators.codes import (
+    decode_gradients,
+    decode_sum,
+    encode_gradients,
+    encode_sum,
+)
 from steelyard.predict import peak_bytes
 from steelyard.search.coded import CodedWay, Weighing
 from steelyard.search.found import Found
@@ -145,6 +153,23 @@ def codecs_here(look: "Look") -> list[Codec]:
         for (trade, _, _), codec in CODES.items()
         if trade in trades and (is_compiling or not codec.is_compiled)
     ]
+
+
+def warm_codes(codecs: Sequence[Codec], *, num_ranks: int) -> None:
+    """Has the calls compiled that these codes are made of, for steps to come."""
+    x = torch.zeros(num_ranks * BLOCK)
+    for codec in codecs:
+        if not codec.is_compiled:
+            continue
+        for parts in {1, num_ranks}:
+            residual = torch.zeros(num_ranks * BLOCK) if codec.has_residual else None
+            coded = encode_gradients([x], residual, codec.name, parts)
+            decode_gradients(coded, codec.name)
+            if parts == 1:
+                decode_sum(torch.cat([coded] * num_ranks), codec.name)
+            else:
+                own = torch.zeros(BLOCK) if codec.has_residual else None
+                encode_sum(coded, own, codec.name)
 
 
 def _codecs(look: "Look", refused: list[Refusal]) -> dict[Codec, str]:

@@ -6,7 +6,6 @@ Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``:
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from steelyard.core.amounts import format_bytes, format_seconds
 from steelyard.core.cluster import FAR_PIECE_BYTES
 from steelyard.core.codec import CODE_TRADES, CODED_CALLS, codec_of, ladder, warm_up_of
 from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.layout import DATA, Layout, spelled
+from steelyard.core.layout import DATA, LAYOUT_TRADES, Layout, spelled
 from steelyard.core.machine import this_device
 from steelyard.core.plan import Plan
 from steelyard.core.printable import printable
@@ -53,7 +52,7 @@ from steelyard.run.finite import FiniteWatch, blamed
 from steelyard.run.guard import Guard
 from steelyard.run.inductor import compile_program
 from steelyard.run.lowered import lower
-from steelyard.run.ranks.together import begin_alike
+from steelyard.run.ranks.together import begin_alike, bring_up_to_date
 from steelyard.run.step import CodeReads, Constants, LiveStep
 from steelyard.trades import TRADES
 
@@ -100,7 +99,8 @@ class Step:
         self._pricing = pricing
         self._update = update
         self._home = home_of(source.model)
-        self.ranks = Ranks.of(Layout.of(plan.decisions.rules), self._home)
+        self.ranks = self._all_ranks = Ranks.of(Layout.of(plan.decisions.rules), self._home)
+        self._members = tuple(range(self.ranks.layout.num_ranks))
         if self.ranks.groups:
             begin_alike([*source.model.parameters(), *source.model.buffers()], self._home)
         self._parts: Parts | Layers | PartsOfLayers | None = None
@@ -375,13 +375,48 @@ class Step:
             notes.append(f"sent {own} of a step to other ranks (predicted {format_bytes(said)})")
         return tuple(notes)
 
-    def turn_to(self, plan: Plan) -> None:
-        """From the next step on by this plan, in which ranks hold what they hold now; all turn."""
-        assert Layout.of(plan.decisions.rules) == Layout.of(self.plan.decisions.rules)
+    def turn_to(self, plan: Plan, members: Sequence[int] | None = None) -> None:
+        """From the next step on by this plan, in which ranks hold what they hold now; all turn.
+
+        ``members`` are the ranks that take part, all unless said, and the first of all is one of
+        them. The others stand by: they take batches, hear the loss and update nothing. Those that
+        come back are sent what they have missed.
+        """
+        everyone = self._all_ranks
+        whole = tuple(range(everyone.layout.num_ranks))
+        members = whole if members is None else tuple(members)
+        assert members[0] == 0, "the first rank saves, so it takes every step"
+        assert Layout.of(plan.decisions.rules).num_ranks == len(members)
+        # What codes hold back is put together by those that hold it.
+        self.live.residuals.owe_all()
+        if not set(members) <= set(self._members):
+            bring_up_to_date(self.live, everyone.together)
         self.plan, self._ladder = plan, ladder(plan.decisions.rules)
+        if members != self._members:
+            layout = Layout.of(plan.decisions.rules)
+            self.ranks = everyone if members == whole else everyone.among(members, layout)
+            self._members = members
+            self.live.turn_among(
+                rank=layout.place(self.ranks.rank, DATA),
+                channels=self.ranks.channels,
+                tell_loss=None if members == whole else self.ranks.together.tell_loss,
+                stands_by=self.ranks.stands_by,
+            )
+            self._wire, self._looks = Wire(), 0
         self.live.begin_anew(self._guard())
         self._laps.clear()
         self._traffic = [self.traffic()]
+
+    @property
+    def can_stand_by(self) -> bool:
+        """Whether steps may go on without some ranks, which could come back later."""
+        live = self.live
+        return live.states is None and live.parts is None and live.program.pipeline is None
+
+    @property
+    def state_bytes(self) -> int:
+        """What a rank that comes back is sent: the model, and what the optimizer keeps."""
+        return resident_bytes(self.live) - self.live.shared_bytes
 
     @property
     def is_as_planned(self) -> bool:
@@ -512,17 +547,16 @@ class Step:
         return Guard(len(self._ladder), warm_up=warm_up_of(self.plan.decisions.rules))
 
     def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
-        if self._is_compiled:
-            return partial(
-                compile_program, channels=self.ranks.channels, watch=self._exchange_watch
-            )
-        return partial(
-            emit,
-            channels=self.ranks.channels,
-            watch=self._exchange_watch,
-            far=self.far,
-            tensors=states.tensors if states else None,
-        )
+        tensors = states.tensors if states else None
+
+        def run(program: Program) -> Emitted:
+            # Ranks may become others while the run goes on.
+            channels, watch = self.ranks.channels, self._exchange_watch
+            if self._is_compiled:
+                return compile_program(program, channels=channels, watch=watch)
+            return emit(program, channels=channels, watch=watch, far=self.far, tensors=tensors)
+
+        return run
 
     @property
     def _exchange_watch(self) -> FiniteWatch | None:
@@ -539,12 +573,15 @@ class Step:
     def _program_at(self, source: StepSource, rung: int = 0) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step, in the codes of the next."""
         rules = [self._at(rule, source) for rule in self._ladder[rung]]
+        if self.ranks.stands_by:
+            # It is bound so that batches are checked as on the others, and never run.
+            rules = [rule for rule in rules if rule.trade not in LAYOUT_TRADES]
         # A whole model is traced, of which there are parts once the first step is bound.
         with self._parts.imagined() if self._parts else contextlib.nullcontext():
             graph = source.captured().graph
             base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
             program = strike(base, rules, trades=TRADES, source=source)
-            if program.layout.shares:
+            if program.layout.shares and self.ranks is self._all_ranks:
                 self.ranks.together.check_alike("exchanges", "\n".join(program.spoken))
             return program, source.captured(micro_batches=program.units, share=program.share)
 
@@ -572,7 +609,9 @@ class Step:
         is_alike = [e.shape for e in entries] == [e.shape for e in self._source.entries()]
         # A model of which this rank holds a part lends the forms of the whole, without values; and
         # of a batch of the same shape it has been tried, when the loss was a number.
-        source = self._source.at(batch, with_values=self._parts is None and not is_alike)
+        source = self._source
+        if not is_alike or self._parts is not None:
+            source = self._source.at(batch, with_values=self._parts is None and not is_alike)
         program, captured = self._program_at(source, self.live.rung)
         lacking = self._pricing.made.know(program.graph, may_lack=True)
         limit = self.plan.decisions.budget.memory_bytes

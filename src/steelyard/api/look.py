@@ -298,8 +298,19 @@ class Look:
 
     def over(self, link: Link) -> "Look":
         """The same step on ranks that another link joins."""
-        prices = self.prices.over(link)
-        return replace(self, pricing=Pricing(lambda: prices))
+        return self._at(self.prices.over(link))
+
+    def settled(self) -> "Look":
+        """The same, where nothing is measured any more and nobody is told of progress."""
+        quiet = replace(self.request, on_progress=lambda _: None)
+        return replace(self, request=quiet)._at(self.prices.settled())
+
+    def _at(self, prices: Prices) -> "Look":
+        """At other prices; what it took to find out how ranks may lie is not done again."""
+        other = replace(self, pricing=Pricing(lambda: prices))
+        if "layouts" in self.__dict__:
+            other.__dict__["layouts"] = self.layouts.over(prices.costs, other._priced_source)
+        return other
 
     def made_for(self) -> MadeFor:
         return MadeFor(

@@ -62,6 +62,9 @@ class Ranks:
     rank: int = 0
     home: torch.device = CPU
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    # Of a step that some of the ranks take: all of them, and whether this one stands by.
+    everyone: Together | None = None
+    stands_by: bool = False
 
     @classmethod
     def of(cls, layout: Layout, home: torch.device = CPU) -> "Ranks":
@@ -85,7 +88,28 @@ class Ranks:
 
     @cached_property
     def together(self) -> Together:
-        return InGroup() if self.groups else Alone()
+        return self.everyone or (InGroup() if self.groups else Alone())
+
+    def among(self, members: Sequence[int], layout: Layout) -> "Ranks":
+        """The same process where only these ranks take the step; all ranks come here together.
+
+        A rank that stands by takes the place of the first, and speaks to nobody in a step.
+        """
+        own, groups = dist.get_rank(), dict[str, dist.ProcessGroup]()
+        is_member = own in members
+        if len(members) > 1:
+            group = dist.new_group(list(members))
+            if is_member:
+                groups = _groups(layout, group)
+        take_turns()
+        return Ranks(
+            layout=layout,
+            rank=members.index(own) if is_member else 0,
+            home=self.home,
+            groups=groups,
+            everyone=self.together,
+            stands_by=not is_member,
+        )
 
     @cached_property
     def channels(self) -> Mapping[str, Channel]:

@@ -82,7 +82,10 @@ def run_workload(
             plan=planned.plan.decisions.name,
             resume=resume or False,
         )
-    with contextlib.closing(written_losses) if written_losses else contextlib.nullcontext():
+    with contextlib.ExitStack() as until_then:
+        for closed in (written_losses, adapting):
+            if closed is not None:
+                until_then.enter_context(contextlib.closing(closed))
         finished = train(
             step.live,
             workload.batches,
@@ -148,8 +151,9 @@ class _Log:
         self._traffic[-1] = self._step.traffic()
 
     def _of_all(self, nbytes: int | None) -> int | None:
-        """Of the rank that held most; all took the same steps, so all ask or none does."""
-        return None if nbytes is None else self._step.ranks.together.most(nbytes)
+        """Of the rank that held most; one that stood by may know of nothing."""
+        most = self._step.ranks.together.most(-1 if nbytes is None else nbytes)
+        return most if most >= 0 else None
 
     def _least(self, seconds: float) -> float:
         """Of the rank that waited least, and so worked longest: that one is predicted."""

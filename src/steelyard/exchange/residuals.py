@@ -5,7 +5,7 @@ back at once where codes change.
 Not for how it comes about: see operators/codes.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ class Residuals:
     """By the names of a program's inputs, the same for batches of every shape."""
 
     def __init__(self, channels: Mapping[str, Channel], device: torch.device = CPU) -> None:
-        self._channels, self._device = channels, device
+        self.channels, self._device = channels, device
         self._tensors: dict[str, torch.Tensor] = {}
         self._members: dict[str, tuple[_Member, ...]] = {}
         self._starts: dict[str, tuple[_Member, ...]] = {}
@@ -89,7 +89,7 @@ class Residuals:
                 if target not in left:
                     continue
                 left.remove(target)
-                channel = self._channels[DATA]
+                channel = self.channels[DATA]
                 rows = saved[f"{_OF_RANKS}{target}"]
                 is_same = rows.shape[0] == channel.num_ranks
                 mine = rows[channel.rank] if is_same else rows.sum(0) / channel.num_ranks
@@ -100,7 +100,7 @@ class Residuals:
                     else:
                         sums[place] = lost
             if own is not None:
-                own.copy_(sums.chunk(self._channels[DATA].num_ranks)[self._channels[DATA].rank])
+                own.copy_(sums.chunk(self.channels[DATA].num_ranks)[self.channels[DATA].rank])
         for name, members in self._starts.items():
             for target, start, count in members:
                 begun = saved.get(f"{_STARTS}{target}")
@@ -148,6 +148,22 @@ class Residuals:
                 self._owed[target] = total[start : start + count]
         self.forget()
 
+    @property
+    def owed_numels(self) -> dict[str, int]:
+        """The number of elements of what is owed, by parameter."""
+        return {target: owed.numel() for target, owed in self._owed.items()}
+
+    def take_over(self, numels: Mapping[str, int], fill: Callable[[torch.Tensor], object]) -> None:
+        """What another rank owes is owed here from now on; ``fill`` puts its values in."""
+        here = self._owed
+        self._owed = {}
+        for target, numel in numels.items():
+            held = here.get(target)
+            if held is None:
+                held = torch.zeros(numel, device=self._device)
+            fill(held)
+            self._owed[target] = held
+
     def forget(self) -> None:
         for held in (self._tensors, self._members, self._starts):
             held.clear()
@@ -182,13 +198,13 @@ class Residuals:
 
     def _add_own(self, own: torch.Tensor, here: torch.Tensor, start: int) -> None:
         """What this rank lost of the sums that it makes, where it makes those that begin there."""
-        begin = self._channels[DATA].rank * own.numel()
+        begin = self.channels[DATA].rank * own.numel()
         low, high = max(start, begin), min(start + here.numel(), begin + own.numel())
         if low < high:
             here[low - start : high - start] += own[low - begin : high - begin]
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        channel = self._channels[DATA]
+        channel = self.channels[DATA]
         gather = channel.calls.get("steelyard.all_gather", all_gather)
         return channel.waiting(gather(tensor.unsqueeze(0), channel.num_ranks, channel.group))
 

@@ -53,6 +53,7 @@ class CodeReads(Protocol):
 
 # Given the step, what has another shape there, and the planned one, in words.
 OnChange = Callable[[str], None]
+TellLoss = Callable[[torch.Tensor | None], torch.Tensor]
 OtherShape = Callable[[Any], tuple[Program, Constants, CodeReads]]
 
 
@@ -133,6 +134,8 @@ class LiveStep:
         self.program = program
         self.other: dict[Shapes, Program] = {}
         self._rank = rank
+        self._tell_loss: TellLoss | None = None
+        self._stands_by = False
         self._in_stages = in_stages
         self._stages: dict[Program, InStages] = {}
         self._reduction = reduction
@@ -161,12 +164,15 @@ class LiveStep:
     def __call__(self, batch: Any) -> torch.Tensor:
         """One whole step; the loss as it was before it, detached."""
         bound, leaves = self._ready(batch)
+        if self._stands_by:
+            assert self._tell_loss is not None
+            return self._tell_loss(None)
         self.zero_grad()
         loss = self._watched_passes(bound, leaves, 1.0)
         self._look_at_codes(loss)
         if self.optimizer is not None:
             self.optimizer.step()
-        return loss
+        return loss if self._tell_loss is None else self._tell_loss(loss)
 
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Add the gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would.
@@ -352,6 +358,19 @@ class LiveStep:
     def _whole_gradients(self) -> dict[str, torch.Tensor]:
         named = self.model.named_parameters()
         return {f"{WEIGHT}{name}": p.grad for name, p in named if p.grad is not None}
+
+    def turn_among(
+        self,
+        *,
+        rank: int,
+        channels: Mapping[str, Channel],
+        tell_loss: TellLoss | None,
+        stands_by: bool,
+    ) -> None:
+        """From the next step on, which other ranks take together. All are told the loss of the
+        first, and one that stands by does nothing else."""
+        self._rank, self.residuals.channels = rank, channels
+        self._tell_loss, self._stands_by = tell_loss, stands_by
 
     def begin_anew(self, guard: Guard | None) -> None:
         """From the next step on, in which what codes hold back is paid, with the programs that

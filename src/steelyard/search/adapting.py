@@ -1,20 +1,42 @@
-"""How else a step that runs could send its gradients: what stays as it is, and what is fastest.
+"""How else a step that runs could lie: what stays as it is, and what is fastest over other links.
 
-Ranks hold what they hold; only in which codes gradients go, how many at once and how late they are
-waited for may change. Not for whether it is worth it: see api/adapting.py.
+All ranks may go on, with gradients sent otherwise; or some of them, the first among these, with
+nothing in codes. What a rank holds of the model is all of it in any case. Not for whether it is
+worth it: see api/adapting.py.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from steelyard.core.codec import CODE_TRADES, Codec
-from steelyard.core.layout import ALONE, Layout
+from steelyard.core.layout import ALONE, DATA, LAYOUT_TRADES, TENSOR, Layout
+from steelyard.core.link import Link
 from steelyard.core.rules import Rule
 from steelyard.search.coded import Weighing
 from steelyard.search.layouts import Layouts
 from steelyard.search.ways import Way
 
-_SENT = frozenset({"shard_batch", "overlap", "sparse_gradients", *CODE_TRADES})
 _STATES = "shard_states"
+# What is not faster by so much is left alone; and so much faster than all that lose nothing is what
+# loses accuracy, or it is not worth any.
+LEAST_GAIN = 0.10
+# Ranks that come back are sent the model and what the optimizer keeps; in so many steps that has
+# to be won.
+_PAID_BACK_IN = 100
+# Of more hosts not every number of them is a candidate: each is a capture.
+_FEW_HOSTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A way to go on; ``ranks`` are those that take part."""
+
+    way: Way
+    ranks: tuple[int, ...]
+
+    @property
+    def is_lossy(self) -> bool:
+        return any(rule.trade in CODE_TRADES for rule in self.way.rules)
 
 
 def why_not_otherwise(rules: Sequence[Rule]) -> str:
@@ -28,17 +50,79 @@ def why_not_otherwise(rules: Sequence[Rule]) -> str:
     return ""
 
 
-def otherwise(
-    layouts: Layouts, rules: Sequence[Rule], codecs: Collection[Codec], *, most_bytes: float
-) -> tuple[Way, list[Way]]:
-    """The step as it is, and what is faster, the fastest first."""
-    layout = Layout.of(rules)
-    layouts.layouts = [layout]
-    kept = tuple(rule for rule in rules if rule.trade not in _SENT)
-    now = layouts.ways.counted(tuple(sorted(rules)))
-    ways = (layouts.ways.counted(tuple(sorted((*own, *kept)))) for own in _sent(layouts, codecs))
-    faster = (way for way in ways if way.seconds < now.seconds and way.nbytes <= most_bytes)
-    return now, sorted(faster, key=lambda way: (way.seconds, way.nbytes))
+def otherwise(layouts: Layouts, rules: Sequence[Rule], codecs: Collection[Codec]) -> Iterator[Way]:
+    """Every way in which the ranks of this layout could send gradients, what else the rules say
+    being done. Codes begin at once: steps without them first would take the longest."""
+    layouts.layouts = [Layout.of(rules)]
+    kept = _kept(rules)
+    for own in _sent(layouts, codecs):
+        begun = (replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in own)
+        yield layouts.ways.counted(tuple(sorted((*begun, *kept))))
+
+
+def on_fewer(layouts: Layouts, rules: Sequence[Rule], ranks: int) -> Iterator[Way]:
+    """The same on so many ranks, in equal shares and with gradients as they are."""
+    kept = _kept(rules)
+    for way in layouts.ways.of(Layout(batch=ranks)):
+        if not any(rule.trade == _STATES for rule in way.rules):
+            yield layouts.ways.counted(tuple(sorted((*way.rules, *kept))))
+
+
+def numbers_of_hosts(hosts: int) -> tuple[int, ...]:
+    """On how many hosts a step that runs on ``hosts`` may go on, all of them apart."""
+    if hosts <= _FEW_HOSTS:
+        return tuple(range(1, hosts))
+    return tuple(sorted({1, hosts // 2, hosts - 1}))
+
+
+def best_hosts(rates: Sequence[float], count: int) -> tuple[int, ...]:
+    """The first host, and those joined to it best; ``rates`` are of the others in their order."""
+    order = sorted(range(1, len(rates) + 1), key=lambda host: (-rates[host - 1], host))
+    return tuple(sorted((0, *order[: count - 1])))
+
+
+def link_among(link: Link, rates: Sequence[float], members: Sequence[int]) -> Link:
+    """What joins some of the hosts: as much faster than what joins all as the slowest of these is
+    than the slowest of all."""
+    own = [rates[host - 1] for host in members if host]
+    if not own:
+        return link
+    return replace(link, bytes_per_second=link.bytes_per_second * min(own) / min(rates))
+
+
+def over(links: Mapping[str, Link], link: Link) -> dict[str, Link]:
+    """Where another link joins the ranks that share the batch."""
+    return {**links, DATA: link, TENSOR: link}
+
+
+def worth_trying(
+    now_seconds: float,
+    choices: Sequence[Choice],
+    *,
+    most_bytes: float,
+    coming_back_seconds: float = 0.0,
+    num_ranks: int = 0,
+) -> list[Choice]:
+    """The choices that gain enough beside what runs, the fastest first; none after the fastest that
+    loses no accuracy. ``num_ranks`` take part now: with more of them, those that come back are
+    brought up to date, and that is to be won back too."""
+    found = []
+    for choice in sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes)):
+        least = (1 + LEAST_GAIN) * choice.way.seconds
+        if len(choice.ranks) > num_ranks:
+            least += coming_back_seconds / _PAID_BACK_IN
+        if now_seconds >= least and choice.way.nbytes <= most_bytes:
+            found.append(choice)
+            if not choice.is_lossy:
+                break
+    if found and not found[-1].is_lossy:
+        exact = found[-1].way.seconds
+        found = [c for c in found if not c.is_lossy or exact >= (1 + LEAST_GAIN) * c.way.seconds]
+    return found
+
+
+def _kept(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules if rule.trade not in LAYOUT_TRADES)
 
 
 def _sent(layouts: Layouts, codecs: Collection[Codec]) -> Iterator[tuple[Rule, ...]]:

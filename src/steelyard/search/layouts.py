@@ -6,6 +6,7 @@ What is recomputed, cut and moved is chosen for each way by itself, and what ran
 the step then plays. Not for what one rank does under a layout: see search.py.
 """
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,6 +97,13 @@ class Layouts:
             self.layouts += self._unequal(self._counts[1:])
         else:
             self._others = []
+
+    def over(self, costs: Costs, source: Source) -> "Layouts":
+        """The same, with ways at the prices of other links."""
+        other = copy.copy(self)
+        other.ways = self.ways.over(costs, source)
+        other.told = Told(other.ways, self._unlike)
+        return other
 
     def _are_alike(self, ranks: int, trade: str, label: str) -> bool:
         """Whether as many ranks may do equal parts of what all wait for; else it is told."""

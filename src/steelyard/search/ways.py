@@ -4,6 +4,7 @@ With each size of what is sent at once, each time to wait for it, and more and m
 cut. Not for which of them is taken: see layouts.py.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,12 @@ class Ways:
         self._program, self.source, self.costs = program, source, costs
         self.trades, self.regions = tuple(trades), regions
         self._found: dict[Layout, list[Way]] = {}
+
+    def over(self, costs: Costs, source: Source) -> "Ways":
+        """The same ways at other prices, which ``source`` puts what it captures on."""
+        other = copy.copy(self)
+        other.costs, other.source, other._found = costs, source, {}
+        return other
 
     def of(self, layout: Layout) -> list[Way]:
         """With each bucket, each time to wait for one, and more and more of the tensors cut; with

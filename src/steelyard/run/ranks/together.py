@@ -5,12 +5,14 @@ Not for joining them (join.py), nor for what a step exchanges: those are nodes o
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from steelyard.core.collective import GLOO_GETS, GLOO_SENDS
 from steelyard.core.errors import RanksDiffer
@@ -18,6 +20,13 @@ from steelyard.core.printable import printable
 from steelyard.exchange.devices import CPU, generator_of
 from steelyard.run.ranks.places import write_whole
 from steelyard.run.ranks.who import who_am_i
+
+if TYPE_CHECKING:
+    from steelyard.run.step import LiveStep
+
+
+# More than any flag.
+_STOP = 1 << 20
 
 
 class Together(Protocol):
@@ -34,6 +43,15 @@ class Together(Protocol):
         """The signal that some rank was sent, if one was; asked by all before each step."""
         ...
 
+    def flag(self, number: int) -> None:
+        """Has all ranks hear a small number, with the next question whether to stop."""
+        ...
+
+    @property
+    def flagged(self) -> int:
+        """The largest number that was flagged before that question; 0 where none was."""
+        ...
+
     def same(self, number: int) -> int:
         """What the first rank says."""
         ...
@@ -46,6 +64,10 @@ class Together(Protocol):
 
     def words(self, text: str) -> str:
         """What the first rank says."""
+        ...
+
+    def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """That of the first rank, of a step which not all ranks take."""
         ...
 
     def draw_alike(self, home: torch.device) -> None:
@@ -61,9 +83,13 @@ class Together(Protocol):
 class Alone:
     saves = True
     asked_bytes = 0
+    flagged = 0
 
     def stopping(self, signal: str) -> str:
         return signal
+
+    def flag(self, number: int) -> None:
+        pass
 
     def same(self, number: int) -> int:
         return number
@@ -76,6 +102,10 @@ class Alone:
 
     def words(self, text: str) -> str:
         return text
+
+    def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
+        assert loss is not None, "a rank alone takes every step"
+        return loss
 
     def draw_alike(self, home: torch.device) -> None:
         pass
@@ -90,12 +120,19 @@ class InGroup:
     def __init__(self) -> None:
         self.saves = dist.get_rank() == 0
         self.asked_bytes = 0
+        self.flagged = self._flag = 0
 
     def stopping(self, signal: str) -> str:
-        held = torch.tensor(int(bool(signal)), dtype=torch.int32, device=CPU)
+        said = self._flag + (_STOP if signal else 0)
+        held = torch.tensor(said, dtype=torch.int32, device=CPU)
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
         self.asked_bytes += _around_twice_bytes(dist.get_rank(), dist.get_world_size())
-        return (signal or "SIGTERM") if held else ""
+        self._flag, self.flagged = 0, int(held) % _STOP
+        return (signal or "SIGTERM") if held >= _STOP else ""
+
+    def flag(self, number: int) -> None:
+        assert 0 <= number < _STOP, number
+        self._flag = max(self._flag, number)
 
     def same(self, number: int) -> int:
         held = torch.tensor(number, device=CPU)
@@ -120,6 +157,13 @@ class InGroup:
             held.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         dist.broadcast(held, src=0)
         return bytes(held.tolist()).decode()
+
+    def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
+        held = torch.zeros((), dtype=torch.float64, device=CPU)
+        if loss is not None:
+            held.copy_(loss)
+        dist.broadcast(held, src=0)
+        return held if loss is None else loss
 
     def draw_alike(self, home: torch.device) -> None:
         for generator in [generator_of(device) for device in dict.fromkeys((CPU, home))]:
@@ -173,3 +217,48 @@ def begin_alike(tensors: Iterable[torch.Tensor], home: torch.device = CPU) -> No
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
     InGroup().draw_alike(home)
+
+
+def bring_up_to_date(step: "LiveStep", together: Together) -> None:
+    """Every rank takes from the first what those have missed that stood by: weights, buffers, what
+    the optimizer keeps, what codes hold back, and what is drawn next."""
+    begin_alike([*step.model.parameters(), *step.model.buffers()], step.home)
+    said = together.words(json.dumps(_kept_by(step)) if together.saves else "")
+    states, owed = TypeAdapter(_Kept).validate_json(said, strict=True)
+    parameters = [] if step.optimizer is None else _optimized(step.optimizer)
+    for place, name, value in states:
+        assert step.optimizer is not None
+        state = step.optimizer.state[parameters[place]]
+        if isinstance(value, float | int):
+            state[name] = value
+            continue
+        shape, dtype = value
+        if name not in state:
+            kind = getattr(torch, dtype)
+            assert isinstance(kind, torch.dtype), dtype
+            device = CPU if name == "step" else parameters[place].device
+            state[name] = torch.zeros(shape, dtype=kind, device=device)
+        dist.broadcast(state[name], src=0)
+    step.residuals.take_over(owed, lambda held: dist.broadcast(held, src=0))
+
+
+# Of each parameter, by its place in the optimizer's list: the name of a state, and its shape and
+# dtype, or the number that it is. And how many elements are owed of which parameters.
+_Kept = tuple[list[tuple[int, str, tuple[list[int], str] | int | float]], dict[str, int]]
+
+
+def _kept_by(step: "LiveStep") -> tuple[list[tuple[int, str, Any]], dict[str, int]]:
+    found: list[tuple[int, str, Any]] = []
+    if step.optimizer is not None:
+        for place, parameter in enumerate(_optimized(step.optimizer)):
+            for name, value in step.optimizer.state.get(parameter, {}).items():
+                said: Any = value
+                if isinstance(value, torch.Tensor):
+                    said = [*value.shape], str(value.dtype).removeprefix("torch.")
+                if value is not None:
+                    found.append((place, name, said))
+    return found, step.residuals.owed_numels
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

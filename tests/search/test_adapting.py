@@ -1,0 +1,92 @@
+"""How a run goes on over other links: which ways are worth trying, and on which hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from steelyard.core.layout import Layout
+from steelyard.core.link import Link
+from steelyard.core.rules import Rule
+from steelyard.search.adapting import (
+    Choice,
+    best_hosts,
+    link_among,
+    numbers_of_hosts,
+    worth_trying,
+)
+from steelyard.search.ways import Way
+
+EXACT = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+CODED = Rule(trade="ternary_gradients", module="a", count=1)
+
+
+def choice(seconds: float, *, lossy: bool = False, ranks: int = 2, nbytes: int = 100) -> Choice:
+    rules = (EXACT, CODED) if lossy else (EXACT,)
+    way = Way(rules=rules, layout=Layout(batch=ranks), seconds=seconds, nbytes=nbytes)
+    return Choice(way=way, ranks=tuple(range(ranks)))
+
+
+def tried(now: float, *choices: Choice, **how: float) -> list[float]:
+    settings = {"most_bytes": 1000.0, "num_ranks": 2, **how}
+    found = worth_trying(now, choices, **settings)  # type: ignore[arg-type]
+    return [c.way.seconds for c in found]
+
+
+def test_what_gains_less_than_a_tenth_is_left_alone() -> None:
+    assert tried(1.0, choice(0.95), choice(0.92, lossy=True)) == []
+    assert tried(1.0, choice(0.90)) == [0.90]
+
+
+def test_the_fastest_is_tried_first_and_nothing_behind_one_that_loses_nothing() -> None:
+    ways = choice(0.5), choice(0.2, lossy=True), choice(0.3, lossy=True), choice(0.6)
+    assert tried(1.0, *ways) == [0.2, 0.3, 0.5]
+
+
+def test_accuracy_is_not_spent_on_less_than_a_tenth() -> None:
+    """One host alone, which loses nothing, is as good as codes that gain a hundredth more."""
+    alone = choice(0.50, ranks=1)
+    assert tried(1.0, choice(0.49, lossy=True), alone) == [0.50]
+    assert tried(1.0, choice(0.40, lossy=True), alone) == [0.40, 0.50]
+
+
+def test_one_host_alone_is_taken_where_its_link_carries_next_to_nothing() -> None:
+    assert tried(9.0, choice(8.0), choice(2.5, lossy=True), choice(0.4, ranks=1)) == [0.4]
+
+
+def test_what_does_not_fit_is_not_tried() -> None:
+    assert tried(1.0, choice(0.2, ranks=1, nbytes=2000), choice(0.5)) == [0.5]
+
+
+def test_ranks_that_come_back_have_to_be_worth_what_they_are_sent() -> None:
+    assert tried(0.4, choice(0.2), num_ranks=1, coming_back_seconds=1.0) == [0.2]
+    assert tried(0.4, choice(0.2), num_ranks=1, coming_back_seconds=60.0) == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "count", "hosts"),
+    [
+        ((118.0, 3.7), 2, (0, 1)),
+        ((3.7, 118.0), 2, (0, 2)),
+        ((3.7, 118.0), 1, (0,)),
+        ((118.0, 118.0, 3.7), 3, (0, 1, 2)),
+        ((118.0, 118.0), 3, (0, 1, 2)),
+    ],
+)
+def test_the_hosts_that_are_joined_best_go_on(
+    rates: tuple[float, ...], count: int, hosts: tuple[int, ...]
+) -> None:
+    assert best_hosts(rates, count) == hosts
+
+
+def test_a_link_among_fewer_is_as_fast_as_its_slowest() -> None:
+    link = Link(kind="network", latency_seconds=1e-4, bytes_per_second=3.5e6)
+    without = link_among(link, (3.7e6, 118e6), (0, 2))
+    assert without.bytes_per_second == pytest.approx(111.6e6, rel=0.01)
+    assert link_among(link, (3.7e6, 118e6), (0, 1, 2)) == link
+    assert link_among(link, (3.7e6, 118e6), (0,)) == link
+
+
+def test_of_many_hosts_not_every_number_is_captured() -> None:
+    assert numbers_of_hosts(2) == (1,)
+    assert numbers_of_hosts(4) == (1, 2, 3)
+    assert numbers_of_hosts(16) == (1, 8, 15)
