@@ -32,7 +32,7 @@ from steelyard.core.program import Program
 from steelyard.core.receipt import Measured, RankMemory, Receipt
 from steelyard.core.rules import Rule
 from steelyard.core.source import Laid
-from steelyard.core.trade import strike
+from steelyard.core.trade import strike, strike_on_ranks
 from steelyard.exchange.connections import Wire
 from steelyard.exchange.devices import home_of
 from steelyard.exchange.far import FarMemory
@@ -308,7 +308,18 @@ class Step:
         known."""
         if not self.ranks.channels:
             return ()
-        said = rank_peak_bytes(self._as_run(self.live.program), self._pricing.made.costs)
+        program = self.live.program
+        if program.layout.shares:
+            # This rank's is of its own share, and others hold what other shares take.
+            base = Program.plain(self._source.captured().graph, update=self._update)
+            rules = self._ladder[0]
+            program = strike_on_ranks(base, rules, trades=TRADES, source=self._source)
+            others = tuple(self._as_run(one) for one in program.beside)
+            said = rank_peak_bytes(
+                replace(self._as_run(program), beside=others), self._pricing.made.costs
+            )
+        else:
+            said = rank_peak_bytes(self._as_run(program), self._pricing.made.costs)
         known = dict(enumerate(held))
         return tuple(
             RankMemory(
