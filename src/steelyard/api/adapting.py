@@ -408,7 +408,8 @@ class Adapting:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e6:.3g} MB/s"
+    rate = bytes_per_second / 1e6
+    return f"{rate:,.0f} MB/s" if rate >= 1000 else f"{rate:.3g} MB/s"
 
 
 __all__ = ["Adapting"]
