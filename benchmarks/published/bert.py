@@ -9,14 +9,15 @@ machines. Dropout and the head are those of a GPT. Not for errors of other steps
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from statistics import mean, median
 from typing import Any
 
 from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
-from benchmarks.published.rows import declared, facts
+from benchmarks.published.rows import Row, declared, facts
 from benchmarks.published.scoring import figure
+from steelyard.core.cluster import Cluster
 from steelyard.core.deep_layout import MIXED, DeepLayout
 from steelyard.core.stack import Stack
 from steelyard.predict.deep import deep_step, tensor_costs
@@ -87,13 +88,7 @@ def bert_fit() -> tuple[float, float, float]:
 @cache
 def bert_step_errors() -> tuple[float, ...]:
     """The share that is reached is that of every other row, scored on the rest."""
-    rows = []
-    for line in facts("bert_steps"):
-        nodes, sequence, at_once, times = (
-            int(line[n]) for n in ("nodes", "sequence", "micro_batch", "micro_batches")
-        )
-        steps = Steps(devices=16 * nodes, sequence=sequence, at_once=at_once, times=times)
-        rows.append((steps, steps.sequences / float(line["sequences_per_s"])))
+    rows = list(_measured_steps())
 
     def errors(share: float, of: list[tuple[Steps, float]]) -> list[float]:
         return [_step_seconds(steps, share) / measured - 1 for steps, measured in of]
@@ -107,6 +102,43 @@ def bert_step_errors() -> tuple[float, ...]:
             f"{measured:.3f} s: {error:+.1%}"
         )
     return tuple(abs(error) for error in found)
+
+
+def bert_rows() -> list[Row]:
+    """Single steps, as rows of one table."""
+    return [_row(steps, seconds) for steps, seconds in _measured_steps()]
+
+
+def _measured_steps() -> Iterator[tuple[Steps, float]]:
+    for line in facts("bert_steps"):
+        nodes, sequence, at_once, times = (
+            int(line[n]) for n in ("nodes", "sequence", "micro_batch", "micro_batches")
+        )
+        steps = Steps(devices=16 * nodes, sequence=sequence, at_once=at_once, times=times)
+        yield steps, steps.sequences / float(line["sequences_per_s"])
+
+
+def _row(steps: Steps, seconds: float) -> Row:
+    shape = replace(_SHAPE, sequence=steps.sequence)
+    s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
+    return Row(
+        family="bert, V100",
+        table="bert",
+        name=f"BERT-0.34B of {steps.sequence} on {steps.devices}",
+        graph=partial(_graph, shape, micro_batch=steps.at_once, tensor=1),
+        cluster=_machines(steps.devices),
+        layout=DeepLayout(data=steps.devices, micro_batches=steps.times),
+        formats=_FORMATS,
+        stack=Stack(),
+        num_blocks=shape.layers,
+        model_flops=72 * steps.sequences * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)),
+        alike="",
+        step_seconds=seconds,
+    )
+
+
+def _machines(devices: int) -> Cluster:
+    return declared(f"[scope.cluster]\nmembers = {{ dgx-2 = {devices // 16} }}\n")
 
 
 def _minutes(devices: int, share: float) -> float:
@@ -126,7 +158,7 @@ def _phase_seconds(phase: Phase, devices: int, share: float) -> float:
 def _step_seconds(steps: Steps, share: float) -> float:
     layout = DeepLayout(data=steps.devices, micro_batches=steps.times)
     shape = replace(_SHAPE, sequence=steps.sequence)
-    cluster = declared(f"[scope.cluster]\nmembers = {{ dgx-2 = {steps.devices // 16} }}\n")
+    cluster = _machines(steps.devices)
     stack = Stack(peak_share=share, bandwidth_share=share)
     graph = _graph(shape, micro_batch=steps.at_once, tensor=1)
     parts = sections(graph, tensor_costs(cluster, layout), layout, blocks=BLOCKS, stack=stack)

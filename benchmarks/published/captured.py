@@ -15,12 +15,13 @@ from benchmarks.published.llama import Llama, LlamaShape
 from benchmarks.published.opt import OPT
 from steelyard.capture.parted import parted
 from steelyard.capture.regions import regions
+from steelyard.capture.sequences import sequence_placements
 from steelyard.capture.source import StepSource
 from steelyard.core.collective import Transport
 from steelyard.core.graph import Graph
 from steelyard.core.layout import TENSOR
 from steelyard.core.parting import Parting
-from steelyard.core.placement import REPLICATE, Placement, Shard
+from steelyard.core.placement import Placement
 
 BLOCKS = "blocks"
 NCCL = Transport(name="nccl")
@@ -33,21 +34,23 @@ def captured(
     with torch.device("meta"):
         model = GPT(replace(shape, layers=3)).to(torch.float16)
     graph = _whole(model, gpt.loss, micro_batch, shape.sequence)
-    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel)
+    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel, micro_batch)
 
 
-def captured_llama(shape: LlamaShape, *, micro_batch: int, tensor: int) -> Graph:
+def captured_llama(
+    shape: LlamaShape, *, micro_batch: int, tensor: int, sequence_parallel: bool = False
+) -> Graph:
     with torch.device("meta"):
         model = Llama(replace(shape, layers=3)).to(torch.bfloat16)
     graph = _whole(model, llama.loss, micro_batch, shape.sequence)
-    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel=False)
+    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel, micro_batch)
 
 
 def captured_opt(shape: Shape, *, micro_batch: int, tensor: int) -> Graph:
     with torch.device("meta"):
         model = OPT(replace(shape, layers=3))
     graph = _whole(model, gpt.loss, micro_batch, shape.sequence)
-    return graph if tensor == 1 else _in_parts(graph, tensor, sequence_parallel=False)
+    return graph if tensor == 1 else _in_parts(graph, tensor, False, micro_batch)
 
 
 def _whole(model: nn.Module, loss: Loss, micro_batch: int, sequence: int) -> Graph:
@@ -55,23 +58,14 @@ def _whole(model: nn.Module, loss: Loss, micro_batch: int, sequence: int) -> Gra
     return StepSource(model=model, loss=loss, batch=(tokens, tokens)).captured().graph
 
 
-def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool) -> Graph:
+def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool, micro_batch: int) -> Graph:
     """Every region that could be cut is: columns and rows of each block, and the table."""
-    lies = {name: at for r in regions(graph, num_ranks=tensor) for name, at in r.inputs}
-    values = _along_the_sequence(graph) if sequence_parallel else {}
-    choice = Parting(
-        axis=TENSOR, num_ranks=tensor, inputs=tuple(lies.items()), values=tuple(values.items())
-    )
+    found = regions(graph, num_ranks=tensor)
+    lies = {name: at for region in found for name, at in region.inputs}
+    values: tuple[tuple[str, Placement], ...] = ()
+    if sequence_parallel:
+        values = sequence_placements(
+            graph, found, num_ranks=tensor, holds_samples=lambda size: size == micro_batch
+        )
+    choice = Parting(axis=TENSOR, num_ranks=tensor, inputs=tuple(lies.items()), values=values)
     return parted(graph, choice, rank=0, transport=NCCL)
-
-
-def _along_the_sequence(graph: Graph) -> dict[str, Placement]:
-    """What goes from block to block lies in parts; what a norm gives is gathered at once."""
-    found: dict[str, Placement] = {}
-    for node in graph.forward():
-        _, _, inside = node.path.removeprefix(f"{BLOCKS}.").partition(".")
-        if node.path.startswith(f"{BLOCKS}.") and not inside and node.op == "aten.add.Tensor":
-            found[node.name] = Shard(0)
-        elif inside in ("norm1", "norm2") and node.is_getitem and node.args[1] == 0:
-            found[node.name] = REPLICATE
-    return found

@@ -12,30 +12,32 @@ from benchmarks.published.rows import Row, facts, machines
 from steelyard.core.deep_layout import MIXED, MIXED_WIDE_GRADIENTS, DeepLayout
 from steelyard.core.stack import Stack
 
-_MACHINES = {"foundry-a100": "dgx-a100", "foundry-h100": "dgx-h100"}
+_MACHINES = {
+    "foundry-a100": "dgx-a100",
+    "foundry-h100": "dgx-h100",
+    "foundry-h100-large": "dgx-h100",
+}
 # Composer's mixed precision of FSDP: DEFAULT reduces gradients in single precision, PURE does not.
 _FORMATS = {"PURE": MIXED, "DEFAULT": MIXED_WIDE_GRADIENTS}
 # Their kernels of attention were written for the A100, whose instructions reach 62.9 % of an H100's
 # peak (Luo et al., arXiv 2402.13499: remembered). NCCL gathered and scattered around rings only.
-_STACKS = {
-    "foundry-a100": Stack(fuses=False, rings_only=True),
-    "foundry-h100": Stack(fuses=False, rings_only=True, attention_share=0.629),
-}
+_EAGER = Stack(fuses=False, rings_only=True)
+_EAGER_ON_HOPPER = Stack(fuses=False, rings_only=True, attention_share=0.629)
 _graph = cache(captured)
 
 
 def foundry_rows() -> list[Row]:
-    return [_row(line) for line in facts("foundry")]
+    return [foundry_row(line) for line in facts("foundry")]
 
 
-def _row(line: dict[str, str]) -> Row:
+def foundry_row(line: dict[str, str]) -> Row:
     names = ("hidden", "heads", "layers", "sequence", "vocabulary")
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=True)
     ranks, batch, micro = (int(line[n]) for n in ("gpus", "global_batch", "micro_batch"))
     layout = DeepLayout(
         data=ranks,
         micro_batches=int(line["micro_batches"]),
-        state_stage=3,
+        state_stage=int(line.get("state_stage") or 3),
         again=("",) if line["recompute"] == "full" else (),
     )
     assert layout.micro_batches * micro * ranks == batch
@@ -49,7 +51,7 @@ def _row(line: dict[str, str]) -> Row:
         cluster=machines(_MACHINES[line["table"]], ranks),
         layout=layout,
         formats=_FORMATS[line["formats"]],
-        stack=_STACKS[line["table"]],
+        stack=_EAGER_ON_HOPPER if "h100" in line["table"] else _EAGER,
         num_blocks=shape.layers,
         # As that page counts them.
         model_flops=3 * tokens * (2 * int(line["num_parameters"]) + attention),

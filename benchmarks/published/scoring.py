@@ -18,6 +18,8 @@ from benchmarks.published.rows import Row, naive_seconds, predicted, reaching, t
 _SHARES = tuple(range(25, 101, 5))
 _CALL_SECONDS = (2.5e-6, 5e-6, 10e-6, 20e-6, 30e-6, 40e-6, 50e-6, 60e-6)
 _PORTS = (8, 4, 2, 1)
+# Mean errors that differ by less say nothing of which figures are right.
+_AS_GOOD = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,8 @@ def _through_fitted(table: Sequence[Row]) -> Sequence[Row]:
 @cache
 def fitted(rows: tuple[Row, ...]) -> tuple[float, float]:
     """The share and the seconds of a call at which the mean error of these rows is least; one row
-    gives one figure, the share."""
+    gives one figure, the share. Rows of large kernels hardly tell what a call takes: of the figures
+    that are as good, those are taken whose call is nearest to the declared one."""
     calls = _CALL_SECONDS if len(rows) > 1 else (rows[0].cluster.device.call_seconds,)
     percent, _ = _best(rows, _SHARES, calls)
     percent, call_seconds = _best(rows, range(percent - 4, min(percent + 5, 101)), calls)
@@ -96,10 +99,14 @@ def fitted(rows: tuple[Row, ...]) -> tuple[float, float]:
 def _best(
     rows: tuple[Row, ...], percents: Sequence[int], calls: Sequence[float]
 ) -> tuple[int, float]:
-    def error(found: tuple[int, float]) -> float:
-        return _mean_error(rows, (found[0] / 100, found[1]))
-
-    return min(product(percents, calls), key=error)
+    declared = rows[0].cluster.device.call_seconds
+    errors = {
+        (percent, call): _mean_error(rows, (percent / 100, call))
+        for percent, call in product(percents, calls)
+    }
+    as_good = (1 + _AS_GOOD) * min(errors.values())
+    found = (pair for pair, error in errors.items() if error <= as_good)
+    return min(found, key=lambda pair: (abs(pair[1] - declared), errors[pair]))
 
 
 def _mean_error(rows: Sequence[Row], found: tuple[float, float]) -> float:

@@ -33,14 +33,15 @@ out_ports = 8
 """
 # Neither had kernels of attention that used all an H100 has: see foundry.py.
 _HOPPER_ATTENTION = 0.629
+_DGX = {False: "dgx-h100", True: "dgx-a100-80gb"}
 _graph = cache(captured_llama)
 
 
 def llama_rows() -> list[Row]:
-    return [_row(line) for line in facts("llama")]
+    return [llama_row(line) for line in facts("llama")]
 
 
-def _row(line: dict[str, str]) -> Row:
+def llama_row(line: dict[str, str]) -> Row:
     names = ("hidden", "inner", "heads", "pairs", "layers", "sequence", "vocabulary")
     shape = LlamaShape(**{name: int(line[name]) for name in names})
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
@@ -55,21 +56,31 @@ def _row(line: dict[str, str]) -> Row:
         state_stage=int(line["state_stage"]),
         again=again,
         spared=spared,
+        gathers_again=int(line["tensor"]) > 1,
     )
     is_titan = line["table"].startswith("titan")
     ranks = layout.num_ranks
+    on_a100 = line.get("device", "").startswith("A100")
+    here = _titan(ranks) if is_titan and not on_a100 else machines(_DGX[on_a100], ranks)
     return Row(
-        family="llama, H100",
+        family="llama, A100" if on_a100 else "llama, H100",
         table=line["table"],
         name=f"{line['model']} on {ranks}, {line['software']}",
-        graph=partial(_graph, shape, micro_batch=micro, tensor=layout.tensor),
-        cluster=_titan(ranks) if is_titan else machines("dgx-h100", ranks),
+        # Both have what lies between tensor-parallel products in parts along the sequence.
+        graph=partial(
+            _graph,
+            shape,
+            micro_batch=micro,
+            tensor=layout.tensor,
+            sequence_parallel=layout.tensor > 1,
+        ),
+        cluster=here,
         layout=layout,
         formats=_SINGLE_GATHERED_HALF if is_titan else MIXED_WIDE_GRADIENTS,
         stack=Stack(
             fuses=line["software"] != "eager",
             rings_only=True,
-            attention_share=_HOPPER_ATTENTION,
+            attention_share=1.0 if on_a100 else _HOPPER_ATTENTION,
             # "We use asynchronous point-to-point communication in PP" (Llama 3, section 3.3.2).
             handing=Handing.AT_ONCE if is_titan else Handing.BESIDE,
         ),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from steelyard.core.calibration import percent
 from steelyard.core.presets import preset_tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
@@ -56,9 +57,20 @@ def _sources(tables: Table) -> Iterator[str]:
 
 
 def _fit(table: Table) -> Iterator[str]:
-    reached = table.get("reached")
-    if reached:
-        yield (f"reached: fitted on {reached['fitted']}; median error of others {reached['error']}")
+    known = table.get("reached", {}).get("calibration")
+    if known is None:
+        return
+    fitted = known["fitted"]
+    of = "; ".join(", ".join(fitted[key]) for key in ("models", "software", "kinds", "precisions"))
+    yield f"reached: fitted on {fitted['rows']} published steps ({of})"
+    for score in known["score"]:
+        if not score["kind"]:
+            where = "like those" if score["inside"] else "unlike those"
+            software = ", ".join(score["software"])
+            yield (
+                f"{score['rows']} steps {where} ({software}) missed by a median of "
+                f"{percent(score['median_error'])}, 90th percentile {percent(score['high_error'])}"
+            )
 
 
 def _device_head() -> tuple[str, ...]:

@@ -31,10 +31,15 @@ from steelyard.core.uncounted import refuse_uncounted
 from steelyard.exchange.schedules import order_of
 from steelyard.predict.deep_spans import deep_spans
 from steelyard.search import ALIKE, Again, DeepSearch, Laid, rules_of, sets_again, told
+from steelyard.search.deep_doubt import doubt_said, rivals, rivals_said
 from steelyard.search.deep_read import Step as Told
 from steelyard.search.deep_read import laid_of
 from steelyard.trades.recompute import recomputable
 
+_SEQUENCE_PARALLEL = (
+    "tensor-parallel layouts are priced with sequence parallelism, as Megatron-LM and torchtitan "
+    "run them, and without overlap of their exchanges with products (--tp-comm-overlap, async TP)"
+)
 # Of what a rank may hold, what is tried for the next cent.
 _MORE = 0.25
 
@@ -145,7 +150,7 @@ class Elsewhere:
                 regions=step.regions,
             ),
         )
-        notes = [self._rates_said(), *self._batch_held(laid)]
+        notes = [*self._rates_said(laid), *self._batch_held(laid)]
         if laid.step.peak_bytes > limit:
             notes.append(
                 f"does not fit: predicted {format_bytes(laid.step.peak_bytes)}, a rank may hold "
@@ -211,9 +216,13 @@ class Elsewhere:
         is_faster = saved > laid.step.step_seconds * ALIKE
         return NextCent(more_bytes=more, saved_seconds=saved) if is_faster else None
 
-    def _rates_said(self) -> str:
+    def _rates_said(self, laid: Laid) -> Iterator[str]:
+        """On what the times stand, how sure they are, and which stack they are of."""
         rates = self.request.cluster.rates_said
-        return f"nothing was measured: links at their declared rates, {rates}"
+        yield f"nothing was measured: links at their declared rates, {rates}"
+        yield from doubt_said(self.search, laid.layout)
+        if self.step.is_sequence_parallel(laid.layout.tensor):
+            yield _SEQUENCE_PARALLEL
 
     def _batch_held(self, laid: Laid) -> Iterator[str]:
         shared = Layout(batch=laid.layout.data, tensor=laid.layout.num_ranks // laid.layout.data)
@@ -225,10 +234,12 @@ class Elsewhere:
         gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
         count = len(self.search.ways(ranks))
         on = f"{ranks} devices" if ranks > 1 else "one device"
-        reached = f"within {gap} of the fastest possible of {count} layouts on {on}"
+        alike = rivals_said(rivals(self.search, laid, limit))
+        none = f"none of {count} layouts on {on} is predicted to be more than {gap} faster"
         notes = [
-            f"{reached}, each with any of its blocks computed again, at declared rates",
-            self._rates_said(),
+            f"{none}, each with any of its blocks computed again",
+            *([alike] if alike else []),
+            *self._rates_said(laid),
             f"a rank may hold {self._allowed(limit)}; nothing is reckoned for drivers beside it",
         ]
         notes += self._batch_held(laid)

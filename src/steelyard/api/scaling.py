@@ -17,6 +17,7 @@ from steelyard.core.errors import BadInput, Infeasible
 from steelyard.core.plan import BatchEntry
 from steelyard.core.scale import Run, ScalePoint, Scaling, check_devices
 from steelyard.search import DeepSearch, Laid
+from steelyard.search.deep_doubt import all_doubts_said
 
 
 def scale_workload(
@@ -72,12 +73,15 @@ def scaled(
         )
     _refuse_nothing(points)
     limit = where.search.limit_bytes(request.budget)
+    found = [where.search.fastest(point.devices, limit) for point in points]
+    layouts = [laid.layout for laid in found if laid is not None]
     return Scaling(
         title=f"{request.title}, {where.step.num_samples} samples a step",
         cluster=cluster.tree.name,
         points=tuple(points),
         notes=(
             f"nothing was measured: links at their declared rates, {cluster.rates_said}",
+            all_doubts_said(where.search, layouts),
             f"on each number of devices the fastest layout that holds {format_bytes(limit)} a rank",
             GROWN,
         ),

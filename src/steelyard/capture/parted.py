@@ -297,7 +297,8 @@ class _Parting:
 
     def _wanted_placements(self) -> dict[str, Placement]:
         """Gradients are to lie as their parameters; what is only added up to one, as well."""
-        wanted = dict(self._chosen)
+        # What is to be whole is computed in parts where it can be, and gathered then.
+        wanted = {name: lies for name, lies in self._chosen.items() if lies != REPLICATE}
         for output in self._graph.outputs:
             if output.target:
                 wanted.setdefault(output.node, self._inputs.get(output.target, REPLICATE))

@@ -18,6 +18,7 @@ from steelyard.capture.deep import Stretch, cut_to
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.parted import parted
 from steelyard.capture.regions import regions
+from steelyard.capture.sequences import sequence_placements
 from steelyard.capture.short import provably_cut
 from steelyard.capture.source import StepSource
 from steelyard.capture.trace import Loss
@@ -26,6 +27,7 @@ from steelyard.core.deep_layout import Blocks, Formats
 from steelyard.core.graph import Graph, Role
 from steelyard.core.layout import TENSOR
 from steelyard.core.parting import Parting, Region
+from steelyard.core.placement import Placement
 from steelyard.core.plan import BatchEntry
 from steelyard.core.sampled import Sampled, telling_number
 
@@ -76,10 +78,25 @@ class SampledStep:
             return self.whole
         if tensor not in self._graphs:
             lies = tuple(lies for region in self.regions(tensor) for lies in region.inputs)
-            choice = Parting(axis=TENSOR, num_ranks=tensor, inputs=lies)
+            values = self._along_the_sequence(tensor)
+            choice = Parting(axis=TENSOR, num_ranks=tensor, inputs=lies, values=values)
             graph = parted(self.whole.graph, choice, rank=0, transport=NCCL)
             self._graphs[tensor] = replace(self.whole, graph=graph)
         return self._graphs[tensor]
+
+    def is_sequence_parallel(self, tensor: int) -> bool:
+        """Whether what lies between the tensor-parallel regions is in parts along a sequence."""
+        return tensor > 1 and bool(self._along_the_sequence(tensor))
+
+    def _along_the_sequence(self, tensor: int) -> tuple[tuple[str, Placement], ...]:
+        samples = self.whole.samples
+
+        def holds_samples(size: int) -> bool:
+            return size == 1 if samples == 1 else size % samples == 0
+
+        return sequence_placements(
+            self.whole.graph, self.regions(tensor), num_ranks=tensor, holds_samples=holds_samples
+        )
 
     def regions(self, tensor: int) -> tuple[Region, ...]:
         """What is cut together, no tensor twice; what exchanges least for what it divides first."""

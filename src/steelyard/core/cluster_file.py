@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from steelyard.core.calibration import Calibration, Domain, Pairs, Score
 from steelyard.core.cluster_tables import (
     KINDS,
+    CalibrationTable,
     DeviceTable,
+    DomainTable,
     Head,
     LinkTable,
+    PairsTable,
     ReachedTable,
     ScopeTable,
 )
@@ -277,6 +281,45 @@ def _reached(table: ReachedTable | None) -> Reached | None:
         call_seconds=table.call,
         source=table.fitted,
         median_error=table.error,
+        calibration=None if table.calibration is None else _calibration(table.calibration),
+    )
+
+
+def _calibration(table: CalibrationTable) -> Calibration:
+    def pairs(found: PairsTable | None) -> Pairs | None:
+        if found is None:
+            return None
+        return Pairs(count=found.count, high_error=found.high_error)
+
+    return Calibration(
+        fitted=_domain(table.fitted),
+        scores=tuple(
+            Score(
+                kind=score.kind,
+                inside=score.inside,
+                domain=_domain(score),
+                median_error=score.median_error,
+                high_error=score.high_error,
+                bias=score.bias,
+                doubt=score.doubt,
+            )
+            for score in table.score
+        ),
+        alike=pairs(table.alike),
+        unlike=pairs(table.unlike),
+    )
+
+
+def _domain(table: DomainTable) -> Domain:
+    (fewest, most), (least, largest) = table.devices, table.parameters
+    return Domain(
+        rows=table.rows,
+        software=tuple(table.software),
+        models=tuple(table.models),
+        kinds=tuple(table.kinds),
+        precisions=tuple(table.precisions),
+        parameters=(least, largest),
+        devices=(fewest, most),
     )
 
 

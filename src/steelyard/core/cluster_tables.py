@@ -106,6 +106,51 @@ class Peak(BaseModel):
         return tuple((dtype, flops) for dtype, flops in given if flops is not None)
 
 
+_Names = Annotated[list[Annotated[str, Field(max_length=60)]], Field(min_length=1, max_length=32)]
+_Least_And_Most = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
+_Rows = Annotated[int, Field(ge=1, le=_MOST)]
+_Error = Annotated[float, Field(ge=0, le=100)]
+
+
+class DomainTable(BaseModel):
+    """Published steps: see core/calibration.py."""
+
+    model_config = STRICT
+
+    rows: _Rows
+    software: _Names
+    models: _Names
+    kinds: _Names
+    precisions: _Names
+    parameters: _Least_And_Most
+    devices: _Least_And_Most
+
+
+class ScoreTable(DomainTable):
+    kind: str = ""
+    inside: bool = False
+    median_error: _Error
+    high_error: _Error
+    bias: Annotated[float, Field(ge=-1, le=100)]
+    doubt: _Error | None = None
+
+
+class PairsTable(BaseModel):
+    model_config = STRICT
+
+    count: _Rows
+    high_error: _Error
+
+
+class CalibrationTable(BaseModel):
+    model_config = STRICT
+
+    fitted: DomainTable
+    score: Annotated[list[ScoreTable], Field(max_length=32)] = []
+    alike: PairsTable | None = None
+    unlike: PairsTable | None = None
+
+
 class ReachedTable(BaseModel):
     """Of the rates, by programs; fitted ones say on what steps, and how far off others were."""
 
@@ -116,6 +161,7 @@ class ReachedTable(BaseModel):
     call: _Seconds | None = None
     fitted: Annotated[str, Field(max_length=200)] = ""
     error: _Share | None = None
+    calibration: CalibrationTable | None = None
 
 
 class DeviceTable(BaseModel):

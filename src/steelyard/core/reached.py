@@ -3,8 +3,9 @@
 For pricing steps that are nowhere run. Not for what else is known of software: see stack.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from steelyard.core.calibration import Calibration, percent
 from steelyard.core.errors import BadInput
 
 
@@ -13,8 +14,8 @@ class Reached:
     """``share`` is of the peak while kernels compute and of the bandwidth while they move,
     ``attention_share`` what kernels of attention reach of the former. ``call_seconds`` is what a
     call takes however small it is; None is what the device says. ``source`` says on what steps it
-    was fitted, and ``median_error`` how far off others of these were then; empty and None where the
-    cluster file says it.
+    was fitted, and ``median_error`` how far off others of these were then, where a cluster file
+    says so; of a preset, ``calibration`` says both.
     """
 
     share: float
@@ -22,6 +23,8 @@ class Reached:
     call_seconds: float | None = None
     source: str = ""
     median_error: float | None = None
+    # Says nothing of what the device does: plans for it stay those for the same device.
+    calibration: Calibration | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or not 0 < self.attention_share <= 1:
@@ -34,8 +37,10 @@ class Reached:
 
     @property
     def said(self) -> str:
-        at = f"{self.share:.0%} of its declared rates".replace("%", " %")
+        at = f"at {self.share:.0%} of its declared rates".replace("%", " %")
+        if self.calibration is not None:
+            return f"{at}, which was fitted on {self.calibration.fitted.said}"
         if not self.source:
-            return f"at {at}, as the cluster file says"
-        error = "" if self.median_error is None else f"; median error {self.median_error:.1%}"
-        return f"at {at}: fitted on {self.source}{error.replace('%', ' %')}"
+            return f"{at}, as the cluster file says"
+        error = "" if self.median_error is None else f"; median error {percent(self.median_error)}"
+        return f"{at}: fitted on {self.source}{error}"

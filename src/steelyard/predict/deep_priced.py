@@ -5,21 +5,23 @@ Not for what stages take and hold: see deep.py.
 
 from collections.abc import Sequence
 
+from steelyard.core.calibration import DECLARED_DOUBT
 from steelyard.core.graph import Phase, Role
 from steelyard.core.peak import Holding, Peak
 from steelyard.core.plan import Prediction
 from steelyard.core.quad import Estimate, Quad
 from steelyard.predict.deep import DeepLaid, Stage, StageMemory, deep_step_of
 
-# A roofline and a link's declared rate: half as much or half again, as of all declared costs.
-_DOUBT = 0.5
 # Bytes are counted; what an allocator adds to them is not.
 _DOUBT_OF_BYTES = 0.1
 
 
-def priced(laid: Sequence[DeepLaid], stages: Sequence[Stage]) -> Prediction:
+def priced(
+    laid: Sequence[DeepLaid], stages: Sequence[Stage], *, doubt: float = DECLARED_DOUBT
+) -> Prediction:
     """Of the rank that holds most, and of the one that computes longest; ``laid`` says of each
-    stage what that takes and holds where it lies."""
+    stage what that takes and holds where it lies. ``doubt`` is the share by which the step and its
+    computation may take more or less."""
     step = deep_step_of(laid, stages)
     numbered = list(enumerate(stages))
     fullest = max(numbered, key=lambda s: step.stages[s[0]].nbytes)[0]
@@ -32,17 +34,23 @@ def priced(laid: Sequence[DeepLaid], stages: Sequence[Stage]) -> Prediction:
         quad=Quad(
             memory_bytes=within(step.peak_bytes, share=_DOUBT_OF_BYTES),
             communication_bytes=Estimate.exactly(sent),
-            communication_seconds=within(in_all, share=_DOUBT),
+            communication_seconds=within(in_all, share=DECLARED_DOUBT),
             # Whoever waits for an exchange or for another rank does not compute.
             exposed_communication_seconds=within(
-                max(0.0, step.step_seconds - computing), share=_DOUBT
+                max(0.0, step.step_seconds - computing), share=DECLARED_DOUBT
             ),
-            computation_seconds=within(computing, share=_DOUBT),
-            step_seconds=within(step.step_seconds, share=_DOUBT),
+            computation_seconds=_give_or_take(computing, doubt),
+            step_seconds=_give_or_take(step.step_seconds, doubt),
         ),
         peak=_peak(step.stages[fullest], fullest),
         flops=on.flops(*busiest),
     )
+
+
+def _give_or_take(seconds: float, doubt: float) -> Estimate:
+    """Steps may take several times as long as predicted, and none takes less than no time."""
+    low = seconds * max(0.0, 1 - doubt)
+    return Estimate(value=seconds, low=low, high=seconds * (1 + doubt))
 
 
 def _peak(memory: StageMemory, stage: int) -> Peak:

@@ -7,11 +7,13 @@ predict/deep.py. Not for clusters that are here: see layouts.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from steelyard.core.budget import Budget
+from steelyard.core.calibration import DECLARED_DOUBT, Calibration, Case, Kind
 from steelyard.core.cluster import Cluster
 from steelyard.core.costs import Costs
 from steelyard.core.deep_layout import Blocks, DeepLayout, Formats
@@ -46,6 +48,7 @@ class DeepSource(Protocol):
     @property
     def formats(self) -> Formats: ...
     def in_parts(self, tensor: int) -> Sampled: ...
+    def is_sequence_parallel(self, tensor: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,9 @@ class _WithSamples:
 
     def in_parts(self, tensor: int) -> Sampled:
         return self.source.in_parts(tensor)
+
+    def is_sequence_parallel(self, tensor: int) -> bool:
+        return self.source.is_sequence_parallel(tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,13 +222,14 @@ class DeepSearch:
                     micro_batch=samples,
                     least_seconds=self._least_with_all_kept(layout, samples),
                 )
-                for layout, samples in layouts_of(
+                for each, samples in layouts_of(
                     num_ranks,
                     tensor=self.tensor_degrees(),
                     samples=self._source.num_samples,
                     blocks=self.num_blocks,
                     is_whole=bool(self.why_together),
                 )
+                for layout in [self._as_in_parts(each)]
             ]
             self._ways[num_ranks] = sorted(found, key=lambda way: way.least_seconds)
         return self._ways[num_ranks]
@@ -236,7 +243,44 @@ class DeepSearch:
 
     def prediction(self, laid: Laid) -> Prediction:
         """All that is said of a layout with its stages."""
-        return priced(self.on_places(laid), self.held(laid))
+        doubt = self.doubt_of(laid.layout)
+        return priced(self.on_places(laid), self.held(laid), doubt=doubt)
+
+    def doubt_of(self, layout: DeepLayout) -> float:
+        """The share by which a step of this layout may take more or less than is predicted."""
+        case = self.case_of(layout)
+        known = [c.doubt_of(case) if c else DECLARED_DOUBT for c in self.calibrations.values()]
+        return max(known)
+
+    def case_of(self, layout: DeepLayout) -> Case:
+        return Case(
+            kind=Kind.of(layout),
+            precision=self._precision,
+            parameters=self._num_parameters,
+            devices=layout.num_ranks,
+        )
+
+    @property
+    def calibrations(self) -> Mapping[Device, Calibration | None]:
+        """Of each class of device, what is known of predictions for it."""
+        return {
+            device: None if device.reached is None else device.reached.calibration
+            for device in self._places.classes
+        }
+
+    @cached_property
+    def _num_parameters(self) -> int:
+        held = self._alone().model_memory(0, self.num_blocks).weight_bytes
+        return held // max(1, self._source.formats.weight_bytes)
+
+    @cached_property
+    def _precision(self) -> str:
+        """The format in which most FLOPs are computed."""
+        flops = Counter[str]()
+        for node in self._source.in_parts(1).graph.nodes:
+            if node.flops:
+                flops[node.outputs[0].dtype] += node.flops
+        return max(flops, key=lambda dtype: flops[dtype], default="float32")
 
     def on_places(self, laid: Laid) -> list[DeepLaid]:
         """Of each of its stages, what says what it takes where it lies."""
@@ -259,6 +303,7 @@ class DeepSearch:
         self, layout: DeepLayout, stages: tuple[tuple[tuple[Fate, int], ...], ...]
     ) -> Laid:
         """A layout that is given and not looked for; nothing is known of what could be faster."""
+        layout = self._as_in_parts(layout)
         samples = self.num_samples // (layout.data * layout.micro_batches)
         unpriced = Laid(
             layout=layout,
@@ -273,7 +318,8 @@ class DeepSearch:
     def on_one(self) -> Prediction:
         """The whole batch on one device, whether it has the memory or not."""
         laid = self._alone()
-        return priced([laid], [Stage(blocks=((laid.block, self.num_blocks),))])
+        stages = [Stage(blocks=((laid.block, self.num_blocks),))]
+        return priced([laid], stages, doubt=self.doubt_of(DeepLayout()))
 
     def fewest_ranks(self, limit_bytes: int) -> int:
         """No fewer hold the model with its gradients and states, however it lies."""
@@ -475,7 +521,7 @@ class DeepSearch:
             self._sections[key] = sections(
                 self._graph(tensor, samples),
                 self.costs_of(tensor, device),
-                DeepLayout(tensor=tensor, again=again),
+                self._as_in_parts(DeepLayout(tensor=tensor, again=again)),
                 blocks=blocks.path,
                 first=blocks.first,
                 stack=self._stacks[device],
@@ -483,10 +529,17 @@ class DeepSearch:
             )
         return self._sections[key]
 
+    def _as_in_parts(self, layout: DeepLayout) -> DeepLayout:
+        """Sequence parallelism gathers anew for the backward pass what it gathered, and hands on
+        parts (Korthikanti et al., 2022, section 4.2.2)."""
+        along = self._source.is_sequence_parallel(layout.tensor)
+        return replace(layout, gathers_again=along)
+
     def _belonging_of(self, tensor: int, again: Again) -> Belonging:
         key = tensor, again
         if key not in self._belonging:
-            blocks, layout = self._source.blocks, DeepLayout(tensor=tensor, again=again)
+            blocks = self._source.blocks
+            layout = self._as_in_parts(DeepLayout(tensor=tensor, again=again))
             graph = self._source.in_parts(tensor).graph
             self._belonging[key] = belonging(graph, layout, blocks=blocks.path, first=blocks.first)
         return self._belonging[key]

@@ -1,0 +1,141 @@
+"""What a calibration says of a plan: inside or outside, by how much it may be off, and in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.core.calibration import (
+    DECLARED_DOUBT,
+    Calibration,
+    Case,
+    Domain,
+    Kind,
+    Pairs,
+    Score,
+    percent,
+)
+from steelyard.core.cluster_file import decode_tree
+from steelyard.core.deep_layout import DeepLayout
+from steelyard.core.presets import preset_tables
+
+_FITTED = Domain(
+    rows=2,
+    software=("torchtitan",),
+    models=("Llama-3.1-8B",),
+    kinds=("data parallel",),
+    precisions=("bfloat16",),
+    parameters=(8_000_000_000, 8_000_000_000),
+    devices=(8, 128),
+)
+_CASE = Case(kind=Kind.DATA, precision="bfloat16", parameters=8_030_261_248, devices=64)
+
+
+def _score(kind: str, *, inside: bool, doubt: float | None, rows: int = 20) -> Score:
+    return Score(
+        kind=kind,
+        inside=inside,
+        domain=replace(_FITTED, rows=rows),
+        median_error=0.1,
+        high_error=0.2,
+        bias=-0.1,
+        doubt=doubt,
+    )
+
+
+def _calibration(*scores: Score) -> Calibration:
+    pairs = {"alike": Pairs(count=9, high_error=0.05), "unlike": Pairs(count=9, high_error=0.3)}
+    return Calibration(fitted=_FITTED, scores=scores, **pairs)
+
+
+def test_a_case_is_outside_by_layout_precision_size_and_scale() -> None:
+    known = _calibration()
+    assert known.outside(_CASE) == ()
+    assert known.outside(replace(_CASE, kind=Kind.TENSOR)) == ("tensor parallel",)
+    assert known.outside(replace(_CASE, precision="float32")) == ("products in float32",)
+    assert known.outside(replace(_CASE, parameters=70_600_000_000)) == ("70.6B parameters",)
+    assert known.outside(replace(_CASE, devices=1024)) == ("1,024 devices",)
+    assert known.outside(replace(_CASE, devices=4)) == ("4 devices",)
+
+
+def test_outside_the_error_outside_is_taken_and_inside_that_inside() -> None:
+    scores = (
+        _score("", inside=True, doubt=0.03),
+        _score("", inside=False, doubt=0.25),
+        _score("tensor parallel", inside=False, doubt=0.4),
+    )
+    known = _calibration(*scores)
+    assert known.doubt_of(_CASE) == 0.03
+    assert known.doubt_of(replace(_CASE, devices=1024)) == 0.25
+    assert known.doubt_of(replace(_CASE, kind=Kind.TENSOR)) == 0.4
+    # No published step says how fast single precision is.
+    assert known.doubt_of(replace(_CASE, precision="float32")) == DECLARED_DOUBT
+
+
+def test_too_few_steps_narrow_nothing() -> None:
+    """Two steps within 2 % do not say that the next one is."""
+    few = _score("", inside=True, doubt=None, rows=2)
+    assert _calibration(few).doubt_of(_CASE) == DECLARED_DOUBT
+    outside = _score("", inside=False, doubt=0.25)
+    assert _calibration(few, outside).doubt_of(_CASE) == 0.25
+
+
+def test_layouts_of_one_kind_are_told_apart_sooner() -> None:
+    known = _calibration()
+    assert known.between(Kind.DATA, Kind.DATA) == 0.05
+    assert known.between(Kind.DATA, Kind.TENSOR) == 0.3
+    assert replace(known, alike=None, unlike=None).between(Kind.DATA, Kind.DATA) == DECLARED_DOUBT
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (DeepLayout(data=8, state_stage=3), Kind.DATA),
+        (DeepLayout(data=8, tensor=8), Kind.TENSOR),
+        (DeepLayout(pipeline=4), Kind.PIPELINE),
+        (DeepLayout(tensor=8, pipeline=4), Kind.BOTH),
+    ],
+)
+def test_layouts_are_of_four_kinds(layout: DeepLayout, kind: Kind) -> None:
+    assert Kind.of(layout) is kind
+
+
+def test_every_preset_says_what_its_share_is_worth() -> None:
+    """Rows, software, models, layouts and precision; nothing of it in the code."""
+    named = [name for name, table in preset_tables()["device"].items() if "reached" in table]
+    assert named
+    for name in named:
+        device = decode_tree(f"[scope.one]\nmembers = {{ {name} = 1 }}\n").device_of(0)
+        assert device.reached is not None
+        known = device.reached.calibration
+        assert known is not None
+        said = device.rates_said
+        for word in (*known.fitted.software, *known.fitted.kinds, *known.fitted.precisions):
+            assert word in said
+        assert any(not score.inside for score in known.scores)
+
+
+def test_a_share_of_ones_own_has_no_calibration() -> None:
+    """Nothing of a preset's fit holds for it."""
+    text = """
+    [device.mine]
+    preset = "H100-SXM5"
+    reached = { share = "55 %" }
+    [scope.one]
+    members = { mine = 1 }
+    """
+    device = decode_tree(text).device_of(0)
+    assert device.reached is not None
+    assert device.reached.calibration is None
+
+
+def test_a_calibration_changes_no_plan_file() -> None:
+    device = decode_tree("[scope.one]\nmembers = { H100-SXM5 = 1 }\n").device_of(0)
+    assert device.reached is not None
+    bare = replace(device, reached=replace(device.reached, calibration=None))
+    assert bare.identity == device.identity
+
+
+def test_percentages_are_said_as_finely_as_they_are_known() -> None:
+    assert [percent(share) for share in (0.022, 0.0996, 0.357)] == ["2.2 %", "10 %", "36 %"]
