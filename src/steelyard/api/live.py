@@ -318,6 +318,9 @@ class Step:
             said = rank_peak_bytes(
                 replace(self._as_run(program), beside=others), self._pricing.made.costs
             )
+        elif program.pipeline is None:
+            # All hold the same, which the plan says: nothing needs to be measured for it.
+            said = (self.plan.predicted.peak.nbytes,) * program.layout.num_ranks
         else:
             said = rank_peak_bytes(self._as_run(program), self._pricing.made.costs)
         known = dict(enumerate(held))
