@@ -270,7 +270,9 @@ def test_without_any_of_its_trades_a_plan_does_not_fit_or_is_slower(
         assert search.holds(found, limit)
         for trade, other in _without_one(found, search.num_samples):
             without = search.priced_as(other.layout, other.stages)
-            is_slower = without.step.step_seconds > least * (1 + ALIKE)
+            # Overlap costs nothing, and is kept where it saves anything.
+            alike = found.step.step_seconds if trade == "overlap" else least * (1 + ALIKE)
+            is_slower = without.step.step_seconds > alike
             assert is_slower or not search.holds(without, limit), (trade, found)
 
 

@@ -34,6 +34,7 @@ from steelyard.search.mixing import ALIKE
 from steelyard.search.simpler import burden, without_a_trade
 
 _NEVER = float("inf")
+_ROUNDING = 1e-9
 
 
 class DeepSource(Protocol):
@@ -185,7 +186,17 @@ class DeepSearch:
                 return self._without_needless(
                     simpler, limit_bytes, fits=fits, most_seconds=most_seconds
                 )
-        return laid
+        return self._without_overlap_in_vain(laid, fits)
+
+    def _without_overlap_in_vain(self, laid: Laid, fits: Fits) -> Laid:
+        """Overlap holds nothing and is what stock data parallelism does: it is left out only where
+        it saves no time at all."""
+        plain = replace(laid.layout, overlaps=False)
+        if not laid.layout.overlaps or not fits(plain):
+            return laid
+        without = replace(self.priced_as(plain, laid.stages), least_seconds=laid.least_seconds)
+        is_as_fast = without.step.step_seconds <= laid.step.step_seconds * (1 + _ROUNDING)
+        return without if is_as_fast else laid
 
     def holds(self, laid: Laid, limit_bytes: int) -> bool:
         """Whether each stage has room where it lies, on its devices and in their hosts' memory."""

@@ -51,5 +51,3 @@ def without_a_trade(layout: DeepLayout, stages: Fates) -> Iterator[tuple[DeepLay
         # Gradients in shares are weighed for one micro-batch alone, see deep_layouts.py.
         if stage != 2 or layout.micro_batches == 1:
             yield replace(layout, state_stage=stage, overlaps=True), stages
-    if layout.overlaps:
-        yield replace(layout, overlaps=False), stages
