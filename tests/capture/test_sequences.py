@@ -94,6 +94,5 @@ def test_the_batch_is_not_cut() -> None:
     for name, lies in cut:
         assert isinstance(lies, Shard)
         node = whole.graph.by_name[name]
-        assert node.phase is Phase.FORWARD
         assert node.outputs[0].shape[lies.dim] != samples
         assert lies.dim < len(node.outputs[0].shape) - 1
