@@ -215,6 +215,6 @@ def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:
 
 
 def computes_in_half(graph: Graph) -> bool:
-    """Whether any value of a step is in half precision, by autocast or by its parameters."""
+    """True if any value of a step is in half precision, by autocast or by its parameters."""
     half = ("float16", "bfloat16")
     return any(t.dtype in half for node in graph.nodes for t in node.outputs)

@@ -75,7 +75,7 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
 
 
 def _refuse_others(loss: Loss, value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
-    """What is trained besides the model's parameters: a loss with weights of its own, say.
+    """Refuse a loss that trains tensors besides the model's parameters, such as weights of its own.
 
     A leaf made within the step, a fake one, is none of them; tracing names the line that makes it.
     """

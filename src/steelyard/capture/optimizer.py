@@ -97,8 +97,9 @@ def check_optimizer(model: nn.Module, make: OptimizerFactory) -> None:
 
 
 def leaner_settings(model: nn.Module, make: OptimizerFactory) -> tuple[str, ...]:
-    """Of those that the optimizer has, what would lower the memory of its step: without
-    ``foreach`` temporaries are those of one parameter, and fused it has none."""
+    """Settings that the optimizer has and that would lower the memory of its step.
+
+    Without ``foreach`` temporaries are those of one parameter; a fused step has none."""
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     twins = [_twin(parameter, mode, ()) for parameter in model.parameters()]
     with mode:

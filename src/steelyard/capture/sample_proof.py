@@ -40,7 +40,7 @@ _NOISE_SHARE, _NOISE = 0.1, 0.02
 
 
 class Reduction(StrEnum):
-    """How the loss of the batch follows from the losses of its parts."""
+    """The way in which the losses of the parts add up to the loss of the batch."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -70,8 +70,9 @@ class Sample:
 def proven(
     model: nn.Module, loss: Loss, together: Any, apart: Sequence[Sample], *, is_low: bool
 ) -> Splitting:
-    """Whether the loss of a batch of samples, ``together``, follows from theirs; ``is_low`` says
-    that the step computes in half precision somewhere.
+    """Compare a batch of samples, ``together``, with the same samples one by one, ``apart``.
+
+    ``is_low`` says that the step computes in half precision somewhere.
 
     What does not agree in the step's own precision is looked at again in float64, where rounding is
     gone and a real difference is not. Half precision is only trusted where float64 cannot be had.
@@ -103,7 +104,7 @@ class _Verdict:
 
 
 def _fits_in_double(model: nn.Module) -> bool:
-    """Whether copies of all weights in float64 leave room for running them."""
+    """True if copies of all weights in float64 leave room for running them."""
     return 2 * 8 * sum(p.numel() for p in model.parameters()) <= available_bytes()
 
 
@@ -318,7 +319,7 @@ def _mode(kind: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _InDouble(_torch.TorchDispatchMode):
-    """What the model's code narrows, or makes in a narrower format, is in double precision."""
+    """Keeps in double precision what the model's code casts to, or makes in, a narrower format."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _torch.is_view(func):  # one may read bits as another format
