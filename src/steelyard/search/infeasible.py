@@ -62,9 +62,9 @@ def _remedy(
 ) -> str:
     """The first of these that could help: the optimizer, the model, the batch, far memory."""
     pieces = sum(holding.nbytes for holding in peak.alive if holding.what == PIECES)
+    kept = any(holding.role is Role.STATE for holding in peak.alive)
+    away = ", or give far memory for its state (--far)" if kept and not has_far else ""
     if peak.resident_bytes >= limit_bytes:
-        kept = any(holding.role is Role.STATE for holding in peak.alive)
-        away = ", or give far memory for that state (--far)" if kept and not has_far else ""
         stays = next((r for r in refusals if r.trade == "offload_state"), None)
         if kept and has_far and stays is not None:
             away = f", which stays near: {stays.reason}"
@@ -85,6 +85,7 @@ def _remedy(
         settings = "".join(f"{setting}, or " for setting in leaner_settings)
         return (
             f"the optimizer's step sets the peak: use {settings}an optimizer with fewer temporaries"
+            f"{away}"
         )
     far = "" if has_far else ", or give far memory (--far)"
     refusal = next((r for r in refusals if r.trade == "accumulate"), None)
