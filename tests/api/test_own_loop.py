@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import steelyard as sy
 from steelyard.api import Step
 from steelyard.core.amounts import format_bytes
 from steelyard.core.receipt import Measured
+from steelyard.measure.meter import is_profiled
 from steelyard.report.tree import tree_of
 
 BATCH = torch.randn(64, 128)
@@ -245,3 +247,24 @@ def test_the_receipt_is_a_page_in_a_notebook() -> None:
     assert page.startswith("<!doctype html>")
     assert "Receipt" in page
     assert "3 steps" in page
+
+
+def test_an_optimizer_step_that_raises_leaves_no_profiler_on() -> None:
+    model, batch = nn.Linear(16, 16), torch.randn(8, 16)
+    step = sy.plan(model, square, batch).apply()
+    own = torch.optim.SGD(model.parameters(), lr=1e-2)
+    was_on = []
+
+    def interrupted(*_: Any) -> None:
+        was_on.append(is_profiled())
+        if was_on[-1]:
+            raise KeyboardInterrupt
+
+    own.register_step_pre_hook(interrupted)
+    for _ in range(5):
+        step.backward(batch)
+        with contextlib.suppress(KeyboardInterrupt):
+            own.step()
+            own.zero_grad()
+        assert not is_profiled()
+    assert any(was_on)

@@ -173,6 +173,22 @@ class OwnLoop:
         ]  # fmt: skip
 
 
+class _Metering:
+    """One optimizer step that is being metered, on top of what was held before; ends once."""
+
+    def __init__(self, held_bytes: int, end: Callable[[], Metered]) -> None:
+        self._held_bytes = held_bytes
+        self._end: Callable[[], Metered] | None = end
+
+    def peak_bytes(self) -> int | None:
+        """The peak of the step; None if it was discarded before."""
+        end, self._end = self._end, None
+        return None if end is None else self._held_bytes + end().peak_bytes
+
+    def discard(self) -> None:
+        self.peak_bytes()
+
+
 class _Updates:
     """Steps of the optimizers that hold the model's parameters."""
 
@@ -197,7 +213,7 @@ class _Updates:
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._metered: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._end: Callable[[], None] | None = None
-        self._end_metering: tuple[int, Callable[[], Metered]] | None = None
+        self.metering: _Metering | None = None
         self.names = ""
         hooks = _hooks_of(weakref.ref(self))
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
@@ -245,7 +261,7 @@ class _Updates:
             self._metered.add(optimizer)
             self._was_metered = True
             held = self._resident() + self.foreign_bytes
-            self._end_metering = (held, begin_metering(device=self._device))
+            self.metering = _Metering(held, begin_metering(device=self._device))
         else:
             self._end = self._laps.begin()
 
@@ -254,11 +270,11 @@ class _Updates:
             self._stop(is_whole=True)
 
     def _stop(self, *, is_whole: bool = False) -> None:
-        if self._end_metering is not None:
-            (held, end), self._end_metering = self._end_metering, None
-            metered = end()
-            if is_whole:
-                self.peak_bytes = max(self.peak_bytes or 0, held + metered.peak_bytes)
+        metering, self.metering = self.metering, None
+        if metering is not None:
+            nbytes = metering.peak_bytes()
+            if is_whole and nbytes is not None:
+                self.peak_bytes = max(self.peak_bytes or 0, nbytes)
         if self._end is not None and is_whole:
             self._end()
             self._in_gap += 1
@@ -276,12 +292,31 @@ class _Updates:
         return False
 
 
+class _Arguments(tuple[Any, ...]):
+    """The arguments of one optimizer step, which end its metering when the step lets go of them.
+
+    A step that raises calls no hook (torch 2.13), and a profiler left on would stand in the way of
+    all others. ``ended`` does nothing where the step has ended well.
+    """
+
+    ended: Callable[[], None] = staticmethod(lambda: None)
+
+    def __del__(self) -> None:
+        self.ended()
+
+
 def _hooks_of(updates: "weakref.ref[_Updates]") -> list[Any]:
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            return
-        if (held := updates()) is not None:
-            held.begin(optimizer, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
+            return None
+        if (held := updates()) is None:
+            return None
+        held.begin(optimizer, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
+        if held.metering is None:
+            return None
+        arguments = _Arguments(args)
+        arguments.ended = held.metering.discard
+        return arguments, kwargs
 
     def behind(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's
         if torch.compiler.is_compiling():
