@@ -73,7 +73,8 @@ class Floor:
         moved = f", with {format_bytes(far_bytes)} in far memory" if far_bytes else ""
         raise Infeasible(
             f"no plan fits memory <= {format_bytes(limit)}{shared}: what stays for the whole step "
-            f"takes at least {format_bytes(least)}{shared}{moved}",
+            f"takes at least {format_bytes(least)}{shared}{moved}, which is "
+            f"{format_bytes(least - limit)} more",
             expected=f"at least {format_bytes(least)}, before any activation: {listed}",
             remedy=self._remedy(limit, ranks=ranks, far_bytes=far_bytes),
         )
