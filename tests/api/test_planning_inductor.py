@@ -128,7 +128,7 @@ def test_a_budget_on_ranks_holds_of_what_inductor_makes(on_two_ranks: sy.Planned
     assert within.predicted.peak.nbytes <= limit
     assert within.taken
     with pytest.raises(Infeasible, match="no plan for Inductor was found"):
-        on_two_ranks.what_if(memory=whole.resident_bytes // 8)
+        on_two_ranks.what_if(memory=floor_bytes(on_two_ranks))
 
 
 def test_inductor_is_for_ranks_that_are_here() -> None:
