@@ -95,7 +95,7 @@ class Stage:
 
 def told(*, plain: tuple[list[float], str], ours: list[float], memory_bytes: int) -> Stage:
     measured: Mapping[str, Any] = {
-        "steps": len(ours), "memory_bytes": memory_bytes, "rss_bytes": 1, "notes": [],
+        "steps": len(ours), "memory_bytes": memory_bytes, "rss_bytes": 1, "notes": [], "ranks": [],
         "communication_seconds": 0.0, "computation_seconds": 1.0, "step_seconds": 1.0,
         "first_loss": ours[0], "last_loss": ours[-1],
     }  # fmt: skip

@@ -20,8 +20,11 @@ from steelyard.core.quad import Estimate
 from tests.trades.test_shard_pipeline import plain
 
 
-def said(checks: dict[int, tuple[float, float, float]]) -> dict[int, float]:
-    """Of a step in so many parts, of the uncut step's time, where checks find these beside it."""
+def said(
+    checks: dict[int, tuple[float, float, float]], *, operators: float = 1 - 1e-6
+) -> dict[int, float]:
+    """The time of a step in so many parts, as a share of the uncut step's, where checks find these
+    beside it and the operators of a cut alone add up to ``operators``."""
     prices = Prices.__new__(Prices)
     prices._cuts, prices._cut_times, prices._base = {}, {}, plain()
     prices.costs = Costs(device=this_device(), whole_step=Estimate.exactly(1.0))
@@ -34,8 +37,7 @@ def said(checks: dict[int, tuple[float, float, float]]) -> dict[int, float]:
     with mock.patch.multiple(
         Prices,
         _can_run=mock.Mock(return_value=True),
-        # Its operators add up to the same, however it is cut.
-        _operator_seconds=mock.Mock(return_value=1.0),
+        _operator_seconds=lambda _, program: operators if program.repeats > 1 else 1.0,
         _checked=mock.Mock(side_effect=checked),
     ):
         for current in checks:
@@ -51,7 +53,7 @@ def cut_into(parts: int) -> Program:
     ("checks", "expected"),
     [
         ({2: (0.8, 0.85, 0.9)}, {2: 0.85}),
-        ({2: (0.9, 0.95, 1.0)}, {2: 1.0}),
+        ({2: (0.9, 0.95, 1.01)}, {2: 1.0}),
         ({2: (1.0, 1.1, 1.2)}, {2: 1.1}),
         ({2: (0.8, 0.85, 0.9), 4: (0.6, 0.7, 0.79)}, {2: 0.85, 4: 0.7}),
         # Faster than what the coarser cut was found to take, but not than it may take.
@@ -65,6 +67,10 @@ def test_a_cut_is_faster_only_beyond_every_doubt(
     checks: dict[int, tuple[float, float, float]], expected: dict[int, float]
 ) -> None:
     assert said(checks) == expected
+
+
+def test_a_cut_is_no_faster_where_its_operators_alone_are_not() -> None:
+    assert said({2: (0.8, 0.85, 0.9)}, operators=1.0) == {2: 1.0}
 
 
 @pytest.mark.parametrize(
