@@ -99,11 +99,14 @@ _OWN_GENERATOR = "random numbers are drawn from a generator of its own (generato
 _BACKWARD_HOOK = "a module that the loss calls has a backward hook"
 _OF_PYTHON = "a random number that Python or numpy draws becomes part of the step"
 _DIFFERENTIATES = "the loss function takes a gradient itself, as a gradient penalty does"
+_SWITCHES = "the step switches requires_grad of a tensor, as a gradient penalty does"
 _FLEX_ON_CPU = "FlexAttention has no backward pass on a CPU in torch 2.13"
 _INFERENCE = "the loss uses a tensor that was made under torch.inference_mode()"
 _WRITES_OUTSIDE = "a module that is not in the model, a teacher say, writes into its own buffers"
 _WRAPPED = "the loss function calls a model that is wrapped in DistributedDataParallel"
 _SAYINGS = {
+    "does not support changes to a Tensor's `requires_grad`": _SWITCHES,
+    "setattr() on Tensor.requires_grad": _SWITCHES,
     "set_runtime_stats_and_log": _WRAPPED,
     "torch.autograd.grad`": _DIFFERENTIATES,
     "FlexAttention does not support backward on CPU": _FLEX_ON_CPU,
@@ -228,6 +231,7 @@ def drawn_by_python() -> CaptureRefused:
 
 _VALIDATES = "validate_args=False: the distribution looks at values to check its arguments"
 _REMEDY_OF = {
+    _SWITCHES: "set requires_grad before the step, or train this step in plain PyTorch",
     _DIFFERENTIATES: "leave the penalty out, or train this step in plain PyTorch",
     _FLEX_ON_CPU: 'use another attention on a CPU (attn_implementation="sdpa" in transformers), or '
     "plan on a GPU",
@@ -239,6 +243,7 @@ _REMEDY_OF = {
     _OWN_GENERATOR: "leave generator= out, or draw before the step and give it with the batch",
 }
 _EXPECTED_OF = {
+    _SWITCHES: "tensors whose requires_grad stays as it is for the whole step",
     _DIFFERENTIATES: "a loss without torch.autograd.grad: the step is differentiated once",
     _FLEX_ON_CPU: "operators that have a backward pass on the model's device",
     _INFERENCE: "tensors that autograd may read",
