@@ -534,7 +534,6 @@ SAVER = """
     import sys, torch
     from pathlib import Path
     from steelyard.run import checkpoint
-from steelyard.run.batches import Feed
     from steelyard.run.checkpoint import Position
     from steelyard.run.folder import CheckpointFolder
     from steelyard.run.randomness import random_state
@@ -604,7 +603,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
     process = child(
         """
         import resource
-        from steelyard.core.errors import CheckpointError, CheckpointRefused
+        from steelyard.core.errors import CheckpointError
         save(1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
