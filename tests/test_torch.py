@@ -616,7 +616,7 @@ def test_what_inductor_left_where_others_can_write_is_neither_unpickled_nor_load
     folder.mkdir()
     folder.chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    assert _torch.inductor_cache_folder() == folder
+    assert _torch._inductor_cache_folder() == folder
     with pytest.raises(BadInput, match="can be written by other users"):
         _torch.compiled_kernels({})
     with _torch.inductor_settings() as mode:

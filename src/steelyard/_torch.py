@@ -88,7 +88,6 @@ __all__ = [
     "exchanges_issued",
     "functional_calls",
     "hooks_of_all_modules",
-    "inductor_cache_folder",
     "inductor_compiled",
     "inductor_decompositions",
     "inductor_lowered",
@@ -603,7 +602,7 @@ def taken_apart(
         return make_fx(functional, decomposition_table=dict(table))(*fakes).graph
 
 
-def inductor_cache_folder() -> Path:
+def _inductor_cache_folder() -> Path:
     """The folder whose files Inductor unpickles and whose libraries it loads."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -618,7 +617,7 @@ def inductor_compiled(
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    make_private(inductor_cache_folder())
+    make_private(_inductor_cache_folder())
     with V.set_fake_mode(mode):
         graph = joint_graph_passes(graph)
     return compile_fx_inner(graph, list(fakes), is_backward=is_backward)
@@ -692,7 +691,7 @@ def compiled_kernels(
     that has run are on disk, and one that runs later finds these there."""
     from torch._inductor.async_compile import AsyncCompile
 
-    make_private(inductor_cache_folder())
+    make_private(_inductor_cache_folder())
     pool = AsyncCompile()
     scope = {name: pool.cpp_pybinding(list(kinds), text) for name, (kinds, text) in sources.items()}
     pool.wait(scope)

@@ -385,10 +385,10 @@ def test_another_shape_is_planned_once_or_refused() -> None:
 def test_a_batch_of_other_shapes_than_the_last_is_told_of_before_it_is_taken() -> None:
     model, loss, batch = case("mlp").make(0)
     small = {key: value[:3] for key, value in batch.items()}
-    told: list[Any] = []
+    told: list[str] = []
 
-    def refuse(shapes: Any) -> None:
-        told.append(shapes)
+    def refuse(words: str) -> None:
+        told.append(words)
         if len(told) == 4:
             raise Mismatch("it is the last", expected="", remedy="")
 
@@ -397,7 +397,11 @@ def test_a_batch_of_other_shapes_than_the_last_is_told_of_before_it_is_taken() -
     )
     for given in (batch, small, small, batch, batch, small):
         step.backward(given)
-    assert [shapes[0][0] for shapes in told] == [3, len(batch["x"]), 3]
+    assert [words.partition(" ['y']")[0] for words in told] == [
+        "at step 2 ['x'] has shape [3, 32], not [8, 32],",
+        "at step 4 it has the planned shapes again",
+        "at step 6 ['x'] has shape [3, 32], not [8, 32],",
+    ]
     with pytest.raises(Mismatch, match="it is the last"):
         step.backward(batch)
 
