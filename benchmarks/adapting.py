@@ -1,4 +1,4 @@
-"""What a run with --adapt loses when its link falls and when it is restored.
+"""Steps and seconds that a run with --adapt loses when its link slows down and recovers.
 
     python benchmarks/adapting.py [--hosts 2] [--fast 1000] [--slow 50] [--steps 240]
 

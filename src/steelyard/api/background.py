@@ -47,7 +47,7 @@ class Background:
         self.end = weakref.finalize(self, _end, self.pid, answers, held)
 
     def is_done(self) -> bool:
-        """Whether there is an answer or a failure by now; never waits."""
+        """True if there is an answer or a failure; never waits."""
         if not self.end.alive:
             return True
         while True:

@@ -106,12 +106,12 @@ class OwnLoop:
 
     @property
     def between_seconds(self) -> float | None:
-        """From the last pass of a step to the first of the next."""
+        """The time between the last pass of a step and the first pass of the next one."""
         pairs = zip(self._between.seconds, self._is_between_steps)
         return _median([seconds for seconds, between in pairs if between][1:])
 
     def notes(self, *, has_update: bool) -> tuple[str, ...]:
-        """What else the user's loop does; ``has_update``: the plan counts an optimizer's step."""
+        """Notes for the receipt; ``has_update`` says that the plan counts an optimizer's step."""
         return (*self._notes_on_time(), *self._notes_on_memory(has_update))
 
     def _notes_on_time(self) -> list[str]:
@@ -164,7 +164,7 @@ class OwnLoop:
         return 0 if self._live.optimizer is None else _states_bytes(self._live.optimizer)
 
     def _marked(self) -> list[object]:
-        """What changes where an optimizer steps, or gradients are zeroed, scaled or dropped."""
+        """A mark that changes when an optimizer steps, or gradients are zeroed, scaled, dropped."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return [object()]  # equal to nothing: what follows adds to nothing
@@ -220,7 +220,7 @@ class _Updates:
 
     @property
     def seconds(self) -> float | None:
-        """Of all optimizers' steps between two steps."""
+        """The median time of all optimizer steps between two training steps."""
         laps, sums = iter(self._laps.seconds), list[float]()
         for number in self._num_in_gaps:
             sums.append(sum(next(laps) for _ in range(number)))
@@ -228,7 +228,7 @@ class _Updates:
 
     @property
     def foreign_bytes(self) -> int:
-        """What those keep that are not the plan's."""
+        """The state of the optimizers that are not the plan's."""
         return sum(_states_bytes(one) for one in list(self._seen) if one is not self._planned)
 
     @property

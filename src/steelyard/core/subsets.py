@@ -117,7 +117,7 @@ def _seeds(ordered: Sequence[int], seconds: Sequence[Sequence[float]]) -> Sequen
 def _grown(
     seed: int, seconds: Sequence[Sequence[float]], speeds: Sequence[float]
 ) -> tuple[int, ...]:
-    """From one member on, the best joined of the rest each time."""
+    """Members in order: starting with one, the best joined of the rest each time."""
     order = [seed]
     worst = {m: seconds[seed][m] for m in range(len(seconds)) if m != seed}
     while worst:

@@ -1,4 +1,4 @@
-"""Of layouts that are about as fast the one that a person would take: of fewer trades, and milder.
+"""The choice among layouts that are about as fast: the one with the fewest and mildest trades.
 
 Not for how fast a layout is: see deep.py. Not for mixes of blocks: see mixing.py.
 """
