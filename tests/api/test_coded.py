@@ -18,9 +18,12 @@ from steelyard.api.coded import most_in_milder
 from steelyard.api.look import Runner
 from steelyard.core.amounts import format_seconds
 from steelyard.core.codec import CODED_CALLS, ladder
+from steelyard.core.costs import OperatorCost
 from steelyard.core.layout import Layout
+from steelyard.core.quad import Estimate
 from steelyard.core.rules import Rule
 from steelyard.core.trade import Left
+from steelyard.measure import operators
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links import context_of
 from steelyard.predict import peak_bytes
@@ -49,6 +52,15 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
+def _at_fixed_rates(table: operators._Table, subjects: list[operators._Subject]) -> None:
+    """Costs at 100 GFLOP/s and 8 GB/s. Times that other tests disturb choose other shares."""
+    for subject in subjects:
+        node = subject.node
+        seconds = Estimate.within(node.flops / 1e11 + subject.nbytes / 8e9 + 1e-5, share=0.1)
+        cost = OperatorCost(seconds=seconds, workspace_bytes=subject.workspace_bytes)
+        table.costs[node.signature] = cost
+
+
 def _planned(
     costs_in: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -59,6 +71,7 @@ def _planned(
     second: float = 1.0,
 ) -> sy.Planned:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs_in / "costs.sqlite"))
+    monkeypatch.setattr(operators._Table, "_take_turns", _at_fixed_rates)
     CostCache().write_rates(context_of(2), {**LINK, "rate": rate, "speed of rank 1": second})
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(256, 256), nn.ReLU())]
