@@ -101,3 +101,21 @@ def test_cores_are_as_alike_as_the_kernel_says(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert machine.are_cores_alike(tmp_path) == alike
+
+
+@pytest.mark.parametrize(
+    ("said", "is_virtual"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse hypervisor avx2\n", True),
+        ("processor\t: 0\nflags\t\t: fpu sse avx2\nbugs\t\t: hypervisor\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False),
+        (None, False),
+    ],
+)
+def test_a_virtual_machine_is_known_by_its_flags(
+    tmp_path: Path, said: str | None, is_virtual: bool
+) -> None:
+    if said is not None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/cpuinfo").write_text(said)
+    assert machine.is_virtual(tmp_path) == is_virtual

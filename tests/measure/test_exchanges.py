@@ -91,6 +91,28 @@ def test_what_computes_clearly_slower_is_told_apart_and_noise_is_not(speeds: lis
         assert told == (1.0 if true > 0.85 else pytest.approx(true))
 
 
+def test_how_late_ranks_come_is_the_mean_of_them(tmp_path: Path) -> None:
+    link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
+    late = {"skew short": 1e-4, "skew short after": 4e-3, "skew long": 3e-3}
+    first, second = (
+        {**said_of(link, 2), **late, "skew long after": after, "skew short": wait}
+        for after, wait in ((0.03, 0.0), (0.05, 2e-4))
+    )
+    cache = CostCache(tmp_path / "costs.sqlite")
+    cache.write_rates(context_of(2), fitted([first, second]))
+    skew = measured_ranks(2, cache=cache).skew
+    assert skew is not None
+    assert skew.short_wait == pytest.approx(1e-4)
+    assert (skew.long_wait, skew.long_seconds) == (pytest.approx(3e-3), pytest.approx(0.04))
+
+
+def test_ranks_that_measured_no_skew_have_none(tmp_path: Path) -> None:
+    link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
+    cache = CostCache(tmp_path / "costs.sqlite")
+    cache.write_rates(context_of(2), fitted([said_of(link, 2)] * 2))
+    assert measured_ranks(2, cache=cache).skew is None
+
+
 def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from steelyard.core.collective import GLOO
 from steelyard.core.errors import BadInput
 from steelyard.core.program import Program
+from steelyard.core.skew import Skew
 from steelyard.exchange.gradients import bucketed_all_reduce
 from steelyard.exchange.windows import waits_within
 from steelyard.predict import predict, step_seconds
@@ -133,3 +134,44 @@ def test_what_an_exchange_takes_of_a_slow_device_takes_longer_there(speed: float
     program = reduced(window=0)
     at_once = step_seconds(program, replace(slow, links={"data": disturbing})).value
     assert at_once == pytest.approx(step_seconds(program, slow).value)
+
+
+def test_at_each_exchange_a_rank_waits_for_the_last_one() -> None:
+    """The longer the ranks have computed since they were last in step, the longer."""
+    tenth = Skew(short_seconds=1.0, short_wait=0.1, long_seconds=10.0, long_wait=1.0)
+    price = replace(costs(exchange_seconds=0.5), skew=tenth)
+    quad = predict(reduced(window=0), price).quad
+    # Exchanges are issued after 2, 1 and 1 seconds of computing.
+    assert quad.exposed_communication_seconds.value == pytest.approx(3 * 0.5 + 0.2 + 0.1 + 0.1)
+    assert quad.step_seconds.value == pytest.approx(5.5 + 0.4)
+    assert quad.communication_seconds.value == pytest.approx(3 * 0.5)
+    # Of the link itself half is doubted.
+    assert quad.exposed_communication_seconds.low == pytest.approx(3 * 0.25)
+    assert quad.exposed_communication_seconds.high == pytest.approx(3 * 0.75 + 3 * 0.4)
+    # What is waited for later hides it, but for the last exchange, 4 seconds in.
+    late = predict(reduced(window=None), price).quad
+    assert late.exposed_communication_seconds.value == pytest.approx(0.5 + 0.4)
+
+
+def test_each_rank_reads_its_gradients_before_they_are_summed() -> None:
+    price = costs(exchange_seconds=0.5)
+    device = replace(price.device, bytes_per_second=1024 / 0.25)
+    price = replace(
+        price, device=device, links=dict.fromkeys(("data", "other"), price.links["data"])
+    )
+    graph = reduced(window=0).graph
+    summed = next(n for n in map(graph.by_name.__getitem__, graph.collectives) if n.collective)
+    assert summed.collective is not None
+    other = replace(summed, collective=replace(summed.collective, axis="other"))
+    assert price.seconds(summed).value - price.seconds(other).value == pytest.approx(0.25)
+
+
+def test_cores_that_other_machines_may_use_widen_the_interval_and_nothing_else() -> None:
+    price = costs(exchange_seconds=0.5)
+    own, shared = (
+        predict(reduced(window=0), replace(price, shares_cores=shares)).quad.step_seconds
+        for shares in (False, True)
+    )
+    assert shared.value == own.value
+    assert shared.low < 0.65 * own.value < own.low
+    assert own.high < 1.5 * own.value < shared.high

@@ -24,7 +24,7 @@ from steelyard.core.costs import Costs, Missing, OperatorCost, Survey
 from steelyard.core.errors import BadInput, Mismatch
 from steelyard.core.graph import Graph, Node
 from steelyard.core.layout import DATA, PIPELINE, TENSOR
-from steelyard.core.machine import quota_cores
+from steelyard.core.machine import is_virtual, quota_cores
 from steelyard.core.parting import Parting, Region
 from steelyard.core.pinned import PINNED
 from steelyard.core.program import Pipeline, Program
@@ -88,6 +88,7 @@ class Prices:
         # Of each host's link, in bytes a second, where they are known.
         self.host_rates: tuple[float, ...] = ()
         subsets = _declared_subsets(cluster)
+        skew = None
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring how ranks reach one another")
             measured = measured_ranks(
@@ -99,7 +100,7 @@ class Prices:
                 each = cluster.ranks_of_a_host
                 spread = Spread(num_ranks=cluster.num_devices, each=each, near=measured.near)
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
-            self.host_rates = measured.host_rates
+            self.host_rates, skew = measured.host_rates, measured.skew
             subsets = {n: _subset_of(joined) for n, joined in measured.subsets.items()}
             if measured.slots is not None:
                 links[PINNED] = measured.slots
@@ -132,6 +133,8 @@ class Prices:
             carried=_carried(cluster),
             spread=spread,
             subsets=subsets,
+            skew=skew,
+            shares_cores=of_a_host * hosts > 1 and is_virtual(),
         )
         self._withheld = self._longer_than_processor_time(of_a_host) if home.type == "cpu" else 1.0
         unchecked = self.costs.whole_step.scaled(self._withheld)

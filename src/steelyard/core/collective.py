@@ -93,6 +93,11 @@ class Collective:
         )
 
     @property
+    def is_sum(self) -> bool:
+        """Whether it adds up a tensor of each rank."""
+        return self.kind in (Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
+
+    @property
     def is_far(self) -> bool:
         """Between near and far memory, not between ranks."""
         return self.kind in (Exchange.SEND, Exchange.FETCH)

@@ -13,6 +13,7 @@ from steelyard.core.errors import BadInput
 from steelyard.core.graph import Body, Node, Phase
 from steelyard.core.layout import DATA, PIPELINE
 from steelyard.core.quad import NOTHING, Estimate
+from steelyard.core.skew import Skew
 from steelyard.core.spread import Spread
 from steelyard.core.subsets import Subset
 
@@ -20,6 +21,10 @@ from steelyard.core.subsets import Subset
 # such models per operator lie between half and twice.
 _DECLARED_SHARE = 0.5
 FREE = NOTHING
+# Two threads of one physical core each compute at little more than half its speed. The same step of
+# a rank on one core of a virtual machine took 47 to 88 ms from one run to the next, and nothing
+# else ran there (docs/log.md, 2026-11-28).
+_SHARED_CORE = Estimate(value=1.0, low=0.55, high=1.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class Costs:
     ranks, where they are not all like ``device``; ``spread`` is over how many hosts they are, where
     several of them have several ranks. ``subsets`` says for a number of ranks which of them a
     step on so many lies on, where they are not the first or are joined otherwise than all.
+    ``skew`` is how long ranks wait for the last one at an exchange, where that was measured.
+    ``shares_cores``: each rank has cores that other virtual machines may use at the same time.
     """
 
     device: Device
@@ -60,6 +67,8 @@ class Costs:
     devices: tuple[Device, ...] = ()
     spread: Spread | None = None
     subsets: Mapping[int, Subset] = field(default_factory=dict)
+    skew: Skew | None = None
+    shares_cores: bool = False
 
     def on(self, num_ranks: int) -> "Costs":
         """The prices on so many ranks: with the devices and the links of the ones chosen."""
@@ -89,7 +98,13 @@ class Costs:
         seconds = known.seconds.scaled(slower) if known else self.declared_seconds(node)
         if node.phase is Phase.UPDATE:
             seconds = seconds + self.update_call_seconds.scaled(slower)
-        return seconds + self.beside_seconds(node) if node.collective is not None else seconds
+        if (collective := node.collective) is None:
+            return seconds
+        if collective.axis == DATA and collective.is_sum:
+            # Each rank first looks for values that are not finite in what it adds.
+            read = collective.whole_bytes / self.device.bytes_per_second
+            seconds = seconds + Estimate.within(read, share=_DECLARED_SHARE)
+        return seconds + self.beside_seconds(node)
 
     def beside_seconds(self, node: Node) -> Estimate:
         """What of them an exchange takes of the device while it is under way."""
@@ -109,7 +124,11 @@ class Costs:
         return self.spread.link_of(collective, link)
 
     def whole_step_in(self, parts: int) -> Estimate:
-        return self.cut_steps.get(parts, self.whole_step)
+        found = self.cut_steps.get(parts, self.whole_step)
+        if not self.shares_cores:
+            return found
+        low, high = (found.value * end for end in (_SHARED_CORE.low, _SHARED_CORE.high))
+        return replace(found, low=min(low, found.low), high=max(high, found.high))
 
     def workspace_bytes(self, node: Node) -> int:
         known = self.operators.get(node.signature)

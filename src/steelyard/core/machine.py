@@ -137,6 +137,13 @@ def quota_cores(root: Path = Path("/")) -> float:
     return min(found)
 
 
+def is_virtual(root: Path = Path("/")) -> bool:
+    """Whether these cores are a hypervisor's, which may run other machines on the same physical
+    cores."""
+    flags = (line for line in _lines(str(root / "proc/cpuinfo")) if line.startswith("flags"))
+    return "hypervisor" in next(flags, "").split()
+
+
 def are_cores_alike(root: Path = Path("/")) -> bool:
     """What the kernel says of how much they can do; where it says nothing, they are."""
     devices = root / "sys/devices"

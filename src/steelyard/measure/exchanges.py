@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,10 @@ _SHORT_SECONDS = 0.02
 _MATRIX, _MATRIX_ON_GPU = 256, 4096
 # As in a step, most of the time goes into products, and some into passes over memory.
 _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
+# Ranks compute for so long between two exchanges to see how far apart they arrive, so many times.
+_SKEWED = {"short": (0.004, 60), "long": (0.04, 24)}
+# The rarest waits are somebody else's work on this machine.
+_USUAL_WAITS = 0.9
 _MakesSlots = Callable[..., Pinned]
 
 
@@ -116,6 +120,32 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
             figures |= _among_neighbours(each)
         products += [product_seconds() for _ in range(_WINDOWS - 1)]
         figures["product"] = median(products)
+        if not _is_on_gpu():
+            figures |= _arrival_skew()
+    return figures
+
+
+def _arrival_skew() -> dict[str, float]:
+    """How long this rank waits for others that compute the same, after a short and a long time of
+    it, and these times. An exchange itself takes at least what the quickest of them took."""
+    matrix, word = _ones(_MATRIX, _MATRIX), _ones(1)
+    one = _slowest(median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS)))
+    figures = {}
+    for name, (seconds, rounds) in _SKEWED.items():
+        products = max(1, round(seconds / one))
+        computed, waited = [], []
+        dist.barrier()
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            for _ in range(products):
+                torch.mm(matrix, matrix)
+            arrived = time.perf_counter()
+            dist.all_reduce(word)
+            computed.append(arrived - begin)
+            waited.append(time.perf_counter() - arrived)
+        usual = sorted(waited)[: round(_USUAL_WAITS * rounds)]
+        figures[f"skew {name}"] = fmean(usual) - usual[0]
+        figures[f"skew {name} after"] = median(computed)
     return figures
 
 

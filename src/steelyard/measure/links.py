@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -21,6 +22,7 @@ from steelyard.core.cluster import Link
 from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange
 from steelyard.core.errors import BadInput, RunFailed
 from steelyard.core.machine import cores_of
+from steelyard.core.skew import Skew
 from steelyard.core.subsets import best_joined
 from steelyard.exchange.devices import CPU
 from steelyard.exchange.pinned_between import is_able
@@ -46,6 +48,8 @@ _SLOTS = ("slot hop", "slot rate", "slot hand")
 _SLOTTED = ("slotted call", "slotted hop", "slotted rate")
 # Among ranks of one host, where there are several hosts.
 _NEAR = ("near", "near rate", "near disturbs")
+# How long ranks wait for the last one, after how long; not of GPUs, nor in older lists.
+_SKEW = ("skew short", "skew short after", "skew long", "skew long after")
 # Of hosts: which they were, and what tells whether their link has become another.
 _NAMES, _LOOK = "hosts", ("small look", "middle look")
 # Ranks on equal cores differ by as much, by what else the machine does.
@@ -67,6 +71,7 @@ class Measured:
     speeds: tuple[float, ...]
     slots: Link | None
     slotted: Link | None
+    skew: Skew | None
     # Those to lie on for each smaller number of ranks, where they are not simply the first ones.
     subsets: Mapping[int, "Joined"] = field(default_factory=dict)
     # Of each host's link, in bytes a second, where it is known.
@@ -238,7 +243,7 @@ def _figures_of(
     measured there is nothing to look at when they meet, and they measure."""
     number, hosts = len(group), len(names) // each
     ranks = [host * each + n for host in group for n in range(each)]
-    kept = (*_FIGURES, *_HANDED, *_SLOTS, "slot copied", *_SLOTTED, *_NEAR)
+    kept = (*_FIGURES, *_HANDED, *_SLOTS, "slot copied", *_SLOTTED, *_NEAR, *_SKEW)
     own = {name: found[name] for name in kept if name in found}
     own |= _joined_figures(found, group, hosts=hosts, each=each, sizes=sizes)
     speeds = [found[_speed_of(rank)] for rank in ranks]
@@ -326,6 +331,16 @@ def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measu
         speeds=speeds if min(speeds) < 1 else (),
         slots=slots if slots.bytes_per_second > NEXT_TO_NONE else None,
         slotted=slotted if slotted.bytes_per_second > NEXT_TO_NONE else None,
+        skew=_skew(found),
+    )
+
+
+def _skew(found: Mapping[str, float]) -> Skew | None:
+    if not found.keys() >= {*_SKEW}:
+        return None
+    short, short_after, long, long_after = (found[name] for name in _SKEW)
+    return Skew(
+        short_seconds=short_after, short_wait=short, long_seconds=long_after, long_wait=long
     )
 
 
@@ -336,7 +351,9 @@ def _speed_of(rank: int) -> str:
 def context_of(num_ranks: int, *, hosts: int = 1, home: torch.device = CPU) -> str:
     """Under which the figures of so many ranks are remembered."""
     cores = len(cores_of(0, 1))
-    said = f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, on {cores} cores"
+    said = (
+        f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, skew, on {cores} cores"
+    )
     among = f", on {hosts} hosts{' with RDMA' if is_able() else ''}" if hosts > 1 else ""
     among += _on_gpus(home) if home.type == "cuda" else ""
     return f"{said}{among}, torch {torch.__version__}"
@@ -377,7 +394,15 @@ def fitted(
         **_through_slots(timed, sizes),
         **_exchanged_through_slots(timed, num_ranks, sizes),
         **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
+        **_waits_for_the_last(said),
     }
+
+
+def _waits_for_the_last(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the ranks, the mean: the one that is last does not wait."""
+    if any(name not in one for one in said for name in _SKEW):
+        return {}
+    return {name: max(fmean(one[name] for one in said), NEXT_TO_NONE) for name in _SKEW}
 
 
 def _among_neighbours(timed: Mapping[str, float], sizes: Sizes, each: int) -> dict[str, float]:

@@ -73,8 +73,14 @@ def durations(program: Program, costs: Costs) -> Durations:
         # A slower link or a faster device can only mean more waiting; both together, the most.
         exposed=Estimate(
             value=expected.exposed_seconds,
-            low=play(program, costs, device=high, link=low).exposed_seconds,
-            high=play(program, costs, device=low, link=high).exposed_seconds,
+            low=min(
+                expected.exposed_seconds,
+                play(program, costs, device=high, link=low).exposed_seconds,
+            ),
+            high=max(
+                expected.exposed_seconds,
+                play(program, costs, device=low, link=high).exposed_seconds,
+            ),
         ),
         step=Estimate(
             value=expected.seconds,
@@ -175,6 +181,9 @@ class Playing:
         self._costs, self._whole, self._device, self._link = costs, whole, device, link
         self.clock = self._exposed = self._beside = self._spared = self._at_most = 0.0
         self._idle_from: dict[str, float] = {}
+        # When the ranks were last in step: they are at the beginning, and behind an exchange that
+        # all of them waited for.
+        self._in_step_at = 0.0
         # Of each weight that is read slice by slice: when the next ones arrive, of which exchange.
         self._slicing: dict[Argument, deque[tuple[Collective, deque[float]]]] = {}
 
@@ -191,6 +200,8 @@ class Playing:
         stall = max(0.0, arrival - self.clock)
         self._exposed += stall
         self.clock += stall
+        if stall and not issued.is_far:
+            self._in_step_at = self.clock
         link = self._costs.link_of(issued)
         if link is None:
             return  # known as a whole, and nothing of what it takes of the device
@@ -213,6 +224,8 @@ class Playing:
         """When it arrives."""
         begin = max(self.begins(collective), not_before)
         arrival = begin + self._link(self._costs.exchange_seconds(collective))
+        if self._costs.skew is not None and not collective.is_far:
+            arrival += self._link(self._costs.skew.wait(self.clock - self._in_step_at))
         self._idle_from[collective.link] = arrival
         return arrival
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from steelyard.core.codec import FIRST_CALLS
-from steelyard.core.collective import Exchange
 from steelyard.core.graph import Graph, OutputKind, Phase
 from steelyard.core.layout import DATA
 from steelyard.exchange.devices import CPU
@@ -22,7 +21,6 @@ from steelyard.exchange.devices import CPU
 # gradients, which the last stage makes first.
 BATCH, ACTIVATIONS, LOSS, GRADIENTS = 0, 1_000, 200_000, 900_000
 _STEP = 1_000_000
-_SUMMED = (Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
 # A GPU is asked so many steps later, when it has long computed what it is asked for.
 _PENDING = 32
 
@@ -148,9 +146,7 @@ def places_in(graph: Graph) -> Mapping[str, int]:
     places: dict[str, int] = {}
     for node in graph.nodes:
         sent = node.collective
-        if node.op in FIRST_CALLS or (
-            sent is not None and sent.axis == DATA and sent.kind in _SUMMED
-        ):
+        if node.op in FIRST_CALLS or (sent is not None and sent.axis == DATA and sent.is_sum):
             is_back = node.phase is Phase.BACKWARD or node.op in FIRST_CALLS
             places[node.name] = GRADIENTS if is_back else ACTIVATIONS
     for output in graph.outputs:
