@@ -22,17 +22,17 @@ def ended(beside: Background) -> Background:
 
 def test_it_answers_and_changes_nothing_here() -> None:
     weights, state = torch.ones(1000), torch.random.get_rng_state()
-    pid = os.getpid()
+    pid, own = os.getpid(), os.nice(0)
 
     def work() -> str:
         weights.add_(torch.rand(1000))
         torch.manual_seed(7)
-        return f"{os.getpid() != pid} {os.nice(0)} {'x' * 300_000}"
+        return f"{os.getpid() != pid} {os.nice(0) > own} {'x' * 300_000}"
 
     found = ended(Background(work))
     assert found.failure == ""
     assert found.answer is not None
-    assert found.answer.startswith("True 19 xxx")
+    assert found.answer.startswith("True True xxx")
     assert len(found.answer) > 300_000
     assert bool((weights == 1).all())
     assert torch.equal(torch.random.get_rng_state(), state)

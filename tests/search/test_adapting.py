@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from steelyard.core.layout import Layout
@@ -12,6 +15,7 @@ from steelyard.search.adapting import (
     best_hosts,
     link_among,
     numbers_of_hosts,
+    same_on_fewer,
     worth_trying,
 )
 from steelyard.search.ways import Way
@@ -51,6 +55,21 @@ def test_accuracy_is_not_spent_on_less_than_a_tenth() -> None:
 
 def test_one_host_alone_is_taken_where_its_link_carries_next_to_nothing() -> None:
     assert tried(9.0, choice(8.0), choice(2.5, lossy=True), choice(0.4, ranks=1)) == [0.4]
+
+
+def test_on_fewer_hosts_gradients_go_as_they_did_but_in_no_code() -> None:
+    class Counting:
+        def counted(self, rules: tuple[Rule, ...]) -> Way:
+            return Way(rules=rules, layout=Layout.of(rules), seconds=1.0, nbytes=100)
+
+    layouts = SimpleNamespace(ways=Counting())
+    again, late = Rule(trade="recompute", module="a", count=1), Rule(trade="overlap", lead=2)
+    unequal = replace(EXACT, degree=3, shares=(2, 1, 1))
+    rules = (late, again, unequal, CODED)
+    two = same_on_fewer(layouts, rules, 2)  # type: ignore[arg-type]
+    assert set(two.rules) == {late, again, EXACT}
+    alone = same_on_fewer(layouts, rules, 1)  # type: ignore[arg-type]
+    assert alone.rules == (again,)
 
 
 def test_what_does_not_fit_is_not_tried() -> None:

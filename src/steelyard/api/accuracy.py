@@ -20,7 +20,7 @@ from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
 from steelyard.core.errors import Infeasible
-from steelyard.core.layout import Layout
+from steelyard.core.layout import LAYOUT_TRADES, Layout
 from steelyard.core.plan import Prediction
 from steelyard.core.program import Program
 from steelyard.core.rules import Rule, Spot, matching, spot_of
@@ -103,7 +103,9 @@ class Lossy:
             if needed > free:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
             self.look.request.on_progress(f"probing {steps} steps in few bits, and without")
-            plain = _kept(rules)
+            # Neither which gradients go at once nor when they are waited for changes a loss.
+            laid = Rule(trade="shard_batch", degree=layout.batch, shares=layout.shares)
+            plain = *(r for r in _kept(rules) if r.trade not in LAYOUT_TRADES), laid
             if len(self._losses.get(plain, ())) < steps:
                 self._losses[plain] = self._losses_of(exact, steps)
             theirs = self._losses[plain][:steps]

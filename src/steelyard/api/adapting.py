@@ -43,6 +43,7 @@ from steelyard.search.adapting import (
     numbers_of_hosts,
     on_fewer,
     otherwise,
+    same_on_fewer,
     why_not_otherwise,
     worth_trying,
 )
@@ -129,7 +130,7 @@ class Adapting:
         if self._looked is None:
             self._note_pace(seconds, waited)
             if flagged == _TO_LOOK or self._is_time_to_look():
-                self._look_at_links()
+                return self._look_at_links(number)
         elif flagged == _ANSWERED:
             return self._answered(number)
         if self._beside is not None and self._beside.is_done():
@@ -156,18 +157,20 @@ class Adapting:
         self._unseen += 1
         return self._unseen >= self._next_unseen
 
-    def _look_at_links(self) -> None:
-        """Measured by all ranks; where they are other ones, the first begins to weigh ways."""
+    def _look_at_links(self, number: int) -> bool:
+        """Measured by all ranks; where they are other ones, all turn at once to fewer hosts if that
+        is faster, and the first rank begins to weigh all ways. Whether they turned."""
         self._unseen = 0
         seen = self._links_now()
         if not self._is_other(seen, self._seen):
             self._looked = None
             self._settle()
-            return
+            return False
         look = self._look.over(seen.link)
         self._looked = look, seen
+        has_turned = self._is_background and self._has_turned_at_once(number, look, seen)
         if not self._together.saves:
-            return
+            return has_turned
         rules = self._step.plan.decisions.rules
 
         def work() -> str:
@@ -178,6 +181,37 @@ class Adapting:
         else:
             self._answer = work()
             self._together.flag(_ANSWERED)
+        return has_turned
+
+    def _has_turned_at_once(self, number: int, look: Look, seen: _Seen) -> bool:
+        """To the plan as it is on fewer hosts, which takes a moment to price. Codes have to be
+        probed first, and meanwhile steps need not wait for a slow link."""
+        text = ""
+        if self._together.saves and self._step.can_stand_by:
+            quick = look.settled()
+            rules, most = self._step.plan.decisions.rules, self._whole.budget.memory_bytes
+            choices = [
+                Choice(way=same_on_fewer(among.layouts, rules, len(ranks)), ranks=ranks)
+                for ranks, among in self._fewer(quick, seen)
+                if len(ranks) < len(self._members)
+            ]
+            better = self._worth_trying(quick, seen, rules, choices, most or math.inf)
+            if better:
+                text = self._written(better[0], drift="")
+        text = self._together.words(text)
+        if text:
+            self._turn_by(number, look, text)
+        return bool(text)
+
+    def _written(self, choice: Choice, *, drift: str) -> str:
+        """For all ranks: the drift that a probe saw, who takes part, and the rules."""
+        written = encode_decisions(replace(self._whole, rules=choice.way.rules))
+        return _SIDE.join((drift, json.dumps(choice.ranks), written))
+
+    def _turn_by(self, number: int, look: Look, text: str) -> None:
+        drift, members, written = text.split(_SIDE)
+        ranks = tuple(map(int, json.loads(members)))
+        self._turn(number, look, decode_decisions(written).rules, ranks, drift)
 
     def _links_now(self) -> _Seen:
         link = measured_now(self._seen.link, hosts=self._hosts, home=self._home)
@@ -207,11 +241,8 @@ class Adapting:
             self._settle()
             return False
         if self._is_other(self._links_now(), then):
-            self._look_at_links()
-            return False
-        drift, members, written = text.split(_SIDE)
-        ranks = tuple(map(int, json.loads(members)))
-        self._turn(number, look, decode_decisions(written).rules, ranks, drift)
+            return self._look_at_links(number)
+        self._turn_by(number, look, text)
         self._looked = None
         return True
 
@@ -236,8 +267,7 @@ class Adapting:
         for choice in self._better(look, seen, rules, most):
             drift = self._drift(look, choice.way.rules, budget.accuracy_loss, most)
             if drift is not None:
-                written = encode_decisions(replace(self._whole, rules=choice.way.rules))
-                return _SIDE.join((drift, json.dumps(choice.ranks), written))
+                return self._written(choice, drift=drift)
         return ""
 
     def _better(
@@ -247,14 +277,7 @@ class Adapting:
         gained of it; what it takes only its own prices tell, and each is a lowering."""
         choices = [*self._choices(look, seen)]
         if not self._is_compiled:
-            now = self._priced(self._among(look, seen, self._members), rules)
-            yield from worth_trying(
-                now.quad.step_seconds.value,
-                [choice for choice in choices if self._is_possible(look, choice, now)],
-                most_bytes=most_bytes,
-                coming_back_seconds=self._step.state_bytes / seen.link.bytes_per_second,
-                num_ranks=len(self._members),
-            )
+            yield from self._worth_trying(look, seen, rules, choices, most_bytes)
             return
         ways = sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes))[:_LOWERED]
         seconds = self._priced(look, rules).quad.step_seconds.value
@@ -264,21 +287,42 @@ class Adapting:
             if is_enough and predicted.peak.nbytes <= most_bytes:
                 yield choice
 
+    def _worth_trying(
+        self,
+        look: Look,
+        seen: _Seen,
+        rules: tuple[Rule, ...],
+        choices: Sequence[Choice],
+        most_bytes: float,
+    ) -> list[Choice]:
+        now = self._priced(self._among(look, seen, self._members), rules)
+        return worth_trying(
+            now.quad.step_seconds.value,
+            [choice for choice in choices if self._is_possible(look, choice, now)],
+            most_bytes=most_bytes,
+            coming_back_seconds=self._step.state_bytes / seen.link.bytes_per_second,
+            num_ranks=len(self._members),
+        )
+
     def _choices(self, look: Look, seen: _Seen) -> Iterator[Choice]:
         whole = tuple(range(self._num_ranks))
         for way in otherwise(look.layouts, self._whole.rules, self._codecs(look)):
             yield Choice(way=way, ranks=whole)
-        if self._hosts == 1 or self._is_compiled or not self._step.can_stand_by:
+        if self._is_compiled or not self._step.can_stand_by:
             return
+        for ranks, among in self._fewer(look, seen):
+            for way in on_fewer(among.layouts, self._whole.rules, len(ranks)):
+                yield Choice(way=way, ranks=ranks)
+
+    def _fewer(self, look: Look, seen: _Seen) -> Iterator[tuple[tuple[int, ...], Look]]:
+        """The ranks of fewer hosts, the best-joined, over the links among them."""
         each, degrees = self._num_ranks // self._hosts, look.source.sharers()
         are_unequal = bool(Layout.of(self._whole.rules).shares)
         for count in numbers_of_hosts(self._hosts):
             members = best_hosts(self._rates(seen), count)
             ranks = tuple(host * each + n for host in members for n in range(each))
             if len(ranks) in degrees and not (are_unequal and len(ranks) > 1):
-                among = self._among(look, seen, ranks).layouts
-                for way in on_fewer(among, self._whole.rules, len(ranks)):
-                    yield Choice(way=way, ranks=ranks)
+                yield ranks, self._among(look, seen, ranks)
 
     def _rates(self, seen: _Seen) -> tuple[float, ...]:
         return seen.rates or (seen.link.bytes_per_second,) * (self._hosts - 1)

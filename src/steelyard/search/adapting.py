@@ -16,7 +16,7 @@ from steelyard.search.coded import Weighing
 from steelyard.search.layouts import Layouts
 from steelyard.search.ways import Way
 
-_STATES = "shard_states"
+_STATES, _BATCH = "shard_states", "shard_batch"
 # What is not faster by so much is left alone; and so much faster than all that lose nothing is what
 # loses accuracy, or it is not worth any.
 LEAST_GAIN = 0.10
@@ -66,6 +66,18 @@ def on_fewer(layouts: Layouts, rules: Sequence[Rule], ranks: int) -> Iterator[Wa
     for way in layouts.ways.of(Layout(batch=ranks)):
         if not any(rule.trade == _STATES for rule in way.rules):
             yield layouts.ways.counted(tuple(sorted((*way.rules, *kept))))
+
+
+def same_on_fewer(layouts: Layouts, rules: Sequence[Rule], ranks: int) -> Way:
+    """The step as it lies, on so many ranks in equal shares, with gradients as they are."""
+    own = _kept(rules)
+    if ranks > 1:
+        exact = (rule for rule in rules if rule.trade not in CODE_TRADES)
+        own = tuple(
+            replace(rule, degree=ranks, shares=()) if rule.trade == _BATCH else rule
+            for rule in exact
+        )
+    return layouts.ways.counted(tuple(sorted(own)))
 
 
 def numbers_of_hosts(hosts: int) -> tuple[int, ...]:
