@@ -18,6 +18,7 @@ from benchmarks.hosts import Hosts, NoHosts, address, hosts
 from steelyard.core.budget import Budget
 from steelyard.core.codec import CODE_TRADES
 from steelyard.core.explanation import read_plan
+from steelyard.core.layout import ALONE, Layout
 from steelyard.core.planfile import read_decisions, write_decisions
 from steelyard.core.rules import Rule
 from steelyard.trades.shard_pipeline import rules_for
@@ -177,16 +178,23 @@ def test_where_the_link_slows_down_each_host_has_the_plan_that_takes_over(
             one.kill()
         for path in planned:
             path.write_text(as_planned)
-    written = [sorted(folder.glob("train.adapted-*.plan.toml")) for folder in folders]
-    assert [len(found) for found in written] == [1, 1], "".join(map(_said, folders))
-    (one,), (other,) = written
+    # The first host may go on alone until codes are probed.
+    written = [sorted(folder.glob("train.adapted-*.plan.toml"), key=_step) for folder in folders]
+    assert len(written[0]) == len(written[1]) in (1, 2), "".join(map(_said, folders))
+    one, other = (found[-1] for found in written)
     assert (one.name, one.read_text()) == (other.name, other.read_text())
     # Of what was measured only the first host's tells.
     assert read_plan(other).plan.decisions == read_plan(one).plan.decisions
-    assert any(rule.trade in CODE_TRADES for rule in read_decisions(other).rules)
+    rules = read_decisions(other).rules
+    assert Layout.of(rules) == ALONE or any(rule.trade in CODE_TRADES for rule in rules)
     # Each goes on from its own.
     asked = ("run", "train.py", "--plan", one.name, "--steps", "8")
     assert _ended(pair, folders, *asked) == [0, 0], "".join(map(_said, folders))
+
+
+def _step(path: Path) -> int:
+    """After which a plan took over, by its name."""
+    return int(path.name.removeprefix("train.adapted-").partition(".")[0])
 
 
 _BATCH = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)
