@@ -4,9 +4,9 @@
 
 Hosts are network namespaces with a core each (see hosts.py), joined by links of ``--fast`` Mbit/s.
 They plan and run a small GPT; after 30 steps all links carry ``--slow`` Mbit/s, and later what they
-carried at first. Every step's begin is written down by the script itself. Lost
-are the seconds from the change until steps are good again, less what the same steps would have
-taken at the pace that they have behind the first turn. Linux, as root.
+carried at first. The script itself writes down when every step begins. Seconds lost are those from
+the change until steps are good again, less what the same steps take after the first turn to
+another plan. That pace may be slower than the one in the end, which is printed too. Linux, as root.
 """
 
 from __future__ import annotations

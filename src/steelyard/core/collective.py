@@ -94,7 +94,7 @@ class Collective:
 
     @property
     def is_sum(self) -> bool:
-        """Whether it adds up a tensor of each rank."""
+        """True for exchanges that add up the tensors of all ranks."""
         return self.kind in (Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
 
     @property

@@ -138,8 +138,7 @@ def quota_cores(root: Path = Path("/")) -> float:
 
 
 def is_virtual(root: Path = Path("/")) -> bool:
-    """Whether these cores are a hypervisor's, which may run other machines on the same physical
-    cores."""
+    """True in a virtual machine, where others may run on the same physical cores."""
     flags = (line for line in _lines(str(root / "proc/cpuinfo")) if line.startswith("flags"))
     return "hypervisor" in next(flags, "").split()
 

@@ -126,8 +126,9 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
 
 
 def _arrival_skew() -> dict[str, float]:
-    """How long this rank waits for others that compute the same, after a short and a long time of
-    it, and these times. An exchange itself takes at least what the quickest of them took."""
+    """Measures the wait at an exchange after a short and a long time of computing, and these times.
+
+    All ranks compute the same. The quickest exchange counts as no wait."""
     matrix, word = _ones(_MATRIX, _MATRIX), _ones(1)
     one = _slowest(median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS)))
     figures = {}

@@ -399,7 +399,7 @@ def fitted(
 
 
 def _waits_for_the_last(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the ranks, the mean: the one that is last does not wait."""
+    """Returns the mean of the waits that the ranks measured; the last one to arrive has none."""
     if any(name not in one for one in said for name in _SKEW):
         return {}
     return {name: max(fmean(one[name] for one in said), NEXT_TO_NONE) for name in _SKEW}
