@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +14,18 @@ import torch
 
 import steelyard as sy
 from steelyard.api.pricing import Prices
+from steelyard.capture.source import StepSource
 from steelyard.core.costs import Costs
+from steelyard.core.graph import Graph
 from steelyard.core.machine import this_device
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
+from steelyard.core.rules import Rule
+from steelyard.core.trade import strike
+from steelyard.trades import TRADES
 from tests.trades.test_shard_pipeline import plain
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
 
 
 def said(
@@ -109,3 +117,30 @@ def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_pat
         return model(batch).square().mean()
 
     assert seconds(0.5) == pytest.approx(2 * seconds(math.inf))
+
+
+def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
+    """How gradients are sent is weighed again in a run, in which nothing is measured any more."""
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    source = StepSource(
+        model=model, loss=next_token_loss, batch=tokens(12, 16, 96),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )  # fmt: skip
+    plain = Program.plain(source.captured().graph)
+
+    def sent(bucket_bytes: int, *rules: Rule) -> Graph:
+        batch = Rule(trade="shard_batch", degree=2, bucket_bytes=bucket_bytes)
+        lag = Rule(trade="overlap", lag=1)
+        return strike(plain, [batch, lag, *rules], trades=TRADES, source=source).graph
+
+    prices = Prices.__new__(Prices)
+    prices._known = {node.signature for node in sent(1 << 20).nodes}
+    other = sent(1 << 16)
+    assert {node.signature for node in other.nodes} - prices._known
+    assert prices.knows(other)
+    # What codes compute has to be measured, and what the model does.
+    code = Rule(trade="ternary_gradients", module="blocks.*.mlp.up.weight", count=2)
+    assert not prices.knows(sent(1 << 20, code))
+    prices._known -= {node.signature for node in other.nodes if node.op == "aten.mm.default"}
+    assert not prices.knows(other)

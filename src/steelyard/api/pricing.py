@@ -57,6 +57,8 @@ _SHARE_OF_FREE_MEMORY = 0.5
 # Of declared clusters with more devices, the first ones are taken in their order.
 _MOST_COMPARED = 64
 _UNCHECKED = Estimate(value=1.0, low=0.8, high=1.25)
+# Joins tensors that one exchange sends together.
+_JOIN = "aten.cat.default"
 
 
 class Prices:
@@ -181,8 +183,15 @@ class Prices:
         return other
 
     def knows(self, graph: Graph) -> bool:
-        """Whether all operators of it that take time were measured, or tried to be."""
-        return all(n.is_free or n.is_far or n.signature in self._known for n in graph.nodes)
+        """Whether all operators of it that take time were measured, or tried to be. Exchanges, and
+        the copies that join tensors for one, are priced by the bytes that they move."""
+        sent = {name for node in graph.nodes if node.collective for name in node.inputs}
+        return all(
+            node.is_free or node.is_far or node.collective or node.waits_for or node.is_packing
+            or (node.name in sent and node.op == _JOIN)
+            or node.signature in self._known
+            for node in graph.nodes
+        )  # fmt: skip
 
     def know(self, *graphs: Graph, may_lack: bool = False) -> int:
         """Measure the operators of these graphs that are not on the list yet. While a profiler of
