@@ -1,16 +1,18 @@
 """Whether a run still sends its gradients the fastest way, over the links that there are by now.
 
 Steps that take another time than was predicted, three in a row, are looked at: the link is measured
-in some tenths of a second, and where it has become another, the first rank weighs the ways to go
-on, in a process beside the run where there can be one. What it finds all ranks turn to, and it is a
-plan file. Not for which ways there are: see search/adapting.py; nor for when to look: pace.py.
+in some tenths of a second, and where it has become another, one rank weighs the ways to go on, in a
+process beside the run where there can be one. What it finds all ranks turn to, and it is a plan
+file. Not for which ways there are: see search/adapting.py; nor for when to look: pace.py.
 """
 
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from steelyard.api.background import Background
@@ -38,7 +40,9 @@ from steelyard.run.ranks.who import who_am_i
 from steelyard.search.adapting import (
     LEAST_GAIN,
     Choice,
+    at_once,
     best_hosts,
+    in_codes,
     link_among,
     numbers_of_hosts,
     on_fewer,
@@ -55,8 +59,9 @@ _TO_LOOK, _ANSWERED = 1, 2
 _OTHER, _MESSAGE_BYTES = 1.25, 1 << 20
 # Steps of another plan that are not looked at: in the first of them programs are bound anew.
 _FIRST_STEPS = 2
-# Where nothing is exchanged, the link is looked at in so many steps, doubled while it is as it was.
-_UNSEEN, _MOST_UNSEEN = 20, 160
+# Where nothing is exchanged, the link is looked at again after so many steps: as many as make that
+# cost this share of them.
+_UNSEEN, _MOST_UNSEEN, _LOOKING_SHARE = 10, 160, 0.02
 # So many ways are lowered in a look, while all ranks wait.
 _LOWERED = 3
 # Of the memory that is free, what a step on fewer ranks may take more than the one that runs.
@@ -88,11 +93,12 @@ class Adapting:
             )
         self._step, self._look, self._path, self._tell = step, look, path, tell
         self._together = step.ranks.together
-        self._whole = step.plan.decisions
+        self._whole, self._first_drift = step.plan.decisions, step.plan.predicted.quad.accuracy_loss
         self._home, self._num_ranks = step.ranks.home, Layout.of(rules).num_ranks
         self._hosts = self._whole.made_for.hosts_of(self._num_ranks)
         self._is_compiled = look.request.runner == "inductor"
         self._members = tuple(range(self._num_ranks))
+        self._rank, self._weigher = step.ranks.rank, 0
         self._as_run: dict[tuple[Rule, ...], Program] = {}
         self.written: Path | None = None
         self._waited = step.traffic().waited
@@ -100,6 +106,8 @@ class Adapting:
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
         self._seen = _Seen(link=link, rates=rates)
         self._looked: tuple[Look, _Seen] | None = None
+        # Bytes on the device that has least of them, when links were measured.
+        self._free = 0
         self._beside: Background | None = None
         self._answer: str | None = None
         self._unseen, self._next_unseen = 0, _UNSEEN
@@ -113,12 +121,19 @@ class Adapting:
         along, and CUDA does not survive it."""
         return self._home == CPU and not self._is_compiled
 
+    @cached_property
+    def _coded(self) -> tuple[tuple[Rule, ...], ...]:
+        """How gradients would go in codes, fastest over the link that the plan is for. Over another
+        one they go the same way: what other codes compute is not measured in a run."""
+        codecs = self._codecs(self._look)
+        return in_codes(self._look.layouts, self._whole.rules, codecs)
+
     def _prepare(self) -> None:
         """What ways there are is captured and measured before the first step, so that later on only
         links are other ones. Every rank has the codes compiled."""
-        codecs = self._codecs(self._look)
-        warm_codes(codecs, num_ranks=self._num_ranks)
-        if self._together.saves:
+        warm_codes(self._codecs(self._look), num_ranks=self._num_ranks)
+        each = self._num_ranks // self._hosts
+        if self._rank == 0 or (self._step.can_stand_by and self._rank % each == 0):
             for _ in self._choices(self._look, self._seen):
                 pass
 
@@ -129,10 +144,11 @@ class Adapting:
         flagged = self._together.flagged
         if self._looked is None:
             self._note_pace(seconds, waited)
-            if flagged == _TO_LOOK or self._is_time_to_look():
-                return self._look_at_links(number)
         elif flagged == _ANSWERED:
             return self._answered(number)
+        is_slow = self._looked is None and flagged == _TO_LOOK
+        if is_slow or self._is_time_to_look():
+            return self._look_at_links(number)
         if self._beside is not None and self._beside.is_done():
             self._together.flag(_ANSWERED)
         # What was exchanged in here is no part of a step.
@@ -158,18 +174,22 @@ class Adapting:
         return self._unseen >= self._next_unseen
 
     def _look_at_links(self, number: int) -> bool:
-        """Measured by all ranks; where they are other ones, all turn at once to fewer hosts if that
-        is faster, and the first rank begins to weigh all ways. Whether they turned."""
+        """Measured by all ranks; where they are other ones, all turn at once to what is known and
+        faster, and one rank begins to weigh all ways. Whether they turned."""
         self._unseen = 0
         seen = self._links_now()
-        if not self._is_other(seen, self._seen):
-            self._looked = None
-            self._settle()
+        before = self._seen if self._looked is None else self._looked[1]
+        if not self._is_other(seen, before):
+            if self._looked is None:
+                self._pace.settle()
             return False
+        self.close()  # what is weighed is over links that are others by now
         look = self._look.over(seen.link)
         self._looked = look, seen
+        self._free = min(self._together.each(free_bytes(self._home)))
         has_turned = self._is_background and self._has_turned_at_once(number, look, seen)
-        if not self._together.saves:
+        self._weigher = self._least_busy()
+        if self._rank != self._weigher:
             return has_turned
         rules = self._step.plan.decisions.rules
 
@@ -183,9 +203,17 @@ class Adapting:
             self._together.flag(_ANSWERED)
         return has_turned
 
+    def _least_busy(self) -> int:
+        """The first rank of the first host that stands by, which has nothing else to do; the first
+        rank of all where none does, or where ways are weighed between two steps."""
+        each = self._num_ranks // self._hosts
+        idle = (rank for rank in range(0, self._num_ranks, each) if rank not in self._members)
+        return next(idle, 0) if self._is_background else 0
+
     def _has_turned_at_once(self, number: int, look: Look, seen: _Seen) -> bool:
-        """To the plan as it is on fewer hosts, which takes a moment to price. Codes have to be
-        probed first, and meanwhile steps need not wait for a slow link."""
+        """To the plan as it is on fewer hosts, or to the one that the run began with, which take a
+        moment to price. Other codes have to be probed first, and meanwhile steps need not wait for
+        a slow link, or do without one that is fast again."""
         text = ""
         if self._together.saves and self._step.can_stand_by:
             quick = look.settled()
@@ -195,9 +223,13 @@ class Adapting:
                 for ranks, among in self._fewer(quick, seen)
                 if len(ranks) < len(self._members)
             ]
+            if len(self._members) < self._num_ranks:
+                first = quick.layouts.ways.counted(at_once(self._whole.rules))
+                choices.append(Choice(way=first, ranks=tuple(range(self._num_ranks))))
             better = self._worth_trying(quick, seen, rules, choices, most or math.inf)
             if better:
-                text = self._written(better[0], drift="")
+                drift = self._first_drift if better[0].is_lossy else ""
+                text = self._written(better[0], drift=drift)
         text = self._together.words(text)
         if text:
             self._turn_by(number, look, text)
@@ -214,9 +246,13 @@ class Adapting:
         self._turn(number, look, decode_decisions(written).rules, ranks, drift)
 
     def _links_now(self) -> _Seen:
+        begin = time.perf_counter()
         link = measured_now(self._seen.link, hosts=self._hosts, home=self._home)
         # Of two hosts the one link is known by now.
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
+        took = time.perf_counter() - begin
+        steps = self._together.most(math.ceil(took / (_LOOKING_SHARE * self._pace.seconds.value)))
+        self._next_unseen = min(max(steps, _UNSEEN), _MOST_UNSEEN)
         return _Seen(link=link, rates=rates)
 
     @staticmethod
@@ -226,21 +262,19 @@ class Adapting:
         pairs = [took, *zip(one.rates, other.rates, strict=True)]
         return any(max(pair) > _OTHER * min(pair) for pair in pairs)
 
-    def _settle(self) -> None:
-        """Steps are as they are, and there is no other way to go on."""
-        self._pace.settle()
-        self._next_unseen = min(2 * self._next_unseen, _MOST_UNSEEN)
-
     def _answered(self, number: int) -> bool:
-        """What the first rank found, which all turn to if links are as they were then."""
+        """What was found by the rank that weighed all ways, which all turn to if links are as they
+        were then."""
         assert self._looked is not None
         look, then = self._looked
-        text = self._together.words(self._said() if self._together.saves else "")
+        said = self._said() if self._rank == self._weigher else ""
+        text = self._together.words(said, of=self._weigher)
         if not text:
             self._look, self._seen, self._looked = look, then, None
-            self._settle()
+            self._pace.settle()
             return False
         if self._is_other(self._links_now(), then):
+            self._looked = None
             return self._look_at_links(number)
         self._turn_by(number, look, text)
         self._looked = None
@@ -306,7 +340,7 @@ class Adapting:
 
     def _choices(self, look: Look, seen: _Seen) -> Iterator[Choice]:
         whole = tuple(range(self._num_ranks))
-        for way in otherwise(look.layouts, self._whole.rules, self._codecs(look)):
+        for way in otherwise(look.layouts, self._whole.rules, self._coded):
             yield Choice(way=way, ranks=whole)
         if self._is_compiled or not self._step.can_stand_by:
             return
@@ -341,7 +375,7 @@ class Adapting:
         if len(choice.ranks) >= len(self._members):
             return True
         more = choice.way.nbytes - now.peak.nbytes
-        return more <= _SHARE_OF_FREE_MEMORY * free_bytes(self._home)
+        return more <= _SHARE_OF_FREE_MEMORY * self._free
 
     def _codecs(self, look: Look) -> Sequence[Codec]:
         return codecs_here(look) if self._whole.budget.accuracy_loss else []
@@ -394,7 +428,7 @@ class Adapting:
         self._step.turn_to(plan, ranks)
         self._look, self._seen, self._members = look, seen, ranks
         self._pace = self._pace_of(plan, skips=_FIRST_STEPS)
-        self._unseen, self._next_unseen = 0, _UNSEEN
+        self._unseen = 0
         name = self._path.name.removesuffix(".toml").removesuffix(".plan")
         path = self._path.with_name(f"{name.partition('.adapted-')[0]}.adapted-{number}.plan.toml")
         self.written = path
@@ -407,7 +441,10 @@ class Adapting:
         )
 
     def _changed(self, before: _Seen, now: _Seen) -> str:
-        """Which link became another, and in which direction."""
+        """Which link became another, and in which direction; or that none did since the last time
+        that the plan was changed."""
+        if not self._is_other(now, before):
+            return "every way over these links has been weighed"
         whose, rate, then = "the link between ranks", now.link, before.link
         pair = rate.bytes_per_second, then.bytes_per_second
         if self._hosts > 1:

@@ -50,14 +50,34 @@ def why_not_otherwise(rules: Sequence[Rule]) -> str:
     return ""
 
 
-def otherwise(layouts: Layouts, rules: Sequence[Rule], codecs: Collection[Codec]) -> Iterator[Way]:
-    """Every way in which the ranks of this layout could send gradients, what else the rules say
-    being done. Codes begin at once: steps without them first would take the longest."""
+def in_codes(
+    layouts: Layouts, rules: Sequence[Rule], codecs: Collection[Codec]
+) -> tuple[tuple[Rule, ...], ...]:
+    """How the ranks of this layout send gradients fastest in each code."""
     layouts.layouts = [Layout.of(rules)]
+    coded, _ = Weighing(layouts=layouts, codecs=codecs).fastest(thoroughly=False)
+    return tuple(way.rules for way in coded)
+
+
+def otherwise(
+    layouts: Layouts, rules: Sequence[Rule], coded: Sequence[tuple[Rule, ...]]
+) -> Iterator[Way]:
+    """Every way in which the ranks of this layout could send gradients, without codes or as
+    ``coded``, what else the rules say being done."""
     kept = _kept(rules)
-    for own in _sent(layouts, codecs):
-        begun = (replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in own)
-        yield layouts.ways.counted(tuple(sorted((*begun, *kept))))
+    plain = (
+        way.rules
+        for way in layouts.ways.of(Layout.of(rules))
+        if not any(rule.trade == _STATES for rule in way.rules)
+    )
+    for own in (*plain, *coded):
+        yield layouts.ways.counted(at_once((*own, *kept)))
+
+
+def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The same, codes from the first step on: steps without them first would take the longest."""
+    begun = (replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules)
+    return tuple(sorted(begun))
 
 
 def on_fewer(layouts: Layouts, rules: Sequence[Rule], ranks: int) -> Iterator[Way]:
@@ -135,12 +155,3 @@ def worth_trying(
 
 def _kept(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules if rule.trade not in LAYOUT_TRADES)
-
-
-def _sent(layouts: Layouts, codecs: Collection[Codec]) -> Iterator[tuple[Rule, ...]]:
-    (layout,) = layouts.layouts
-    for way in layouts.ways.of(layout):
-        if not any(rule.trade == _STATES for rule in way.rules):
-            yield way.rules
-    coded, _ = Weighing(layouts=layouts, codecs=codecs).fastest(thoroughly=False)
-    yield from (way.rules for way in coded)

@@ -52,8 +52,8 @@ class Together(Protocol):
         """The largest number that was flagged before that question; 0 where none was."""
         ...
 
-    def same(self, number: int) -> int:
-        """What the first rank says."""
+    def same(self, number: int, *, of: int = 0) -> int:
+        """What the first rank says, or another one."""
         ...
 
     def most(self, number: int) -> int: ...
@@ -62,8 +62,8 @@ class Together(Protocol):
         """What all ranks say, in their order."""
         ...
 
-    def words(self, text: str) -> str:
-        """What the first rank says."""
+    def words(self, text: str, *, of: int = 0) -> str:
+        """What the first rank says, or another one."""
         ...
 
     def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
@@ -91,7 +91,8 @@ class Alone:
     def flag(self, number: int) -> None:
         pass
 
-    def same(self, number: int) -> int:
+    def same(self, number: int, *, of: int = 0) -> int:
+        assert of == 0
         return number
 
     def most(self, number: int) -> int:
@@ -100,7 +101,8 @@ class Alone:
     def each(self, number: int) -> list[int]:
         return [number]
 
-    def words(self, text: str) -> str:
+    def words(self, text: str, *, of: int = 0) -> str:
+        assert of == 0
         return text
 
     def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
@@ -134,9 +136,9 @@ class InGroup:
         assert 0 <= number < _STOP, number
         self._flag = max(self._flag, number)
 
-    def same(self, number: int) -> int:
+    def same(self, number: int, *, of: int = 0) -> int:
         held = torch.tensor(number, device=CPU)
-        dist.broadcast(held, src=0)
+        dist.broadcast(held, src=of)
         return int(held)
 
     def most(self, number: int) -> int:
@@ -150,12 +152,12 @@ class InGroup:
         dist.all_gather(held, own)
         return [int(one) for one in held]
 
-    def words(self, text: str) -> str:
-        said = text.encode() if self.saves else b""
-        held = torch.zeros(self.same(len(said)), dtype=torch.uint8, device=CPU)
-        if self.saves and said:
+    def words(self, text: str, *, of: int = 0) -> str:
+        said = text.encode() if dist.get_rank() == of else b""
+        held = torch.zeros(self.same(len(said), of=of), dtype=torch.uint8, device=CPU)
+        if said:
             held.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        dist.broadcast(held, src=0)
+        dist.broadcast(held, src=of)
         return bytes(held.tolist()).decode()
 
     def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
