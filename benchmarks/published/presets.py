@@ -22,6 +22,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.published.bert import bert_rows
+from benchmarks.published.foundry import foundry_rows
 from benchmarks.published.held_out import held_out_rows
 from benchmarks.published.megatron import megatron_rows
 from benchmarks.published.reaches import TABLES
@@ -46,6 +47,8 @@ _ABOUT = {
     "sc21-2": ("Megatron-LM", "GPT", "float16"),
     "korthikanti-5": ("Megatron-LM", "GPT", "float16"),
     "sc21-2-zero3": ("DeepSpeed", "GPT", "float16"),
+    "foundry-a100": ("llm-foundry", "MPT", "bfloat16"),
+    "foundry-h100": ("llm-foundry", "MPT", "bfloat16"),
     "foundry-h100-large": ("llm-foundry", "MPT", "bfloat16"),
     "titan-1": ("torchtitan", "Llama", "bfloat16"),
     "titan-3": ("torchtitan", "Llama", "bfloat16"),
@@ -101,12 +104,8 @@ def main() -> None:
 
 
 def published_steps() -> Iterator[tuple[Row, str]]:
-    """Every step on a device that a preset says something of, and whether that was fitted on it.
-
-    Of llm-foundry's tables the one that was held out on 128 and more devices; the others, of 8 to
-    64, are scored by all.py with figures of their own.
-    """
-    rows = [*megatron_rows(), *llama_rows(), *bert_rows(), *held_out_rows()]
+    """Every step on a device that a preset says something of, and whether that was fitted on it."""
+    rows = [*megatron_rows(), *foundry_rows(), *llama_rows(), *bert_rows(), *held_out_rows()]
     by_kind = {row.cluster.device.kind: row for row in rows}
     fitted = {row for kind in by_kind for row in _fitted_on(kind, rows)}
     for row in rows:
@@ -262,8 +261,21 @@ def _errors_toml(steps: Sequence[Step]) -> Iterator[str]:
     yield f"high_error = {_figure(high(abs(step.error) for step in steps))}"
     yield f"bias = {_figure(median(step.error for step in steps))}"
     found = doubt(steps)
-    if found is not None:
-        yield f"doubt = {_figure(found)}"
+    if found is None:
+        return
+    yield f"doubt = {_figure(found)}"
+    worst, missed, error = max(_by_software(steps), key=lambda one: one[1])
+    if missed > found:
+        yield f"worst_software = {_text(worst)}"
+        yield f"worst_error = {_figure(error)}"
+
+
+def _by_software(steps: Sequence[Step]) -> Iterator[tuple[str, float, float]]:
+    """Of each: by what median share of the prediction its steps differ, and of the measured."""
+    for software in dict.fromkeys(step.software for step in steps):
+        own = [step for step in steps if step.software == software]
+        missed = median(step.missed for step in own)
+        yield software, missed, median(abs(step.error) for step in own)
 
 
 def _figure(value: float) -> str:

@@ -81,6 +81,14 @@ def test_too_few_steps_narrow_nothing() -> None:
     assert _calibration(few, outside).doubt_of(_CASE) == 0.25
 
 
+def test_software_that_lies_beyond_the_interval_is_named() -> None:
+    score = _score("", inside=False, doubt=0.25)
+    missed = "missed by a median of 10 %, 20 % at the 90th percentile, 10 % too short at the median"
+    assert score.said == missed
+    odd = replace(score, worst_software="DeepSpeed", worst_error=0.55)
+    assert odd.said == f"{missed}, those of DeepSpeed by a median of 55 %"
+
+
 def test_layouts_of_one_kind_are_told_apart_sooner() -> None:
     known = _calibration()
     assert known.between(Kind.DATA, Kind.DATA) == 0.05

@@ -232,10 +232,11 @@ class Elsewhere:
         ranks = laid.layout.num_ranks
         least = self.search.least_seconds(ranks, limit, laid)
         gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
+        faster = "faster" if gap.startswith("0.0 ") else f"more than {gap} faster"
         count = len(self.search.ways(ranks))
         on = f"{ranks} devices" if ranks > 1 else "one device"
         alike = rivals_said(rivals(self.search, laid, limit))
-        none = f"none of {count} layouts on {on} is predicted to be more than {gap} faster"
+        none = f"none of {count} layouts on {on} is predicted to be {faster}"
         notes = [
             f"{none}, each with any of its blocks computed again",
             *([alike] if alike else []),

@@ -84,6 +84,8 @@ class Score:
     is empty where they are of several. ``median_error`` and ``high_error`` (90th percentile) are of
     predicted over measured, without sign; ``bias`` is the median with its sign. ``doubt`` is the
     share of a prediction by which nine of ten such steps differ from it; None for too few of them.
+    ``worst_software`` is one whose steps differ by more at the median, ``worst_error`` by how much;
+    empty where there is none.
     """
 
     kind: str
@@ -93,13 +95,18 @@ class Score:
     high_error: float
     bias: float
     doubt: float | None
+    worst_software: str = ""
+    worst_error: float = 0.0
 
     @property
     def said(self) -> str:
         worst = f", {percent(self.high_error)} at the 90th percentile" if self.doubt else ""
         sign = "long" if self.bias > 0 else "short"
         bias = f", {percent(abs(self.bias))} too {sign} at the median"
-        return f"missed by a median of {percent(self.median_error)}{worst}{bias}"
+        odd = ""
+        if self.worst_software:
+            odd = f", those of {self.worst_software} by a median of {percent(self.worst_error)}"
+        return f"missed by a median of {percent(self.median_error)}{worst}{bias}{odd}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

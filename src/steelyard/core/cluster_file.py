@@ -302,6 +302,8 @@ def _calibration(table: CalibrationTable) -> Calibration:
                 high_error=score.high_error,
                 bias=score.bias,
                 doubt=score.doubt,
+                worst_software=score.worst_software,
+                worst_error=score.worst_error,
             )
             for score in table.score
         ),

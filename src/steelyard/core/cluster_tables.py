@@ -133,6 +133,8 @@ class ScoreTable(DomainTable):
     high_error: _Error
     bias: Annotated[float, Field(ge=-1, le=100)]
     doubt: _Error | None = None
+    worst_software: Annotated[str, Field(max_length=60)] = ""
+    worst_error: _Error = 0.0
 
 
 class PairsTable(BaseModel):
