@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from steelyard.api.adapting import Adapting, _Seen
+from steelyard.core.layout import Layout
 from steelyard.core.link import Link
+from steelyard.core.rules import Rule
+from steelyard.search.ways import Way
 
 FAST = Link(kind="network", latency_seconds=1e-4, bytes_per_second=118e6)
 SLOW = Link(kind="network", latency_seconds=1e-4, bytes_per_second=5.9e6)
@@ -22,7 +25,8 @@ def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) 
     one: Any = Adapting.__new__(Adapting)
     one._home, one._is_compiled = torch.device("cpu"), False
     one._hosts, one._num_ranks, one._members = hosts, hosts * each, members
-    one._rank = one._weigher = one._unseen = 0
+    one._rank = one._weigher = one._unseen = one._left_at = 0
+    one._gave_up_codes = False
     one._next_unseen = 3
     one._seen, one._looked, one._beside = _Seen(link=FAST), None, None
     one._waited = 0.0
@@ -32,6 +36,7 @@ def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) 
         traffic=lambda: SimpleNamespace(waited=0.0),
         plan=SimpleNamespace(decisions=SimpleNamespace(rules=())),
         is_as_planned=False,
+        gave_up_codes=False,
     )
     one._pace = mock.Mock()
     return one
@@ -43,13 +48,15 @@ def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) 
 )
 def test_a_host_that_stands_by_weighs_other_plans(members: tuple[int, ...], weigher: int) -> None:
     own = adapting(hosts=3, each=2, members=members)
-    assert own._least_busy() == weigher
+    assert own._least_busy(50) == weigher
+    assert own._least_busy(5000) == 0, "its weights are those of long ago"
     own._is_compiled = True  # then all ranks wait while the first one weighs
-    assert own._least_busy() == 0
+    assert own._least_busy(50) == 0
 
 
 def test_links_that_change_while_plans_are_weighed_are_weighed_anew() -> None:
     own = adapting()
+    own._rank = own._weigher = 1  # of the host that stands by
     weighed = mock.Mock(**{"is_done.return_value": False})
     own._looked, own._beside = (SLOW, _Seen(link=SLOW)), weighed
     with (
@@ -59,13 +66,52 @@ def test_links_that_change_while_plans_are_weighed_are_weighed_anew() -> None:
         assert [own.after(number, 0.4) for number in range(4)] == [False] * 4
         assert links.call_count == 1, "links are measured in every third step"
         assert own._beside is weighed, "links are as they were: what is weighed is of use"
-        links.return_value = _Seen(link=FAST)
-        own._weigher = 0
-        assert own.after(4, 0.4) is False
-        assert own.after(5, 0.4) is True
+        links.side_effect = [_Seen(link=FAST), _Seen(link=SLOW)]
+        assert [own.after(number, 0.4) for number in (4, 5)] == [False] * 2
+        assert own._beside is weighed, "the second look did not confirm the first"
+        links.side_effect = [_Seen(link=FAST)] * 2
+        own._members = (0, 1)  # as they are behind a turn to all, which is patched
+        own._unseen = 2
+        with mock.patch.object(Adapting, "_is_time_to_look", return_value=True):
+            assert own.after(6, 0.4) is True
     weighed.end.assert_called_once()
     assert own._looked == (FAST, _Seen(link=FAST))
-    assert turned.call_args.args == (5, FAST, _Seen(link=FAST))
+    assert turned.call_args.args == (6, FAST, _Seen(link=FAST))
+
+
+def test_a_slow_step_is_looked_at_while_plans_are_weighed() -> None:
+    own = adapting(members=(0, 1))
+    own._rank = 1
+    own._looked, own._together.flagged = (SLOW, _Seen(link=SLOW)), 1
+    with mock.patch.object(Adapting, "_links_now", return_value=_Seen(link=SLOW)) as links:
+        assert own.after(1, 0.4) is False
+    links.assert_called_once()
+    own._pace.settle.assert_called_once()
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave_up: bool) -> None:
+    own = adapting()
+    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    code = Rule(trade="ternary_gradients", module="a", count=1)
+    ways = SimpleNamespace(
+        counted=lambda rules: Way(rules=rules, layout=Layout(batch=2), seconds=0.2, nbytes=9)
+    )
+    look = SimpleNamespace(layouts=SimpleNamespace(ways=ways))
+    look.settled = lambda: look
+    own._gave_up_codes, own._first_drift = gave_up, "1 ± 0.1 %"
+    own._whole = SimpleNamespace(rules=(rule, code), budget=SimpleNamespace(memory_bytes=None))
+    own._together.saves, own._together.words = True, lambda text: text
+    own._step.can_stand_by = True
+    with (
+        mock.patch.object(Adapting, "_fewer", return_value=[]),
+        mock.patch.object(Adapting, "_worth_trying", lambda *given: given[4]),
+        mock.patch.object(Adapting, "_written", lambda *_, drift: drift),
+        mock.patch.object(Adapting, "_turn_by") as turned,
+    ):
+        assert own._has_turned_at_once(7, look, _Seen(link=FAST)) is not gave_up
+    if not gave_up:
+        turned.assert_called_once_with(7, look, "1 ± 0.1 %")
 
 
 def test_a_turn_says_which_link_became_another() -> None:
@@ -74,4 +120,4 @@ def test_a_turn_says_which_link_became_another() -> None:
     assert own._changed(fast, slow) == (
         "host 1's link now carries 5.9 MB/s, 118 MB/s when the plan was made"
     )
-    assert own._changed(slow, slow) == "every way over these links has been weighed"
+    assert own._changed(slow, slow) == "other plans were compared over the present links"

@@ -69,8 +69,9 @@ def test_outside_the_error_outside_is_taken_and_inside_that_inside() -> None:
     assert known.doubt_of(_CASE) == 0.03
     assert known.doubt_of(replace(_CASE, devices=1024)) == 0.25
     assert known.doubt_of(replace(_CASE, kind=Kind.TENSOR)) == 0.4
-    # No published step says how fast single precision is.
+    # No published step says how fast single precision is, or stages alone.
     assert known.doubt_of(replace(_CASE, precision="float32")) == DECLARED_DOUBT
+    assert known.doubt_of(replace(_CASE, kind=Kind.PIPELINE)) == DECLARED_DOUBT
 
 
 def test_too_few_steps_narrow_nothing() -> None:

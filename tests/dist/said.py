@@ -98,3 +98,9 @@ def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]
         Exchange.REDUCE_SCATTER: (lambda x: wait(calls[SCATTER](x, "sum", count, "")), count),
         Exchange.ALL_TO_ALL: (lambda x: wait(calls[EACH_TO_EACH](x, [], [], "")), count),
     }  # fmt: skip
+
+
+def words(rank: int) -> list[str]:
+    """Of each rank in turn, and of the first where none is named."""
+    together, own = InGroup(), f"rank {rank} \0 says: ± 1"
+    return [together.words(own), *(together.words(own, of=of) for of in (0, 1)), together.words("")]

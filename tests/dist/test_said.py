@@ -33,3 +33,8 @@ def test_what_ranks_ask_before_a_step_is_known_as_the_kernel_counts_it(count: in
     """It is in no prediction of a step, and in none of its receipts."""
     for rank in on_ranks("tests.dist.said:asked", count=count):
         assert rank["counted"] == rank["said"] > 0
+
+
+def test_all_ranks_hear_the_words_of_any_of_them() -> None:
+    expected = [f"rank {of} \0 says: ± 1" for of in (0, 0, 1)]
+    assert on_two_ranks("tests.dist.said:words") == [[*expected, ""]] * 2

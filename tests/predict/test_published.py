@@ -88,6 +88,15 @@ def test_calibrations_are_what_the_recorded_predictions_say() -> None:
     assert found == presets.PRESET.read_text(encoding="utf-8"), "run that script"
 
 
+def test_software_is_named_whose_steps_lie_beyond_the_interval() -> None:
+    steps = [s for s in presets.read_record() if s.device.startswith("A100")]
+    odd = [s for s in steps if s.software in ("DeepSpeed", "llm-foundry")]
+    lines = list(presets._errors_toml(odd))
+    assert 'worst_software = "DeepSpeed"' in lines
+    even = [s for s in odd if s.software == "llm-foundry"]
+    assert not any(line.startswith("worst") for line in presets._errors_toml(even))
+
+
 def test_what_is_recorded_was_measured_so_and_nothing_held_out_was_fitted() -> None:
     recorded = {
         (step.table, step.name, step.measured_seconds): step for step in presets.read_record()

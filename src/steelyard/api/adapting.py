@@ -59,16 +59,18 @@ _TO_LOOK, _ANSWERED = 1, 2
 _OTHER, _MESSAGE_BYTES = 1.25, 1 << 20
 # Steps of another plan that are not looked at: in the first of them programs are bound anew.
 _FIRST_STEPS = 2
-# Where nothing is exchanged, the link is looked at again after so many steps: as many as make that
-# cost this share of them.
-_UNSEEN, _MOST_UNSEEN, _LOOKING_SHARE = 10, 160, 0.02
+# A link that steps do not use is measured again after so many steps that measuring takes this share
+# of their time.
+_UNSEEN, _MOST_UNSEEN, _LOOKING_SHARE = 10, 1600, 0.02
+# Codes are probed on the weights of a host that stands by for at most so many steps.
+_RECENT_STEPS = 100
 # So many ways are lowered in a look, while all ranks wait.
 _LOWERED = 3
 # Of the memory that is free, what a step on fewer ranks may take more than the one that runs.
 _SHARE_OF_FREE_MEMORY = 0.5
 
-# Between what is told to other ranks.
-_SIDE = "\0"
+# Between what is told to other ranks, and before why there is nothing to tell.
+_SIDE, _FAILED = "\0", "\1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,9 @@ class Adapting:
         self._looked: tuple[Look, _Seen] | None = None
         # Bytes on the device that has least of them, when links were measured.
         self._free = 0
+        # After which step a host left, the last time that one did.
+        self._left_at = 0
+        self._gave_up_codes = False
         self._beside: Background | None = None
         self._answer: str | None = None
         self._unseen, self._next_unseen = 0, _UNSEEN
@@ -134,6 +139,7 @@ class Adapting:
         warm_codes(self._codecs(self._look), num_ranks=self._num_ranks)
         each = self._num_ranks // self._hosts
         if self._rank == 0 or (self._step.can_stand_by and self._rank % each == 0):
+            self._priced(self._look, self._whole.rules)
             for _ in self._choices(self._look, self._seen):
                 pass
 
@@ -142,13 +148,14 @@ class Adapting:
         traffic = self._step.traffic().waited
         waited, self._waited = traffic - self._waited, traffic
         flagged = self._together.flagged
-        if self._looked is None:
-            self._note_pace(seconds, waited)
-        elif flagged == _ANSWERED:
+        self._gave_up_codes |= self._step.gave_up_codes
+        if flagged == _ANSWERED:
             return self._answered(number)
-        is_slow = self._looked is None and flagged == _TO_LOOK
-        if is_slow or self._is_time_to_look():
+        self._note_pace(seconds, waited)
+        if flagged == _TO_LOOK:
             return self._look_at_links(number)
+        if self._is_time_to_look():
+            return self._look_at_links(number, is_to_be_sure=True)
         if self._beside is not None and self._beside.is_done():
             self._together.flag(_ANSWERED)
         # What was exchanged in here is no part of a step.
@@ -173,22 +180,24 @@ class Adapting:
         self._unseen += 1
         return self._unseen >= self._next_unseen
 
-    def _look_at_links(self, number: int) -> bool:
+    def _look_at_links(self, number: int, *, is_to_be_sure: bool = False) -> bool:
         """Measured by all ranks; where they are other ones, all turn at once to what is known and
-        faster, and one rank begins to weigh all ways. Whether they turned."""
+        faster, and one rank begins to weigh all ways. Whether they turned. ``is_to_be_sure``
+        measures again what differs: no slow step says so too."""
         self._unseen = 0
         seen = self._links_now()
         before = self._seen if self._looked is None else self._looked[1]
+        if is_to_be_sure and self._is_other(seen, before):
+            seen = self._links_now()
         if not self._is_other(seen, before):
-            if self._looked is None:
-                self._pace.settle()
+            self._pace.settle()
             return False
         self.close()  # what is weighed is over links that are others by now
         look = self._look.over(seen.link)
         self._looked = look, seen
         self._free = min(self._together.each(free_bytes(self._home)))
         has_turned = self._is_background and self._has_turned_at_once(number, look, seen)
-        self._weigher = self._least_busy()
+        self._weigher = self._least_busy(number)
         if self._rank != self._weigher:
             return has_turned
         rules = self._step.plan.decisions.rules
@@ -203,17 +212,19 @@ class Adapting:
             self._together.flag(_ANSWERED)
         return has_turned
 
-    def _least_busy(self) -> int:
+    def _least_busy(self, number: int) -> int:
         """The first rank of the first host that stands by, which has nothing else to do; the first
-        rank of all where none does, or where ways are weighed between two steps."""
+        rank of all where none does, where ways are weighed between two steps, or where a host has
+        stood by for long: codes are probed on the weights that it has."""
         each = self._num_ranks // self._hosts
         idle = (rank for rank in range(0, self._num_ranks, each) if rank not in self._members)
-        return next(idle, 0) if self._is_background else 0
+        is_recent = number - self._left_at <= _RECENT_STEPS
+        return next(idle, 0) if self._is_background and is_recent else 0
 
     def _has_turned_at_once(self, number: int, look: Look, seen: _Seen) -> bool:
         """To the plan as it is on fewer hosts, or to the one that the run began with, which take a
-        moment to price. Other codes have to be probed first, and meanwhile steps need not wait for
-        a slow link, or do without one that is fast again."""
+        moment to price. Other codes have to be probed first, and meanwhile the run neither waits
+        for a slow link nor leaves a restored one unused."""
         text = ""
         if self._together.saves and self._step.can_stand_by:
             quick = look.settled()
@@ -223,7 +234,7 @@ class Adapting:
                 for ranks, among in self._fewer(quick, seen)
                 if len(ranks) < len(self._members)
             ]
-            if len(self._members) < self._num_ranks:
+            if len(self._members) < self._num_ranks and not self._gave_up_codes:
                 first = quick.layouts.ways.counted(at_once(self._whole.rules))
                 choices.append(Choice(way=first, ranks=tuple(range(self._num_ranks))))
             better = self._worth_trying(quick, seen, rules, choices, most or math.inf)
@@ -237,7 +248,7 @@ class Adapting:
 
     def _written(self, choice: Choice, *, drift: str) -> str:
         """For all ranks: the drift that a probe saw, who takes part, and the rules."""
-        written = encode_decisions(replace(self._whole, rules=choice.way.rules))
+        written = encode_decisions(replace(self._whole, rules=choice.way.rules, used_ranks=()))
         return _SIDE.join((drift, json.dumps(choice.ranks), written))
 
     def _turn_by(self, number: int, look: Look, text: str) -> None:
@@ -269,6 +280,9 @@ class Adapting:
         look, then = self._looked
         said = self._said() if self._rank == self._weigher else ""
         text = self._together.words(said, of=self._weigher)
+        if text.startswith(_FAILED):
+            self._tell(f"how to go on was not found: {text.removeprefix(_FAILED)}")
+            text = ""
         if not text:
             self._look, self._seen, self._looked = look, then, None
             self._pace.settle()
@@ -281,12 +295,13 @@ class Adapting:
         return True
 
     def _said(self) -> str:
-        """The answer, in words for all; empty where there is nothing better."""
+        """The answer, in words for all; empty where there is nothing better. What begins with
+        ``_FAILED`` is why there is none."""
         answer, self._answer = self._answer, None
         if self._beside is not None:
             answer = self._beside.answer
             if self._beside.failure:
-                self._tell(f"how to go on was not found: {self._beside.failure}")
+                answer = f"{_FAILED}{self._beside.failure}"
             self._beside = None
         return answer or ""
 
@@ -421,9 +436,13 @@ class Adapting:
         predicted = self._priced(self._among(own, seen, ranks), rules)
         if drift:
             predicted = replace(predicted, quad=replace(predicted.quad, accuracy_loss=drift))
+        if not set(members) <= set(ranks):
+            self._left_at = number
+        used = tuple(self._whole.ranks_used(self._num_ranks)[rank] for rank in ranks)
+        used = () if used == tuple(range(len(used))) else used
         plan = replace(
-            self._step.plan, decisions=replace(self._whole, rules=rules), predicted=predicted,
-            taken=(), refused=(), num_offers=0,
+            self._step.plan, decisions=replace(self._whole, rules=rules, used_ranks=used),
+            predicted=predicted, taken=(), refused=(), num_offers=0,
         )  # fmt: skip
         self._step.turn_to(plan, ranks)
         self._look, self._seen, self._members = look, seen, ranks
@@ -444,7 +463,7 @@ class Adapting:
         """Which link became another, and in which direction; or that none did since the last time
         that the plan was changed."""
         if not self._is_other(now, before):
-            return "every way over these links has been weighed"
+            return "other plans were compared over the present links"
         whose, rate, then = "the link between ranks", now.link, before.link
         pair = rate.bytes_per_second, then.bytes_per_second
         if self._hosts > 1:

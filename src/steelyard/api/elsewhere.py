@@ -232,7 +232,9 @@ class Elsewhere:
         ranks = laid.layout.num_ranks
         least = self.search.least_seconds(ranks, limit, laid)
         gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
-        faster = "faster" if gap.startswith("0.0 ") else f"more than {gap} faster"
+        if gap.startswith("0.0 "):
+            gap = "0.1 %"
+        faster = f"more than {gap} faster" if least < laid.step.step_seconds else "faster"
         count = len(self.search.ways(ranks))
         on = f"{ranks} devices" if ranks > 1 else "one device"
         alike = rivals_said(rivals(self.search, laid, limit))

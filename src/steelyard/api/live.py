@@ -437,6 +437,12 @@ class Step:
         """Whether the last step's gradients went in the codes that the plan says."""
         return self.live.rung == 0
 
+    @property
+    def gave_up_codes(self) -> bool:
+        """Whether the guard has left a code of this plan for one that loses less."""
+        guard = self.live.guard
+        return guard is not None and guard.rung != 0 and not guard.warm_up
+
     def notes_on_codes(self, traffic: Sequence[Traffic]) -> tuple[str, ...]:
         """What coding took, how many steps went without, what was held back, and which codes were
         given up."""

@@ -84,8 +84,8 @@ class Score:
     is empty where they are of several. ``median_error`` and ``high_error`` (90th percentile) are of
     predicted over measured, without sign; ``bias`` is the median with its sign. ``doubt`` is the
     share of a prediction by which nine of ten such steps differ from it; None for too few of them.
-    ``worst_software`` is one whose steps differ by more at the median, ``worst_error`` by how much;
-    empty where there is none.
+    ``worst_software`` is the one whose median difference exceeds ``doubt`` most, and
+    ``worst_error`` its median error; empty where none exceeds it.
     """
 
     kind: str
@@ -141,7 +141,9 @@ class Calibration:
         if score is None or score.doubt is None:
             return DECLARED_DOUBT
         precisions = {p for score in self.scores for p in score.domain.precisions}
+        kinds = {kind for s in self.scores for kind in (s.kind, *s.domain.kinds)}
         is_known = case.precision in precisions | set(self.fitted.precisions)
+        is_known &= case.kind.value in kinds | set(self.fitted.kinds)
         return score.doubt if is_known else max(score.doubt, DECLARED_DOUBT)
 
     def between(self, one: Kind, other: Kind) -> float:
