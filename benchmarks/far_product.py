@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
 from steelyard.api.live import Step
-from steelyard.api.planning import Planned
+from steelyard.api.planned import Planned
 from steelyard.core.rules import Rule
 
 WIDTH, ROWS, PAIRS = 8192, 384, 9

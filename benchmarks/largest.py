@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import steelyard as sy
 from steelyard.api.largest import IN_ONE_PIECE, largest
 from steelyard.api.look import Request
-from steelyard.api.planning import planned
+from steelyard.api.planned import planned
 from steelyard.core.budget import Maximize
 from steelyard.measure.meter import meter
 from tests.zoo.case import next_token_loss, tokens

@@ -110,7 +110,7 @@ def _look(name: str) -> Any:
 
 def _prepared(name: str, folder: Path) -> Contest:
     """The plans, written for the ranks to read."""
-    from steelyard.api.planning import planned
+    from steelyard.api.planned import planned
     from steelyard.core.budget import Budget
     from steelyard.core.plan import Decisions
     from steelyard.core.planfile import write_decisions

@@ -147,7 +147,7 @@ def _look(name: str, optimizer: str) -> Any:
 
 def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     """The plan and all ways, written for the ranks to read."""
-    from steelyard.api.planning import planned
+    from steelyard.api.planned import planned
     from steelyard.core.budget import Budget
     from steelyard.core.codec import CODES
     from steelyard.core.plan import Decisions

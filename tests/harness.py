@@ -26,7 +26,7 @@ from torch.utils.flop_counter import (
 )
 
 from steelyard.api import pricing
-from steelyard.api.planning import Planned
+from steelyard.api.planned import Planned
 from steelyard.capture.source import StepSource
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Far, Link

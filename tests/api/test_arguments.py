@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import steelyard as sy
-from steelyard.api.planning import Planned
+from steelyard.api.planned import Planned
 from steelyard.core.errors import BadInput, BudgetError
 from tests.report.sample import PLAN
 

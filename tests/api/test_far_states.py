@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.api.live import Step, resident_bytes
-from steelyard.api.planning import Planned
+from steelyard.api.planned import Planned
 from steelyard.core.errors import BadInput, Infeasible, Mismatch, PlanFileError
 from steelyard.core.rules import Rule
 from steelyard.exchange.states import why_undivided

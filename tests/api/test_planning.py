@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.planning import planned
+from steelyard.api.planned import planned
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.search.variant import Variant
 from steelyard.trades import TRADES

@@ -224,7 +224,7 @@ def _off_after(steps: int) -> Callable[[Pace, float, float], bool]:
 
 
 def _for_a_slow_link(planned: Any) -> Any:
-    from steelyard.api.planning import Planned
+    from steelyard.api.planned import Planned
 
     links = planned.look.prices.costs.links
     look = planned.look.over(replace(links["data"], bytes_per_second=SLOW))

@@ -13,7 +13,7 @@ import pytest
 import steelyard as sy
 from steelyard import api
 from steelyard.api.look import Look, Request, Runner
-from steelyard.api.planning import planned
+from steelyard.api.planned import planned
 from steelyard.api.pricing import Progress
 from tests.docs import pages
 from tests.harness import in_a_hurry

@@ -7,7 +7,8 @@ from steelyard.api.demo import demo
 from steelyard.api.hosts import Meeting, keep_to_own_gpu, know_ranks_here, meeting
 from steelyard.api.live import Step
 from steelyard.api.machine import doctor
-from steelyard.api.planning import Planned, load, load_planned, plan, plan_workload
+from steelyard.api.planned import Planned
+from steelyard.api.planning import load, load_planned, plan, plan_workload
 from steelyard.api.ranks import as_a_rank, hold_meeting_place, joined_ranks, restarts
 from steelyard.api.scaling import scale_workload
 from steelyard.api.training import run_workload

@@ -14,7 +14,7 @@ import torch
 from steelyard.api.coded import note_on_accuracy, untried
 from steelyard.api.held import batch_held
 from steelyard.api.look import Request
-from steelyard.api.planning import Planned, budget_of, check_trade
+from steelyard.api.planned import Planned, budget_of, check_trade
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.amounts import format_bytes, format_seconds, format_share
 from steelyard.core.budget import Budget, Minimize

@@ -7,7 +7,7 @@ Not for the search inside one shape: see search/.
 from dataclasses import replace
 
 from steelyard.api.look import Look, Request
-from steelyard.api.planning import Planned, planned
+from steelyard.api.planned import Planned, planned
 from steelyard.capture.scaling import impossible, sizes_of
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Maximize

@@ -13,7 +13,7 @@ import torch
 from steelyard.api.adapting import Adapting
 from steelyard.api.hosts import check_seen_by_all
 from steelyard.api.live import Step
-from steelyard.api.planning import Planned
+from steelyard.api.planned import Planned
 from steelyard.api.ranks import keep_to_own_cores
 from steelyard.api.workload import Workload
 from steelyard.core.receipt import Measured, Receipt

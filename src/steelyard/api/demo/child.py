@@ -16,7 +16,8 @@ from torch import nn
 
 from steelyard.api.demo.gpt import Size, workload
 from steelyard.api.look import Request
-from steelyard.api.planning import load_planned, planned
+from steelyard.api.planned import planned
+from steelyard.api.planning import load_planned
 from steelyard.api.training import run_workload
 from steelyard.api.workload import Workload
 from steelyard.core.budget import Budget
