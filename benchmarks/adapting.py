@@ -187,8 +187,8 @@ def _all_well(started: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path
 def _changed(
     made: Hosts, folders: Sequence[Path], rate: int, *, step: int = 0, after_turn: int = 0
 ) -> float:
-    """When the links were given another rate: after ``step`` steps, or so many steps after the
-    first turn to another plan."""
+    """Change the rate of all links after ``step`` steps, or ``after_turn`` steps after the run
+    first changed its plan, and return the time of the change."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < until:
         time.sleep(0.05)
@@ -238,7 +238,8 @@ def _lost(
 
 
 def _until(good: float, took: Sequence[float]) -> tuple[int, float]:
-    """How many steps pass before several in a row are about as good, and what they take more."""
+    """Count the steps before several in a row are about as fast as ``good``, and the seconds that
+    they take beyond it."""
     rows = (
         n
         for n in range(len(took) - _IN_A_ROW)

@@ -271,7 +271,8 @@ def _errors_toml(steps: Sequence[Step]) -> Iterator[str]:
 
 
 def _by_software(steps: Sequence[Step]) -> Iterator[tuple[str, float, float]]:
-    """Of each: by what median share of the prediction its steps differ, and of the measured."""
+    """Yield each software with the median error of its steps, as a share of the prediction and as a
+    share of the measured time."""
     for software in dict.fromkeys(step.software for step in steps):
         own = [step for step in steps if step.software == software]
         missed = median(step.missed for step in own)

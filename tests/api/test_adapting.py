@@ -1,5 +1,4 @@
-"""Which rank weighs other plans while a run goes on, and what becomes of that when links change
-again meanwhile."""
+"""``run --adapt``: the rank that weighs other plans, and links that change again meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ SLOW = Link(kind="network", latency_seconds=1e-4, bytes_per_second=5.9e6)
 
 
 def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) -> Any:
-    """Of the first rank; nothing of it was measured."""
+    """Build the object of rank 0 without a step, links or measurements."""
     one: Any = Adapting.__new__(Adapting)
     one._home, one._is_compiled = torch.device("cpu"), False
     one._hosts, one._num_ranks, one._members = hosts, hosts * each, members

@@ -120,7 +120,7 @@ def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_pat
 
 
 def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
-    """How gradients are sent is weighed again in a run, in which nothing is measured any more."""
+    """``run --adapt`` compares plans with other buckets, and measures nothing for them."""
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
     source = StepSource(

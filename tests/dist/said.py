@@ -101,6 +101,6 @@ def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]
 
 
 def words(rank: int) -> list[str]:
-    """Of each rank in turn, and of the first where none is named."""
+    """Broadcast a text from the default rank, and from each of two ranks."""
     together, own = InGroup(), f"rank {rank} \0 says: ± 1"
     return [together.words(own), *(together.words(own, of=of) for of in (0, 1)), together.words("")]

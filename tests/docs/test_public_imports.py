@@ -34,7 +34,8 @@ def _sources() -> Iterator[tuple[str, str]]:
 
 
 def _shown() -> dict[tuple[str, str], str]:
-    """Where each pair of module and name is shown first; the name is empty for a module alone."""
+    """Map each imported (module, name) to the place that shows it first; the name is empty for a
+    module alone."""
     found: dict[tuple[str, str], str] = {}
     for where, text in _sources():
         tree = ast.parse(text)

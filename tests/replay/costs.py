@@ -66,7 +66,7 @@ def _seconds(node: Node) -> Estimate:
 
 
 def _workspace(node: Node) -> int:
-    """Of products alone, as kernels that pack their arguments hold some."""
+    """Only matrix products and the like have workspace, as kernels that pack their operands do."""
     share = _COSTS["operators"]["workspace"] if node.flops else 0.0
     return round(share * sum(output.nbytes for output in node.outputs))
 

@@ -121,6 +121,11 @@ class Adapting:
             self._prepare()
 
     @property
+    def _each(self) -> int:
+        """Ranks of each host."""
+        return self._num_ranks // self._hosts
+
+    @property
     def _is_background(self) -> bool:
         """Whether ways are weighed in a process of its own; a compiler has threads that do not come
         along, and CUDA does not survive it."""
@@ -128,8 +133,8 @@ class Adapting:
 
     @cached_property
     def _coded(self) -> tuple[tuple[Rule, ...], ...]:
-        """How gradients would go in codes, fastest over the link that the plan is for. Over another
-        one they go the same way: what other codes compute is not measured in a run."""
+        """The rules of the fastest step in each gradient code, over the link that the plan was made
+        for. Other links use the same rules, because no further operators are measured in a run."""
         codecs = self._codecs(self._look)
         return in_codes(self._look.layouts, self._whole.rules, codecs)
 
@@ -137,8 +142,7 @@ class Adapting:
         """What ways there are is captured and measured before the first step, so that later on only
         links are other ones. Every rank has the codes compiled."""
         warm_codes(self._codecs(self._look), num_ranks=self._num_ranks)
-        each = self._num_ranks // self._hosts
-        if self._rank == 0 or (self._step.can_stand_by and self._rank % each == 0):
+        if self._rank == 0 or (self._step.can_stand_by and self._rank % self._each == 0):
             self._priced(self._look, self._whole.rules)
             for _ in self._choices(self._look, self._seen):
                 pass
@@ -181,9 +185,11 @@ class Adapting:
         return self._unseen >= self._next_unseen
 
     def _look_at_links(self, number: int, *, is_to_be_sure: bool = False) -> bool:
-        """Measured by all ranks; where they are other ones, all turn at once to what is known and
-        faster, and one rank begins to weigh all ways. Whether they turned. ``is_to_be_sure``
-        measures again what differs: no slow step says so too."""
+        """Measure the links on all ranks. If they have changed, switch at once to a known plan that
+        is faster, and let one rank start to weigh all plans. Returns True if the plan was switched.
+
+        ``is_to_be_sure`` measures a change twice, because no slow step confirms it.
+        """
         self._unseen = 0
         seen = self._links_now()
         before = self._seen if self._looked is None else self._looked[1]
@@ -213,11 +219,12 @@ class Adapting:
         return has_turned
 
     def _least_busy(self, number: int) -> int:
-        """The first rank of the first host that stands by, which has nothing else to do; the first
-        rank of all where none does, where ways are weighed between two steps, or where a host has
-        stood by for long: codes are probed on the weights that it has."""
-        each = self._num_ranks // self._hosts
-        idle = (rank for rank in range(0, self._num_ranks, each) if rank not in self._members)
+        """Return the first rank of the first host that stands by, whose cores are idle.
+
+        Rank 0 instead if no host stands by, if plans are weighed between two steps, or if the host
+        left long ago: codes are probed on that rank's weights, which are no longer updated.
+        """
+        idle = (r for r in range(0, self._num_ranks, self._each) if r not in self._members)
         is_recent = number - self._left_at <= _RECENT_STEPS
         return next(idle, 0) if self._is_background and is_recent else 0
 
@@ -274,8 +281,7 @@ class Adapting:
         return any(max(pair) > _OTHER * min(pair) for pair in pairs)
 
     def _answered(self, number: int) -> bool:
-        """What was found by the rank that weighed all ways, which all turn to if links are as they
-        were then."""
+        """Switch all ranks to the plan that was found, if the links are still the same."""
         assert self._looked is not None
         look, then = self._looked
         said = self._said() if self._rank == self._weigher else ""
@@ -365,7 +371,7 @@ class Adapting:
 
     def _fewer(self, look: Look, seen: _Seen) -> Iterator[tuple[tuple[int, ...], Look]]:
         """The ranks of fewer hosts, the best-joined, over the links among them."""
-        each, degrees = self._num_ranks // self._hosts, look.source.sharers()
+        each, degrees = self._each, look.source.sharers()
         are_unequal = bool(Layout.of(self._whole.rules).shares)
         for count in numbers_of_hosts(self._hosts):
             members = best_hosts(self._rates(seen), count)
@@ -380,7 +386,7 @@ class Adapting:
         """Over the links that these ranks have among them."""
         if len(ranks) == self._num_ranks or not seen.rates:
             return look
-        each = self._num_ranks // self._hosts
+        each = self._each
         return look.over(link_among(seen.link, seen.rates, sorted({r // each for r in ranks})))
 
     def _is_possible(self, look: Look, choice: Choice, now: Prediction) -> bool:
@@ -460,8 +466,7 @@ class Adapting:
         )
 
     def _changed(self, before: _Seen, now: _Seen) -> str:
-        """Which link became another, and in which direction; or that none did since the last time
-        that the plan was changed."""
+        """Name the link that has changed since the last switch, and its old and new rate."""
         if not self._is_other(now, before):
             return "other plans were compared over the present links"
         whose, rate, then = "the link between ranks", now.link, before.link
@@ -478,7 +483,7 @@ class Adapting:
     def _going_on(
         self, rules: tuple[Rule, ...], ranks: tuple[int, ...], before: tuple[int, ...]
     ) -> str:
-        each = self._num_ranks // self._hosts
+        each = self._each
         hosts = sorted({rank // each for rank in ranks})
         if len(ranks) < self._num_ranks:
             said = f"hosts {', '.join(map(str, hosts))} go on"

@@ -439,7 +439,7 @@ class Step:
 
     @property
     def gave_up_codes(self) -> bool:
-        """Whether the guard has left a code of this plan for one that loses less."""
+        """True if the guard has replaced a gradient code of this plan by a less lossy one."""
         guard = self.live.guard
         return guard is not None and guard.rung != 0 and not guard.warm_up
 

@@ -64,12 +64,12 @@ class Planned:
 
     @property
     def baseline(self) -> Quad:
-        """What eager PyTorch costs, as a Quad."""
+        """The cost of eager PyTorch."""
         return self.plan.before.quad
 
     @property
     def predicted(self) -> Quad:
-        """What the plan is predicted to cost."""
+        """The predicted cost of the plan."""
         return self.plan.predicted.quad
 
     @property
@@ -96,7 +96,7 @@ class Planned:
         return Planned(look, replace(self.plan, frontier=curve, least_within=0))
 
     def simulated(self) -> tuple[Span, ...]:
-        """What each rank does when, as it is predicted: the step drawn out."""
+        """The predicted timeline of each rank."""
         look = self._look
         return spans(look.as_run(look.struck(self.plan.decisions.rules)), look.costs)
 

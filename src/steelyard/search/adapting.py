@@ -53,7 +53,7 @@ def why_not_otherwise(rules: Sequence[Rule]) -> str:
 def in_codes(
     layouts: Layouts, rules: Sequence[Rule], codecs: Collection[Codec]
 ) -> tuple[tuple[Rule, ...], ...]:
-    """How the ranks of this layout send gradients fastest in each code."""
+    """Return the rules of the fastest step of this layout for each gradient code."""
     layouts.layouts = [Layout.of(rules)]
     coded, _ = Weighing(layouts=layouts, codecs=codecs).fastest(thoroughly=False)
     return tuple(way.rules for way in coded)
@@ -75,7 +75,8 @@ def otherwise(
 
 
 def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The same, codes from the first step on: steps without them first would take the longest."""
+    """Return the rules with gradient codes from the first step on, without a warm-up: exact steps
+    would be the slowest."""
     begun = (replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules)
     return tuple(sorted(begun))
 

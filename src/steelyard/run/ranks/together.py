@@ -53,7 +53,7 @@ class Together(Protocol):
         ...
 
     def same(self, number: int, *, of: int = 0) -> int:
-        """What the first rank says, or another one."""
+        """Return the value of rank ``of`` on all ranks."""
         ...
 
     def most(self, number: int) -> int: ...
@@ -63,7 +63,7 @@ class Together(Protocol):
         ...
 
     def words(self, text: str, *, of: int = 0) -> str:
-        """What the first rank says, or another one."""
+        """Return the value of rank ``of`` on all ranks."""
         ...
 
     def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
