@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import steelyard as sy
 from steelyard.api.live import Step
 from steelyard.api.planned import Planned
+from steelyard.api.planner import Planner
 from steelyard.core.rules import Rule
 
 WIDTH, ROWS, PAIRS = 8192, 384, 9
@@ -202,10 +203,10 @@ def measure_behind(folder: str, threads: int) -> None:
 def stepping(model: nn.Module, x: Tensor, far: sy.Far, rule: Rule) -> tuple[Step, Planned]:
     """The step with this rule, and what is said of it."""
     planned = sy.plan(model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
-    look = planned._look
+    look = planned.look
     predicted = look.priced(look.struck((rule,)))
     decisions = replace(planned.plan.decisions, rules=(rule,), far=far)
-    told = Planned(look, replace(planned.plan, decisions=decisions, predicted=predicted))
+    told = Planned(Planner(look), replace(planned.plan, decisions=decisions, predicted=predicted))
     return told.apply(model), told
 
 

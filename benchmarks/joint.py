@@ -113,7 +113,7 @@ def figure(name: str, value: float, target: float) -> dict[str, Any]:
 
 def least_overhead(both: sy.Planned, limit: int) -> float:
     """What the search cannot rule out, of a step without a plan."""
-    search = both._look.search
+    search = both.look.search
     gap = search.find(sy.Budget(memory=limit)).gap
     assert gap is not None
     return gap.least_seconds / search.explored().plain.seconds - 1
@@ -130,7 +130,7 @@ def half_of(unplanned: Prediction) -> float:
 
 def at_the_ends(both: sy.Planned, limits: list[int]) -> tuple[int, int]:
     """What is moved where the link has no rate, what is computed again where it costs nothing."""
-    look = both._look
+    look = both.look
     found = []
     for rate in (1.0, 1e18):
         link = Link(kind="declared", latency_seconds=0.0, bytes_per_second=rate, doubt=0.0)

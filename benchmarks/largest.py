@@ -26,6 +26,7 @@ import steelyard as sy
 from steelyard.api.largest import IN_ONE_PIECE, largest
 from steelyard.api.look import Request
 from steelyard.api.planned import planned
+from steelyard.api.planner import Planner
 from steelyard.core.budget import Maximize
 from steelyard.measure.meter import meter
 from tests.zoo.case import next_token_loss, tokens
@@ -55,7 +56,7 @@ def main() -> None:
         on_progress=lambda _: None,
         trades=IN_ONE_PIECE,
     )
-    four = planned(request.looked_at(), request.budget)
+    four = planned(Planner(request.looked_at()), request.budget)
     figures = compared(f"{TIMES} times the batch", model, four, theirs, vocabulary)
     if "four" not in sys.argv:
         most = largest(request, Maximize.BATCH)

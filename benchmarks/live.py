@@ -111,6 +111,7 @@ def _look(name: str) -> Any:
 def _prepared(name: str, folder: Path) -> Contest:
     """The plans, written for the ranks to read."""
     from steelyard.api.planned import planned
+    from steelyard.api.planner import Planner
     from steelyard.core.budget import Budget
     from steelyard.core.plan import Decisions
     from steelyard.core.planfile import write_decisions
@@ -122,7 +123,7 @@ def _prepared(name: str, folder: Path) -> Contest:
     tight = round(TIGHT_SHARE * min(way.nbytes for way in fastest))
     limits = {"any memory": None, f"{tight / 2**20:.1f} MiB": tight}
     chosen = {
-        budget: planned(look, Budget(memory_bytes=limit)).plan.decisions.rules
+        budget: planned(Planner(look), Budget(memory_bytes=limit)).plan.decisions.rules
         for budget, limit in limits.items()
     }
     plans = {_key(look, rules): rules for rules in chosen.values()}

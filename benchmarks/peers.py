@@ -148,6 +148,7 @@ def _look(name: str, optimizer: str) -> Any:
 def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     """The plan and all ways, written for the ranks to read."""
     from steelyard.api.planned import planned
+    from steelyard.api.planner import Planner
     from steelyard.core.budget import Budget
     from steelyard.core.codec import CODES
     from steelyard.core.plan import Decisions
@@ -155,7 +156,7 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     from steelyard.search.coded import Weighing
 
     look = _look(name, optimizer)
-    plan = planned(look, Budget(accuracy_loss=ACCURACY_LOSS)).plan
+    plan = planned(Planner(look), Budget(accuracy_loss=ACCURACY_LOSS)).plan
     layouts = look.layouts
     rules = [plan.decisions.rules]
     for layout in layouts.layouts:
@@ -180,7 +181,9 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
 
 def _is_allowed(look: Any, rules: Sequence[Any]) -> bool:
     """What drifts too far in a probe is faster for nobody."""
-    seen = look.lossy.drift_of(rules, look.struck(rules))
+    from steelyard.api.accuracy import Lossy
+
+    seen = Lossy(look=look).drift_of(rules, look.struck(rules), ACCURACY_LOSS)
     return not isinstance(seen, str) and seen.largest <= ACCURACY_LOSS
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.api import accuracy, probing
+from steelyard.api.accuracy import Lossy
 from steelyard.cli import main
 from steelyard.core.errors import Infeasible, Mismatch, PlanFileError
 from steelyard.core.explanation import read_plan
@@ -366,7 +367,7 @@ def test_far_memory_and_8_bits_are_chosen_together(beside_far: sy.Planned) -> No
 
 def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> None:
     planned = beside_far
-    look = planned._look
+    look = planned.look
     coded = tuple(r for r in planned.plan.decisions.rules if r.trade == "quantise")
     if not coded:
         offers, _ = Quantise().offers(look.base, look.source)
@@ -377,8 +378,9 @@ def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> No
         for name in movable(look.base, what)
     )
     assert {rule.op for rule in moved} == set(MOVABLE)
-    near = look.lossy.drift_of(coded, look.struck(coded), 1.0)
-    away = look.lossy.drift_of((*coded, *moved), look.struck((*coded, *moved)), 1.0)
+    lossy = Lossy(look=look)
+    near = lossy.drift_of(coded, look.struck(coded), 1.0)
+    away = lossy.drift_of((*coded, *moved), look.struck((*coded, *moved)), 1.0)
     assert near == away
 
 

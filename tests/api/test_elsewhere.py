@@ -15,8 +15,9 @@ from torch import nn
 
 import steelyard as sy
 from steelyard.api import elsewhere
-from steelyard.api.elsewhere import Elsewhere, PlannedElsewhere
+from steelyard.api.elsewhere import Elsewhere
 from steelyard.api.look import Request
+from steelyard.api.planned_elsewhere import PlannedElsewhere, planned_elsewhere
 from steelyard.api.scaling import scaled
 from steelyard.api.training import run_workload
 from steelyard.capture.sampled import SampledStep
@@ -103,7 +104,7 @@ def where() -> Elsewhere:
 
 @pytest.fixture(scope="module")
 def planned(where: Elsewhere) -> PlannedElsewhere:
-    return where.planned(sy.Budget(), None)
+    return planned_elsewhere(where, sy.Budget())
 
 
 @pytest.mark.parametrize("is_deep", [True, False])
@@ -112,7 +113,7 @@ def test_no_accuracy_is_lost_where_nobody_can_probe_it_and_the_plan_says_so(
 ) -> None:
     lossy, exact = sy.Budget(accuracy_loss="1%"), sy.Budget()
     if is_deep:
-        plans = [where.planned(budget, None) for budget in (lossy, exact)]
+        plans = [planned_elsewhere(where, budget) for budget in (lossy, exact)]
     else:
         torch.manual_seed(0)
         shallow = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -197,7 +198,7 @@ link = "l"
 """
     mixed = Elsewhere(request=_request(cluster=sy.Cluster(tree=decode_tree(old + tree))))
     laid = mixed.best(sy.Budget(), 4)
-    said = str(mixed.planned(sy.Budget(), None))
+    said = str(planned_elsewhere(mixed, sy.Budget()))
     places = mixed.search._places.of(laid.layout)
     assert {place.memory_bytes for place in places} <= {1100 * 1024, 700 * 1024}
     for place, memory in zip(places, laid.step.stages, strict=True):
@@ -207,7 +208,7 @@ link = "l"
 
 def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedElsewhere) -> None:
     half = _request(cluster=_cluster(more='reached = { share = "50 %" }'))
-    found = [Elsewhere(request=half).planned(sy.Budget(), None), planned]
+    found = [planned_elsewhere(Elsewhere(request=half), sy.Budget()), planned]
     computing = [plan.predicted.computation_seconds.value for plan in found]
     assert computing[0] > computing[1]
     said = [" ".join(str(plan).split()) for plan in found]
@@ -227,7 +228,7 @@ def test_the_error_outside_of_what_was_fitted_is_said_and_widens_the_interval() 
     link = "nvlink-h100"
     """
     cluster = sy.Cluster(tree=decode_tree(joined))
-    plan = Elsewhere(request=_request(cluster=cluster)).planned(sy.Budget(), None)
+    plan = planned_elsewhere(Elsewhere(request=_request(cluster=cluster)), sy.Budget())
     said = " ".join(str(plan).split())
     assert "outside of what was fitted" in said
     assert "products in float32" in said
@@ -253,7 +254,7 @@ def test_what_hosts_hold_makes_room_on_fewer_devices(
     behind = Elsewhere(request=_request(cluster=_cluster(memory="5 MiB", more=_HOST)))
     alone = Elsewhere(request=_request(cluster=_cluster(memory="5 MiB")))
     limit = sy.Budget(memory="1 MiB")
-    few, more = (each.planned(limit, "devices") for each in (behind, alone))  # type: ignore[arg-type]
+    few, more = (planned_elsewhere(each, limit, "devices") for each in (behind, alone))  # type: ignore[arg-type]
     assert int(few.plan.fewest.split()[0]) < int(more.plan.fewest.split()[0])
     assert few.predicted.memory_bytes.value <= 2**20
     trades = {taken.trade for taken in few.plan.taken}
@@ -310,7 +311,7 @@ def test_its_file_is_checked_drawn_and_held_to_its_cluster(
 
 
 def test_no_fewer_devices_would_do(where: Elsewhere) -> None:
-    fewest = where.planned(sy.Budget(), "devices")  # type: ignore[arg-type]
+    fewest = planned_elsewhere(where, sy.Budget(), "devices")  # type: ignore[arg-type]
     (title,) = (fewest.plan.fewest,)
     ranks = int(title.split()[0])
     assert title == f"{ranks} of 8 devices; no layout on fewer keeps the budget"
@@ -320,7 +321,7 @@ def test_no_fewer_devices_would_do(where: Elsewhere) -> None:
             where.best(sy.Budget(), fewer)
     # A step time asks for more of them.
     seconds = fewest.predicted.step_seconds.value
-    quicker = where.planned(sy.Budget(step_time=seconds * 0.9), "devices")  # type: ignore[arg-type]
+    quicker = planned_elsewhere(where, sy.Budget(step_time=seconds * 0.9), "devices")  # type: ignore[arg-type]
     assert int(quicker.plan.fewest.split()[0]) > ranks
     assert quicker.predicted.step_seconds.value <= seconds * 0.9
 
@@ -333,7 +334,7 @@ def test_a_refusal_of_memory_says_that_the_batch_cannot_be_cut_and_why() -> None
     model = GPT(layers=7, width=32, heads=2, vocabulary=64, length=32)
     where = Elsewhere(request=_request(model=model, loss=pairing))
     with pytest.raises(Infeasible, match="cannot be cut into micro-batches: mm pairs samples"):
-        where.planned(sy.Budget(memory="100 KiB"), None)
+        planned_elsewhere(where, sy.Budget(memory="100 KiB"))
 
 
 def test_another_budget_is_another_plan(planned: PlannedElsewhere) -> None:
@@ -355,7 +356,7 @@ def test_what_cannot_be_is_said_with_what_could(
     where: Elsewhere, budget: sy.Budget, said: str
 ) -> None:
     with pytest.raises(Infeasible, match=said):
-        where.planned(budget, None)
+        planned_elsewhere(where, budget)
 
 
 def test_a_number_of_devices_that_divides_nothing_is_said(where: Elsewhere) -> None:

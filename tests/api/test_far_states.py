@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import steelyard as sy
 from steelyard.api.live import Step, resident_bytes
 from steelyard.api.planned import Planned
+from steelyard.api.planner import Planner
 from steelyard.core.errors import BadInput, Infeasible, Mismatch, PlanFileError
 from steelyard.core.rules import Rule
 from steelyard.exchange.states import why_undivided
@@ -104,10 +105,10 @@ def rules(lead: int = 1) -> tuple[Rule, ...]:
 
 def told(planned: sy.Planned, chosen: tuple[Rule, ...]) -> sy.Planned:
     """The same plan with these rules in its file."""
-    look = planned._look
+    look = planned.look
     decisions = replace(planned.plan.decisions, rules=chosen, far=look.request.cluster.far)
     predicted = look.priced(look.struck(chosen))
-    return Planned(look, replace(planned.plan, decisions=decisions, predicted=predicted))
+    return Planned(Planner(look), replace(planned.plan, decisions=decisions, predicted=predicted))
 
 
 def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
@@ -171,7 +172,7 @@ def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
     """With nothing ahead, nothing runs beside it: what is left are the calls themselves."""
     alone = told(adam, rules(0)).predicted
     more = alone.computation_seconds.value - adam.predicted.computation_seconds.value
-    look = adam._look
+    look = adam.look
     links = look.prices.costs.links.values()
     whole = look.prices.costs.whole_step.value
     count = 2 * (LAYERS + 1)
@@ -181,7 +182,7 @@ def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
 
 
 def test_waiting_longer_than_a_transfer_takes_spares_no_more(adam: sy.Planned) -> None:
-    look = adam._look
+    look = adam.look
     costs = look.prices.costs
     slow = {a: replace(k, latency_seconds=1.0, disturbs=0.9) for a, k in costs.links.items()}
     late = predict(look.struck(rules(0)), replace(costs, links=slow)).quad

@@ -52,13 +52,13 @@ def test_few_sizes_are_tried(
         return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
 
     monkeypatch.setattr(Request, "looked_at", looked_at)
-    monkeypatch.setattr(largest_module, "planned", lambda *_: SimpleNamespace(plan=PLAN))
+    monkeypatch.setattr(largest_module, "Planner", lambda _: SimpleNamespace(plan=lambda _: PLAN))
     request = Request(
         model=nn.Linear(1, 1), loss=lambda *_: torch.zeros(()), optimizer=None, title="",
         batch=torch.zeros(2, 48, dtype=torch.long), cluster=Cluster.here(), runner="python",
         budget=Budget(memory=budget), on_progress=lambda _: None,
     )  # fmt: skip
-    said = largest(request, Maximize.SEQUENCE).plan.largest
+    said = largest(request, Maximize.SEQUENCE)[1].largest
     assert said.startswith(f"largest sequence that fits in one piece: {answer} (now 48)")
     assert (f"{answer + 1} is not possible: no row" in said) == (answer == possible)
     assert len(tried) == len(set(tried)) <= 14, tried

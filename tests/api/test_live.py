@@ -33,7 +33,7 @@ def test_gradients_that_are_kept_are_metered_and_noted(set_to_none: bool) -> Non
     model.zero_grad(set_to_none=set_to_none)
     measured = step.meter(lambda: step.backward(batch))
     predicted = planned.predicted.memory_bytes.value
-    program, costs = step.live.program, planned._look.prices.costs
+    program, costs = step.live.program, planned.look.prices.costs
     more = kept_gradients_bytes(program, costs)
     assert more > predicted // 20
     assert measured == pytest.approx(predicted + (0 if set_to_none else more), rel=0.001)

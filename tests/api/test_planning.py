@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.api.planned import planned
+from steelyard.api.planner import Planner
 from steelyard.core.errors import BadInput, Infeasible
 from steelyard.search.variant import Variant
 from steelyard.trades import TRADES
@@ -156,7 +157,7 @@ def test_more_memory_is_never_slower(unplanned: sy.Planned) -> None:
 def test_steps_in_micro_batches_are_checked_and_get_slower_once_for_good(
     tight: sy.Planned,
 ) -> None:
-    prices, search = tight._look.prices, tight._look.search
+    prices, search = tight.look.prices, tight.look.search
     search.explore_all()
     assert len(prices.costs.cut_steps) == 3  # 2, 4 and 8 micro-batches of 8 sentences
     plain = [search.explored(Variant(parts=parts)).plain.seconds for parts in (1, 2, 4, 8)]
@@ -201,7 +202,7 @@ def test_the_largest_fits_and_the_next_does_not(tight: sy.Planned, what: str, co
         said = str(found.plan.largest)
         largest = int(said.split("piece: ")[1].split()[0])
         one_more = (largest + 1, 32) if what == "batch" else (8, largest + 1)
-        asked = replace(found._look.request, batch=torch.randint(256, one_more), trades=TRADES)
+        asked = replace(found.look.request, batch=torch.randint(256, one_more), trades=TRADES)
         in_one_piece = asked.looked_at().search.least_bytes(enough_bytes=0)
     assert found.predicted.memory_bytes.value <= limit(tight)
     assert in_one_piece > limit(tight)
@@ -273,9 +274,9 @@ def test_a_plan_file_is_loaded_under_the_operators_that_it_names(
     unplanned: sy.Planned, tmp_path: Path
 ) -> None:
     model, ids = made()
-    older = replace(unplanned._look.request, decomposition="python-1").looked_at()
+    older = replace(unplanned.look.request, decomposition="python-1").looked_at()
     path = tmp_path / "words.plan.toml"
-    planned(older, sy.Budget()).save(path)
+    planned(Planner(older), sy.Budget()).save(path)
     again = sy.load(path, model, loss, ids, optimizer=ADAM)
     assert again.plan.decisions.made_for.decomposition == "python-1"
     path.write_text(path.read_text().replace('"python-1"', '"inductor-1"'))

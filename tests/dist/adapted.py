@@ -225,11 +225,12 @@ def _off_after(steps: int) -> Callable[[Pace, float, float], bool]:
 
 def _for_a_slow_link(planned: Any) -> Any:
     from steelyard.api.planned import Planned
+    from steelyard.api.planner import Planner
 
     links = planned.look.prices.costs.links
     look = planned.look.over(replace(links["data"], bytes_per_second=SLOW))
     predicted = look.priced(look.struck(planned.plan.decisions.rules))
-    return Planned(look, replace(planned.plan, predicted=predicted))
+    return Planned(Planner(look), replace(planned.plan, predicted=predicted))
 
 
 def _look(workload: sy.Workload, runner: Runner) -> Look:

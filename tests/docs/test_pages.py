@@ -14,6 +14,7 @@ import steelyard as sy
 from steelyard import api
 from steelyard.api.look import Look, Request, Runner
 from steelyard.api.planned import planned
+from steelyard.api.planner import Planner
 from steelyard.api.pricing import Progress
 from tests.docs import pages
 from tests.harness import in_a_hurry
@@ -57,7 +58,7 @@ def _planned_once(
             optimizer=workload.optimizer, cluster=cluster, budget=budget,
             runner=runner, title=title, on_progress=on_progress,
         ).looked_at()  # fmt: skip
-    return planned(_LOOKS[key], budget)
+    return planned(Planner(_LOOKS[key]), budget)
 
 
 def _in_one_worker(name: str) -> Any:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from typing import TYPE_CHECKING
 
 from steelyard import _torch
+from steelyard.api.look import Look
 from steelyard.api.probing import MORE_STEPS, STEPS, coding_errors, drift, losses
 from steelyard.core.accuracy import Drift, beyond
 from steelyard.core.amounts import format_bytes
@@ -30,9 +30,6 @@ from steelyard.measure.home import free_bytes
 from steelyard.predict import peak_bytes
 from steelyard.search import Found, Search
 
-if TYPE_CHECKING:
-    from steelyard.api.look import Look
-
 QUANTISE = "quantise"
 NOT_PROBED = "a step that cannot be run here cannot be probed"
 # A bell-shaped value loses 0.7 % of its norm. What loses more than this has few values that are
@@ -47,7 +44,7 @@ _SHARE_OF_FREE_MEMORY = 0.5
 class Lossy:
     """The plans of one step where accuracy may be lost; what was measured is kept."""
 
-    look: "Look"
+    look: Look
     _searches: dict[frozenset[Spot], Search] = field(default_factory=dict)
     _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
     # Of steps in which nothing is in few bits; several plans may be held against the same.

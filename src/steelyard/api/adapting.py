@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from steelyard.api.accuracy import Lossy
 from steelyard.api.background import Background
 from steelyard.api.coded import codecs_here, most_in_milder, warm_codes
 from steelyard.api.live import Step
@@ -95,6 +96,7 @@ class Adapting:
             )
         self._step, self._look, self._path, self._tell = step, look, path, tell
         self._together = step.ranks.together
+        self._lossy = Lossy(look=look)
         self._whole, self._first_drift = step.plan.decisions, step.plan.predicted.quad.accuracy_loss
         self._home, self._num_ranks = step.ranks.home, Layout.of(rules).num_ranks
         self._hosts = self._whole.made_for.hosts_of(self._num_ranks)
@@ -418,7 +420,9 @@ class Adapting:
         is_bound = most_bytes < math.inf
         if is_bound and most_in_milder(look, rules, program) > most_bytes:
             return None
-        seen = look.lossy.drift_of(rules, program, allowed)
+        if self._lossy.look is not look:
+            self._lossy = Lossy(look=look)
+        seen = self._lossy.drift_of(rules, program, allowed)
         return None if isinstance(seen, str) or not seen.keeps(allowed) else str(seen)
 
     def _pace_of(self, plan: Plan, *, skips: int) -> Pace:

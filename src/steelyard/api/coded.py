@@ -7,12 +7,12 @@ Not for how a step is fastest with a code: see search/coded.py.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from steelyard import _torch
-from steelyard.api.accuracy import NOT_PROBED
+from steelyard.api.accuracy import NOT_PROBED, Lossy
+from steelyard.api.look import Look
 from steelyard.api.lowering import compiled_limit, saved_bytes
 from steelyard.core.accuracy import Drift, beyond
 from steelyard.core.amounts import format_bytes, format_seconds
@@ -34,19 +34,17 @@ from steelyard.predict import peak_bytes
 from steelyard.search.coded import CodedWay, Weighing
 from steelyard.search.found import Found
 
-if TYPE_CHECKING:
-    from steelyard.api.look import Look
-
 # A gain of less is not worth any accuracy; nor is one that the doubt of the link may have made.
 _LEAST_GAIN, _DOUBTS = 0.05, 2
 
 
 def with_codes(
-    look: "Look", budget: Budget, exact: Found, predicted: Prediction
+    lossy: Lossy, budget: Budget, exact: Found, predicted: Prediction
 ) -> tuple[Found, Prediction]:
     """The fastest plan whose gradients go in codes, or the exact one, which then says why not.
     ``predicted`` is what the runner makes of the exact one, by which codes are judged: the search
     prices what was captured."""
+    look = lossy.look
     if not budget.accuracy_loss:
         barred = _not_allowed(look, exact, predicted)
         refusals = (*exact.refused, *barred)
@@ -55,7 +53,7 @@ def with_codes(
     found, plain, refused = exact, predicted, list[Refusal]()
     weighed = 0
     weighing = _weighing(look, refused)
-    why_not = partial(_why_not, look, exact, plain)
+    why_not = partial(_why_not, lossy, exact, plain)
 
     def may_pay(way: CodedWay) -> bool:
         return not why_not(way.seconds - weighing.coding_seconds(way), best=plain)
@@ -65,7 +63,7 @@ def with_codes(
         reason = why_not(way.seconds, best=predicted)
         if not reason:
             try:
-                tried = _tried(weighing, look, budget, way, plain, best=predicted)
+                tried = _tried(weighing, lossy, budget, way, plain, best=predicted)
             except Mismatch as odd:
                 # Ranks of unequal shares would exchange in different orders, if in milder codes.
                 tried = odd.happened
@@ -82,7 +80,7 @@ def with_codes(
     return replace(told, num_offers=told.num_offers + others), predicted
 
 
-def _not_allowed(look: "Look", exact: Found, predicted: Prediction) -> list[Refusal]:
+def _not_allowed(look: Look, exact: Found, predicted: Prediction) -> list[Refusal]:
     """A refusal of each code where no accuracy may be lost, with no figure that takes weighing.
 
     Codes spare nothing but waiting for other ranks, so where all ranks share the batch already that
@@ -100,7 +98,7 @@ def _not_allowed(look: "Look", exact: Found, predicted: Prediction) -> list[Refu
 
 
 def _why_not(
-    look: "Look",
+    lossy: Lossy,
     exact: Found,
     plain: Prediction,
     seconds: float,
@@ -108,7 +106,7 @@ def _why_not(
     best: Prediction,
 ) -> str | None:
     """Why a way that takes so long, nothing else being done, is not tried."""
-    gain = _seconds(exact.prediction) / seconds - 1
+    look, gain = lossy.look, _seconds(exact.prediction) / seconds - 1
     # A compiled step computes for less time, of which what is sent is a larger share.
     is_compiled = look.request.runner == "inductor"
     is_judged_later = is_compiled and gain > 0
@@ -117,7 +115,7 @@ def _why_not(
     if is_judged_later and best is not plain:
         # Each is a lowering, and kernels to compile.
         return "was slower than what is taken, at the prices of what was captured"
-    if barred := look.lossy.why_not_probed():
+    if barred := lossy.why_not_probed():
         return barred
     if not is_compiled and seconds >= _seconds(best):
         return f"takes ~{format_seconds(seconds)} a step before anything else, what is taken less"
@@ -144,7 +142,7 @@ def note_on_accuracy(budget: Budget) -> tuple[str, ...]:
     return (f"no accuracy is lost, though the budget allows it: {NOT_PROBED}",)
 
 
-def codecs_here(look: "Look") -> list[Codec]:
+def codecs_here(look: Look) -> list[Codec]:
     """The codes that can be had."""
     trades = {trade.name for trade in look.request.trades}
     is_compiling = _torch.cpp_compiler() is not None
@@ -172,7 +170,7 @@ def warm_codes(codecs: Sequence[Codec], *, num_ranks: int) -> None:
                 encode_sum(coded, own, codec.name)
 
 
-def _codecs(look: "Look", refused: list[Refusal]) -> dict[Codec, str]:
+def _codecs(look: Look, refused: list[Refusal]) -> dict[Codec, str]:
     """The codes that can be had here, with their trades; the others are refused."""
     codecs, trades = codecs_here(look), {trade.name for trade in look.request.trades}
     able: dict[Codec, str] = {}
@@ -186,13 +184,13 @@ def _codecs(look: "Look", refused: list[Refusal]) -> dict[Codec, str]:
     return able
 
 
-def _weighing(look: "Look", refused: list[Refusal]) -> Weighing:
+def _weighing(look: Look, refused: list[Refusal]) -> Weighing:
     return Weighing(layouts=look.layouts, codecs=[*_codecs(look, refused)])
 
 
 def _ways(
     weighing: Weighing,
-    look: "Look",
+    look: Look,
     refused: list[Refusal],
     may_pay: Callable[[CodedWay], bool],
 ) -> list[CodedWay]:
@@ -206,7 +204,7 @@ def _ways(
     return sorted(found, key=lambda way: way.seconds)
 
 
-def _too_little(look: "Look", gain: float, plain: Prediction) -> str | None:
+def _too_little(look: Look, gain: float, plain: Prediction) -> str | None:
     """Why this is not faster by enough than the exact plan; None where it is."""
     step, waits = _seconds(plain), plain.quad.exposed_communication_seconds.value
     if gain <= 0:
@@ -223,7 +221,7 @@ def _too_little(look: "Look", gain: float, plain: Prediction) -> str | None:
 
 def _tried(
     weighing: Weighing,
-    look: "Look",
+    lossy: Lossy,
     budget: Budget,
     way: CodedWay,
     plain: Prediction,
@@ -232,10 +230,11 @@ def _tried(
 ) -> tuple[Found, Prediction] | str:
     """The plan with all that the budget needs besides, as it runs, and probed; or why it is not
     taken."""
-    is_compiled, limit, asked = look.request.runner == "inductor", budget.memory_bytes, budget
+    look, limit, asked = lossy.look, budget.memory_bytes, budget
+    is_compiled = look.request.runner == "inductor"
     if limit is None:
         # Nothing else is traded then, and a probe takes less time than a search.
-        seen = _drift_within(look, budget, way.rules, look.layouts.ways.strike(way.rules))
+        seen = _drift_within(lossy, budget, way.rules, look.layouts.ways.strike(way.rules))
         if isinstance(seen, str):
             return seen
     if is_compiled and limit is not None:
@@ -256,23 +255,23 @@ def _tried(
         return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
     if limit is not None and (most := most_in_milder(look, found.rules, found.program)) > limit:
         return f"with it steps in milder codes or none would take {format_bytes(most)}"
-    seen = _drift_within(look, budget, found.rules, found.program)
+    seen = _drift_within(lossy, budget, found.rules, found.program)
     if isinstance(seen, str):
         return seen
     return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(seen)))
 
 
 def _drift_within(
-    look: "Look", budget: Budget, rules: Sequence[Rule], program: Program
+    lossy: Lossy, budget: Budget, rules: Sequence[Rule], program: Program
 ) -> Drift | str:
     """Of this plan, as far as can be seen; or why the budget does not allow it."""
-    seen = look.lossy.drift_of(rules, program, budget.accuracy_loss)
+    seen = lossy.drift_of(rules, program, budget.accuracy_loss)
     if isinstance(seen, str):
         return f"is lossy, and {seen}"
     return seen if seen.keeps(budget.accuracy_loss) else beyond(seen, budget.accuracy_loss)
 
 
-def most_in_milder(look: "Look", rules: Sequence[Rule], program: Program) -> int:
+def most_in_milder(look: Look, rules: Sequence[Rule], program: Program) -> int:
     """What a step takes in codes that lose less, or, as the first steps, in none beside the room
     for what codes hold back: training may come to go on so."""
     inputs = program.graph.inputs()
@@ -281,7 +280,7 @@ def most_in_milder(look: "Look", rules: Sequence[Rule], program: Program) -> int
     return max([_peak_bytes(look, exact) + held, *(_peak_bytes(look, c) for c in coded[1:])])
 
 
-def _peak_bytes(look: "Look", rules: Sequence[Rule]) -> int:
+def _peak_bytes(look: Look, rules: Sequence[Rule]) -> int:
     program = look.struck(rules)
     if look.request.runner == "inductor":
         return look.priced(program).peak.nbytes

@@ -1,35 +1,30 @@
 """Plans for several devices that are not here: the step is captured, and everything else declared.
 
-Only wires: capture -> search -> plan. Not for plans that can be run here: see planning.py.
+Only wires: capture -> search -> plan. Not for plans that can be run here: see planner.py.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
 
 import torch
 
 from steelyard.api.coded import note_on_accuracy, untried
 from steelyard.api.held import batch_held
 from steelyard.api.look import Request
-from steelyard.api.planned import Planned, budget_of, check_trade
 from steelyard.capture.sampled import SampledStep
 from steelyard.core.amounts import format_bytes, format_seconds, format_share
 from steelyard.core.budget import Budget, Minimize
 from steelyard.core.cluster import Far
 from steelyard.core.costs import Costs
-from steelyard.core.errors import BadInput, Infeasible
+from steelyard.core.errors import Infeasible
 from steelyard.core.layout import Layout
-from steelyard.core.plan import Decisions, FrontierPoint, MadeFor, NextCent, Plan
+from steelyard.core.plan import Decisions, MadeFor, NextCent, Plan
 from steelyard.core.plan_check import DECOMPOSITIONS
 from steelyard.core.rules import FAR_TRADES, Rule
 from steelyard.core.sampled import Sampled
-from steelyard.core.span import Span
 from steelyard.core.uncounted import refuse_uncounted
-from steelyard.exchange.schedules import order_of
-from steelyard.predict.deep_spans import deep_spans
 from steelyard.search import ALIKE, Again, DeepSearch, Laid, rules_of, sets_again, told
 from steelyard.search.deep_doubt import doubt_said, rivals, rivals_said
 from steelyard.search.deep_read import Step as Told
@@ -132,12 +127,13 @@ class Elsewhere:
             batch=self.step.entries,
         )
 
-    def planned(self, budget: Budget, minimize: Minimize | None) -> "PlannedElsewhere":
+    def plan(self, budget: Budget, minimize: Minimize | None) -> tuple[Plan, Laid]:
+        """The fastest plan on all devices, or one on the fewest, and how its step lies on them."""
         most = self.request.cluster.num_devices
         laid = self.fewest(budget) if minimize else self.best(budget, most)
-        return PlannedElsewhere(self, self._plan(laid, budget, minimize), laid, minimize)
+        return self._plan(laid, budget, minimize), laid
 
-    def read(self, decisions: Decisions) -> "PlannedElsewhere":
+    def predict(self, decisions: Decisions) -> tuple[Plan, Laid]:
         """Decisions from a file on this step: nothing is searched, all is predicted."""
         step, limit = self.step, self.search.limit_bytes(decisions.budget)
         laid = laid_of(
@@ -164,7 +160,7 @@ class Elsewhere:
             predicted=self.search.prediction(laid),
             notes=tuple(notes),
         )
-        return PlannedElsewhere(self, plan, laid, None)
+        return plan, laid
 
     def _plan(self, laid: Laid, budget: Budget, minimize: Minimize | None) -> Plan:
         step, search = self.step, self.search
@@ -258,51 +254,3 @@ class Elsewhere:
         })  # fmt: skip
         less = "".join(f", {format_bytes(n)} where its device has no more" for n in smaller)
         return f"{format_bytes(limit)}{less}"
-
-
-class PlannedElsewhere(Planned):
-    """A plan for devices that are not here: it prints, and is written; it cannot be applied."""
-
-    def __init__(self, where: Elsewhere, plan: Plan, laid: Laid, minimize: Minimize | None) -> None:
-        self._where, self._laid, self._minimize = where, laid, minimize
-        self.plan = plan
-
-    @property
-    def frontier(self) -> tuple[FrontierPoint, ...]:
-        return ()
-
-    def charted(self) -> "PlannedElsewhere":
-        return self
-
-    def simulated(self) -> tuple[Span, ...]:
-        """Of each stage one rank: all others of it do the same at the same time."""
-        search, laid = self._where.search, self._laid
-        return deep_spans(order_of(laid.layout), search.on_places(laid), search.held(laid))
-
-    def why_not(self, trade: str) -> str:
-        check_trade(trade)
-        taken = [t.label for t in self.plan.taken if t.trade == trade]
-        if taken:
-            return f"{trade} was struck: {', '.join(taken[:5])}"
-        reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
-        return "\n".join(reasons) or f"{trade} has no offer on this step"
-
-    def what_if(self, **budget: Any) -> "PlannedElsewhere":
-        return self._where.planned(budget_of(budget), self._minimize)
-
-    def apply(
-        self,
-        model: Any = None,  # noqa: ARG002 - none can be trained so here
-        *,
-        sums_gradients: bool = False,  # noqa: ARG002
-    ) -> Any:
-        raise self._not_here("applied")
-
-    def _not_here(self, done: str) -> BadInput:
-        cluster = self._where.request.cluster
-        return BadInput(
-            f"this plan is for {cluster.num_devices} devices of {cluster.tree.name}, and cannot be "
-            f"{done} here",
-            expected="a plan for the ranks of this machine",
-            remedy="plan with --ranks, or with cluster=Cluster.here(ranks=...)",
-        )

@@ -7,11 +7,12 @@ Not for the search inside one shape: see search/.
 from dataclasses import replace
 
 from steelyard.api.look import Look, Request
-from steelyard.api.planned import Planned, planned
+from steelyard.api.planner import Planner
 from steelyard.capture.scaling import impossible, sizes_of
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Maximize
 from steelyard.core.errors import BudgetError, CaptureRefused, Infeasible
+from steelyard.core.plan import Plan
 from steelyard.trades import TRADES
 
 # No size is asked about that is larger than this many times the one given.
@@ -21,8 +22,9 @@ _MOST_TIMES = 1 << 12
 IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
 
 
-def largest(request: Request, maximize: Maximize) -> Planned:
-    """The answer was planned and the next size was not feasible; nothing is extrapolated."""
+def largest(request: Request, maximize: Maximize) -> tuple[Planner, Plan]:
+    """The planner of the largest step and its plan: that was planned, and the next size was not
+    feasible. Nothing is extrapolated."""
     if request.budget.memory_bytes is None:
         raise BudgetError(
             f"the largest {maximize} needs a budget to stay within",
@@ -36,14 +38,13 @@ def largest(request: Request, maximize: Maximize) -> Planned:
         low, high = (middle, high) if attempts.fits(middle) else (low, middle)
     if low == 0:
         raise attempts.nothing_fits()
-    answer = attempts.answer()
+    planner = Planner(attempts.fitting())
     said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
     if high in attempts.why:
         said += f"; {high} is not possible: {attempts.why[high]}"
     if request.budget.accuracy_loss:
         said += "; nothing is kept in 8 bits, which cannot be probed on a batch that is imagined"
-    answer.plan = replace(answer.plan, largest=said)
-    return answer
+    return planner, replace(planner.plan(request.budget), largest=said)
 
 
 class _Attempts:
@@ -69,9 +70,10 @@ class _Attempts:
             low, high = high, max(self.guess(high, high * 8), high * 2)
         return low, high
 
-    def answer(self) -> Planned:
+    def fitting(self) -> Look:
+        """The largest step that fits."""
         assert self._fitting is not None, "a size fits, or nothing_fits is raised"
-        return planned(self._fitting, self._request.budget)
+        return self._fitting
 
     def nothing_fits(self) -> Infeasible:
         """The smallest that was possible is named: one sample alone may not be, with BatchNorm."""

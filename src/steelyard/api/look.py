@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.api.accuracy import Lossy
-from steelyard.api.coded import untried, with_codes
 from steelyard.api.home import cluster_at
-from steelyard.api.lowering import find_lowered
 from steelyard.api.pricing import PricedSource, Prices, Pricing, Progress, dims_of
 from steelyard.capture.optimizer import OptimizerFactory
 from steelyard.capture.source import StepSource
@@ -31,7 +28,7 @@ from steelyard.core.heap import keep_what_is_freed
 from steelyard.core.layout import Layout
 from steelyard.core.link import Link
 from steelyard.core.machine import memory_bytes
-from steelyard.core.plan import Decisions, MadeFor, Prediction
+from steelyard.core.plan import MadeFor, Prediction
 from steelyard.core.plan_check import DECOMPOSITIONS
 from steelyard.core.program import Program
 from steelyard.core.quad import Estimate
@@ -49,12 +46,11 @@ from steelyard.predict import predict
 from steelyard.run.lowered import compiled, lower
 from steelyard.run.scribe import Kernel
 from steelyard.run.watch import ModelWatch
-from steelyard.search import ALLOWS_NONE, Floor, Found, Layouts, Pipelines, Search
+from steelyard.search import Floor, Layouts, Search
 from steelyard.search.links_told import note_on_links
 from steelyard.trades import TRADES
 
 Runner = Literal["python", "inductor"]
-_NO_PROBE = "is not probed on several ranks"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -230,16 +226,6 @@ class Look:
             layout=layout,
         )
 
-    def search_for(self, decisions: Decisions) -> Search | Pipelines:
-        """The search that these decisions are from."""
-        if self.request.cluster.num_devices > 1:
-            return self.layouts.search_by(decisions.rules)
-        return self.lossy.search_for(decisions.budget)
-
-    @cached_property
-    def lossy(self) -> Lossy:
-        return Lossy(look=self)
-
     @cached_property
     def _priced_source(self) -> PricedSource:
         return PricedSource(self.source, self.prices)
@@ -376,25 +362,6 @@ class Look:
                 for each in one.passes[-2:]:
                     self.prices.know_compiled(each.graph, calls)
         return program
-
-    def find(self, budget: Budget) -> tuple[Found, Prediction]:
-        """The fastest plan whose program, as its runner runs it, stays within the budget."""
-        self.request.check_floor(Floor.of(self.base), budget)
-        many = self.request.cluster.num_devices > 1
-        if self.request.runner == "inductor":
-            found, predicted = find_lowered(self, budget)
-            return with_codes(self, budget, found, predicted) if many else (found, predicted)
-        if many:
-            found = self.layouts.find(
-                budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
-            )
-            if self.request.cluster.is_here:
-                return with_codes(self, budget, found, found.prediction)
-            return replace(found, refused=(*found.refused, *untried())), found.prediction
-        if budget.accuracy_loss:
-            return self.lossy.find(budget)
-        found = self.search.find(budget)
-        return found, found.prediction
 
     def before(self) -> Prediction:
         """Eager PyTorch: the same operators, what its own autograd keeps alive."""

@@ -8,17 +8,14 @@ timed. Not for the search itself.
 import math
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from steelyard.api.look import Look
 from steelyard.core.amounts import format_bytes
 from steelyard.core.budget import Budget
 from steelyard.core.errors import Infeasible
 from steelyard.core.plan import FrontierPoint, Prediction
 from steelyard.core.rules import Rule
 from steelyard.search import Found, Search
-
-if TYPE_CHECKING:
-    from steelyard.api.look import Look
 
 _TRIES, _ASKS = 5, 10
 # Convolutions lay their arguments out anew under Inductor, in buffers that lowering does not show:
@@ -30,7 +27,7 @@ _UNUSED_SHARE = 0.04
 _POINTS, _RIVALS = 6, 4
 
 
-def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
+def find_lowered(look: Look, budget: Budget) -> tuple[Found, Prediction]:
     if budget.memory_bytes is not None:
         return _find_within(look, budget)
     if look.request.cluster.num_devices == 1:
@@ -38,14 +35,14 @@ def find_lowered(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     return _find_fastest(look, budget)
 
 
-def _find_fastest(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
+def _find_fastest(look: Look, budget: Budget) -> tuple[Found, Prediction]:
     found = look.layouts.find(budget)
     rivals = islice(look.layouts.rivals(found, budget), _RIVALS)
     priced = [(each, look.priced(each.program)) for each in (found, *rivals)]
     return min(priced, key=lambda pair: pair[1].quad.step_seconds.value)
 
 
-def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
+def _find_within(look: Look, budget: Budget) -> tuple[Found, Prediction]:
     assert budget.memory_bytes is not None
     limit = compiled_limit(look, budget.memory_bytes)
     asked = limit + saved_bytes(look)
@@ -95,21 +92,21 @@ def _find_within(look: "Look", budget: Budget) -> tuple[Found, Prediction]:
     return fits
 
 
-def _uncut(look: "Look") -> str:
+def _uncut(look: Look) -> str:
     why = look.source.why_not_split()
     return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
 
-def compiled_limit(look: "Look", nbytes: int) -> int:
+def compiled_limit(look: Look, nbytes: int) -> int:
     """What a plan may take as it is lowered, where so many bytes may be taken."""
     return int(nbytes / (1 + _margin(look)))
 
 
-def _margin(look: "Look") -> float:
+def _margin(look: Look) -> float:
     return _MARGIN if any("convolution" in n.op for n in look.base.graph.nodes) else 0.0
 
 
-def lowered_frontier(look: "Look", search: Search) -> tuple[FrontierPoint, ...]:
+def lowered_frontier(look: Look, search: Search) -> tuple[FrontierPoint, ...]:
     """The curve of the captured graph, a few of its points, each as Inductor runs it."""
     points = [
         replace(point, memory_bytes=lowered.peak.nbytes, step_seconds=step.value)
@@ -126,7 +123,7 @@ def lowered_frontier(look: "Look", search: Search) -> tuple[FrontierPoint, ...]:
     return tuple(best)
 
 
-def saved_bytes(look: "Look") -> int:
+def saved_bytes(look: Look) -> int:
     """How much less than what was captured a step holds that is fused, nothing being done to it."""
     if look.request.cluster.num_devices == 1:
         return look.search.explored().plain.peak_bytes - look.unplanned.peak.nbytes
@@ -134,7 +131,7 @@ def saved_bytes(look: "Look") -> int:
     return found.prediction.peak.nbytes - look.priced(found.program).peak.nbytes
 
 
-def _at_most(look: "Look", budget: Budget, nbytes: int) -> Found:
+def _at_most(look: Look, budget: Budget, nbytes: int) -> Found:
     """The search at this memory, or at the least it can do."""
     find = look.layouts.find if look.request.cluster.num_devices > 1 else look.search.find
     try:

@@ -14,7 +14,9 @@ from steelyard.api.elsewhere import Elsewhere
 from steelyard.api.largest import largest
 from steelyard.api.look import Request, Runner
 from steelyard.api.made_for import check_cluster, check_made_for
-from steelyard.api.planned import Planned, as_predicted, check_far_room, planned, replanned
+from steelyard.api.planned import Planned, planned
+from steelyard.api.planned_elsewhere import PlannedElsewhere, planned_elsewhere
+from steelyard.api.planner import Planner, check_far_room
 from steelyard.api.preflight import check_far, floor_of
 from steelyard.api.pricing import Progress
 from steelyard.api.stored import stored_plan
@@ -65,12 +67,12 @@ def plan(
     )
     check_far(request.cluster)
     if maximize is not None:
-        return largest(request, Maximize(maximize))
+        return Planned(*largest(request, Maximize(maximize)))
     if _is_elsewhere(request, minimize):
         wish = None if minimize is None else Minimize(minimize)
-        return Elsewhere(request=request).planned(request.budget, wish)
+        return planned_elsewhere(Elsewhere(request=request), request.budget, wish)
     request.check_floor(floor_of(model, batch), request.budget)
-    return planned(request.looked_at(within=request.budget), request.budget)
+    return planned(Planner(request.looked_at(within=request.budget)), request.budget)
 
 
 def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:
@@ -196,20 +198,21 @@ def load(
             where = Elsewhere(request=request)
             if cut(model) is not None or where.made_for().graph == made_for.graph:
                 check_made_for(decisions, where.made_for())
-                return where.read(decisions)
+                return PlannedElsewhere(where, *where.predict(decisions), minimize=None)
     look = request.looked_at(is_priced=predict_anew)
+    planner = Planner(look)
     check_made_for(decisions, look.made_for())
     used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
     if predict_anew or 1 < len(used) < look.request.cluster.num_devices:
         look.prices.use(used)
-        return replanned(look, decisions)
+        return Planned(planner, planner.predict(decisions))
     program = look.struck_unpriced(decisions.rules)
     check_far_room(decisions, program)
     found = stored_plan(Path(path), decisions, look, program)
     if isinstance(found, str):
         on_progress(f"predicting anew: {found}")
-        return replanned(look, decisions)
-    return as_predicted(look, decisions, found)
+        return Planned(planner, planner.predict(decisions))
+    return Planned(planner, planner.as_predicted(decisions, found))
 
 
 def load_planned(

@@ -17,6 +17,7 @@ from torch import nn
 from steelyard.api.demo.gpt import Size, workload
 from steelyard.api.look import Request
 from steelyard.api.planned import planned
+from steelyard.api.planner import Planner
 from steelyard.api.planning import load_planned
 from steelyard.api.training import run_workload
 from steelyard.api.workload import Workload
@@ -72,7 +73,7 @@ def _plan(task: Task, work: Workload) -> None:
         on_progress=lambda _: None,
         trades=_BIT_FOR_BIT,
     )
-    planned(request.looked_at(), request.budget).save(task.plan)
+    planned(Planner(request.looked_at()), request.budget).save(task.plan)
 
 
 def _probe(task: Task, work: Workload) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import steelyard as sy
+from steelyard.api.workload import Workload
 
 Batch = dict[str, Tensor]
 
@@ -88,11 +88,11 @@ def batches(size: Size) -> Iterator[Batch]:
         yield {"x": ids[:, :-1].contiguous(), "y": ids[:, 1:].contiguous()}
 
 
-def workload(size: Size | None = None) -> sy.Workload:
+def workload(size: Size | None = None) -> Workload:
     """What ``steelyard plan`` looks for in a script."""
     size = size or Size()
     torch.manual_seed(0)
-    return sy.Workload(
+    return Workload(
         model=GPT(size),
         loss=loss,
         batches=partial(batches, size),
