@@ -134,7 +134,7 @@ def step_of(row: Row, role: str) -> Step:
         family=family,
         model=model,
         parameters=_parameters(model),
-        kind=Kind.of(row.layout).value,
+        kind=Kind.of(tensor=row.layout.tensor, pipeline=row.layout.pipeline).value,
         precision=precision,
         devices=row.layout.num_ranks,
         measured_seconds=float(f"{row.step_seconds:.6g}"),

@@ -107,7 +107,7 @@ def test_layouts_of_one_kind_are_told_apart_sooner() -> None:
     ],
 )
 def test_layouts_are_of_four_kinds(layout: DeepLayout, kind: Kind) -> None:
-    assert Kind.of(layout) is kind
+    assert Kind.of(tensor=layout.tensor, pipeline=layout.pipeline) is kind
 
 
 def test_every_preset_says_what_its_share_is_worth() -> None:

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from steelyard.core.deep_layout import DeepLayout
-
 # Of n errors that are drawn alike, the largest is not exceeded by one more with probability
 # n / (n + 1): fewer than this many say nothing about nine cases of ten (split conformal prediction,
 # Vovk et al., "Algorithmic Learning in a Random World", 2005).
@@ -28,10 +26,11 @@ class Kind(StrEnum):
     BOTH = "tensor and pipeline parallel"
 
     @classmethod
-    def of(cls, layout: DeepLayout) -> "Kind":
-        if layout.pipeline > 1:
-            return cls.BOTH if layout.tensor > 1 else cls.PIPELINE
-        return cls.TENSOR if layout.tensor > 1 else cls.DATA
+    def of(cls, *, tensor: int, pipeline: int) -> "Kind":
+        """The kind of a layout of these degrees."""
+        if pipeline > 1:
+            return cls.BOTH if tensor > 1 else cls.PIPELINE
+        return cls.TENSOR if tensor > 1 else cls.DATA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,6 @@ from itertools import pairwise
 from steelyard.core.graph import Graph
 from steelyard.core.program import Instruction
 
-# A plan file may say so many times; more than a chain of a thousand blocks could use.
-MOST_TIMES = 16
 # The line that reads a value, and the last that reads what that line made of it by looking only.
 Span = tuple[int, int]
 

@@ -27,7 +27,6 @@ from steelyard.core.amounts import (
 )
 from steelyard.core.budget import Budget
 from steelyard.core.cluster import Far
-from steelyard.core.copies import MOST_TIMES
 from steelyard.core.layout import Layout
 from steelyard.core.plan import BatchEntry, Decisions, MadeFor
 from steelyard.core.printable import printable
@@ -44,6 +43,8 @@ from steelyard.core.untrusted import (
 FORMAT = 1
 MOST_BYTES = 4 * 2**20
 _MOST_RULES = 50_000
+# A value that is recomputed: more often than a chain of a thousand blocks could use.
+_MOST_TIMES = 16
 MOST_RANKS = 1_000_000
 # Enough to see what is wrong; a hostile file has a million.
 _MOST_FOUND = 100
@@ -81,7 +82,7 @@ class _Quantise(BaseModel):
 
 
 class _Recompute(_Quantise):
-    times: Annotated[int, Field(ge=1, le=MOST_TIMES)] = 1
+    times: Annotated[int, Field(ge=1, le=_MOST_TIMES)] = 1
 
 
 class _Accumulate(BaseModel):

@@ -265,7 +265,7 @@ class DeepSearch:
 
     def case_of(self, layout: DeepLayout) -> Case:
         return Case(
-            kind=Kind.of(layout),
+            kind=Kind.of(tensor=layout.tensor, pipeline=layout.pipeline),
             precision=self._precision,
             parameters=self._num_parameters,
             devices=layout.num_ranks,

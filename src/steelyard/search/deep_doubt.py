@@ -46,11 +46,14 @@ def doubt_said(search: DeepSearch, layout: DeepLayout) -> list[str]:
 
 def rivals(search: DeepSearch, best: Laid, limit_bytes: int) -> Rivals:
     """What other degrees of parallelism the predictions do not tell from the best."""
-    mine = Kind.of(best.layout)
+    mine = Kind.of(tensor=best.layout.tensor, pipeline=best.layout.pipeline)
     known = [found for found in search.calibrations.values() if found is not None]
 
     def between(layout: DeepLayout) -> float:
-        errors = [found.between(mine, Kind.of(layout)) for found in known]
+        errors = [
+            found.between(mine, Kind.of(tensor=layout.tensor, pipeline=layout.pipeline))
+            for found in known
+        ]
         return max(errors, default=DECLARED_DOUBT)
 
     def is_near(layout: DeepLayout, seconds: float) -> bool:
