@@ -13,8 +13,8 @@ import torch
 
 def looked_at(make: Callable[[], Any], optimizer: Any, *, ranks: int, title: str) -> Any:
     import steelyard as sy
-    from steelyard.api.look import Request
-    from steelyard.core.budget import Budget
+    from steelyard.planner.session import Request
+    from steelyard.plans.budget import Budget
 
     torch.manual_seed(0)
     model, loss, batch = make()

@@ -80,7 +80,7 @@ def captured() -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from steelyard.capture.source import StepSource
+    from steelyard.capture.step import StepSource
 
     torch.set_num_threads(1)
     linear = torch.nn.Linear(4, 4)
@@ -122,7 +122,7 @@ def captured() -> dict[str, Any]:
 def forward_flops(name: str) -> float:
     """Of one picture, as the captured graph counts them."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from steelyard.capture.source import StepSource
+    from steelyard.capture.step import StepSource
     from tests.zoo import case
 
     model, loss, batch = case(name).make(0, "small")

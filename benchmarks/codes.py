@@ -110,10 +110,10 @@ def _sent(count: int, way: str) -> tuple[float, float]:
 
 
 def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
-    from steelyard.core.codec import CODECS, blocks_of
-    from steelyard.core.collective import GLOO, Exchange
-    from steelyard.exchange.directly import hand_round, put_together
-    from steelyard.operators import codes
+    from steelyard.comm.gloo.direct_collectives import hand_round, put_together
+    from steelyard.ir.collective import GLOO, Exchange
+    from steelyard.ir.gradient_codec import CODECS, blocks_of
+    from steelyard.operators import gradient_codecs as codes
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -159,8 +159,8 @@ def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
 
 
 def cores() -> Iterator[dict[str, Any]]:
-    from steelyard.core.codec import CODECS
-    from steelyard.operators import codes
+    from steelyard.ir.gradient_codec import CODECS
+    from steelyard.operators import gradient_codecs as codes
 
     torch.set_num_threads(1)
     x, into = torch.randn(CORE_NUMEL), torch.empty(CORE_NUMEL)

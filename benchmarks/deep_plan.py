@@ -56,10 +56,10 @@ def planned(name: str) -> dict[str, Any]:
 
     import steelyard as sy
     from steelyard import api
-    from steelyard.core.cluster_file import decode_tree
+    from steelyard.hardware.cluster_file import decode_tree
 
     for imported_when_first_used in (
-        "torch._dynamo", "torch._inductor.decomposition", "steelyard.api.elsewhere",
+        "torch._dynamo", "torch._inductor.decomposition", "steelyard.planner.declared_cluster",
     ):  # fmt: skip
         import_module(imported_when_first_used)
 

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._looked import looked_at
-from steelyard.core.accuracy import Drift
-from steelyard.core.rules import Rule
+from steelyard.ir.rule import Rule
+from steelyard.plans.accuracy import Drift
 from tests.zoo.case import next_token_loss
 from tests.zoo.own import GPT
 
@@ -111,10 +111,10 @@ def _drift(coded: list[float], plain: list[float], *, is_judged: bool) -> dict[s
 def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
     """One plan without codes, and one for each code, all that can be in it; how far a probe of
     each drifts."""
-    from steelyard.core.budget import Budget
-    from steelyard.core.codec import CODE_TRADES
-    from steelyard.core.plan import Decisions
-    from steelyard.core.planfile import write_decisions
+    from steelyard.ir.gradient_codec import CODE_TRADES
+    from steelyard.plans.budget import Budget
+    from steelyard.plans.plan import Decisions
+    from steelyard.plans.plan_file import write_decisions
 
     look = looked_at(partial(case, 0), OPTIMIZERS[optimizer], ranks=RANKS, title="drift")
     shared = (
@@ -132,7 +132,7 @@ def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
 
 
 def _probed(look: Any, rules: Sequence[Rule]) -> float:
-    from steelyard.api.accuracy import Lossy
+    from steelyard.planner.lossy import Lossy
 
     seen = Lossy(look=look).drift_of(rules, look.struck(rules), allowed=1.0)
     assert isinstance(seen, Drift), seen

@@ -24,9 +24,9 @@ from ortools.sat.python import cp_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from steelyard.search.archive import Point
-from steelyard.search.explore import Explored
-from steelyard.search.tally import Tally
+from steelyard.search.pareto_front import Point
+from steelyard.search.single.explore import Explored
+from steelyard.search.single.fast_estimator import Tally
 from tests.harness import Trial, trial_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

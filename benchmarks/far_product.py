@@ -32,10 +32,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
-from steelyard.api.live import Step
 from steelyard.api.planned import Planned
-from steelyard.api.planner import Planner
-from steelyard.core.rules import Rule
+from steelyard.api.step import Step
+from steelyard.ir.rule import Rule
+from steelyard.planner.planner import Planner
 
 WIDTH, ROWS, PAIRS = 8192, 384, 9
 OPERAND_BYTES = WIDTH * WIDTH * 4

@@ -37,14 +37,14 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from steelyard.capture.decompositions import table
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import Device
-from steelyard.core.errors import Infeasible
-from steelyard.measure.meter import meter_once
+from steelyard.capture.tracing.decompositions import table
+from steelyard.errors import Infeasible
+from steelyard.hardware.cluster import Device
+from steelyard.measure.operators.memory import meter_once
+from steelyard.plans.budget import Budget
 from steelyard.search import Found
-from steelyard.search.bound import least_seconds
-from steelyard.search.cut import Cut
+from steelyard.search.single.lower_bound import least_seconds
+from steelyard.search.single.min_cut import Cut
 from steelyard.trades.recompute import Recompute
 from tests import zoo
 from tests.harness import UNCOUNTED, Trial, costs_of

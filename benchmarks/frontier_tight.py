@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.frontier import Make, Ours, Reached, checkpointed, swept
-from steelyard.capture.decompositions import table
+from steelyard.capture.tracing.decompositions import table
 from tests.zoo.case import class_loss, images, next_token_loss, tokens
 from tests.zoo.own import GPT, Residual
 

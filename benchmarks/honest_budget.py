@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
 from benchmarks.frontier import blocks, checkpointing, error, partitioning
-from steelyard.measure.meter import meter
+from steelyard.measure.operators.memory import meter
 from tests import zoo
 from tests.zoo.case import Sample, class_loss, images, next_token_loss, square_loss, tokens
 from tests.zoo.own import GPT

@@ -20,11 +20,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.runner import SETTINGS, Setting, paired
-from steelyard.capture.decompositions import table
-from steelyard.capture.plain import to_graph
-from steelyard.capture.trace import trace
-from steelyard.core.program import Program
-from steelyard.run.inductor import compile_program
+from steelyard.capture.tracing.decompositions import table
+from steelyard.capture.tracing.joint_graph import trace
+from steelyard.capture.tracing.to_ir import to_graph
+from steelyard.ir.program import Program
+from steelyard.run.compiled.inductor import compile_program
 from steelyard.run.step import LiveStep
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

@@ -25,9 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Link
-from steelyard.core.graph import Phase
-from steelyard.core.plan import Prediction
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
+from steelyard.ir.graph import Phase
+from steelyard.plans.plan import Prediction
 from steelyard.search import Search
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

@@ -23,12 +23,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
-from steelyard.api.largest import IN_ONE_PIECE, largest
-from steelyard.api.look import Request
 from steelyard.api.planned import planned
-from steelyard.api.planner import Planner
-from steelyard.core.budget import Maximize
-from steelyard.measure.meter import meter
+from steelyard.measure.operators.memory import meter
+from steelyard.planner.max_size import IN_ONE_PIECE, largest
+from steelyard.planner.planner import Planner
+from steelyard.planner.session import Request
+from steelyard.plans.budget import Maximize
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

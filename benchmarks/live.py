@@ -40,7 +40,7 @@ from benchmarks.hosts import hosts
 from benchmarks.runner import interval
 
 if TYPE_CHECKING:
-    from steelyard.api.live import Step
+    from steelyard.api.step import Step
 
 RANKS = 2
 LINKS = {"unshaped": None, "1 Gbit/s": 10**9, "100 Mbit/s": 10**8}
@@ -111,10 +111,10 @@ def _look(name: str) -> Any:
 def _prepared(name: str, folder: Path) -> Contest:
     """The plans, written for the ranks to read."""
     from steelyard.api.planned import planned
-    from steelyard.api.planner import Planner
-    from steelyard.core.budget import Budget
-    from steelyard.core.plan import Decisions
-    from steelyard.core.planfile import write_decisions
+    from steelyard.planner.planner import Planner
+    from steelyard.plans.budget import Budget
+    from steelyard.plans.plan import Decisions
+    from steelyard.plans.plan_file import write_decisions
     from steelyard.predict import rank_peak_bytes, step_seconds
 
     look = _look(name)
@@ -152,9 +152,9 @@ def _prepared(name: str, folder: Path) -> Contest:
 def _space(look: Any) -> Iterator[list[tuple[Any, ...]]]:
     """Rules of every plan that the search could have come to by itself, some more than once; the
     batch in ever more parts last."""
-    from steelyard.core.budget import Budget
-    from steelyard.core.errors import Infeasible
-    from steelyard.core.rules import Rule
+    from steelyard.errors import Infeasible
+    from steelyard.ir.rule import Rule
+    from steelyard.plans.budget import Budget
 
     layouts = look.layouts
     by_layout = [layouts.ways.of(layout) for layout in layouts.layouts]
@@ -217,9 +217,9 @@ def work(name: str, folder: Path, rank: int) -> None:
 def _applied(look: Any, source: Any, path: Path) -> Step:
     """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
     a plan takes it apart; what it is predicted to take has been said already."""
-    from steelyard.api.live import Step
-    from steelyard.core.plan import Plan
-    from steelyard.core.planfile import read_decisions
+    from steelyard.api.step import Step
+    from steelyard.plans.plan import Plan
+    from steelyard.plans.plan_file import read_decisions
 
     decisions = read_decisions(path)
     plan = Plan(

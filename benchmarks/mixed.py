@@ -43,10 +43,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import steelyard as sy
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
-from steelyard.core.layout import Layout
-from steelyard.core.planfile import read_decisions, write_decisions
+from steelyard.ir.parallel_layout import Layout
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links import command_of, context_of, fitted
+from steelyard.measure.links.probe import command_of, context_of, fitted
+from steelyard.plans.plan_file import read_decisions, write_decisions
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

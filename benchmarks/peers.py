@@ -148,12 +148,12 @@ def _look(name: str, optimizer: str) -> Any:
 def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     """The plan and all ways, written for the ranks to read."""
     from steelyard.api.planned import planned
-    from steelyard.api.planner import Planner
-    from steelyard.core.budget import Budget
-    from steelyard.core.codec import CODES
-    from steelyard.core.plan import Decisions
-    from steelyard.core.planfile import write_decisions
-    from steelyard.search.coded import Weighing
+    from steelyard.ir.gradient_codec import CODES
+    from steelyard.planner.planner import Planner
+    from steelyard.plans.budget import Budget
+    from steelyard.plans.plan import Decisions
+    from steelyard.plans.plan_file import write_decisions
+    from steelyard.search.ranks.gradient_compression import Weighing
 
     look = _look(name, optimizer)
     plan = planned(Planner(look), Budget(accuracy_loss=ACCURACY_LOSS)).plan
@@ -181,7 +181,7 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
 
 def _is_allowed(look: Any, rules: Sequence[Any]) -> bool:
     """What drifts too far in a probe is faster for nobody."""
-    from steelyard.api.accuracy import Lossy
+    from steelyard.planner.lossy import Lossy
 
     seen = Lossy(look=look).drift_of(rules, look.struck(rules), ACCURACY_LOSS)
     return not isinstance(seen, str) and seen.largest <= ACCURACY_LOSS
@@ -189,7 +189,7 @@ def _is_allowed(look: Any, rules: Sequence[Any]) -> bool:
 
 def _without_warm_up(rules: Sequence[Any]) -> tuple[Any, ...]:
     """What comes first goes as it is, and is nobody's step."""
-    from steelyard.core.codec import CODE_TRADES
+    from steelyard.ir.gradient_codec import CODE_TRADES
 
     return tuple(replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules)
 
@@ -213,7 +213,7 @@ def _as_rank(folder: Path, rank: int) -> Iterator[None]:
 def pace(name: str, optimizer: str, folder: Path, rank: int) -> None:
     """What the ranks take for a step of which nothing is exchanged, as they do beside the others:
     there a plan's process keeps what a step frees, and whatever runs in it is faster by that."""
-    from steelyard.core.heap import keep_what_is_freed
+    from steelyard.measure.malloc import keep_what_is_freed
 
     keep_what_is_freed()
     step = _ddp(name, optimizer, rank, BUCKETS_MB[0], torch.float32, exchanges=False)

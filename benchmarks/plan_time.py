@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from steelyard.core.budget import Budget
-from steelyard.core.costs import Costs
-from steelyard.core.program import Program
+from steelyard.ir.program import Program
+from steelyard.plans.budget import Budget
+from steelyard.predict.cost_table import Costs
 from steelyard.search import Search
 from steelyard.trades import TRADES
 from tests.capture.stepping import source_of

@@ -182,11 +182,11 @@ def _ours(
 ) -> Any:
     """The fastest way on two ranks that fits, else the leanest: rank 0 plans, both read it."""
     import steelyard as sy
-    from steelyard.api.look import Request
-    from steelyard.core.budget import Budget
-    from steelyard.core.layout import Layout
-    from steelyard.core.plan import Decisions
-    from steelyard.core.planfile import write_decisions
+    from steelyard.ir.parallel_layout import Layout
+    from steelyard.planner.session import Request
+    from steelyard.plans.budget import Budget
+    from steelyard.plans.plan import Decisions
+    from steelyard.plans.plan_file import write_decisions
 
     model = copy.deepcopy(model)
     if rank == 0:
@@ -287,7 +287,7 @@ def _ratio(name: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 def _peak(step: Step) -> int:
     """The least of a few: what gloo's threads free, the meter does not see, and counts on."""
-    from steelyard.measure.meter import meter
+    from steelyard.measure.operators.memory import meter
 
     return min(meter(step).peak_bytes for _ in range(METERED))
 

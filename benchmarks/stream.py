@@ -20,7 +20,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
-from steelyard.measure.meter import meter
+from steelyard.measure.operators.memory import meter
 
 ROWS, WIDTH, PAIRS = 2048, 512, 5
 VOCABULARIES = (32_768, 131_072)

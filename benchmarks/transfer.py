@@ -40,12 +40,12 @@ from benchmarks import _live_models, live
 from benchmarks._looked import looked_at
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
-from steelyard.core.rules import Rule
-from steelyard.exchange.gathered import gathered
+from steelyard.comm.json_gather import gathered
+from steelyard.ir.rule import Rule
 from steelyard.trades.shard_pipeline import rules_for
 
 if TYPE_CHECKING:
-    from steelyard.api.live import Step
+    from steelyard.api.step import Step
 
 RANKS, TURNS, WARM_UP, IN_A_ROW = 2, 40, 4, 8
 KIB, MIB = 2**10, 2**20
@@ -137,9 +137,9 @@ def of_messages() -> Iterator[dict[str, Any]]:
 
 
 def messages(folder: Path, rank: int) -> dict[str, Any]:
-    from steelyard.core.pinned import Edge
-    from steelyard.exchange.pinned import Pinned
-    from steelyard.measure.meter import meter_once
+    from steelyard.comm.shared_memory.same_host import Pinned
+    from steelyard.ir.message_slots import Edge
+    from steelyard.measure.operators.memory import meter_once
 
     link, back = _connected(folder / "port", rank), _connected(folder / "back", rank)
     seconds: dict[str, dict[str, dict[str, list[float]]]] = {"that lies there": {}, "made": {}}
@@ -298,9 +298,9 @@ def _look(name: str) -> Any:
 
 def _prepared(name: str, folder: Path) -> dict[str, Any]:
     """A way in stages, and the same through slots."""
-    from steelyard.core.budget import Budget
-    from steelyard.core.plan import Decisions
-    from steelyard.core.planfile import write_decisions
+    from steelyard.plans.budget import Budget
+    from steelyard.plans.plan import Decisions
+    from steelyard.plans.plan_file import write_decisions
     from steelyard.predict import step_seconds
 
     look = _look(name)

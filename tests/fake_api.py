@@ -15,12 +15,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import steelyard
-from steelyard.core.budget import Budget
-from steelyard.core.doctor import Row, Verdict
-from steelyard.core.plan import Plan
-from steelyard.core.receipt import Receipt
-from steelyard.core.scale import Run, ScalePoint, Scaling
-from steelyard.core.span import DEVICE, WAITING, Span
+from steelyard.hardware.diagnosis import Row, Verdict
+from steelyard.ir.trace_span import DEVICE, WAITING, Span
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import Plan
+from steelyard.plans.receipt import Receipt
+from steelyard.plans.scaling_laws import Run, ScalePoint, Scaling
 from tests.report.sample import MEASURED, MIB, PLAN
 
 ASKED: list[tuple[str, dict[str, Any]]] = []
@@ -115,7 +115,7 @@ class Fake(ModuleType):
         self, path: Path, workload: object, *, cluster: object = None, title: str,
         on_progress: object, predict_anew: bool = False,
     ) -> Planned:  # fmt: skip
-        from steelyard.core.planfile import read_decisions
+        from steelyard.plans.plan_file import read_decisions
 
         self._asked(
             "load_planned", path=path, cluster=cluster, title=title, predict_anew=predict_anew

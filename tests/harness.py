@@ -25,23 +25,24 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from steelyard.api import pricing
 from steelyard.api.planned import Planned
-from steelyard.capture.source import StepSource
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Far, Link
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.graph import Graph
-from steelyard.core.plan import Prediction
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.trade import Trade, strike
-from steelyard.exchange.far import FarMemory
-from steelyard.measure import far, operators
-from steelyard.measure.company import Company
-from steelyard.measure.meter import meter_once
+from steelyard.capture.step import StepSource
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Far, Link
+from steelyard.ir.graph import Graph
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.measure import offload_bandwidth as far
+from steelyard.measure.links.background_load import Company
+from steelyard.measure.operators import benchmark as operators
+from steelyard.measure.operators.memory import meter_once
+from steelyard.offload.tier import FarMemory
+from steelyard.planner import cost_provider as pricing
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import Prediction
+from steelyard.plans.trade import Trade, strike
 from steelyard.predict import predict
-from steelyard.run.emit import emit
+from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.search import Floor, Search
 from steelyard.trades import TRADES
@@ -96,11 +97,11 @@ def looking_less_far() -> Iterator[None]:
     """The search of a plan, with fewer trials and fewer numbers of micro-batches, each of which is
     a capture: for tests that do not hang on how good a plan is. The finest cut is still tried, so
     that the least memory stays what it is."""
-    module = "steelyard.search"
+    module = "steelyard.search.single"
     with (
         mock.patch.multiple(f"{module}.explore", _LIMITS=8, _KICKING_WORK=0, _EFFORTS=(250,)),
-        mock.patch.multiple(f"{module}.oftener", _FEWEST=100),
-        mock.patch.multiple(f"{module}.levels", _COARSEST=2, _FINER=1),
+        mock.patch.multiple(f"{module}.multi_recompute", _FEWEST=100),
+        mock.patch.multiple(f"{module}.granularity", _COARSEST=2, _FINER=1),
     ):
         yield
 
@@ -282,7 +283,7 @@ def budgets(searching: Search, count: int) -> list[Budget]:
 
 
 def _part(batch: Any, index: int, parts: int) -> Any:
-    from steelyard.capture.batching import batch_size, part
+    from steelyard.capture.batch.splitting import batch_size, part
 
     size = batch_size(batch)
     if parts == 1 or size is None:

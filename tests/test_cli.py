@@ -19,10 +19,8 @@ import pytest
 
 import steelyard
 from steelyard.cli import main
-from steelyard.cli.ranks import Laid, is_to_start, take_place
-from steelyard.core.budget import Budget, Maximize
-from steelyard.core.cluster import Cluster
-from steelyard.core.errors import (
+from steelyard.cli.rank_launcher import Laid, is_to_start, take_place
+from steelyard.errors import (
     CaptureRefused,
     Infeasible,
     Mismatch,
@@ -30,9 +28,11 @@ from steelyard.core.errors import (
     RankFailed,
     then,
 )
-from steelyard.core.explanation import Asked, read_plan, write_explanation, write_plan
-from steelyard.core.plan import Plan
-from steelyard.core.rules import Rule
+from steelyard.hardware.cluster import Cluster
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget, Maximize
+from steelyard.plans.plan import Plan
+from steelyard.plans.prediction_file import Asked, read_plan, write_explanation, write_plan
 from tests import fake_api
 from tests.report.sample import MEASURED, PLAN
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from steelyard.capture.sampled import SampledStep
-from steelyard.capture.source import StepSource
-from steelyard.core.graph import Graph
+from steelyard.capture.deep.batch_template import SampledStep
+from steelyard.capture.step import StepSource
+from steelyard.ir.graph import Graph
 from steelyard.operators.flops import flops_of_call, format_of_call
 
 aten = torch.ops.aten

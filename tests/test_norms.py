@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.operators import norms
+from steelyard.operators import sync_batchnorm as norms
 
 EPS = 1e-5
 

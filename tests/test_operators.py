@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.coding import BLOCK, DECODE, ENCODE, can_be_coded, coded_bytes
-from steelyard.core.graph import Tensor
-from steelyard.measure.meter import meter_once
+from steelyard.ir.graph import Tensor
+from steelyard.ir.quantized_activation import BLOCK, DECODE, ENCODE, can_be_coded, coded_bytes
+from steelyard.measure.operators.memory import meter_once
 from steelyard.operators import coding_error, decode8, encode8, operator_named
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from steelyard import _torch
-from steelyard.core.errors import BadInput
-from steelyard.core.in_place import WRITING
+from steelyard.errors import BadInput
 from steelyard.operators import operator_named
-from steelyard.operators.uncounted import may_multiply_uncounted
+from steelyard.operators.missing_flops import may_multiply_uncounted
+from steelyard.passes.pipeline.in_place_sends import WRITING
 
 aten = torch.ops.aten
 _SOURCE = Path(__file__).resolve().parents[1] / "src" / "steelyard"
@@ -779,7 +779,7 @@ def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
     assert all(callable(getattr(LocalElasticAgent, step)) for step in steps)
     # It runs in tests/run/ranks/test_launch.py; here: torch's own loop calls what is replaced.
     assert "self._monitor_workers(" in inspect.getsource(LocalElasticAgent._invoke_run)
-    assert "_torch.supervised_agent(" in (_SOURCE / "run/ranks/launch.py").read_text()
+    assert "_torch.supervised_agent(" in (_SOURCE / "run/launch/launcher.py").read_text()
 
 
 @pytest.mark.parametrize("op", WRITING)

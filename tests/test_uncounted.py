@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import steelyard as sy
-from steelyard.capture.source import StepSource
-from steelyard.core.cluster_file import decode_tree
-from steelyard.core.costs import Costs
-from steelyard.core.errors import CaptureRefused
-from steelyard.core.machine import this_device
-from steelyard.core.uncounted import notes_on_uncounted
+from steelyard.capture.step import StepSource
+from steelyard.errors import CaptureRefused
+from steelyard.hardware.cluster_file import decode_tree
+from steelyard.hardware.host_os import this_device
 from steelyard.operators.flops import formula_of
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.missing_flops import notes_on_uncounted
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from benchmarks.published.rows import Row, block_of, peak_bytes, predicted, reac
 from benchmarks.published.sailor import sailor_rows
 from benchmarks.published.scoring import figure, fitted, half, time_figures, with_fitted_ports
 from benchmarks.published.titan import llama_rows
-from steelyard.core.stack import Stack
+from steelyard.hardware.software_stack import Stack
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
 from benchmarks.published.scoring import figure
-from steelyard.core.cluster import Cluster
-from steelyard.core.deep_layout import MIXED, DeepLayout
-from steelyard.core.stack import Stack
-from steelyard.predict.deep import deep_step, tensor_costs
-from steelyard.predict.sections import sections
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.software_stack import Stack
+from steelyard.ir.cluster_layout import MIXED, DeepLayout
+from steelyard.predict.analytic.sections import sections
+from steelyard.predict.analytic.step import deep_step, tensor_costs
 
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=128, vocabulary=30528)
 _SHARES = tuple(s / 100 for s in range(30, 101, 2))

@@ -13,15 +13,15 @@ from benchmarks.published import gpt, llama
 from benchmarks.published.gpt import GPT, Shape
 from benchmarks.published.llama import Llama, LlamaShape
 from benchmarks.published.opt import OPT
-from steelyard.capture.parted import parted
-from steelyard.capture.regions import regions
-from steelyard.capture.sequences import sequence_placements
-from steelyard.capture.source import StepSource
-from steelyard.core.collective import Transport
-from steelyard.core.graph import Graph
-from steelyard.core.layout import TENSOR
-from steelyard.core.parting import Parting
-from steelyard.core.placement import Placement
+from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.sequence_parallel import sequence_placements
+from steelyard.capture.spmd.shardable_regions import regions
+from steelyard.capture.step import StepSource
+from steelyard.ir.collective import Transport
+from steelyard.ir.graph import Graph
+from steelyard.ir.parallel_layout import TENSOR
+from steelyard.ir.placement import Placement
+from steelyard.ir.sharding_choice import Parting
 
 BLOCKS = "blocks"
 NCCL = Transport(name="nccl")

@@ -9,8 +9,8 @@ from functools import cache, partial
 from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
-from steelyard.core.deep_layout import MIXED, MIXED_WIDE_GRADIENTS, DeepLayout
-from steelyard.core.stack import Stack
+from steelyard.hardware.software_stack import Stack
+from steelyard.ir.cluster_layout import MIXED, MIXED_WIDE_GRADIENTS, DeepLayout
 
 _MACHINES = {
     "foundry-a100": "dgx-a100",

@@ -12,8 +12,8 @@ from benchmarks.published.foundry import foundry_row
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
 from benchmarks.published.titan import llama_row
-from steelyard.core.deep_layout import MIXED_WIDE_GRADIENTS, DeepLayout
-from steelyard.core.stack import Stack
+from steelyard.hardware.software_stack import Stack
+from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, DeepLayout
 
 _graph = cache(captured)
 

@@ -11,8 +11,8 @@ from functools import cache, partial
 from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
-from steelyard.core.deep_layout import MIXED, DeepLayout
-from steelyard.core.stack import Stack
+from steelyard.hardware.software_stack import Stack
+from steelyard.ir.cluster_layout import MIXED, DeepLayout
 
 _AGAIN = {"none": (), "selective": ("attention.core",), "full": ("",)}
 # "We implemented fused kernels ... for bias + GeLU, bias + dropout + add, scale, mask and softmax"

@@ -10,8 +10,8 @@ from functools import cache, partial
 from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
-from steelyard.core.deep_layout import MIXED, DeepLayout
-from steelyard.core.stack import Stack
+from steelyard.hardware.software_stack import Stack
+from steelyard.ir.cluster_layout import MIXED, DeepLayout
 
 _PAIR = """
 [link.between-two]

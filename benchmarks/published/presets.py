@@ -6,7 +6,7 @@
 Every step is priced as a plan for that cluster prices its layout: by the preset's share and call,
 in kernels that are fused, whatever its software was. The predictions are recorded in
 benchmarks/results/calibration.csv, and what they say of each preset is written to
-src/steelyard/core/preset/calibration.toml, which plans print. Needs no GPU.
+src/steelyard/hardware/preset/calibration.toml, which plans print. Needs no GPU.
 """
 
 import csv
@@ -29,12 +29,12 @@ from benchmarks.published.reaches import TABLES
 from benchmarks.published.rows import Row, predicted
 from benchmarks.published.scoring import half
 from benchmarks.published.titan import llama_rows
-from steelyard.core.calibration import COVERED, ENOUGH_ROWS, Kind
-from steelyard.core.stack import stack_on
+from steelyard.hardware.calibration import COVERED, ENOUGH_ROWS, Kind
+from steelyard.hardware.software_stack import stack_on
 
 _ROOT = Path(__file__).resolve().parents[2]
 RECORD = _ROOT / "benchmarks" / "results" / "calibration.csv"
-PRESET = _ROOT / "src" / "steelyard" / "core" / "preset" / "calibration.toml"
+PRESET = _ROOT / "src" / "steelyard" / "hardware" / "preset" / "calibration.toml"
 # Presets of one chip share what is fitted, and what that is scored on.
 _CHIPS = (
     ("A100-SXM4-40GB", "A100-SXM4-80GB"),

@@ -1,6 +1,7 @@
 """What is reached of devices, fitted anew, beside what their presets say of it.
 
-Not for the fit itself: see scoring.py. The presets are in src/steelyard/core/preset/devices.toml.
+Not for the fit itself: see scoring.py. The presets are in
+src/steelyard/hardware/preset/devices.toml.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,8 +10,8 @@ from typing import Any
 from benchmarks.published.bert import bert_fit
 from benchmarks.published.rows import Row
 from benchmarks.published.scoring import figure, fitted, half
-from steelyard.core.cluster_file import decode_tree
-from steelyard.core.reached import Reached
+from steelyard.hardware.cluster_file import decode_tree
+from steelyard.hardware.efficiency import Reached
 
 # Of each device tables of software that fuses; llm-foundry's of 2023 reaches 70 % of an H100.
 TABLES = (

@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.published.captured import BLOCKS
-from steelyard.core.cluster import Cluster
-from steelyard.core.cluster_file import decode_tree
-from steelyard.core.deep_layout import DeepLayout, Formats
-from steelyard.core.graph import Graph
-from steelyard.core.stack import Stack
-from steelyard.predict.deep import DeepStep, deep_step, tensor_costs
-from steelyard.predict.sections import Section, Sections, sections
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.cluster_file import decode_tree
+from steelyard.hardware.software_stack import Stack
+from steelyard.ir.cluster_layout import DeepLayout, Formats
+from steelyard.ir.graph import Graph
+from steelyard.predict.analytic.sections import Section, Sections, sections
+from steelyard.predict.analytic.step import DeepStep, deep_step, tensor_costs
 
 _HERE = Path(__file__).parent
 

@@ -14,9 +14,9 @@ from itertools import combinations
 from benchmarks.published.captured import captured_opt
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
-from steelyard.core.cluster import Cluster
-from steelyard.core.deep_layout import SINGLE, DeepLayout
-from steelyard.core.stack import Handing, Stack
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.software_stack import Handing, Stack
+from steelyard.ir.cluster_layout import SINGLE, DeepLayout
 
 # Padded to a multiple of 128 for each of four tensor ranks, as Megatron does it.
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=2048, vocabulary=50688)

@@ -9,9 +9,9 @@ from functools import cache, partial
 from benchmarks.published.captured import captured_llama
 from benchmarks.published.llama import LlamaShape
 from benchmarks.published.rows import Row, declared, facts, machines
-from steelyard.core.cluster import Cluster
-from steelyard.core.deep_layout import MIXED_WIDE_GRADIENTS, DeepLayout, Formats
-from steelyard.core.stack import Handing, Stack
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.software_stack import Handing, Stack
+from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, DeepLayout, Formats
 
 # Parts are kept in single precision, and gathered in half: both together are what is kept.
 _SINGLE_GATHERED_HALF = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=10)

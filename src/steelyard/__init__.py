@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from steelyard.api import Planned, Workload, load, plan
-    from steelyard.core.budget import Budget
-    from steelyard.core.cluster import Cluster, Far
-    from steelyard.core.errors import SteelyardError
+    from steelyard.errors import SteelyardError
+    from steelyard.hardware.cluster import Cluster, Far
+    from steelyard.plans.budget import Budget
 
 __version__ = "0.1.0"
 __all__ = ["Budget", "Cluster", "Far", "Planned", "SteelyardError", "Workload", "load", "plan"]
 
 _HOMES = {
-    "Budget": "steelyard.core.budget",
-    "Cluster": "steelyard.core.cluster",
-    "Far": "steelyard.core.cluster",
+    "Budget": "steelyard.plans.budget",
+    "Cluster": "steelyard.hardware.cluster",
+    "Far": "steelyard.hardware.cluster",
     "Planned": "steelyard.api",
-    "SteelyardError": "steelyard.core.errors",
+    "SteelyardError": "steelyard.errors",
     "Workload": "steelyard.api",
     "load": "steelyard.api",
     "plan": "steelyard.api",

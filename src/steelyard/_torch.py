@@ -55,7 +55,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from steelyard.core.private import make_private
+from steelyard.private_files import make_private
 
 __all__ = [
     "BufferAOTInput",
@@ -220,7 +220,7 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
     return Guarded(graph, broken, tensors, frozenset(of_batch), find, draws)
 
 
-# Its hooks are watched by run/watch.py; a module that the loss holds has no one else.
+# Its hooks are watched by run/model_guards.py; a module that the loss holds has no one else.
 _OF_MODEL = "self._modules['model']"
 
 

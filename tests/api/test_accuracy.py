@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import accuracy, probing
-from steelyard.api.accuracy import Lossy
 from steelyard.cli import main
-from steelyard.core.errors import Infeasible, Mismatch, PlanFileError
-from steelyard.core.explanation import read_plan
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
+from steelyard.errors import Infeasible, Mismatch, PlanFileError
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.planner import accuracy_probe as probing
+from steelyard.planner import lossy as accuracy
+from steelyard.planner.lossy import Lossy
+from steelyard.plans.prediction_file import read_plan
+from steelyard.report.document import tree_of
 from steelyard.report.json import to_json
-from steelyard.report.tree import tree_of
 from steelyard.trades.offload_state import MOVABLE, movable
 from steelyard.trades.quantise import Quantise
 from tests.harness import floor_bytes, in_a_hurry

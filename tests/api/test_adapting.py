@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from steelyard.api.adapting import Adapting, _Seen
-from steelyard.core.layout import Layout
-from steelyard.core.link import Link
-from steelyard.core.rules import Rule
-from steelyard.search.ways import Way
+from steelyard.api.replan import Adapting, _Seen
+from steelyard.hardware.link import Link
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.rule import Rule
+from steelyard.search.ranks.layout_candidates import Way
 
 FAST = Link(kind="network", latency_seconds=1e-4, bytes_per_second=118e6)
 SLOW = Link(kind="network", latency_seconds=1e-4, bytes_per_second=5.9e6)

@@ -10,7 +10,7 @@ from torch import nn
 
 import steelyard as sy
 from steelyard.api.planned import Planned
-from steelyard.core.errors import BadInput, BudgetError
+from steelyard.errors import BadInput, BudgetError
 from tests.report.sample import PLAN
 
 PLANNED = Planned(None, PLAN)  # type: ignore[arg-type]  # what is refused looks at nothing

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.capture.eager import eager_twin
-from steelyard.measure.meter import meter
+from steelyard.capture.eager_baseline import eager_twin
+from steelyard.measure.operators.memory import meter
 from tests.harness import in_a_hurry
 from tests.zoo import case
 

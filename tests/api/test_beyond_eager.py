@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.api.beyond_eager import note_beyond_eager
-from steelyard.core.graph import Phase, Role
-from steelyard.core.peak import Holding, Peak
-from steelyard.core.plan import Prediction
+from steelyard.ir.graph import Phase, Role
+from steelyard.planner.eager_note import note_beyond_eager
+from steelyard.plans.peak_memory import Holding, Peak
+from steelyard.plans.plan import Prediction
 from tests.core.test_planfile import PLAN
 
 MIB = 1 << 20

@@ -13,21 +13,22 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard import _torch
-from steelyard.api import coded, lowering
-from steelyard.api.coded import most_in_milder
-from steelyard.api.look import Runner
-from steelyard.core.amounts import format_seconds
-from steelyard.core.codec import CODED_CALLS, ladder
-from steelyard.core.costs import OperatorCost
-from steelyard.core.layout import Layout
-from steelyard.core.quad import Estimate
-from steelyard.core.rules import Rule
-from steelyard.core.trade import Left
-from steelyard.measure import operators
+from steelyard.ir.gradient_codec import CODED_CALLS, ladder
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.rule import Rule
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links import context_of
+from steelyard.measure.links.probe import context_of
+from steelyard.measure.operators import benchmark as operators
+from steelyard.planner import compiled as lowering
+from steelyard.planner import gradient_compression as coded
+from steelyard.planner.gradient_compression import most_in_milder
+from steelyard.planner.session import Runner
+from steelyard.plans.trade import Left
 from steelyard.predict import peak_bytes
-from steelyard.search.coded import CodedWay, Weighing
+from steelyard.predict.cost_table import OperatorCost
+from steelyard.search.ranks.gradient_compression import CodedWay, Weighing
+from steelyard.units import format_seconds
 
 # As `measured_ranks` would say of a link.
 LINK = {

@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from steelyard.api import pricing
-from steelyard.api.demo import Scene, child, demo, story
+from steelyard.api.demo import Scene, demo
+from steelyard.api.demo import scenario as story
+from steelyard.api.demo import worker as child
 from steelyard.api.demo.gpt import Size, workload
-from steelyard.core.errors import BadInput, RunFailed
-from steelyard.core.plan import Plan
-from steelyard.predict.predict import PEAK_SHARE
+from steelyard.errors import BadInput, RunFailed
+from steelyard.planner import cost_provider as pricing
+from steelyard.plans.plan import Plan
+from steelyard.predict.step import PEAK_SHARE
 from tests.harness import looking_less_far
 from tests.report.sample import MEASURED, PLAN
 

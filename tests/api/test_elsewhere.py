@@ -14,26 +14,26 @@ import torch
 from torch import nn
 
 import steelyard as sy
-from steelyard.api import elsewhere
-from steelyard.api.elsewhere import Elsewhere
-from steelyard.api.look import Request
-from steelyard.api.planned_elsewhere import PlannedElsewhere, planned_elsewhere
-from steelyard.api.scaling import scaled
-from steelyard.api.training import run_workload
-from steelyard.capture.sampled import SampledStep
-from steelyard.core.calibration import DECLARED_DOUBT
-from steelyard.core.cluster_file import decode_tree
-from steelyard.core.codec import CODE_TRADES
-from steelyard.core.errors import BadInput, Infeasible, Mismatch
-from steelyard.core.explanation import read_plan, write_explanation, write_plan
-from steelyard.core.planfile import read_decisions
-from steelyard.predict import deep
+from steelyard.api.planned_cluster import PlannedElsewhere, planned_elsewhere
+from steelyard.api.scaling_study import scaled
+from steelyard.api.train import run_workload
+from steelyard.capture.deep.batch_template import SampledStep
+from steelyard.errors import BadInput, Infeasible, Mismatch
+from steelyard.hardware.calibration import DECLARED_DOUBT
+from steelyard.hardware.cluster_file import decode_tree
+from steelyard.ir.gradient_codec import CODE_TRADES
+from steelyard.planner import declared_cluster as elsewhere
+from steelyard.planner.declared_cluster import Elsewhere
+from steelyard.planner.session import Request
+from steelyard.plans.plan_file import read_decisions
+from steelyard.plans.prediction_file import read_plan, write_explanation, write_plan
+from steelyard.predict.analytic import step as deep
+from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
 from steelyard.report.json import to_json as json_of
-from steelyard.report.lines import plain
-from steelyard.report.scale import rendered, to_json
+from steelyard.report.scaling import rendered, to_json
+from steelyard.report.styled_text import plain
 from steelyard.report.text import render
-from steelyard.report.tree import tree_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.core.errors import BadInput, Infeasible, PlanFileError
+from steelyard.errors import BadInput, Infeasible, PlanFileError
 from tests.harness import floor_bytes, in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)

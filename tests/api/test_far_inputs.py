@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import steelyard as sy
-from steelyard.core.errors import Infeasible, Mismatch, PlanFileError, RunFailed
-from steelyard.core.far_inputs import sliceable_inputs
-from steelyard.core.program import Program
-from steelyard.core.waiting import waiting
+from steelyard.errors import Infeasible, Mismatch, PlanFileError, RunFailed
+from steelyard.ir.program import Program
+from steelyard.ir.saved_activations import waiting
+from steelyard.passes.offload.sliced_activation_matmuls import sliceable_inputs
 from steelyard.trades import offload
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.quantise import quantisable, with_codes

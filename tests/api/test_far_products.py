@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import steelyard as sy
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Link
-from steelyard.core.far_inputs import sliceable_inputs
-from steelyard.core.graph import Node
-from steelyard.core.program import Program
-from steelyard.core.quad import Estimate
-from steelyard.core.rules import Rule
-from steelyard.core.waiting import waiting
-from steelyard.exchange.far import FarMemory
-from steelyard.exchange.states import FarStates
-from steelyard.measure.meter import meter_once
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
+from steelyard.ir.graph import Node
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.ir.saved_activations import waiting
+from steelyard.measure.operators.memory import meter_once
+from steelyard.offload.optimizer_state import FarStates
+from steelyard.offload.tier import FarMemory
 from steelyard.operators import call
 from steelyard.operators import sliced as carried_out
+from steelyard.passes.offload.sliced_activation_matmuls import sliceable_inputs
 from steelyard.predict import step_seconds
-from steelyard.run.emit import emit
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.offload_state import OffloadState, movable

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.live import Step
-from steelyard.capture.optimizer import capture_update
-from steelyard.core.errors import Infeasible, Mismatch
-from steelyard.core.rules import Rule
-from steelyard.core.sliced_updates import why_whole
-from steelyard.exchange.far import FarMemory
-from steelyard.exchange.states import FarStates, why_uncut
+from steelyard.api.step import Step
+from steelyard.capture.tracing.optimizer import capture_update
+from steelyard.errors import Infeasible, Mismatch
+from steelyard.ir.rule import Rule
+from steelyard.offload.optimizer_state import FarStates, why_uncut
+from steelyard.offload.tier import FarMemory
 from steelyard.operators import is_pointwise
-from steelyard.run.emit import emit
+from steelyard.passes.offload.sliced_optimizer import why_whole
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
-from steelyard.search.levels import moved_states
+from steelyard.search.single.granularity import moved_states
 from steelyard.trades import offload_state
 from steelyard.trades.offload_state import OffloadState, movable
 from tests import zoo

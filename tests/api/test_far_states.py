@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.live import Step, resident_bytes
 from steelyard.api.planned import Planned
-from steelyard.api.planner import Planner
-from steelyard.core.errors import BadInput, Infeasible, Mismatch, PlanFileError
-from steelyard.core.rules import Rule
-from steelyard.exchange.states import why_undivided
+from steelyard.api.step import Step, resident_bytes
+from steelyard.errors import BadInput, Infeasible, Mismatch, PlanFileError
+from steelyard.ir.rule import Rule
+from steelyard.offload.optimizer_state import why_undivided
+from steelyard.planner.planner import Planner
 from steelyard.predict import predict
-from steelyard.run import checkpoint
-from steelyard.run.checkpoint import Position
-from steelyard.run.randomness import random_state
+from steelyard.run.checkpoint import state as checkpoint
+from steelyard.run.checkpoint.state import Position
+from steelyard.run.rng_state import random_state
 from tests.harness import floor_bytes, in_a_hurry
 
 MIB = 1 << 20

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.live import resident_bytes
-from steelyard.capture.optimizer import capture_update
-from steelyard.core.errors import Infeasible, Mismatch
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, to_rules
-from steelyard.core.waiting import waiting
-from steelyard.exchange.far import FarMemory
-from steelyard.exchange.states import FarStates
-from steelyard.run.emit import emit
+from steelyard.api.step import resident_bytes
+from steelyard.capture.tracing.optimizer import capture_update
+from steelyard.errors import Infeasible, Mismatch
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, to_rules
+from steelyard.ir.saved_activations import waiting
+from steelyard.offload.optimizer_state import FarStates
+from steelyard.offload.tier import FarMemory
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.offload_state import MOVABLE, OffloadState, movable

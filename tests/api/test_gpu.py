@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.home import MAY_SHARE, cluster_at
-from steelyard.core.cluster import Cluster, Far
-from steelyard.core.errors import BadInput
-from steelyard.exchange.devices import CPU, home_of
+from steelyard.comm.devices import CPU, home_of
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster, Far
 from steelyard.measure.cache import CostCache
+from steelyard.planner.local_cluster import MAY_SHARE, cluster_at
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -21,7 +21,27 @@ from torch import nn
 from torch.distributed import HashStore
 
 import steelyard as sy
-from steelyard.api.hosts import (
+from steelyard.comm.devices import CPU
+from steelyard.errors import BadInput, CheckpointError, Mismatch, RankFailed, RanksDiffer
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.host_os import this_device
+from steelyard.hardware.link import Link
+from steelyard.ir.graph import Node
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.parallel_layout import Layout
+from steelyard.measure.cache import CostCache
+from steelyard.measure.links.background_load import Company
+from steelyard.measure.links.host_pairs import latency_of, name_of, rate_of
+from steelyard.measure.links.probe import (
+    BETWEEN_HOSTS,
+    measured_ranks,
+    remember_hosts,
+    remembered_look,
+)
+from steelyard.measure.links.worker import SIZES
+from steelyard.planner.compatibility import other_than_planned
+from steelyard.planner.cost_provider import Prices
+from steelyard.planner.multi_host import (
     Meeting,
     _is_as_it_was,
     check_neighbours,
@@ -30,29 +50,9 @@ from steelyard.api.hosts import (
     on_own_cores,
     planner_of,
 )
-from steelyard.api.made_for import other_than_planned
-from steelyard.api.pricing import Prices
-from steelyard.core.cluster import Cluster
-from steelyard.core.costs import Costs, OperatorCost, Survey
-from steelyard.core.errors import BadInput, CheckpointError, Mismatch, RankFailed, RanksDiffer
-from steelyard.core.graph import Node
-from steelyard.core.layout import Layout
-from steelyard.core.link import Link
-from steelyard.core.machine import this_device
-from steelyard.core.plan import MadeFor
-from steelyard.core.quad import Estimate
-from steelyard.exchange.devices import CPU
-from steelyard.measure.cache import CostCache
-from steelyard.measure.company import Company
-from steelyard.measure.exchanges import SIZES
-from steelyard.measure.joins import latency_of, name_of, rate_of
-from steelyard.measure.links import (
-    BETWEEN_HOSTS,
-    measured_ranks,
-    remember_hosts,
-    remembered_look,
-)
-from steelyard.run.ranks.who import Who
+from steelyard.plans.plan import MadeFor
+from steelyard.predict.cost_table import Costs, OperatorCost, Survey
+from steelyard.run.launch.environment import Who
 from tests.harness import in_a_hurry
 from tests.measure.test_exchanges import said_of
 
@@ -122,7 +122,7 @@ def test_another_than_the_first_may_plan_and_all_hear_it() -> None:
     hearing = [threading.Thread(target=lambda m=m: heard.append(m.hear())) for m in (one, three)]
     for thread in hearing:
         thread.start()
-    with two.in_company(), mock.patch("steelyard.api.hosts.work_until"):
+    with two.in_company(), mock.patch("steelyard.planner.multi_host.work_until"):
         beside = Company(1, this_device(ranks=1), hosts=3)
         with beside.at_work():
             pass
@@ -152,7 +152,7 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
     took = []
     for own in prices:
         with mock.patch(
-            "steelyard.api.pricing.measure_operators", return_value=(measured, Survey())
+            "steelyard.planner.cost_provider.measure_operators", return_value=(measured, Survey())
         ):
             found, _ = own._measured([])
         own._operators.update(found.operators)
@@ -173,7 +173,7 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
     ],
 )
 def test_a_link_that_has_become_another_is_seen(now: tuple[float, float], is_same: bool) -> None:
-    with mock.patch("steelyard.api.hosts.looked_at_link", return_value=now):
+    with mock.patch("steelyard.planner.multi_host.looked_at_link", return_value=now):
         assert _is_as_it_was(LOOK, CPU) == is_same
 
 
@@ -201,7 +201,7 @@ def test_ranks_of_a_host_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (among.num_devices, among.ranks_of_a_host) == (6, 2)
     assert among.device == alone.device
     assert among.fingerprint != Cluster.here(ranks=6, hosts=6).fingerprint
-    monkeypatch.setattr("steelyard.core.machine.num_cores", lambda: 2)
+    monkeypatch.setattr("steelyard.hardware.host_os.num_cores", lambda: 2)
     Cluster.here(ranks=48, hosts=3)
     with pytest.raises(BadInput, match="a cluster of 51 ranks"):
         Cluster.here(ranks=51, hosts=3)
@@ -254,7 +254,7 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
     who = Who(rank=1, size=4, local_rank=0, hosts=2)
     everyones = list(zip(places, cores, strict=True))
     with (
-        mock.patch("steelyard.api.hosts.gathered", return_value=everyones),
+        mock.patch("steelyard.planner.multi_host.gathered", return_value=everyones),
         pytest.raises(BadInput, match=said),
     ):
         check_neighbours(who)
@@ -289,14 +289,14 @@ def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met(
     run = replace(planned, ranks=ranks, hosts=1, cluster=here)
 
     def notes(theirs: MadeFor) -> list[str]:
-        with mock.patch("steelyard.api.made_for.cluster_at", lambda home, c, cache: at(c)):
+        with mock.patch("steelyard.planner.compatibility.cluster_at", lambda home, c, cache: at(c)):
             return list(other_than_planned(run, theirs))
 
     assert notes(planned) == []
     (note,) = notes(replace(planned, cluster="another"))
     assert "planned for another machine" in note
     fewer = BadInput("two ranks, one GPU", expected="two", remedy="plan for one")
-    with mock.patch("steelyard.api.made_for.cluster_at", side_effect=fewer):
+    with mock.patch("steelyard.planner.compatibility.cluster_at", side_effect=fewer):
         (note,) = other_than_planned(run, planned)
     assert "planned for another machine" in note
     with pytest.raises(BadInput, match="of 4 ranks"):
@@ -324,13 +324,13 @@ def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
     hearing.start()
     plan = "".join(map(chr, range(32, 50_000))) * 3
-    with mock.patch("steelyard.api.hosts._PIECE", 1000):
+    with mock.patch("steelyard.planner.multi_host._PIECE", 1000):
         first.tell(plan)
     hearing.join()
     assert heard == [plan]
     silent = Meeting(who=Who(rank=1, size=2, hosts=2), store=HashStore())
     with (
-        mock.patch("steelyard.api.hosts._PLANNING_SECONDS", 0.1),
+        mock.patch("steelyard.planner.multi_host._PLANNING_SECONDS", 0.1),
         pytest.raises(RankFailed, match="rank 0 has told nothing"),
     ):
         silent.hear()
@@ -360,7 +360,7 @@ def test_what_no_first_host_tells_is_refused_in_three_lines(count: str, piece: s
     store.set("told/0", piece)
     store.set("told", count)
     with (
-        mock.patch("steelyard.api.hosts._MOST_TOLD_BYTES", 1 << 20),
+        mock.patch("steelyard.planner.multi_host._MOST_TOLD_BYTES", 1 << 20),
         pytest.raises(RankFailed, match="tells what no rank of steelyard tells") as refused,
     ):
         second.hear()
@@ -387,7 +387,7 @@ def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None
         threading.Thread(target=lambda one=one: heard.append(one.hear()), name=str(n))
         for n, one in enumerate((second, third))
     ]
-    with mock.patch("steelyard.api.hosts.work_until", works):
+    with mock.patch("steelyard.planner.multi_host.work_until", works):
         for one in hearing:
             one.start()
         with first.in_company():
@@ -467,7 +467,7 @@ def test_what_goes_between_gpus_of_hosts_is_of_sizes_that_a_network_carries(tmp_
     of_a_host = said_of(near, 2, sizes=SIZES["cuda"]).items()
     said = [said_of(LINK, 4) | {f"near {name}": seconds for name, seconds in of_a_host}] * 4
     names = ["a", "a", "b", "b"]
-    with mock.patch("steelyard.measure.links._on_gpus", return_value=", on 2 of a kind"):
+    with mock.patch("steelyard.measure.links.probe._on_gpus", return_value=", on 2 of a kind"):
         remember_hosts(said, names, hosts=2, home=gpu, look=LOOK, cache=cache)
         measured = measured_ranks(4, hosts=2, home=gpu, cache=cache)
         assert remembered_look(names, hosts=2, home=gpu, cache=cache) == LOOK
@@ -489,7 +489,7 @@ def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> N
     if failure == "stopped":
         expected, settings = KeyboardInterrupt, {"_HEARING_SECONDS": 1.0}  # type: ignore[assignment]
         store.set("at work/1/2", "")
-    with mock.patch.multiple("steelyard.api.hosts", **settings):
+    with mock.patch.multiple("steelyard.planner.multi_host", **settings):
         with first.in_company():
             company = Company(1, this_device(ranks=1), hosts=3)
             with pytest.raises(expected), company.at_work():
@@ -506,7 +506,7 @@ def test_who_came_to_measure_hears_that_another_did_not() -> None:
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
     settings = {"_BEGINNING_SECONDS": 1.0, "_HEARING_SECONDS": 1.0}
     with (
-        mock.patch.multiple("steelyard.api.hosts", **settings),
+        mock.patch.multiple("steelyard.planner.multi_host", **settings),
         mock.patch.object(Meeting, "_measure") as measure,
     ):
         hearing.start()

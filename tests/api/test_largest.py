@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import largest as largest_module
-from steelyard.api.largest import largest
-from steelyard.api.look import Request
-from steelyard.core.budget import Budget, Maximize
-from steelyard.core.cluster import Cluster
-from steelyard.core.errors import CaptureRefused, Infeasible
-from steelyard.core.graph import Graph
+from steelyard.errors import CaptureRefused, Infeasible
+from steelyard.hardware.cluster import Cluster
+from steelyard.ir.graph import Graph
+from steelyard.planner import max_size as largest_module
+from steelyard.planner.max_size import largest
+from steelyard.planner.session import Request
+from steelyard.plans.budget import Budget, Maximize
 from tests.harness import in_a_hurry
 from tests.report.sample import PLAN
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.core.amounts import format_bytes
-from steelyard.core.errors import BadInput, Mismatch
+from steelyard.errors import BadInput, Mismatch
 from steelyard.predict import kept_gradients_bytes
+from steelyard.units import format_bytes
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:

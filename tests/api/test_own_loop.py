@@ -16,10 +16,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import steelyard as sy
 from steelyard.api import Step
-from steelyard.core.amounts import format_bytes
-from steelyard.core.receipt import Measured
-from steelyard.measure.meter import is_profiled
-from steelyard.report.tree import tree_of
+from steelyard.measure.operators.memory import is_profiled
+from steelyard.plans.receipt import Measured
+from steelyard.report.document import tree_of
+from steelyard.units import format_bytes
 
 BATCH = torch.randn(64, 128)
 adamw = partial(torch.optim.AdamW, lr=1e-3)
@@ -203,7 +203,7 @@ def test_hooks_of_optimizers_go_with_the_step(monkeypatch: pytest.MonkeyPatch) -
             removed.append(True)
 
     for which in ("pre", "post"):
-        name = f"steelyard.api.own_loop.register_optimizer_step_{which}_hook"
+        name = f"steelyard.api.user_loop.register_optimizer_step_{which}_hook"
         monkeypatch.setattr(name, Handle)
     step = planned()
     step.backward(BATCH)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.api.planned import planned
-from steelyard.api.planner import Planner
-from steelyard.core.errors import BadInput, Infeasible
-from steelyard.search.variant import Variant
+from steelyard.errors import BadInput, Infeasible
+from steelyard.planner.planner import Planner
+from steelyard.search.single.variant import Variant
 from steelyard.trades import TRADES
 from tests.harness import in_a_hurry
 

@@ -14,12 +14,12 @@ from torch import nn
 
 import steelyard as sy
 from steelyard import _torch
-from steelyard.api import lowering
-from steelyard.core.errors import BadInput, Infeasible
-from steelyard.core.layout import Layout
-from steelyard.core.rules import Rule
+from steelyard.errors import BadInput, Infeasible
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.rule import Rule
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links import context_of
+from steelyard.measure.links.probe import context_of
+from steelyard.planner import compiled as lowering
 from tests import zoo
 from tests.api.test_coded import LINK
 from tests.harness import floor_bytes, in_a_hurry

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import look, pricing
-from steelyard.api.preflight import floor_of
-from steelyard.capture.source import StepSource
-from steelyard.core.errors import BadInput, Infeasible
-from steelyard.core.program import Program
+from steelyard.capture.step import StepSource
+from steelyard.errors import BadInput, Infeasible
+from steelyard.ir.program import Program
+from steelyard.planner import cost_provider as pricing
+from steelyard.planner import session as look
+from steelyard.planner.preflight import floor_of
 from steelyard.search import Floor, Search
 from tests import zoo
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import steelyard as sy
-from steelyard.api.pricing import Prices
-from steelyard.capture.source import StepSource
-from steelyard.core.costs import Costs
-from steelyard.core.graph import Graph
-from steelyard.core.machine import this_device
-from steelyard.core.program import Program
-from steelyard.core.quad import Estimate
-from steelyard.core.rules import Rule
-from steelyard.core.trade import strike
+from steelyard.capture.step import StepSource
+from steelyard.hardware.host_os import this_device
+from steelyard.ir.graph import Graph
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.planner.cost_provider import Prices
+from steelyard.plans.trade import strike
+from steelyard.predict.cost_table import Costs
 from steelyard.trades import TRADES
 from tests.trades.test_shard_pipeline import plain
 from tests.zoo.case import next_token_loss, tokens
@@ -96,7 +96,7 @@ def test_what_is_timed_by_the_processor_takes_longer_where_it_is_withheld(
 ) -> None:
     prices = Prices.__new__(Prices)
     prices._is_here, prices._threads, prices.notes = True, threads, []
-    with mock.patch("steelyard.api.pricing.quota_cores", return_value=quota):
+    with mock.patch("steelyard.planner.cost_provider.quota_cores", return_value=quota):
         assert prices._longer_than_processor_time(ranks) == pytest.approx(longer)
     assert bool(prices.notes) == (longer > 1)
 
@@ -104,7 +104,7 @@ def test_what_is_timed_by_the_processor_takes_longer_where_it_is_withheld(
 def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_path: Path) -> None:
     def seconds(quota: float) -> float:
         with (
-            mock.patch("steelyard.api.pricing.quota_cores", return_value=quota),
+            mock.patch("steelyard.planner.cost_provider.quota_cores", return_value=quota),
             mock.patch.dict(os.environ, STEELYARD_CACHE=str(tmp_path / "costs.sqlite")),
             mock.patch.object(torch, "get_num_threads", return_value=1),
         ):

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import steelyard as sy
 from steelyard.api import Step, Workload, run_workload
 from steelyard.api.planning import plan_workload
-from steelyard.core.budget import Budget
+from steelyard.plans.budget import Budget
 
 profiled = partial(profile, activities=[ProfilerActivity.CPU])
 

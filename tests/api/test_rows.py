@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.core.planfile import read_decisions
-from steelyard.core.trade import Left
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links import context_of
+from steelyard.measure.links.probe import context_of
+from steelyard.plans.plan_file import read_decisions
+from steelyard.plans.trade import Left
 from tests.api.test_coded import LINK
 
 _OPTIMIZER = partial(torch.optim.SGD, lr=0.1)

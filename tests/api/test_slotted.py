@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import steelyard as sy
-from steelyard.core.planfile import read_decisions
-from steelyard.core.rules import Rule
-from steelyard.core.trade import Left
+from steelyard.ir.rule import Rule
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links import context_of
+from steelyard.measure.links.probe import context_of
+from steelyard.plans.plan_file import read_decisions
+from steelyard.plans.trade import Left
 from tests.api.test_coded import LINK
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api import look
+from steelyard.planner import session as look
 from tests.harness import in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from steelyard.api import Planned, Workload, run_workload
 from steelyard.api.planning import plan_workload
-from steelyard.core.budget import Budget
-from steelyard.report.lines import plain
+from steelyard.plans.budget import Budget
+from steelyard.report.document import tree_of
+from steelyard.report.styled_text import plain
 from steelyard.report.text import render
-from steelyard.report.tree import tree_of
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.api.unknown_optimizer import note_on_state
-from steelyard.capture.optimizer import capture_update
-from steelyard.capture.source import StepSource
-from steelyard.core.amounts import format_bytes
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs
-from steelyard.core.graph import Role
-from steelyard.core.plan import Prediction
-from steelyard.core.program import Program
+from steelyard.capture.step import StepSource
+from steelyard.capture.tracing.optimizer import capture_update
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Role
+from steelyard.ir.program import Program
+from steelyard.planner.optimizer_note import note_on_state
+from steelyard.plans.plan import Prediction
 from steelyard.predict import predict
+from steelyard.predict.cost_table import Costs
+from steelyard.units import format_bytes
 
 COSTS = Costs(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 40)

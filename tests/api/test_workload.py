@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from steelyard.api import Workload, load_workload
-from steelyard.capture.trace import trace
-from steelyard.core.errors import BadInput
+from steelyard.capture.tracing.joint_graph import trace
+from steelyard.errors import BadInput
 
 SCRIPT = """
 import functools, torch, steelyard as sy

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from steelyard import _torch
-from steelyard.core.collective import Exchange
-from steelyard.core.graph import Graph, Node, OutputKind
-from steelyard.core.placement import Partial, Placement, Shard
+from steelyard.ir.collective import Exchange
+from steelyard.ir.graph import Graph, Node, OutputKind
+from steelyard.ir.placement import Partial, Placement, Shard
 from steelyard.operators import call
 
 _SEED = 5

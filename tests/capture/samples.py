@@ -6,8 +6,8 @@ Not for models that others wrote: see tests/zoo.
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.sample_proof import Splitting
-from steelyard.capture.source import StepSource
+from steelyard.capture.batch.independence_proof import Splitting
+from steelyard.capture.step import StepSource
 from tests.zoo.case import Sample
 
 

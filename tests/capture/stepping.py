@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.source import StepSource
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs
-from steelyard.core.program import Program
-from steelyard.measure.meter import Metered, meter_once
+from steelyard.capture.step import StepSource
+from steelyard.hardware.cluster import Device
+from steelyard.ir.program import Program
+from steelyard.measure.operators.memory import Metered, meter_once
 from steelyard.predict import predict
+from steelyard.predict.cost_table import Costs
 from steelyard.run.step import LiveStep
 from tests.zoo import Case, Sample, Scale, reference
 

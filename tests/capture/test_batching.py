@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.sample_proof import Reduction, Splitting, sketch
+from steelyard.capture.batch.independence_proof import Reduction, Splitting, sketch
 from tests import zoo
 from tests.capture.samples import (
     Counting,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from steelyard.core.errors import CaptureRefused
+from steelyard.errors import CaptureRefused
 from tests.capture.stepping import SEED, captured_step, differences, live, source_of
 from tests.zoo import reference
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.core.errors import CaptureRefused, Mismatch
-from steelyard.core.graph import Role
+from steelyard.errors import CaptureRefused, Mismatch
+from steelyard.ir.graph import Role
 from tests.capture.stepping import captured_step, differences, live, source_of
 from tests.zoo import reference
 

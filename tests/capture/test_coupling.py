@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.coupling import coupling
-from steelyard.capture.source import StepSource
-from steelyard.core.graph import Graph
+from steelyard.capture.checks.batch_independence import coupling
+from steelyard.capture.step import StepSource
+from steelyard.ir.graph import Graph
 from tests import zoo
 from tests.capture.samples import (
     class_loss,

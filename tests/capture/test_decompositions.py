@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.capture import decompositions
+from steelyard.capture.tracing import decompositions
 from tests import zoo
 from tests.harness import Trial, costs_of, predicted_above
 from tests.zoo.case import square_loss

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.deep import cut
-from steelyard.capture.source import StepSource
-from steelyard.core.graph import Graph, OutputKind
-from steelyard.core.program import Program
+from steelyard.capture.deep.truncate import cut
+from steelyard.capture.step import StepSource
+from steelyard.ir.graph import Graph, OutputKind
+from steelyard.ir.program import Program
 from steelyard.predict import predict
 from tests.capture.stepping import COSTS, source_of
 from tests.zoo import Sample

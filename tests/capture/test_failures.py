@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.capture.failures import shortened
-from steelyard.core.errors import CaptureRefused, Mismatch
+from steelyard.capture.checks.errors import shortened
+from steelyard.errors import CaptureRefused, Mismatch
 from tests.capture.stepping import SEED, captured_step, differences, live, source_of
 from tests.zoo import reference
 

@@ -25,13 +25,13 @@ from torch.optim import (
     Rprop,
 )
 
-from steelyard.capture.optimizer import capture_update, leaner_settings
-from steelyard.core.costs import Costs
-from steelyard.core.errors import CaptureRefused
-from steelyard.core.graph import Phase, Role
-from steelyard.core.program import Program
-from steelyard.measure import operators
-from steelyard.measure.meter import meter_once
+from steelyard.capture.tracing.optimizer import capture_update, leaner_settings
+from steelyard.errors import CaptureRefused
+from steelyard.ir.graph import Phase, Role
+from steelyard.ir.program import Program
+from steelyard.measure.operators import benchmark as operators
+from steelyard.measure.operators.memory import meter_once
+from steelyard.predict.cost_table import Costs
 from steelyard.predict.liveness import liveness
 from tests.capture.stepping import DEVICE
 

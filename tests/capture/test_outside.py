@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from steelyard.capture.outside import name_of_tensor
-from steelyard.core.errors import CaptureRefused
+from steelyard.capture.checks.loss_inputs import name_of_tensor
+from steelyard.errors import CaptureRefused
 from tests.capture.stepping import source_of
 
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import _torch
-from steelyard.capture.parted import parted
-from steelyard.capture.source import Captured, StepSource
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.errors import BadInput
-from steelyard.core.graph import Argument, Graph, Node, OutputKind, Phase, Role, Symbol
-from steelyard.core.parting import Parting
-from steelyard.core.placement import PARTIAL, REPLICATE, Placement, Shard, fits
-from steelyard.exchange.devices import CPU
+from steelyard.capture.spmd.partition import parted
+from steelyard.capture.step import Captured, StepSource
+from steelyard.comm.devices import CPU
+from steelyard.errors import BadInput
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.ir.graph import Argument, Graph, Node, OutputKind, Phase, Role, Symbol
+from steelyard.ir.placement import PARTIAL, REPLICATE, Placement, Shard, fits
+from steelyard.ir.sharding_choice import Parting
 from steelyard.operators import torch_object
 from tests import zoo
 from tests.capture import in_step

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from steelyard import _torch
-from steelyard.capture.attribution import short_file
-from steelyard.core.graph import Graph, OutputKind, Phase, Role
+from steelyard.capture.tracing.source_lines import short_file
+from steelyard.ir.graph import Graph, OutputKind, Phase, Role
 from tests.capture.stepping import source_of
 from tests.zoo import Sample, case
 from tests.zoo.case import next_token_loss, tokens

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.reads import Reads
-from steelyard.capture.source import StepSource
-from steelyard.core.errors import CaptureRefused, Mismatch
+from steelyard.capture.checks.python_state_guards import Reads
+from steelyard.capture.step import StepSource
+from steelyard.errors import CaptureRefused, Mismatch
 from tests.capture import schedule
 
 RATE = 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.capture.regions import regions
-from steelyard.core.parting import Parting
-from steelyard.core.placement import Shard
+from steelyard.capture.spmd.shardable_regions import regions
+from steelyard.ir.placement import Shard
+from steelyard.ir.sharding_choice import Parting
 from tests.capture.test_parted import ROUNDING, ROUNDING_SINGLE, Whole
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.capture.sampled import SampledStep
-from steelyard.capture.source import StepSource
-from steelyard.core.graph import Graph, Role
-from steelyard.core.sampled import telling_number
+from steelyard.capture.deep.batch_template import SampledStep
+from steelyard.capture.step import StepSource
+from steelyard.ir.batch_template import telling_number
+from steelyard.ir.graph import Graph, Role
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from steelyard.capture.parted import parted
-from steelyard.capture.regions import regions
-from steelyard.capture.sequences import sequence_placements
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.graph import Graph, Phase
-from steelyard.core.parting import Parting
-from steelyard.core.placement import REPLICATE, Shard
+from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.sequence_parallel import sequence_placements
+from steelyard.capture.spmd.shardable_regions import regions
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.ir.graph import Graph, Phase
+from steelyard.ir.placement import REPLICATE, Shard
+from steelyard.ir.sharding_choice import Parting
 from tests.capture.test_parted import ROUNDING_SINGLE, Whole
 
 _RANKS = 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.sample_proof import Reduction, Splitting
+from steelyard.capture.batch.independence_proof import Reduction, Splitting
 from tests.capture.samples import (
     Counting,
     class_loss,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import _torch
-from steelyard.core.errors import CaptureRefused
+from steelyard.errors import CaptureRefused
 from tests.capture.stepping import assert_untouched, source_of, state_of
 from tests.zoo import case, reference
 from tests.zoo.case import square_loss

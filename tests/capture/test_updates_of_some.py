@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.capture.optimizer import capture_update
-from steelyard.core.graph import Role
-from steelyard.core.program import Program
-from steelyard.core.updates import update_of
+from steelyard.capture.tracing.optimizer import capture_update
+from steelyard.ir.graph import Role
+from steelyard.ir.optimizer_update import update_of
+from steelyard.ir.program import Program
 from steelyard.predict.liveness import liveness
 
 OPTIMIZERS = {

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
 
 import steelyard as sy
-from steelyard.capture.wrapped import refuse_wrapped
-from steelyard.core.errors import CaptureRefused
+from steelyard.capture.checks.wrapped_models import refuse_wrapped
+from steelyard.errors import CaptureRefused
 from tests.capture.stepping import source_of
 
 

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from steelyard import _torch
-from steelyard.capture.source import StepSource
-from steelyard.core.errors import CaptureRefused, SteelyardError
-from steelyard.core.program import Program
-from steelyard.measure import operators
+from steelyard.capture.step import StepSource
+from steelyard.errors import CaptureRefused, SteelyardError
+from steelyard.ir.program import Program
+from steelyard.measure.operators import benchmark as operators
 from tests import zoo
 from tests.capture.stepping import (
     DEVICE,

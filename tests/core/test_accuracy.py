@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from steelyard.core.accuracy import Drift, beyond, keeps
-from steelyard.core.quad import EXACT, UNKNOWN
+from steelyard.ir.metrics import EXACT, UNKNOWN
+from steelyard.plans.accuracy import Drift, beyond, keeps
 
 
 def test_the_word_says_how_far_how_much_it_varied_and_how_it_was_found() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.amounts import (
+from steelyard.errors import BudgetError
+from steelyard.units import (
     format_bytes,
     format_seconds,
     format_share,
@@ -17,7 +18,6 @@ from steelyard.core.amounts import (
     spell_seconds,
     spell_share,
 )
-from steelyard.core.errors import BudgetError
 
 BYTES = st.integers(1, 2**62)
 SECONDS = st.floats(0, 2.0**62, exclude_min=True, allow_subnormal=True)

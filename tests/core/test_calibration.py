@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.calibration import (
+from steelyard.hardware.calibration import (
     DECLARED_DOUBT,
     Calibration,
     Case,
@@ -16,9 +16,9 @@ from steelyard.core.calibration import (
     Score,
     percent,
 )
-from steelyard.core.cluster_file import decode_tree
-from steelyard.core.deep_layout import DeepLayout
-from steelyard.core.presets import preset_tables
+from steelyard.hardware.cluster_file import decode_tree
+from steelyard.hardware.presets import preset_tables
+from steelyard.ir.cluster_layout import DeepLayout
 
 _FITTED = Domain(
     rows=2,

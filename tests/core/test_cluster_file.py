@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Cluster
-from steelyard.core.cluster_file import MOST_BYTES, decode_tree
-from steelyard.core.errors import BadInput, ClusterFileError
-from steelyard.core.presets import preset_tables
-from steelyard.core.reached import Reached
+from steelyard.errors import BadInput, ClusterFileError
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.cluster_file import MOST_BYTES, decode_tree
+from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.presets import preset_tables
 
 GIB = 1 << 30
 GOOD = """

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.collective import GLOO, THROUGH_SLOTS, Exchange, Transport
-from steelyard.core.graph import Ref, item_bytes
-from steelyard.core.program import Program
-from steelyard.exchange.gradients import bucketed_all_reduce
+from steelyard.ir.collective import GLOO, THROUGH_SLOTS, Exchange, Transport
+from steelyard.ir.graph import Ref, item_bytes
+from steelyard.ir.program import Program
+from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
 from tests.exchange.made_up import chain
 
 

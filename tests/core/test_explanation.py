@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.cli import main
-from steelyard.core.errors import PlanFileError
-from steelyard.core.explanation import (
+from steelyard.errors import PlanFileError
+from steelyard.plans.prediction_file import (
     PlanOnFile,
     decode_explanation,
     encode_explanation,
@@ -21,12 +21,12 @@ from steelyard.core.explanation import (
     write_explanation,
     write_plan,
 )
-from steelyard.core.receipt import Receipt
+from steelyard.plans.receipt import Receipt
+from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
 from steelyard.report.json import dumps, to_json
-from steelyard.report.lines import Zoom
+from steelyard.report.styled_text import Zoom
 from steelyard.report.text import render
-from steelyard.report.tree import tree_of
 from tests.report.sample import DECISIONS, MEASURED, PLAN
 
 DOCUMENT = json.loads(encode_explanation(PLAN, MEASURED))

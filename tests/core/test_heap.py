@@ -11,7 +11,7 @@ import pytest
 # A step's worth of blocks, those of a megabyte and one that no process keeps by itself.
 _STEPS = """
 import ctypes, resource, sys
-from steelyard.core.heap import is_kept, keep_what_is_freed
+from steelyard.measure.malloc import is_kept, keep_what_is_freed
 
 kept = keep_what_is_freed() if sys.argv[1] == "keep" else False
 libc = ctypes.CDLL(None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.core.graph import (
+from steelyard.ir.graph import (
     Graph,
     Node,
     Output,
@@ -18,8 +18,8 @@ from steelyard.core.graph import (
     Storage,
     Tensor,
 )
-from steelyard.core.in_place import WRITING, written_in_place
 from steelyard.operators import operator_named
+from steelyard.passes.pipeline.in_place_sends import WRITING, written_in_place
 
 X = torch.randn(6, 6)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Link
-from steelyard.core.errors import BadInput
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Link
 
 SIZES = st.integers(0, 2**40)
 POINTS = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core import machine
+from steelyard.hardware import host_os as machine
 
 GIB = 1 << 30
 CAPACITY = "system/cpu/cpu{}/cpu_capacity"
@@ -16,7 +16,7 @@ def under(limit: str) -> dict[str, int]:
     probe = (
         "import resource\n"
         f"resource.setrlimit(resource.{limit}, ({GIB}, {GIB}))\n"
-        "from steelyard.core import machine\n"
+        "from steelyard.hardware import host_os as machine\n"
         "print(machine.available_bytes(), *machine.process_limits_bytes().items())"
     )
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

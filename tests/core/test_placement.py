@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.graph import Tensor
-from steelyard.core.placement import REPLICATE, Shard, fits, local_tensor, seen_through
+from steelyard.ir.graph import Tensor
+from steelyard.ir.placement import REPLICATE, Shard, fits, local_tensor, seen_through
 from tests.capture.in_step import cut
 
 _SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4).map(tuple)

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
-from steelyard.core.cluster import most_ranks_here
-from steelyard.core.errors import BadInput, Mismatch, PlanFileError
-from steelyard.core.plan import Decisions
-from steelyard.core.plan_check import check_startable
-from steelyard.core.planfile import decode_decisions, encode_decisions
-from steelyard.core.rules import Rule
+from steelyard.errors import BadInput, Mismatch, PlanFileError
+from steelyard.hardware.cluster import most_ranks_here
+from steelyard.ir.rule import Rule
+from steelyard.plans.plan import Decisions
+from steelyard.plans.plan_check import check_startable
+from steelyard.plans.plan_file import decode_decisions, encode_decisions
 from tests.report.sample import DECISIONS
 
 MOST = most_ranks_here()
@@ -113,5 +113,5 @@ def test_run_refuses_it_before_torch_is_imported_or_a_process_started(
 
 
 def test_what_a_machine_is_asked_for_follows_its_cores() -> None:
-    with mock.patch("steelyard.core.machine.num_cores", return_value=4):
+    with mock.patch("steelyard.hardware.host_os.num_cores", return_value=4):
         assert most_ranks_here() == 32

@@ -12,9 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.budget import Budget
-from steelyard.core.errors import BadInput, PlanFileError
-from steelyard.core.explanation import (
+from steelyard.errors import BadInput, PlanFileError
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import BatchEntry, Decisions, MadeFor, Plan
+from steelyard.plans.plan_file import (
+    MOST_BYTES,
+    decode_decisions,
+    digest_of,
+    encode_decisions,
+    read_decisions,
+)
+from steelyard.plans.prediction_file import (
     _Body,
     decode_explanation,
     encode_explanation,
@@ -24,16 +34,6 @@ from steelyard.core.explanation import (
     write_explanation,
     write_plan,
 )
-from steelyard.core.plan import BatchEntry, Decisions, MadeFor, Plan
-from steelyard.core.planfile import (
-    MOST_BYTES,
-    decode_decisions,
-    digest_of,
-    encode_decisions,
-    read_decisions,
-)
-from steelyard.core.quad import Estimate
-from steelyard.core.rules import Rule
 from tests.report.sample import DECISIONS, MEASURED, MIB, PLAN, timeline
 
 GOOD = encode_decisions(DECISIONS)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core import private
-from steelyard.core.errors import BadInput
-from steelyard.core.private import make_private, why_not_private
+from steelyard import private_files as private
+from steelyard.errors import BadInput
+from steelyard.private_files import make_private, why_not_private
 
 ANOTHER = 12345
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.quad import Estimate
+from steelyard.ir.metrics import Estimate
 from tests.report.sample import PLAN
 
 MEMORY = PLAN.predicted.quad.memory_bytes

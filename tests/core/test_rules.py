@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import BlockRun, Graph, Node, Phase, Role, Storage, Tensor
-from steelyard.core.rules import Rule, Spot, matching, spots, starred, to_rules
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import BlockRun, Graph, Node, Phase, Role, Storage, Tensor
+from steelyard.ir.rule import Rule, Spot, matching, spots, starred, to_rules
 
 
 def model(lists: dict[str, int], *, ops: tuple[str, ...] = ("aten.mm", "aten.gelu")) -> Graph:

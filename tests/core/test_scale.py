@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Cluster
-from steelyard.core.errors import BadInput
-from steelyard.core.scale import (
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
+from steelyard.plans.scaling_laws import (
     Run,
     ScalePoint,
     Scaling,
@@ -18,8 +18,8 @@ from steelyard.core.scale import (
     gustafson,
     gustafson_share,
 )
-from steelyard.report.lines import plain
-from steelyard.report.scale import rendered, to_json
+from steelyard.report.scaling import rendered, to_json
+from steelyard.report.styled_text import plain
 
 _TIMES = (1, 2, 4, 8, 92)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Cluster, Device, Link, Member, Scope
-from steelyard.core.errors import BadInput
-from steelyard.core.ways import Level, group_of, levels
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster, Device, Link, Member, Scope
+from steelyard.predict.collectives.group_topology import Level, group_of, levels
 from tests.core.trees import ANY, DEVICES, even, flat, member
 
 LINK = Link(kind="link", latency_seconds=1e-6, bytes_per_second=1e9)

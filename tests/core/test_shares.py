@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import Cluster
-from steelyard.core.errors import BadInput, PlanFileError
-from steelyard.core.layout import Layout
-from steelyard.core.plan import Decisions, MadeFor
-from steelyard.core.planfile import decode_decisions, encode_decisions
-from steelyard.core.rules import Rule
+from steelyard.errors import BadInput, PlanFileError
+from steelyard.hardware.cluster import Cluster
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import Decisions, MadeFor
+from steelyard.plans.plan_file import decode_decisions, encode_decisions
 
 _SHARES = st.lists(st.integers(1, 50), min_size=2, max_size=6).map(tuple)
 _MADE_FOR = MadeFor(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.skew import Skew
+from steelyard.predict.arrival_skew import Skew
 
 
 def measured(*, short_wait: float, long_wait: float) -> Skew:

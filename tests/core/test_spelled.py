@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from steelyard.core.graph import Axis, Graph, Ref, Symbol
-from steelyard.core.machine import this_device
-from steelyard.core.spelled import from_json, to_json
+from steelyard.hardware.host_os import this_device
+from steelyard.ir.graph import Axis, Graph, Ref, Symbol
+from steelyard.measure.links.json_graph import from_json, to_json
 from tests.measure.test_operators import some_graph
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from steelyard.core.collective import GLOO, NCCL, Exchange, Transport
-from steelyard.core.costs import Costs
-from steelyard.core.layout import DATA, PIPELINE, Layout
-from steelyard.core.link import Link
-from steelyard.core.spread import Spread
+from steelyard.hardware.link import Link
+from steelyard.ir.collective import GLOO, NCCL, Exchange, Transport
+from steelyard.ir.parallel_layout import DATA, PIPELINE, Layout
 from steelyard.predict import message_of
-from steelyard.predict.stage_sums import Sums, Trained
+from steelyard.predict.collectives.host_groups import Spread
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.pipeline.gradient_reduction import Sums, Trained
 from tests.trades.test_shard_batch import DEVICE
 
 NEAR = Link(kind="near", latency_seconds=1e-5, bytes_per_second=1e9)

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.budget import Budget
-from steelyard.core.costs import Costs
-from steelyard.core.device import Device
-from steelyard.core.errors import PlanFileError
-from steelyard.core.layout import DATA, TENSOR
-from steelyard.core.link import Link
-from steelyard.core.plan import Decisions, MadeFor
-from steelyard.core.planfile import decode_decisions, encode_decisions
-from steelyard.core.rules import Rule
-from steelyard.core.subsets import (
+from steelyard.errors import PlanFileError
+from steelyard.hardware.device import Device
+from steelyard.hardware.link import Link
+from steelyard.ir.parallel_layout import DATA, TENSOR
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import Decisions, MadeFor
+from steelyard.plans.plan_file import decode_decisions, encode_decisions
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.rank_subsets import (
     ALIKE,
     Subset,
     best_joined,
@@ -26,7 +26,7 @@ from steelyard.core.subsets import (
     numbers_of_ranks,
     slowest,
 )
-from steelyard.search.links_told import note_on_links, slow_hosts
+from steelyard.search.ranks.slow_link_note import note_on_links, slow_hosts
 
 _TIMES = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
 _MADE_FOR = MadeFor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Device, Link, Member, Scope
+from steelyard.hardware.cluster import Device, Link, Member, Scope
 
 DEVICES = tuple(
     Device(kind=kind, flops_per_second=rate, bytes_per_second=rate, memory_bytes=1 << 30)

@@ -21,21 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steelyard.exchange.gathered import gathered
+from steelyard.comm.json_gather import gathered
 import steelyard as sy
-from steelyard.api import adapting
+from steelyard.api import replan as adapting
 from steelyard.api.background import Background
-from steelyard.api.look import Look, Request, Runner
-from steelyard.api.training import run_workload
-from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES
-from steelyard.core.collective import SLOTS
-from steelyard.core.link import Link
-from steelyard.core.plan import Decisions
-from steelyard.core.planfile import read_decisions, write_decisions
-from steelyard.core.rules import Rule
-from steelyard.search import adapting as search
-from steelyard.search.pace import Pace
+from steelyard.planner.session import Look, Request, Runner
+from steelyard.api.train import run_workload
+from steelyard.plans.budget import Budget
+from steelyard.ir.gradient_codec import CODE_TRADES
+from steelyard.ir.collective import SLOTS
+from steelyard.hardware.link import Link
+from steelyard.plans.plan import Decisions
+from steelyard.plans.plan_file import read_decisions, write_decisions
+from steelyard.ir.rule import Rule
+from steelyard.search.ranks import retune as search
+from steelyard.search.ranks.pace import Pace
 from tests.dist import coded
 from tests.harness import in_a_hurry
 from tests.zoo.case import next_token_loss, tokens
@@ -225,7 +225,7 @@ def _off_after(steps: int) -> Callable[[Pace, float, float], bool]:
 
 def _for_a_slow_link(planned: Any) -> Any:
     from steelyard.api.planned import Planned
-    from steelyard.api.planner import Planner
+    from steelyard.planner.planner import Planner
 
     links = planned.look.prices.costs.links
     look = planned.look.over(replace(links["data"], bytes_per_second=SLOW))

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.exchange.gathered import gathered
+from steelyard.comm.json_gather import gathered
 import steelyard as sy
-from steelyard.api.look import Look, Request, Runner
-from steelyard.core.budget import Budget
-from steelyard.core.plan import Decisions
-from steelyard.core.planfile import write_decisions
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
+from steelyard.planner.session import Look, Request, Runner
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import Decisions
+from steelyard.plans.plan_file import write_decisions
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
 from steelyard.trades.largest_gradients import LargestGradients
 from steelyard.trades.low_rank_gradients import LowRankGradients
 from steelyard.trades.rounded_gradients import RoundedGradients

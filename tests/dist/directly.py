@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from steelyard.exchange.directly import Directly
+from steelyard.comm.gloo.direct_collectives import Directly
 from tests.dist.slotted import EACH_TO_EACH, GATHER, REDUCE, SCATTER, by_torch, channel, values
 
 

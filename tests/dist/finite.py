@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.api.ranks import Ranks
-from steelyard.capture.source import StepSource
-from steelyard.core.errors import NonFinite
-from steelyard.core.layout import DATA, Layout
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.trade import strike
-from steelyard.exchange.devices import home_of
-from steelyard.run.emit import emit
-from steelyard.run.finite import FiniteWatch
-from steelyard.run.loop import train
-from steelyard.run.ranks.together import InGroup
+from steelyard.api.rank_context import Ranks
+from steelyard.capture.step import StepSource
+from steelyard.errors import NonFinite
+from steelyard.ir.parallel_layout import DATA, Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.trade import strike
+from steelyard.comm.devices import home_of
+from steelyard.run.codegen import emit
+from steelyard.run.finite_check import FiniteWatch
+from steelyard.run.train_loop import train
+from steelyard.run.launch.coordination import InGroup
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
 from tests.dist.pipelines import _in_stages

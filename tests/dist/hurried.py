@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from steelyard.cli import main
-from steelyard.measure.company import Company
+from steelyard.measure.links.background_load import Company
 from tests.harness import in_a_hurry
 
 # Hosts are at work beside one another all the same.
@@ -22,7 +22,7 @@ def hurried(arguments: list[str]) -> int:
     costs = Path(os.environ["STEELYARD_CACHE"])
     with (
         in_a_hurry(costs),
-        mock.patch("steelyard.measure.exchanges._COMPUTING_SECONDS", 0.2),
+        mock.patch("steelyard.measure.links.worker._COMPUTING_SECONDS", 0.2),
         mock.patch.object(Company, "at_work", _AT_WORK),
     ):
         return main(arguments)

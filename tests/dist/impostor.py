@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from steelyard.core.errors import RankFailed
-from steelyard.exchange.gathered import MOST_BYTES, gathered
+from steelyard.errors import RankFailed
+from steelyard.comm.json_gather import MOST_BYTES, gathered
 
 
 class Payload:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 
-from steelyard.api.hosts import Meeting, own_device
-from steelyard.core.errors import RanksDiffer
-from steelyard.measure.links import measured_ranks
-from steelyard.run.ranks.who import Who
+from steelyard.planner.multi_host import Meeting, own_device
+from steelyard.errors import RanksDiffer
+from steelyard.measure.links.probe import measured_ranks
+from steelyard.run.launch.environment import Who
 
 
 def measuring(rank: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def measuring(rank: int) -> dict[str, Any]:
 def of_other_kinds(rank: int) -> str:
     """One has no GPU, where the others have."""
     with (
-        mock.patch("steelyard.api.hosts.words_of_gpu", lambda *_: {"kind of device": f"{rank}"}),
+        mock.patch("steelyard.planner.multi_host.words_of_gpu", lambda *_: {"kind of device": f"{rank}"}),
         _met(rank) as one,
     ):
         try:
@@ -62,7 +62,7 @@ def _met(rank: int) -> Iterator[Meeting]:
         shared = Path(tempfile.gettempdir()) / f"met-by-children-of-{os.getppid()}"
         who = Who(rank=rank, size=2, hosts=2, address="127.0.0.1")
         # How fast each computes takes a while.
-        with mock.patch("steelyard.measure.exchanges._COMPUTING_SECONDS", 0.1):
+        with mock.patch("steelyard.measure.links.worker._COMPUTING_SECONDS", 0.1):
             yield Meeting(who=who, store=FileStore(str(shared), 2))
         again = f"file://{shared}-again"
         dist.init_process_group("gloo", init_method=again, rank=rank, world_size=2)

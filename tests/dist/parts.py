@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.capture.parted import parted
-from steelyard.capture.source import StepSource
-from steelyard.core.collective import GLOO
-from steelyard.core.costs import Costs
-from steelyard.core.graph import Node, Role
-from steelyard.core.parting import Parting
-from steelyard.core.placement import REPLICATE, Placement, Shard
-from steelyard.core.program import Program
-from steelyard.exchange.channel import Channel
-from steelyard.measure.meter import meter_once
+from steelyard.capture.spmd.partition import parted
+from steelyard.capture.step import StepSource
+from steelyard.ir.collective import GLOO
+from steelyard.predict.cost_table import Costs
+from steelyard.ir.graph import Node, Role
+from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.placement import REPLICATE, Placement, Shard
+from steelyard.ir.program import Program
+from steelyard.comm.channel import Channel
+from steelyard.measure.operators.memory import meter_once
 from steelyard.predict import predict
-from steelyard.run.emit import emit
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from tests import zoo
 from tests.capture.in_step import cut

@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch import nn
 
 from steelyard import _torch
-from steelyard.api.ranks import Ranks
-from steelyard.capture.source import StepSource
-from steelyard.core.layout import PIPELINE, Layout
-from steelyard.core.placement import Shard
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.exchange.devices import generator_of, home_of
-from steelyard.exchange.parts import Way
-from steelyard.exchange.pinned import Pinned
-from steelyard.exchange.pinned_slots import Like
-from steelyard.measure.meter import meter_once
-from steelyard.predict.schedule import replay
-from steelyard.predict.stages import stage_cost
-from steelyard.run.emit import emit
+from steelyard.api.rank_context import Ranks
+from steelyard.capture.step import StepSource
+from steelyard.ir.parallel_layout import PIPELINE, Layout
+from steelyard.ir.placement import Shard
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.comm.devices import generator_of, home_of
+from steelyard.run.sharded_model.tensors import Way
+from steelyard.comm.shared_memory.same_host import Pinned
+from steelyard.comm.shared_memory.slots import Like
+from steelyard.measure.operators.memory import meter_once
+from steelyard.predict.pipeline.replay import replay
+from steelyard.predict.pipeline.stage_cost import stage_cost
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades.shard_tensor import ShardTensor
 from tests import zoo

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.exchange.gathered import gathered
+from steelyard.comm.json_gather import gathered
 import steelyard as sy
-from steelyard.api.look import Look, Request, Runner
-from steelyard.core.budget import Budget
-from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.layout import PIPELINE, Layout
-from steelyard.core.plan import Decisions
-from steelyard.core.planfile import write_decisions
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.search.gathers import ahead
+from steelyard.planner.session import Look, Request, Runner
+from steelyard.plans.budget import Budget
+from steelyard.errors import BadInput, Mismatch
+from steelyard.ir.parallel_layout import PIPELINE, Layout
+from steelyard.plans.plan import Decisions
+from steelyard.plans.plan_file import write_decisions
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.search.ranks.gather_buckets import ahead
 from steelyard.trades.shard_pipeline import rules_for
 from steelyard.trades.shard_states import ShardStates
 from tests import zoo

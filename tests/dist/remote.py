@@ -18,11 +18,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from steelyard.core.errors import BadInput
-from steelyard.exchange import pinned_among as among
-from steelyard.exchange import pinned_between as between
-from steelyard.exchange.pinned_between import BetweenHosts
-from steelyard.measure.exchanges import figures_of_this_rank
+from steelyard.errors import BadInput
+from steelyard.comm.shared_memory import transport as among
+from steelyard.comm.shared_memory import remote_host as between
+from steelyard.comm.shared_memory.remote_host import BetweenHosts
+from steelyard.measure.links.worker import figures_of_this_rank
 from tests.dist import pipelines, slots
 
 
@@ -85,7 +85,7 @@ def measured(rank: int) -> list[str]:
     """The figures of slots among those of hosts."""
     with (
         _as_two_hosts(rank),
-        mock.patch.multiple("steelyard.measure.exchanges", _COMPUTING_SECONDS=0.05, _ROUNDS=2),
+        mock.patch.multiple("steelyard.measure.links.worker", _COMPUTING_SECONDS=0.05, _ROUNDS=2),
     ):
         return sorted(figures_of_this_rank(hosts=2))
 

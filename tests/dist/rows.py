@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steelyard.exchange.gathered import gathered
+from steelyard.comm.json_gather import gathered
 import steelyard as sy
-from steelyard.api.look import Look, Request
-from steelyard.core.budget import Budget
-from steelyard.core.plan import Decisions
-from steelyard.core.planfile import write_decisions
-from steelyard.core.rules import ROWS, Rule
+from steelyard.planner.session import Look, Request
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import Decisions
+from steelyard.plans.plan_file import write_decisions
+from steelyard.ir.rule import ROWS, Rule
 from tests.dist.told import told
 from tests.exchange.test_rows import Words, _loss, _source
 from tests.harness import in_a_hurry

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.exchange.connections import Wire, connections, give_back
-from steelyard.exchange.directly import Directly
-from steelyard.run.ranks.together import InGroup
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.comm.tcp_counters import Wire, connections, give_back
+from steelyard.comm.gloo.direct_collectives import Directly
+from steelyard.run.launch.coordination import InGroup
 from tests.dist.slotted import EACH_TO_EACH, GATHER, SCATTER, channel
 
 _TIMES = 5

@@ -19,23 +19,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steelyard import _torch
-from steelyard.capture.source import StepSource
-from steelyard.core.cluster import Device, Link
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.costs import Costs
-from steelyard.core.graph import Graph
-from steelyard.core.program import Program
-from steelyard.exchange import directly
-from steelyard.exchange.channel import Channel
-from steelyard.exchange.gradients import bucketed_all_reduce
-from steelyard.exchange.parameters import gathered
-from steelyard.exchange.pinned import Pinned
-from steelyard.exchange.receipts import Receipts
-from steelyard.exchange.turns import LISTENER, take_turns
-from steelyard.exchange.windows import issued_ahead, waits_within
-from steelyard.measure.meter import meter_once
+from steelyard.capture.step import StepSource
+from steelyard.hardware.cluster import Device, Link
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.predict.cost_table import Costs
+from steelyard.ir.graph import Graph
+from steelyard.ir.program import Program
+from steelyard.comm.gloo import direct_collectives as directly
+from steelyard.comm.channel import Channel
+from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
+from steelyard.passes.data_parallel.shard_parameters import gathered
+from steelyard.comm.shared_memory.same_host import Pinned
+from steelyard.comm.tcp_quickack import Receipts
+from steelyard.comm.gloo.thread_scheduling import LISTENER, take_turns
+from steelyard.passes.data_parallel.overlap import issued_ahead, waits_within
+from steelyard.measure.operators.memory import meter_once
 from steelyard.predict import predict
-from steelyard.run.emit import emit
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades.recompute import with_copies
 from tests.dist.ranks import NUM_RANKS

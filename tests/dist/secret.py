@@ -9,9 +9,9 @@ import os
 import torch
 import torch.distributed as dist
 
-from steelyard.core.errors import SteelyardError
-from steelyard.run.ranks.join import joined
-from steelyard.run.ranks.who import who_am_i
+from steelyard.errors import SteelyardError
+from steelyard.run.launch.rendezvous import joined
+from steelyard.run.launch.environment import who_am_i
 from tests.run.ranks.test_launch import listening
 
 

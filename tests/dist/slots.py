@@ -21,13 +21,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from steelyard.core.errors import BadInput, RankFailed
-from steelyard.core.pinned import Edge
-from steelyard.exchange import pinned
-from steelyard.exchange.pinned import Pinned
-from steelyard.exchange.pinned_among import pinned_among
-from steelyard.exchange.pinned_slots import Like
-from steelyard.measure.meter import meter_once
+from steelyard.errors import BadInput, RankFailed
+from steelyard.ir.message_slots import Edge
+from steelyard.comm.shared_memory import same_host as pinned
+from steelyard.comm.shared_memory.same_host import Pinned
+from steelyard.comm.shared_memory.transport import pinned_among
+from steelyard.comm.shared_memory.slots import Like
+from steelyard.measure.operators.memory import meter_once
 
 MESSAGES = 40
 

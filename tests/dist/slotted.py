@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steelyard.exchange.gathered import gathered
-from steelyard.core.pinned import Rounds
-from steelyard.exchange.channel import Channel
-from steelyard.exchange.slotted import Slotted
-from steelyard.measure.meter import meter_once
+from steelyard.comm.json_gather import gathered
+from steelyard.ir.message_slots import Rounds
+from steelyard.comm.channel import Channel
+from steelyard.comm.shared_memory.collectives import Slotted
+from steelyard.measure.operators.memory import meter_once
 from steelyard.operators import all_gather, operator_named
 from tests.dist.slots import here, open_files
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.hosts import DEVICE
-from steelyard.core.collective import GLOO, Collective, Exchange
-from steelyard.core.layout import DATA
-from steelyard.exchange.directly import hand_round, own_rows_of_sum, put_together
+from steelyard.ir.collective import GLOO, Collective, Exchange
+from steelyard.ir.parallel_layout import DATA
+from steelyard.comm.gloo.direct_collectives import hand_round, own_rows_of_sum, put_together
 
 TIMES, NBYTES = 4, 3 << 18
 

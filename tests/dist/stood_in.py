@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from steelyard.exchange.gathered import gathered
-from steelyard.core.errors import BadInput
-from steelyard.exchange import pinned_among
-from steelyard.exchange.gpus import Event
+from steelyard.comm.json_gather import gathered
+from steelyard.errors import BadInput
+from steelyard.comm.shared_memory import transport as pinned_among
+from steelyard.comm.shared_memory.gpu_memory import Event
 from tests.dist import slots
 
 BEHIND_SECONDS = 0.002

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import Hosts, NoHosts, address, hosts
-from steelyard.core.budget import Budget
-from steelyard.core.codec import CODE_TRADES
-from steelyard.core.explanation import read_plan
-from steelyard.core.layout import ALONE, Layout
-from steelyard.core.planfile import read_decisions, write_decisions
-from steelyard.core.rules import Rule
+from steelyard.plans.budget import Budget
+from steelyard.ir.gradient_codec import CODE_TRADES
+from steelyard.plans.prediction_file import read_plan
+from steelyard.ir.parallel_layout import ALONE, Layout
+from steelyard.plans.plan_file import read_decisions, write_decisions
+from steelyard.ir.rule import Rule
 from steelyard.trades.shard_pipeline import rules_for
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("between hosts")]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import Hosts, NoHosts, address, hosts
-from steelyard.core.explanation import read_plan
-from steelyard.core.layout import Layout
-from steelyard.core.planfile import read_decisions
+from steelyard.plans.prediction_file import read_plan
+from steelyard.ir.parallel_layout import Layout
+from steelyard.plans.plan_file import read_decisions
 
 pytestmark = [
     pytest.mark.dist,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.measure.links import BETWEEN_HOSTS
+from steelyard.measure.links.probe import BETWEEN_HOSTS
 from tests.dist.ranks import on_two_ranks
 
 pytestmark = pytest.mark.dist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.core.collective import GLOO_GETS, GLOO_SENDS
+from steelyard.ir.collective import GLOO_GETS, GLOO_SENDS
 from tests.dist.ranks import on_ranks, on_two_ranks
 from tests.dist.said import SIZES
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import NoHosts, address, hosts
-from steelyard.core.link import Link
-from steelyard.core.spread import Spread
+from steelyard.hardware.link import Link
+from steelyard.predict.collectives.host_groups import Spread
 from tests.dist.spread import TIMES, cases
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.xdist_group("between hosts")]

@@ -2,7 +2,7 @@
 
     python -m tests.docs.clusters
 
-Not for changing a figure: see src/steelyard/core/preset/.
+Not for changing a figure: see src/steelyard/hardware/preset/.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from steelyard.core.calibration import percent
-from steelyard.core.presets import preset_tables
+from steelyard.hardware.calibration import percent
+from steelyard.hardware.presets import preset_tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 _BEGIN, _END = "<!-- presets -->", "<!-- end of presets -->"

@@ -22,9 +22,9 @@ import torch
 
 import steelyard
 from steelyard import _torch
-from steelyard.capture.source import StepSource
-from steelyard.core.errors import SteelyardError
-from steelyard.core.program import Program
+from steelyard.capture.step import StepSource
+from steelyard.errors import SteelyardError
+from steelyard.ir.program import Program
 from steelyard.run.step import LiveStep
 from tests.zoo import EDGE, HF, OWN, REFUSED, Case, reference
 

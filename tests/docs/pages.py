@@ -240,7 +240,7 @@ def _compare_memory(shown: str, real: str) -> None:
 
 
 def _memory(text: str) -> list[float]:
-    from steelyard.core.amounts import parse_bytes
+    from steelyard.units import parse_bytes
 
     rows = [line for line in text.splitlines() if line.startswith("memory (peak/rank)")]
     return [

@@ -1,6 +1,6 @@
 """The page on clusters says what the presets say, and its example is a cluster."""
 
-from steelyard.core.cluster_file import decode_tree
+from steelyard.hardware.cluster_file import decode_tree
 from tests.docs import clusters, pages
 
 

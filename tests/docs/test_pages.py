@@ -12,10 +12,10 @@ import pytest
 
 import steelyard as sy
 from steelyard import api
-from steelyard.api.look import Look, Request, Runner
 from steelyard.api.planned import planned
-from steelyard.api.planner import Planner
-from steelyard.api.pricing import Progress
+from steelyard.planner.cost_provider import Progress
+from steelyard.planner.planner import Planner
+from steelyard.planner.session import Look, Request, Runner
 from tests.docs import pages
 from tests.harness import in_a_hurry
 

@@ -5,9 +5,8 @@ Not a test: what the tests of exchanges share.
 
 from __future__ import annotations
 
-from steelyard.core.cluster import Device, Link
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.graph import (
+from steelyard.hardware.cluster import Device, Link
+from steelyard.ir.graph import (
     Graph,
     Node,
     Output,
@@ -18,7 +17,8 @@ from steelyard.core.graph import (
     Storage,
     Tensor,
 )
-from steelyard.core.quad import Estimate
+from steelyard.ir.metrics import Estimate
+from steelyard.predict.cost_table import Costs, OperatorCost
 
 # Calls and copies take nothing, so that seconds are those of the chain and of the link.
 _DEVICE = Device(

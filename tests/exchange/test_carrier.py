@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from steelyard.exchange import carrier
-from steelyard.exchange.carrier import Carrier
+from steelyard.comm.shared_memory import nixl_proxy as carrier
+from steelyard.comm.shared_memory.nixl_proxy import Carrier
 
 
 def made(rank: int) -> Carrier:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from steelyard.exchange import channel, turns
-from steelyard.exchange.channel import Waiting
-from steelyard.exchange.connections import Wire
-from steelyard.exchange.receipts import Receipts
+from steelyard.comm import channel
+from steelyard.comm.channel import Waiting
+from steelyard.comm.gloo import thread_scheduling as turns
+from steelyard.comm.tcp_counters import Wire
+from steelyard.comm.tcp_quickack import Receipts
 
 
 def test_what_took_long_to_arrive_is_let_go_of_before_the_step_goes_on(

@@ -8,8 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from steelyard.capture.source import StepSource
-from steelyard.core.codec import (
+from steelyard.capture.step import StepSource
+from steelyard.comm.simulated_ranks import Together
+from steelyard.errors import Mismatch
+from steelyard.ir.collective import Exchange
+from steelyard.ir.gradient_codec import (
     BLOCK,
     CODE_TRADES,
     ENCODE,
@@ -20,23 +23,20 @@ from steelyard.core.codec import (
     Codec,
     blocks_of,
 )
-from steelyard.core.collective import Exchange
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import OutputKind
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.trade import strike
-from steelyard.exchange.residuals import Residuals
-from steelyard.exchange.together import Together
-from steelyard.operators import codes
-from steelyard.operators.codes import (
+from steelyard.ir.graph import OutputKind
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.operators import gradient_codecs as codes
+from steelyard.operators.gradient_codecs import (
     add_decoded,
     decode_gradients,
     decode_sum,
     encode_gradients,
     encode_sum,
 )
-from steelyard.run.emit import emit
+from steelyard.plans.trade import strike
+from steelyard.run.codegen import emit
+from steelyard.run.error_feedback import Residuals
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
 from tests.zoo.case import next_token_loss, tokens

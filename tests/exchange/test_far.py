@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.core.cluster import Far
-from steelyard.core.errors import BadInput, RunFailed
-from steelyard.core.graph import Body, Node, Ref, Sliced, Tensor
-from steelyard.exchange import far as module
-from steelyard.exchange.far import FarMemory
-from steelyard.exchange.slices import FarProducts, There
-from steelyard.exchange.slots import Slots
+from steelyard.errors import BadInput, RunFailed
+from steelyard.hardware.cluster import Far
+from steelyard.ir.graph import Body, Node, Ref, Sliced, Tensor
+from steelyard.offload import tier as module
+from steelyard.offload.activations import Slots
+from steelyard.offload.sliced_matmul import FarProducts, There
+from steelyard.offload.tier import FarMemory
 
 FAST = "100 GB/s"
 
@@ -175,9 +175,9 @@ def resident_pages(file: int, nbytes: int) -> int:
 def test_no_file_is_left_however_the_process_ends(tmp_path: Path, end: str) -> None:
     script = f"""
         import os, torch
-        from steelyard.core.cluster import Far
-        from steelyard.exchange.far import FarMemory
-        from steelyard.exchange.slots import Slots
+        from steelyard.hardware.cluster import Far
+        from steelyard.offload.tier import FarMemory
+        from steelyard.offload.activations import Slots
         memory = FarMemory(Far({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
         slots = Slots.of(memory, [4 << 20])
         x = torch.ones(4 << 20, dtype=torch.uint8)
@@ -305,9 +305,9 @@ def test_a_process_that_is_interrupted_does_not_wait_for_what_is_queued(tmp_path
     """Twenty seconds are queued at the declared rate; what else an end takes is far less."""
     script = f"""
         import torch
-        from steelyard.core.cluster import Far
-        from steelyard.exchange.far import FarMemory
-        from steelyard.exchange.slots import Slots
+        from steelyard.hardware.cluster import Far
+        from steelyard.offload.tier import FarMemory
+        from steelyard.offload.activations import Slots
         memory = FarMemory(Far({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
         slots = Slots.of(memory, [20 << 20])
         slots.send(0, torch.ones(20 << 20, dtype=torch.uint8))

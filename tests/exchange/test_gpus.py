@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from steelyard import _torch
-from steelyard.api.hosts import keep_to_own_gpu
-from steelyard.api.ranks import Ranks
-from steelyard.capture.plain import symbol_of
-from steelyard.core.errors import BadInput
-from steelyard.core.graph import Symbol
-from steelyard.core.layout import Layout
-from steelyard.exchange.backends import backend_for
-from steelyard.exchange.stopwatch import Stopwatch
-from steelyard.measure.home import check_is_own
+from steelyard.api.rank_context import Ranks
+from steelyard.capture.tracing.to_ir import symbol_of
+from steelyard.comm.backends import backend_for
+from steelyard.comm.stopwatch import Stopwatch
+from steelyard.errors import BadInput
+from steelyard.ir.graph import Symbol
+from steelyard.ir.parallel_layout import Layout
+from steelyard.measure.device_memory import check_is_own
+from steelyard.planner.multi_host import keep_to_own_gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -39,7 +39,7 @@ def test_nccl_carries_what_each_rank_has_on_a_gpu_of_its_own(
 
 @pytest.mark.parametrize("known", ["cuda:nccl", "cpu:gloo"])
 def test_a_group_that_cannot_carry_it_is_refused(known: str) -> None:
-    with mock.patch("steelyard.api.ranks.dist") as groups:
+    with mock.patch("steelyard.api.rank_context.dist") as groups:
         groups.group.WORLD.size.return_value = 2
         groups.get_backend_config.return_value = known
         said = f"carries {known}, and the model is on cuda:1"

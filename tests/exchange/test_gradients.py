@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.errors import BadInput
-from steelyard.core.graph import Axis, Graph, OutputKind, Ref
-from steelyard.core.program import Program
-from steelyard.exchange.gradients import SHARE, bucketed_all_reduce, with_whole_loss
+from steelyard.errors import BadInput
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.ir.graph import Axis, Graph, OutputKind, Ref
+from steelyard.ir.program import Program
+from steelyard.passes.data_parallel.all_reduce import SHARE, bucketed_all_reduce, with_whole_loss
 from tests.exchange.made_up import chain
 from tests.search.graphs import random_step
 
@@ -212,8 +212,9 @@ def test_a_sum_is_sent_behind_what_it_adds() -> None:
 
 def test_planning_exchanges_needs_no_torch() -> None:
     probe = (
-        "import sys, steelyard.exchange.gradients, steelyard.exchange.parameters\n"
-        "import steelyard.exchange.windows, steelyard.exchange.hazards\n"
+        "import sys, steelyard.passes.data_parallel.all_reduce\n"
+        "import steelyard.passes.data_parallel.shard_parameters\n"
+        "import steelyard.passes.data_parallel.overlap, steelyard.comm.backend_bugs\n"
         "print('torch' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.capture.source import StepSource
-from steelyard.core.codec import ladder
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.trade import strike
-from steelyard.exchange.together import Together
-from steelyard.run import guard as guarding
-from steelyard.run.emit import emit
-from steelyard.run.guard import Guard
+from steelyard.capture.step import StepSource
+from steelyard.comm.simulated_ranks import Together
+from steelyard.ir.gradient_codec import ladder
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.trade import strike
+from steelyard.run import compression_fallback as guarding
+from steelyard.run.codegen import emit
+from steelyard.run.compression_fallback import Guard
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
 from tests.zoo.case import next_token_loss, tokens
@@ -125,7 +125,7 @@ def test_a_sample_says_what_the_whole_is(
         before = _gradients(step)
         gradients = step._whole_gradients()
         sampled = step.residuals.held_back(gradients)
-        monkeypatch.setattr("steelyard.exchange.residuals._SAMPLE", 1 << 30)
+        monkeypatch.setattr("steelyard.run.error_feedback._SAMPLE", 1 << 30)
         whole = step.residuals.held_back(gradients)
         step.residuals.pay_all(gradients)
         names = [f"blocks.{n}.mlp.{part}.weight" for n in (0, 1) for part in ("up", "down")]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.collective import GLOO
-from steelyard.core.errors import Mismatch
-from steelyard.core.program import Program
-from steelyard.exchange.channel import Channel
-from steelyard.exchange.gradients import bucketed_all_reduce
-from steelyard.exchange.hazards import refuse_hazards
-from steelyard.exchange.parameters import gathered
-from steelyard.exchange.windows import issued_ahead
-from steelyard.run.emit import emit
+from steelyard.comm.backend_bugs import refuse_hazards
+from steelyard.comm.channel import Channel
+from steelyard.errors import Mismatch
+from steelyard.ir.collective import GLOO
+from steelyard.ir.program import Program
+from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
+from steelyard.passes.data_parallel.overlap import issued_ahead
+from steelyard.passes.data_parallel.shard_parameters import gathered
+from steelyard.run.codegen import emit
 from tests.exchange.made_up import chain
 
 _PLAIN = "_c10d_functional.all_gather_into_tensor.default"

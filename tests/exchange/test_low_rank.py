@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steelyard.capture.source import StepSource
-from steelyard.core.codec import LEFT, RESIDUAL, RIGHT, START, low_rank, matrix_of
-from steelyard.core.collective import Exchange
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Tensor
-from steelyard.core.rules import Rule
-from steelyard.exchange.together import Together
+from steelyard.capture.step import StepSource
+from steelyard.comm.simulated_ranks import Together
+from steelyard.errors import Mismatch
+from steelyard.ir.collective import Exchange
+from steelyard.ir.gradient_codec import LEFT, RESIDUAL, RIGHT, START, low_rank, matrix_of
+from steelyard.ir.graph import Tensor
+from steelyard.ir.rule import Rule
 from steelyard.operators.low_rank import first_start, left_factors, of_factors, right_factors
 from tests.exchange.test_coded import _rules, _step, _struck, issued_meanwhile, source
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.errors import BadInput
-from steelyard.core.graph import JOINED_ROWS, Graph, Node, OutputKind, Ref, Role
-from steelyard.core.program import Program
-from steelyard.core.waiting import waiting
-from steelyard.exchange.gradients import bucketed_all_reduce
-from steelyard.exchange.parameters import gathered
+from steelyard.errors import BadInput
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.ir.graph import JOINED_ROWS, Graph, Node, OutputKind, Ref, Role
+from steelyard.ir.program import Program
+from steelyard.ir.saved_activations import waiting
+from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
+from steelyard.passes.data_parallel.shard_parameters import gathered
 from steelyard.trades.recompute import Recompute, recomputable, with_copies
 from tests.exchange.made_up import chain
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.source import StepSource
-from steelyard.core.collective import Exchange
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import OutputKind
-from steelyard.core.layout import Layout
-from steelyard.core.program import Program
-from steelyard.core.rules import ROWS, Rule
-from steelyard.core.trade import strike
-from steelyard.exchange.together import Together
-from steelyard.run.emit import emit
+from steelyard.capture.step import StepSource
+from steelyard.comm.simulated_ranks import Together
+from steelyard.errors import Mismatch
+from steelyard.ir.collective import Exchange
+from steelyard.ir.graph import OutputKind
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import ROWS, Rule
+from steelyard.plans.trade import strike
+from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
 from steelyard.trades.sparse_gradients import SparseGradients

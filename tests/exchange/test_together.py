@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.exchange.together import Together
+from steelyard.comm.simulated_ranks import Together
 
 
 def test_exchanges_are_those_of_as_many_processes() -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.collective import GLOO
-from steelyard.core.graph import Graph, Role
-from steelyard.core.program import Program
-from steelyard.exchange.gradients import bucketed_all_reduce
-from steelyard.exchange.parameters import gathered
-from steelyard.exchange.windows import issued_ahead, sent_first, waits_within
+from steelyard.ir.collective import GLOO
+from steelyard.ir.graph import Graph, Role
+from steelyard.ir.program import Program
+from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
+from steelyard.passes.data_parallel.overlap import issued_ahead, sent_first, waits_within
+from steelyard.passes.data_parallel.shard_parameters import gathered
 from steelyard.predict.liveness import liveness
 from steelyard.trades.recompute import with_copies
 from tests.exchange.made_up import chain, costs

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.core.errors import SteelyardError
-from steelyard.exchange import directly
-from steelyard.exchange.gathered import gathered
+from steelyard.comm.gloo import direct_collectives as directly
+from steelyard.comm.json_gather import gathered
+from steelyard.errors import SteelyardError
 from steelyard.hooks import compress
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

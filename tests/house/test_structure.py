@@ -1,6 +1,11 @@
-"""The shape of the import graph: no file imports itself by way of others."""
+"""The shape of the source tree: imports go one way, and a folder can be taken in at a glance."""
+
+from pathlib import Path
 
 import grimp
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "steelyard"
+MOST_FILES = 20
 
 GRAPH = grimp.build_graph("steelyard", cache_dir=None)
 
@@ -15,3 +20,9 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         for module in free:
             del rest[module]
     assert not rest, f"imports that lead back to where they began, among: {sorted(rest)}"
+
+
+def test_no_folder_has_more_files_than_can_be_taken_in_at_a_glance() -> None:
+    folders = [folder for folder in SOURCE.rglob("*") if folder.is_dir()]
+    sizes = {folder.relative_to(SOURCE): len([*folder.glob("*.py")]) for folder in folders}
+    assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from steelyard.core.graph import (
+from steelyard.ir.graph import (
     Argument,
     Graph,
     Node,

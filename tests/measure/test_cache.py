@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.costs import OperatorCost
-from steelyard.core.quad import Estimate
+from steelyard.ir.metrics import Estimate
 from steelyard.measure.cache import CostCache, default_path
+from steelyard.predict.cost_table import OperatorCost
 
 COST = OperatorCost(seconds=Estimate(value=2e-3, low=1e-3, high=4e-3), workspace_bytes=4096)
 
@@ -177,8 +177,8 @@ def test_several_processes_write_at_once(path: Path) -> None:
     writer = (
         "import sys; from pathlib import Path\n"
         "from steelyard.measure.cache import CostCache\n"
-        "from steelyard.core.costs import OperatorCost\n"
-        "from steelyard.core.quad import Estimate\n"
+        "from steelyard.predict.cost_table import OperatorCost\n"
+        "from steelyard.ir.metrics import Estimate\n"
         "cost = OperatorCost(seconds=Estimate.exactly(1.0), workspace_bytes=0)\n"
         "cache = CostCache(Path(sys.argv[1]))\n"
         "for i in range(25): cache.write('here', {f'{sys.argv[2]}-{i}': cost})\n"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.measure.clock import Clock, spread
+from steelyard.measure.operators.timer import Clock, spread
 
 
 @settings(deadline=None)

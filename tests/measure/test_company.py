@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from steelyard.core.cluster import Device
-from steelyard.core.errors import RunFailed
-from steelyard.core.machine import cores_of, this_device
-from steelyard.measure import company
+from steelyard.errors import RunFailed
+from steelyard.hardware.cluster import Device
+from steelyard.hardware.host_os import cores_of, this_device
 from steelyard.measure.cache import CostCache
-from steelyard.measure.company import Company
-from steelyard.measure.operators import measure_operators
+from steelyard.measure.links import background_load as company
+from steelyard.measure.links.background_load import Company
+from steelyard.measure.operators.benchmark import measure_operators
 from tests.measure.calls import graph_of
 from tests.measure.test_operators import some_graph
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from steelyard.core import machine
-from steelyard.core.doctor import Row, Verdict
-from steelyard.core.quad import Estimate
+from steelyard.hardware import host_os as machine
+from steelyard.hardware.diagnosis import Row, Verdict
+from steelyard.ir.metrics import Estimate
 from steelyard.measure.cache import CostCache
 from steelyard.measure.doctor import diagnose
 

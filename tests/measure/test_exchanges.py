@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.link import Link
+from steelyard.hardware.link import Link
+from steelyard.ir.collective import GLOO, Exchange
 from steelyard.measure.cache import CostCache
-from steelyard.measure.exchanges import SIZES, Sizes
-from steelyard.measure.links import context_of, fitted, measured_ranks
+from steelyard.measure.links.probe import context_of, fitted, measured_ranks
+from steelyard.measure.links.worker import SIZES, Sizes
 
 _SIZES = SIZES["cpu"]._asdict()
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import steelyard as sy
-from steelyard.core.cluster import FAR_IN, FAR_OUT
-from steelyard.core.errors import BadInput
-from steelyard.measure import far as measure
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT
+from steelyard.measure import offload_bandwidth as measure
 from steelyard.measure.cache import CostCache
 
 

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.graph import Tensor
-from steelyard.measure.inputs import Source, extent_of, index_bounds
+from steelyard.ir.graph import Tensor
+from steelyard.measure.operators.inputs import Source, extent_of, index_bounds
 from steelyard.operators import operator_named, torch_object
 from tests.measure.calls import described, graph_of
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.measure.meter import Metered, meter, meter_once, replay
+from steelyard.measure.operators.memory import Metered, meter, meter_once, replay
 
 MIB = 1 << 20
 
@@ -91,7 +91,7 @@ def test_where_something_lies_nothing_else_does() -> None:
 def test_metering_prints_nothing() -> None:
     probe = (
         "import torch\n"
-        "from steelyard.measure.meter import meter\n"
+        "from steelyard.measure.operators.memory import meter\n"
         "print(meter(lambda: torch.zeros(1024)).peak_bytes)"
     )
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.graph import Node
-from steelyard.core.quad import Estimate
-from steelyard.measure.neighbours import declared_from
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Node
+from steelyard.ir.metrics import Estimate
+from steelyard.measure.operators.interpolate import declared_from
+from steelyard.predict.cost_table import Costs, OperatorCost
 
 DEVICE = Device(kind="d", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1 << 30)
 PLAIN = Costs(device=DEVICE)

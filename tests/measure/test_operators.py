@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Missing, OperatorCost
-from steelyard.core.graph import Graph, Node
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Graph, Node
 from steelyard.measure.cache import CostCache
-from steelyard.measure.meter import meter
-from steelyard.measure.operators import measure_operators
+from steelyard.measure.operators.benchmark import measure_operators
+from steelyard.measure.operators.memory import meter
+from steelyard.predict.cost_table import Missing, OperatorCost
 from tests.measure.calls import graph_of
 
 DEVICE = Device(

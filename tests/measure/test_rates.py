@@ -2,10 +2,10 @@ from pathlib import Path
 
 import torch
 
-from steelyard.core.cluster import Device
+from steelyard.hardware.cluster import Device
 from steelyard.measure.cache import CostCache
-from steelyard.measure.operators import context_of
-from steelyard.measure.rates import with_measured_rates
+from steelyard.measure.device_rates import with_measured_rates
+from steelyard.measure.operators.benchmark import context_of
 
 DEVICE = Device(kind="d", flops_per_second=1.0, bytes_per_second=1.0, memory_bytes=7, threads=3)
 

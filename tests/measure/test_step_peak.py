@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from steelyard import _torch
-from steelyard.capture.decompositions import table
-from steelyard.capture.plain import to_graph
-from steelyard.capture.trace import trace
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs
-from steelyard.core.graph import Graph
-from steelyard.core.program import Program
-from steelyard.measure.inputs import Source
-from steelyard.measure.meter import meter
-from steelyard.measure.operators import measure_operators
+from steelyard.capture.tracing.decompositions import table
+from steelyard.capture.tracing.joint_graph import trace
+from steelyard.capture.tracing.to_ir import to_graph
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Graph
+from steelyard.ir.program import Program
+from steelyard.measure.operators.benchmark import measure_operators
+from steelyard.measure.operators.inputs import Source
+from steelyard.measure.operators.memory import meter
+from steelyard.predict.cost_table import Costs
 from steelyard.predict.liveness import liveness
-from steelyard.run.emit import emit
+from steelyard.run.codegen import emit
 from tests.zoo import case
 
 DEVICE = Device(

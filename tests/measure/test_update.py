@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs
-from steelyard.core.graph import Node, Phase
-from steelyard.core.quad import Estimate
-from steelyard.measure.update import update_call_seconds
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Node, Phase
+from steelyard.ir.metrics import Estimate
+from steelyard.measure.operators.optimizer_overhead import update_call_seconds
+from steelyard.predict.cost_table import Costs
 
 
 def test_python_between_the_calls_is_found_and_bounded() -> None:

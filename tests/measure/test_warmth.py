@@ -1,7 +1,7 @@
 import torch
 
-from steelyard.core.graph import Graph, Node, Ref, Role, Storage, Tensor
-from steelyard.measure.warmth import distances, preparation
+from steelyard.ir.graph import Graph, Node, Ref, Role, Storage, Tensor
+from steelyard.measure.operators.cache_warmth import distances, preparation
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-from steelyard.measure.whole_step import Runnable, beside, whole_step
+from steelyard.measure.step_calibration import Runnable, beside, whole_step
 
 SHORT = 0.01
 

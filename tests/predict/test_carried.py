@@ -6,12 +6,17 @@ from itertools import pairwise
 
 import pytest
 
-from steelyard.core.cluster import Cluster
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.costs import Costs
-from steelyard.predict.carried import carried
-from steelyard.predict.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from steelyard.predict.routes import route
+from steelyard.hardware.cluster import Cluster
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.predict.collectives.algorithms import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
+from steelyard.predict.collectives.curves import carried
+from steelyard.predict.collectives.routes import route
+from steelyard.predict.cost_table import Costs
 
 _FIND = {
     Exchange.ALL_REDUCE: all_reduce,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Link, Member, Scope
-from steelyard.core.cluster_file import decode_tree
-from steelyard.predict.collectives import (
+from steelyard.hardware.cluster import Link, Member, Scope
+from steelyard.hardware.cluster_file import decode_tree
+from steelyard.predict.collectives.algorithms import (
     Algorithm,
     Carried,
     all_gather,
@@ -22,7 +22,7 @@ from steelyard.predict.collectives import (
     reduce_scatter,
     send,
 )
-from steelyard.predict.routes import Route, route
+from steelyard.predict.collectives.routes import Route, route
 from tests.core.trees import ANY, DEVICES, LINKS, PLAIN, even, member
 
 Exchange = Callable[[Route, int], tuple[Carried, ...]]

@@ -11,17 +11,17 @@ import pytest
 
 from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
-from steelyard.core.cluster import Cluster
-from steelyard.core.deep_layout import MIXED, DeepLayout, Formats
-from steelyard.core.errors import BadInput
-from steelyard.core.graph import Graph
-from steelyard.core.program import Program
-from steelyard.core.stack import Handing, Stack
-from steelyard.predict.collectives import all_gather
-from steelyard.predict.deep import DeepLaid, DeepStep, deep_step, tensor_costs
-from steelyard.predict.predict import predict
-from steelyard.predict.routes import route
-from steelyard.predict.sections import Sections, sections
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.software_stack import Handing, Stack
+from steelyard.ir.cluster_layout import MIXED, DeepLayout, Formats
+from steelyard.ir.graph import Graph
+from steelyard.ir.program import Program
+from steelyard.predict.analytic.sections import Sections, sections
+from steelyard.predict.analytic.step import DeepLaid, DeepStep, deep_step, tensor_costs
+from steelyard.predict.collectives.algorithms import all_gather
+from steelyard.predict.collectives.routes import route
+from steelyard.predict.step import predict
 
 _SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
 _MICRO_BATCH = 2

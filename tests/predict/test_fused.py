@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
-from steelyard.core.cluster import Cluster
-from steelyard.core.costs import Costs
-from steelyard.core.deep_layout import MIXED, DeepLayout
-from steelyard.core.errors import BadInput
-from steelyard.core.graph import Graph, Node, Output, OutputKind, Phase, Role, Storage, Tensor
-from steelyard.core.stack import Stack
-from steelyard.predict.deep import deep_step, tensor_costs
-from steelyard.predict.fused import Kernel, fused, unfused
-from steelyard.predict.kernels import computed_flops, kernel_seconds
-from steelyard.predict.sections import sections
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.software_stack import Stack
+from steelyard.ir.cluster_layout import MIXED, DeepLayout
+from steelyard.ir.graph import Graph, Node, Output, OutputKind, Phase, Role, Storage, Tensor
+from steelyard.predict.analytic.fusion import Kernel, fused, unfused
+from steelyard.predict.analytic.roofline import computed_flops, kernel_seconds
+from steelyard.predict.analytic.sections import sections
+from steelyard.predict.analytic.step import deep_step, tensor_costs
+from steelyard.predict.cost_table import Costs
 
 _SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
 _MACHINE = Cluster.named("dgx-a100-80gb")

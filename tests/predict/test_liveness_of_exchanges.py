@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.core.collective import Exchange, Transport
-from steelyard.core.program import Program
-from steelyard.exchange.parameters import gathered
-from steelyard.exchange.windows import waits_within
+from steelyard.ir.collective import Exchange, Transport
+from steelyard.ir.program import Program
+from steelyard.passes.data_parallel.overlap import waits_within
+from steelyard.passes.data_parallel.shard_parameters import gathered
 from steelyard.predict.liveness import alive_at, liveness
 from tests.exchange.made_up import chain, costs
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.link import Link
-from steelyard.predict.moved import moved
-from steelyard.predict.sections import Section
+from steelyard.hardware.link import Link
+from steelyard.predict.analytic.offload import moved
+from steelyard.predict.analytic.sections import Section
 
 _BLOCK = Section(
     forward_seconds=1.0,

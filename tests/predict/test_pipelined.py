@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.collective import GLOO, Exchange
-from steelyard.core.layout import DATA, PIPELINE
+from steelyard.ir.collective import GLOO, Exchange
+from steelyard.ir.parallel_layout import DATA, PIPELINE
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.trades.shard_pipeline import SCHEDULES
 from tests.trades.test_shard_pipeline import costs, offered, plain, stages, struck

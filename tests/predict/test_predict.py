@@ -5,12 +5,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.graph import Graph, Role
-from steelyard.core.program import Program
-from steelyard.core.quad import Estimate
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Graph, Role
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
 from steelyard.predict import peak_bytes, predict, slowdown, step_seconds
+from steelyard.predict.cost_table import Costs, OperatorCost
 from steelyard.predict.liveness import alive_at, liveness
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.search.graphs import random_step

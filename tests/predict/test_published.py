@@ -18,7 +18,7 @@ from benchmarks.published.reaches import said_by_presets
 from benchmarks.published.rows import Row, naive_seconds, predicted, reaching
 from benchmarks.published.sailor import alternatives, ordered_wrongly, regret, sailor_rows
 from benchmarks.published.titan import llama_rows
-from steelyard.core.presets import preset_tables
+from steelyard.hardware.presets import preset_tables
 
 _TABLES = (megatron_rows, foundry_rows, llama_rows, sailor_rows, mist_rows, held_out_rows)
 _FILES = sorted(path.stem for path in Path(published.__file__).parent.glob("*.csv"))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.errors import BadInput, PlanFileError
-from steelyard.core.schedule import Order, Work, actions_of, source_of
-from steelyard.exchange.schedules import SCHEDULES, made_schedule, order_under
-from steelyard.predict.schedule import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
+from steelyard.comm.pipeline_schedules import SCHEDULES, made_schedule, order_under
+from steelyard.errors import BadInput, PlanFileError
+from steelyard.ir.pipeline_schedule import Order, Work, actions_of, source_of
+from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
 _PER_RANK = {"GPipe": 1, "1F1B": 1}

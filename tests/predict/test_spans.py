@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.span import DEVICE, Span
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.ir.trace_span import DEVICE, Span
 from steelyard.predict import predict, spans
 from steelyard.trades.shard_pipeline import SCHEDULES
 from tests.trades.test_shard_pipeline import costs, offered, plain, struck

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.collective import GLOO
-from steelyard.core.errors import BadInput
-from steelyard.core.program import Program
-from steelyard.core.skew import Skew
-from steelyard.exchange.gradients import bucketed_all_reduce
-from steelyard.exchange.windows import waits_within
+from steelyard.errors import BadInput
+from steelyard.ir.collective import GLOO
+from steelyard.ir.program import Program
+from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
+from steelyard.passes.data_parallel.overlap import waits_within
 from steelyard.predict import predict, step_seconds
+from steelyard.predict.arrival_skew import Skew
 from tests.exchange.made_up import chain, costs
 
 

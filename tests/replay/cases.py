@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import steelyard as sy
-from steelyard.core.errors import SteelyardError
+from steelyard.errors import SteelyardError
 from tests import zoo
 from tests.replay.costs import fixed_costs, this_machine
 from tests.zoo.case import next_token_loss

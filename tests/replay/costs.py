@@ -11,14 +11,14 @@ from typing import Any
 from unittest import mock
 
 import steelyard as sy
-from steelyard.api import pricing
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Cluster, Far, Member, Scope
-from steelyard.core.costs import Costs, OperatorCost, Survey
-from steelyard.core.device import Device
-from steelyard.core.graph import Graph, Node
-from steelyard.core.link import Link
-from steelyard.core.quad import Estimate
-from steelyard.measure.links import Measured
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Cluster, Far, Member, Scope
+from steelyard.hardware.device import Device
+from steelyard.hardware.link import Link
+from steelyard.ir.graph import Graph, Node
+from steelyard.ir.metrics import Estimate
+from steelyard.measure.links.probe import Measured
+from steelyard.planner import cost_provider as pricing
+from steelyard.predict.cost_table import Costs, OperatorCost, Survey
 
 _COSTS = json.loads((Path(__file__).parent / "costs.json").read_text("utf-8"))
 

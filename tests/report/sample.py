@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from steelyard.core.budget import Budget
-from steelyard.core.graph import Phase, Role
-from steelyard.core.peak import Holding, Peak, Timeline
-from steelyard.core.plan import (
+from steelyard.ir.graph import Phase, Role
+from steelyard.ir.metrics import Estimate, Quad
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.peak_memory import Holding, Peak, Timeline
+from steelyard.plans.plan import (
     BatchEntry,
     Decisions,
     FrontierPoint,
@@ -15,10 +17,8 @@ from steelyard.core.plan import (
     Prediction,
     Taken,
 )
-from steelyard.core.quad import Estimate, Quad
-from steelyard.core.receipt import Measured, Receipt
-from steelyard.core.rules import Rule
-from steelyard.core.trade import Refusal
+from steelyard.plans.receipt import Measured, Receipt
+from steelyard.plans.trade import Refusal
 
 MIB = 2**20
 

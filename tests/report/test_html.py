@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.plan import Plan
-from steelyard.core.receipt import Receipt
-from steelyard.report.figures import Figure
+from steelyard.plans.plan import Plan
+from steelyard.plans.receipt import Receipt
+from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
-from steelyard.report.tree import tree_of
+from steelyard.report.quantities import Figure
 from tests.report.sample import MIB, PLAN, RECEIPT, hostile, timeline
 
 VOID = {"meta"}  # the drawings close theirs with a slash

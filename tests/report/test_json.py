@@ -2,8 +2,8 @@
 
 import json
 
+from steelyard.report.document import tree_of
 from steelyard.report.json import dumps, to_json
-from steelyard.report.tree import tree_of
 from tests.report.sample import MIB, PLAN, RECEIPT, hostile
 
 KEYS = [

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.receipt import RankMemory, Receipt
+from steelyard.plans.receipt import RankMemory, Receipt
+from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
 from steelyard.report.json import to_json
-from steelyard.report.lines import plain
-from steelyard.report.ranks import lines_of
+from steelyard.report.rank_memory import lines_of
+from steelyard.report.styled_text import plain
 from steelyard.report.text import render
-from steelyard.report.tree import tree_of
 from tests.report.sample import MEASURED, MIB, PLAN
 from tests.report.test_html import Page
 

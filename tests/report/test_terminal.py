@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.errors import BadInput
-from steelyard.report.failure import Failure, failure_lines
-from steelyard.report.lines import Tone, plain, words
+from steelyard.errors import BadInput
+from steelyard.report.document import tree_of
+from steelyard.report.errors import Failure, failure_lines
 from steelyard.report.progress import Progress, Status
+from steelyard.report.styled_text import Tone, plain, words
 from steelyard.report.terminal import encodable, wants_colour, write
 from steelyard.report.text import render
-from steelyard.report.tree import tree_of
 from tests.fake_api import Step
 from tests.report.sample import MIB, RECEIPT
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.budget import Budget
-from steelyard.core.plan import NextCent, Plan
-from steelyard.core.quad import Estimate
-from steelyard.core.receipt import Measured, Receipt
-from steelyard.core.rules import Rule
-from steelyard.core.trade import Left, Refusal
-from steelyard.report.figures import Figure
-from steelyard.report.lines import Zoom, plain
-from steelyard.report.peaks import alike, short_op
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import NextCent, Plan
+from steelyard.plans.receipt import Measured, Receipt
+from steelyard.plans.trade import Left, Refusal
+from steelyard.report.document import rule_in_words, tree_of
+from steelyard.report.peak_groups import alike, short_op
+from steelyard.report.quantities import Figure
+from steelyard.report.styled_text import Zoom, plain
 from steelyard.report.text import render
-from steelyard.report.tree import rule_in_words, tree_of
 from tests.report.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile, prediction
 
 GOLDEN = Path(__file__).parent / "golden"

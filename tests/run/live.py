@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import _torch
-from steelyard.capture.decompositions import table
-from steelyard.capture.plain import to_graph
-from steelyard.capture.trace import trace
-from steelyard.core.program import Program
+from steelyard.capture.tracing.decompositions import table
+from steelyard.capture.tracing.joint_graph import trace
+from steelyard.capture.tracing.to_ir import to_graph
+from steelyard.ir.program import Program
 from steelyard.run.step import CodeReads, LiveStep
 from tests.zoo import Sample, case
 

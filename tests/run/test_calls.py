@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.core.graph import Node
+from steelyard.ir.graph import Node
 from steelyard.operators import encode8, operator_named
-from steelyard.run.calls import _BINDINGS, quickest
+from steelyard.run.fast_bindings import _BINDINGS, quickest
 
 torch.manual_seed(0)
 X, Y, M = torch.randn(4, 6), torch.randn(4, 6), torch.rand(4, 6) > 0.5

@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from steelyard.core.errors import BadInput, CheckpointError, CheckpointRefused
-from steelyard.run import checkpoint
-from steelyard.run.batches import Feed
-from steelyard.run.checkpoint import Position
-from steelyard.run.folder import CheckpointFolder, verify
-from steelyard.run.plainly import Unplain, from_plain, to_plain
-from steelyard.run.position import refuse_impossible
-from steelyard.run.randomness import random_state
+from steelyard.errors import BadInput, CheckpointError, CheckpointRefused
+from steelyard.run.checkpoint import state as checkpoint
+from steelyard.run.checkpoint.directory import CheckpointFolder, verify
+from steelyard.run.checkpoint.json_values import Unplain, from_plain, to_plain
+from steelyard.run.checkpoint.position import refuse_impossible
+from steelyard.run.checkpoint.state import Position
+from steelyard.run.data_feed import Feed
+from steelyard.run.rng_state import random_state
 from tests.zoo.reference import assert_same_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,7 +258,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_manifest_may_only_name_files_beside_it(whole: Path, tmp_path: Path, name: str) -> None:
-    from steelyard.run.folder import canonical
+    from steelyard.run.checkpoint.directory import canonical
 
     copy = Path(shutil.copytree(whole, tmp_path / whole.name))
     manifest = json.loads((copy / "manifest.json").read_bytes())
@@ -289,7 +289,7 @@ def test_a_hostile_manifest_is_refused(whole: Path, tmp_path: Path, text: bytes)
 
 def resigned(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change state.json, and make the manifest agree: someone who means it."""
-    from steelyard.run.folder import _write_manifest
+    from steelyard.run.checkpoint.directory import _write_manifest
 
     state = json.loads((copy / "state.json").read_bytes())
     change(state)
@@ -533,10 +533,10 @@ def test_two_runs_may_not_save_into_one_folder(tmp_path: Path) -> None:
 SAVER = """
     import sys, torch
     from pathlib import Path
-    from steelyard.run import checkpoint
-    from steelyard.run.checkpoint import Position
-    from steelyard.run.folder import CheckpointFolder
-    from steelyard.run.randomness import random_state
+    from steelyard.run.checkpoint import state as checkpoint
+    from steelyard.run.checkpoint.state import Position
+    from steelyard.run.checkpoint.directory import CheckpointFolder
+    from steelyard.run.rng_state import random_state
     folder = CheckpointFolder(Path(sys.argv[1]), keep=2)
     model = torch.nn.Linear(700, 700)
     state = random_state({})
@@ -603,7 +603,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
     process = child(
         """
         import resource
-        from steelyard.core.errors import CheckpointError
+        from steelyard.errors import CheckpointError
         save(1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:

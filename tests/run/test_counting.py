@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.capture.sample_proof import Reduction
-from steelyard.capture.source import StepSource
-from steelyard.core.errors import Mismatch
-from steelyard.core.program import Program
+from steelyard.capture.batch.independence_proof import Reduction
+from steelyard.capture.step import StepSource
+from steelyard.errors import Mismatch
+from steelyard.ir.program import Program
 from steelyard.run.step import LiveStep
 
 

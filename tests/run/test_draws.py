@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.core.schedule import Order, Work
-from steelyard.core.stages import Stages
-from steelyard.predict.drawn import STATE_BYTES, states_bytes
-from steelyard.run.draws import Draws, _drawing, _left_by, _passing
+from steelyard.ir.pipeline_schedule import Order, Work
+from steelyard.ir.pipeline_stages import Stages
+from steelyard.predict.pipeline.rng_cost import STATE_BYTES, states_bytes
+from steelyard.run.pipeline.rng import Draws, _drawing, _left_by, _passing
 from tests.harness import Trial
 from tests.trades.test_shard_pipeline import offered, struck
 

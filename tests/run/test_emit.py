@@ -8,12 +8,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.source import StepSource
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.trade import strike
-from steelyard.exchange.together import Together
-from steelyard.run.emit import as_told, emit
+from steelyard.capture.step import StepSource
+from steelyard.comm.simulated_ranks import Together
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.trade import strike
+from steelyard.run.codegen import as_told, emit
 from steelyard.trades import TRADES
 from tests.run.live import captured, live
 from tests.zoo import case

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.run.finite import (
+from steelyard.run.finite_check import (
     ACTIVATIONS,
     BATCH,
     GRADIENTS,

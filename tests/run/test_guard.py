@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from steelyard.run.guard import EVERY, MOST_HELD, Guard
+from steelyard.run.compression_fallback import EVERY, MOST_HELD, Guard
 
 
 def _taken(guard: Guard, losses: Iterable[float], held: float = 1.0) -> list[int]:

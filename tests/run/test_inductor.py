@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.capture.decompositions import table
-from steelyard.capture.plain import to_graph
-from steelyard.capture.trace import trace
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs
-from steelyard.core.errors import BadInput, RunFailed
-from steelyard.core.graph import OutputKind, Phase
-from steelyard.core.program import Instruction, Program
-from steelyard.measure.meter import meter
+from steelyard.capture.tracing.decompositions import table
+from steelyard.capture.tracing.joint_graph import trace
+from steelyard.capture.tracing.to_ir import to_graph
+from steelyard.errors import BadInput, RunFailed
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import OutputKind, Phase
+from steelyard.ir.program import Instruction, Program
+from steelyard.measure.operators.memory import meter
+from steelyard.predict.cost_table import Costs
 from steelyard.predict.liveness import liveness
-from steelyard.run import inductor
-from steelyard.run.emit import Emitted
-from steelyard.run.inductor import compile_program
-from steelyard.run.lowered import lower
-from steelyard.run.segments import Segment, segments
+from steelyard.run.codegen import Emitted
+from steelyard.run.compiled import inductor
+from steelyard.run.compiled.inductor import compile_program
+from steelyard.run.compiled.lower import lower
+from steelyard.run.compiled.segments import Segment, segments
 from steelyard.run.step import LiveStep
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.zoo import case as case_named

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from steelyard.core.errors import BadInput, CheckpointError, Mismatch, NonFinite, afterwards
-from steelyard.run import folder
-from steelyard.run.loop import Checkpoints, Finished, StepReport, train
+from steelyard.errors import BadInput, CheckpointError, Mismatch, NonFinite, afterwards
+from steelyard.run.checkpoint import directory as folder
+from steelyard.run.train_loop import Checkpoints, Finished, StepReport, train
 from tests.run.live import live
 from tests.zoo import case
 from tests.zoo.reference import assert_same_model

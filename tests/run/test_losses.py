@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from steelyard.api import Workload, run_workload
 from steelyard.api.planning import plan_workload
-from steelyard.core.budget import Budget
-from steelyard.run.losses import Losses, losses_path
+from steelyard.plans.budget import Budget
+from steelyard.run.loss_log import Losses, losses_path
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:
@@ -142,7 +142,7 @@ def test_tensorboard_gets_them_where_it_is_installed(
     if not is_broken:
         module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr("steelyard.run.losses.find_spec", lambda name: name)
+    monkeypatch.setattr("steelyard.run.loss_log.find_spec", lambda name: name)
     plan, told = tmp_path / "train.plan.toml", list[str]()
     for first in (1, 1, 3):
         losses = Losses(plan, told.append)

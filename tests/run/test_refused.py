@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
-from steelyard.core.errors import BadInput, Mismatch
+from steelyard.errors import BadInput, Mismatch
 from steelyard.run.step import LiveStep
 from tests.run.live import ADAMW, both, captured, live, twins
 from tests.zoo.reference import (

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from steelyard import _torch
-from steelyard.capture.source import StepSource
-from steelyard.capture.stages import cut_into_stages, end_of
-from steelyard.core.errors import BadInput
-from steelyard.core.graph import Graph, OutputKind
-from steelyard.core.stages import Stages
-from steelyard.run.bind import BatchLayout, live_tensors
-from steelyard.run.stage import LiveStage, Values, keep_only
+from steelyard.capture.pipeline_stages import cut_into_stages, end_of
+from steelyard.capture.step import StepSource
+from steelyard.errors import BadInput
+from steelyard.ir.graph import Graph, OutputKind
+from steelyard.ir.pipeline_stages import Stages
+from steelyard.run.binding import BatchLayout, live_tensors
+from steelyard.run.pipeline.stage import LiveStage, Values, keep_only
 from tests import zoo
 from tests.capture.stepping import SEED, live
 from tests.capture.test_zoo import SLOW

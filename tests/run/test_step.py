@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import _torch
-from steelyard.core.errors import Mismatch
+from steelyard.errors import Mismatch
 from steelyard.run.step import LiveStep
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.run.live import ADAMW, MakeOptimizer, both, captured, live, part, twins

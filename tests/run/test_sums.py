@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.measure.meter import meter_once
-from steelyard.run.bind import _Gradient, _Sum
+from steelyard.measure.operators.memory import meter_once
+from steelyard.run.binding import _Gradient, _Sum
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -6,7 +6,7 @@ Not for real models: see tests/zoo.
 import random
 from dataclasses import replace
 
-from steelyard.core.graph import (
+from steelyard.ir.graph import (
     BlockRun,
     Graph,
     Node,

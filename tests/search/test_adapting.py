@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from steelyard.core.layout import Layout
-from steelyard.core.link import Link
-from steelyard.core.rules import Rule
-from steelyard.search.adapting import (
+from steelyard.hardware.link import Link
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.rule import Rule
+from steelyard.search.ranks.layout_candidates import Way
+from steelyard.search.ranks.retune import (
     Choice,
     best_hosts,
     link_among,
@@ -18,7 +19,6 @@ from steelyard.search.adapting import (
     same_on_fewer,
     worth_trying,
 )
-from steelyard.search.ways import Way
 
 EXACT = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
 CODED = Rule(trade="ternary_gradients", module="a", count=1)

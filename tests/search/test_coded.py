@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from steelyard.core.codec import BFLOAT16, CODES, INT8, LARGEST, TERNARY, Codec, codec_of
-from steelyard.core.errors import Mismatch
-from steelyard.core.rules import Rule
-from steelyard.search.coded import CodedWay, Weighing
+from steelyard.errors import Mismatch
+from steelyard.ir.gradient_codec import BFLOAT16, CODES, INT8, LARGEST, TERNARY, Codec, codec_of
+from steelyard.ir.rule import Rule
+from steelyard.search.ranks.gradient_compression import CodedWay, Weighing
 
 # Seconds of the step for each gradient, by the bits that it goes in.
 _SECONDS = {

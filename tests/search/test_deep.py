@@ -10,29 +10,29 @@ from itertools import combinations_with_replacement, pairwise, product
 import pytest
 import torch
 
-from steelyard.capture.sampled import SampledStep
-from steelyard.capture.source import StepSource
-from steelyard.core.cluster import Cluster
-from steelyard.core.cluster_file import decode_tree
-from steelyard.core.costs import Costs
-from steelyard.core.deep_layout import DeepLayout
-from steelyard.core.errors import Mismatch
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.sampled import Sampled
-from steelyard.core.scope import Scope
-from steelyard.core.trade import strike
-from steelyard.exchange.schedules import order_of
+from steelyard.capture.deep.batch_template import SampledStep
+from steelyard.capture.step import StepSource
+from steelyard.comm.pipeline_schedules import order_of
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.cluster_file import decode_tree
+from steelyard.hardware.topology import Scope
+from steelyard.ir.batch_template import Sampled
+from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes
-from steelyard.predict.deep import Stage, deep_step_of
-from steelyard.predict.deep_spans import deep_spans
-from steelyard.search.deep import DeepSearch, Laid
-from steelyard.search.deep_read import Step as Told
-from steelyard.search.deep_read import laid_of
-from steelyard.search.deep_rules import rules_of
-from steelyard.search.deep_stages import Again, Fate
-from steelyard.search.kinds import sets_again
-from steelyard.search.mixing import ALIKE
+from steelyard.predict.analytic.step import Stage, deep_step_of
+from steelyard.predict.analytic.trace import deep_spans
+from steelyard.predict.cost_table import Costs
+from steelyard.search.cluster.from_rules import Step as Told
+from steelyard.search.cluster.from_rules import laid_of
+from steelyard.search.cluster.policy_mixture import ALIKE
+from steelyard.search.cluster.recompute_sets import sets_again
+from steelyard.search.cluster.search import DeepSearch, Laid
+from steelyard.search.cluster.stage_assignment import Again, Fate
+from steelyard.search.cluster.to_rules import rules_of
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
 from tests.search.test_mixing import _divisions as divisions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from steelyard.core.calibration import Calibration, Domain, Pairs
-from steelyard.core.deep_layout import DeepLayout
-from steelyard.predict.deep import DeepStep
-from steelyard.search.deep import Laid
-from steelyard.search.deep_doubt import layout_said, rivals, rivals_said
+from steelyard.hardware.calibration import Calibration, Domain, Pairs
+from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.predict.analytic.step import DeepStep
+from steelyard.search.cluster.search import Laid
+from steelyard.search.cluster.uncertainty import layout_said, rivals, rivals_said
 
 _DOMAIN = Domain(
     rows=2,

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.capture.source import StepSource
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Infeasible
-from steelyard.core.layout import DATA, PIPELINE, TENSOR
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
+from steelyard.capture.step import StepSource
+from steelyard.errors import Infeasible
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.predict.cost_table import Costs
 from steelyard.search import Floor, Layouts, Search
 from steelyard.trades import TRADES
 from tests.harness import looking_less_far

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.graph import Graph, Node, Phase, Role, Storage, Tensor
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.search.levels import moved_states, numbers_of_slices, splits
+from steelyard.ir.graph import Graph, Node, Phase, Role, Storage, Tensor
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.search.single.granularity import moved_states, numbers_of_slices, splits
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 48, 64, 960, 2048, 12288])

@@ -10,27 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.api.accuracy import Lossy
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.graph import Graph
-from steelyard.core.program import Program
-from steelyard.core.quad import Estimate
-from steelyard.core.rules import Spot, spots
-from steelyard.core.trade import strike
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.ir.graph import Graph
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Spot, spots
+from steelyard.planner.lossy import Lossy
+from steelyard.plans.budget import Budget
+from steelyard.plans.trade import strike
 from steelyard.predict import predict
+from steelyard.predict.cost_table import Costs, OperatorCost
 from steelyard.search import Search
-from steelyard.search.bound import least_seconds
-from steelyard.search.cut import Cut
-from steelyard.search.tally import Tally
+from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.lower_bound import least_seconds
+from steelyard.search.single.min_cut import Cut
 from steelyard.trades import TRADES
 from steelyard.trades.quantise import Quantise, quantisable, with_codes
 from steelyard.trades.recompute import recomputable
 from tests.search.graphs import Whole, in_floats, random_step, tower
 
 if TYPE_CHECKING:
-    from steelyard.api.look import Look
+    from steelyard.planner.session import Look
 
 DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e6)
@@ -169,7 +169,7 @@ def test_the_bound_is_below_every_plan_that_was_found() -> None:
 
 
 def test_all_of_a_choice_is_carried_to_another_trace() -> None:
-    from steelyard.search.explore import carried_choice
+    from steelyard.search.single.explore import carried_choice
 
     graph = in_floats(tower(4))
     plain = Program.plain(graph)

@@ -9,7 +9,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from steelyard.search.mixing import (
+from steelyard.search.cluster.policy_mixture import (
     ALIKE,
     Kind,
     bettered,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.core.quad import Estimate
-from steelyard.search.pace import IN_A_ROW, Pace
+from steelyard.ir.metrics import Estimate
+from steelyard.search.ranks.pace import IN_A_ROW, Pace
 
 
 def pace(value: float = 0.2, waits: float = 0.05, skips: int = 0) -> Pace:

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from steelyard.core.budget import Budget
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.quad import Estimate
-from steelyard.core.rules import Rule
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
 from steelyard.predict import step_seconds
-from steelyard.predict.predict import PEAK_SHARE
+from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.predict.step import PEAK_SHARE
 from steelyard.search import Found, Search
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.stream import Stream

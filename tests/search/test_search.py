@@ -8,25 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Infeasible
-from steelyard.core.graph import Graph, Phase, Role
-from steelyard.core.peak import PIECES, Holding, Peak
-from steelyard.core.program import Program
-from steelyard.core.quad import Estimate
-from steelyard.core.trade import Left, Refusal, strike
+from steelyard.errors import Infeasible
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Graph, Phase, Role
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
+from steelyard.plans.budget import Budget
+from steelyard.plans.peak_memory import PIECES, Holding, Peak
+from steelyard.plans.trade import Left, Refusal, strike
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
-from steelyard.search import Found, Search, search
-from steelyard.search.archive import Archive, Point
-from steelyard.search.bound import least_seconds
-from steelyard.search.cut import Cut
-from steelyard.search.explore import Explored, chained, explore
-from steelyard.search.found import Gap
+from steelyard.predict.cost_table import Costs
+from steelyard.search import Found, Search
 from steelyard.search.infeasible import beyond_budget
-from steelyard.search.seeds import simple_plans
-from steelyard.search.tally import Tally
+from steelyard.search.pareto_front import Archive, Point
+from steelyard.search.result import Gap
+from steelyard.search.single.baseline_plans import simple_plans
+from steelyard.search.single.explore import Explored, chained, explore
+from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.lower_bound import least_seconds
+from steelyard.search.single.min_cut import Cut
+from steelyard.search.single.search import search
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.search.graphs import Split, Whole, random_step, tower
@@ -445,7 +446,7 @@ def test_a_budget_that_the_step_keeps_untraded_is_answered_without_a_long_search
     searching = Search(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
     tight = peak_bytes(Program.plain(graph), COSTS)
     with monkeypatch.context() as patched:
-        patched.setattr("steelyard.search.explore.Moves", None)
+        patched.setattr("steelyard.search.single.explore.Moves", None)
         answer = searching.find(Budget(memory_bytes=tight))
         assert searching.find(Budget(memory_bytes=2 * tight)).rules == ()
         assert searching.find(Budget()).rules == ()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.search.shares import (
+from steelyard.search.ranks.batch_shares import (
     Shares,
     in_whole_units,
     near_equal_shares,

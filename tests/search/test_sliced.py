@@ -8,15 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Link
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.far_inputs import sliceable_inputs, with_inputs_in_slices
-from steelyard.core.graph import FAR_PRODUCTS, Graph
-from steelyard.core.waiting import waiting
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
+from steelyard.ir.graph import FAR_PRODUCTS, Graph
+from steelyard.ir.saved_activations import waiting
+from steelyard.passes.offload.sliced_activation_matmuls import (
+    sliceable_inputs,
+    with_inputs_in_slices,
+)
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.search.roads import Way
-from steelyard.search.tally import Tally
-from steelyard.search.worth import worth_slicing
+from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.slicing_candidates import worth_slicing
+from steelyard.search.single.transfer_timing import Way
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.quantise import quantisable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies

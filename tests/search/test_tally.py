@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
-from steelyard.core.costs import Costs, OperatorCost
-from steelyard.core.graph import Graph, Output, OutputKind
-from steelyard.core.program import Program
-from steelyard.core.quad import Estimate
-from steelyard.core.waiting import waiting
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.ir.graph import Graph, Output, OutputKind
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
+from steelyard.ir.saved_activations import waiting
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.search.roads import Way
-from steelyard.search.tally import Tally
+from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.transfer_timing import Way
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.quantise import quantisable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies

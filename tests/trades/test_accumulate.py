@@ -2,13 +2,13 @@
 
 import pytest
 
-from steelyard.core.cluster import Device
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, to_rules
-from steelyard.core.trade import strike
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import Device
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, to_rules
+from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes, step_seconds
+from steelyard.predict.cost_table import Costs
 from steelyard.trades import TRADES
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.recompute import recomputable

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from steelyard.core.costs import Costs
-from steelyard.core.layout import LAYOUT_TRADES
-from steelyard.core.program import Program
-from steelyard.core.trade import Offer, Trade
+from steelyard.ir.parallel_layout import LAYOUT_TRADES
+from steelyard.ir.program import Program
+from steelyard.plans.trade import Offer, Trade
 from steelyard.predict import step_seconds
-from steelyard.predict.predict import PEAK_SHARE
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.step import PEAK_SHARE
 from steelyard.trades import TRADES
 from tests import zoo
 from tests.harness import (

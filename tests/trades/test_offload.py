@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from steelyard.core.cluster import FAR_IN, FAR_OUT, Device, Link
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Phase
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, to_rules
-from steelyard.core.waiting import waiting
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.ir.graph import Phase
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, to_rules
+from steelyard.ir.saved_activations import waiting
 from steelyard.predict import predict
+from steelyard.predict.cost_table import Costs
 from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
 from steelyard.trades.stream import Stream

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.graph import Graph
-from steelyard.core.pinned import rounds_of
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.exchange.windows import issued_ahead, waits_within
+from steelyard.errors import BadInput, Mismatch
+from steelyard.ir.graph import Graph
+from steelyard.ir.message_slots import rounds_of
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.passes.data_parallel.overlap import issued_ahead, waits_within
 from steelyard.predict import predict
 from steelyard.trades.pinned_transfer import PinnedTransfer
 from tests.exchange.test_windows import _COSTS, exchanging

@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import Link
-from steelyard.core.costs import Costs
-from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.layout import Layout
-from steelyard.core.pinned import PINNED, Edge, edges_of
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.schedule import AHEAD, Action, Work
-from steelyard.core.trade import strike
+from steelyard.errors import BadInput, Mismatch
+from steelyard.hardware.cluster import Link
+from steelyard.ir.message_slots import PINNED, Edge, edges_of
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.pipeline_schedule import AHEAD, Action, Work
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes, predict
+from steelyard.predict.cost_table import Costs
 from steelyard.search import Found, Pipelines, Search
 from steelyard.trades import TRADES
 from steelyard.trades.pinned_transfer import PinnedTransfer
@@ -162,7 +162,7 @@ def test_who_sends_writes_what_is_not_made_there_and_does_nothing_else_meanwhile
     pipeline = program.pipeline
     _, forward = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
     if not is_made_there:
-        module = importlib.import_module("steelyard.predict.pipelined")
+        module = importlib.import_module("steelyard.predict.pipeline.step")
         monkeypatch.setattr(module, "written_in_place", lambda *_, **__: {})
     fast, slow = (predict(program, with_slots(costs(), rate=rate)).quad for rate in (1e12, 1e6))
     copying = 4 * sum(forward.sizes) / 1e6

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.core.cluster import Device
-from steelyard.core.coding import BLOCK, DECODE, ENCODE, coded_bytes, settled
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Phase
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, to_rules
-from steelyard.core.trade import strike
-from steelyard.core.waiting import waiting
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Phase
+from steelyard.ir.program import Program
+from steelyard.ir.quantized_activation import BLOCK, DECODE, ENCODE, coded_bytes, settled
+from steelyard.ir.rule import Rule, to_rules
+from steelyard.ir.saved_activations import waiting
+from steelyard.plans.trade import strike
 from steelyard.predict import predict
+from steelyard.predict.cost_table import Costs
 from steelyard.trades import TRADES
 from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.quantise import Quantise, quantisable, with_codes

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.core.cluster import Device
-from steelyard.core.copies import starts
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph, Phase
-from steelyard.core.program import Program
-from steelyard.core.rules import matching, to_rules
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import Device
+from steelyard.ir.graph import Graph, Phase
+from steelyard.ir.program import Program
+from steelyard.ir.rule import matching, to_rules
+from steelyard.passes.recompute_copies import starts
 from steelyard.predict import peak_bytes, step_seconds
+from steelyard.predict.cost_table import Costs
 from steelyard.trades.recompute import Recompute, recomputable, with_copies
 from tests.search.graphs import Whole, random_step
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, to_rules
-from steelyard.predict.predict import PEAK_SHARE
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, to_rules
+from steelyard.predict.step import PEAK_SHARE
 from steelyard.search import Search
 from steelyard.trades.recompute import Recompute, recomputable
 from tests import zoo

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 import steelyard as sy
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import Device, Link, Member, Scope
-from steelyard.core.collective import Exchange
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import OutputKind, Phase, Role
-from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
-from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, Spot, spots
-from steelyard.core.subsets import Subset
-from steelyard.exchange.windows import sent_first, waits_within
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import Device, Link, Member, Scope
+from steelyard.ir.collective import Exchange
+from steelyard.ir.graph import OutputKind, Phase, Role
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, Layout
+from steelyard.ir.program import Instruction, Program
+from steelyard.ir.rule import Rule, Spot, spots
+from steelyard.passes.data_parallel.overlap import sent_first, waits_within
+from steelyard.plans.budget import Budget
 from steelyard.predict import predict, step_seconds
+from steelyard.predict.cost_table import Costs
 from steelyard.predict.liveness import liveness
-from steelyard.run.segments import Segment, segments
+from steelyard.predict.rank_subsets import Subset
+from steelyard.run.compiled.segments import Segment, segments
 from steelyard.search import Found, Layouts, Search
 from steelyard.trades import TRADES
 from steelyard.trades.offload_state import OffloadState

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import Link
-from steelyard.core.collective import GLOO_GETS, GLOO_SENDS
-from steelyard.core.costs import Costs
-from steelyard.core.ends import balanced_ends, possible_ends
-from steelyard.core.errors import BadInput, Infeasible
-from steelyard.core.graph import Phase, Role
-from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, matching, to_rules
-from steelyard.core.trade import strike
+from steelyard.errors import BadInput, Infeasible
+from steelyard.hardware.cluster import Link
+from steelyard.ir.collective import GLOO_GETS, GLOO_SENDS
+from steelyard.ir.graph import Phase, Role
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, matching, to_rules
+from steelyard.passes.pipeline.stage_boundaries import balanced_ends, possible_ends
+from steelyard.plans.budget import Budget
+from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes, predict, step_seconds
+from steelyard.predict.cost_table import Costs
 from steelyard.search import Found, Layouts, Pipelines, Search
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import Recompute

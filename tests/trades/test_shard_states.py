@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.core.cluster import Device, Link
-from steelyard.core.collective import Exchange
-from steelyard.core.costs import Costs
-from steelyard.core.layout import DATA, Layout
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.trade import Trade
-from steelyard.core.updates import WEIGHT
+from steelyard.hardware.cluster import Device, Link
+from steelyard.ir.collective import Exchange
+from steelyard.ir.optimizer_update import WEIGHT
+from steelyard.ir.parallel_layout import DATA, Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.trade import Trade
 from steelyard.predict import peak_bytes, predict
+from steelyard.predict.cost_table import Costs
 from steelyard.search import Layouts, Search
-from steelyard.search.gathers import ahead, together
+from steelyard.search.ranks.gather_buckets import ahead, together
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.shard_states import ShardStates

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.core.budget import Budget
-from steelyard.core.collective import Exchange
-from steelyard.core.costs import Costs
-from steelyard.core.errors import BadInput, Infeasible, Mismatch
-from steelyard.core.graph import Role
-from steelyard.core.layout import TENSOR, Layout
-from steelyard.core.link import Link
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.spread import Spread
-from steelyard.core.updates import WEIGHT
-from steelyard.exchange.parts import why_unparted
+from steelyard.errors import BadInput, Infeasible, Mismatch
+from steelyard.hardware.link import Link
+from steelyard.ir.collective import Exchange
+from steelyard.ir.graph import Role
+from steelyard.ir.optimizer_update import WEIGHT
+from steelyard.ir.parallel_layout import TENSOR, Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.predict.collectives.host_groups import Spread
+from steelyard.predict.cost_table import Costs
+from steelyard.run.sharded_model.tensors import why_unparted
 from steelyard.search import Layouts, Search
 from steelyard.trades import TRADES
 from steelyard.trades.shard_states import ShardStates

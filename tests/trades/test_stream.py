@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import steelyard as sy
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.measure import operators
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Graph
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.measure.operators import benchmark as operators
 from steelyard.operators import nll_loss_weight
+from steelyard.predict.cost_table import Costs
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.stream import Stream
@@ -342,7 +342,7 @@ def test_a_rule_that_cannot_be_is_refused(rule: Rule, said: str) -> None:
 def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from steelyard.api import pricing
+    from steelyard.planner import cost_provider as pricing
 
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
     monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)

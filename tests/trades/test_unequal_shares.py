@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 import steelyard as sy
-from steelyard.core.budget import Budget
-from steelyard.core.cluster import Cluster, Link, Member, Scope
-from steelyard.core.costs import Costs
-from steelyard.core.errors import Infeasible, Mismatch
-from steelyard.core.layout import DATA, PIPELINE, TENSOR, Layout
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.trade import strike_on_ranks
+from steelyard.errors import Infeasible, Mismatch
+from steelyard.hardware.cluster import Cluster, Link, Member, Scope
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.trade import strike_on_ranks
 from steelyard.predict import (
     peak_bytes,
     predict,
@@ -28,8 +27,9 @@ from steelyard.predict import (
     spans,
     step_seconds,
 )
+from steelyard.predict.cost_table import Costs
 from steelyard.predict.timeline import play
-from steelyard.predict.together import Kind, in_step, kinds
+from steelyard.predict.unequal_ranks import Kind, in_step, kinds
 from steelyard.search import Found, Layouts, Search
 from steelyard.trades import TRADES
 from tests.harness import Trial, looking_less_far

@@ -4,17 +4,17 @@ Not for deciding, measuring or explaining: each is the business of one room.
 """
 
 from steelyard.api.demo import demo
-from steelyard.api.hosts import Meeting, keep_to_own_gpu, know_ranks_here, meeting
-from steelyard.api.live import Step
 from steelyard.api.machine import doctor
 from steelyard.api.planned import Planned
 from steelyard.api.planning import load, load_planned, plan, plan_workload
-from steelyard.api.ranks import as_a_rank, hold_meeting_place, joined_ranks, restarts
-from steelyard.api.scaling import scale_workload
-from steelyard.api.training import run_workload
+from steelyard.api.rank_context import as_a_rank, hold_meeting_place, joined_ranks, restarts
+from steelyard.api.scaling_study import scale_workload
+from steelyard.api.step import Step
+from steelyard.api.train import run_workload
 from steelyard.api.workload import Workload, load_workload
-from steelyard.run.randomness import seed_everything
-from steelyard.run.ranks.launch import launch
+from steelyard.planner.multi_host import Meeting, keep_to_own_gpu, know_ranks_here, meeting
+from steelyard.run.launch.launcher import launch
+from steelyard.run.rng_state import seed_everything
 
 __all__ = [
     "Meeting",

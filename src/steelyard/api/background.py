@@ -4,7 +4,7 @@ on training.
 The child sees everything as it was when it was forked, weights too, and changes nothing of it: what
 it writes are its own copies of pages. It speaks to no other rank and ends with ``os._exit``, so
 that nothing of its parent's is closed or flushed twice. On a GPU there is no such thing: CUDA does
-not survive a fork. Not for what is computed: see adapting.py.
+not survive a fork. Not for what is computed: see replan.py.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from steelyard.core.printable import printable
+from steelyard.safe_text import printable
 
 # A tenth of what a process of usual priority gets of a core that both want: enough to end within
 # minutes on a core that is never idle, and steps hardly take longer.

@@ -3,7 +3,7 @@
 Not for finding that out: see measure/.
 """
 
-from steelyard.core.doctor import Row
+from steelyard.hardware.diagnosis import Row
 from steelyard.measure.doctor import diagnose
 
 

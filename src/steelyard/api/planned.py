@@ -1,6 +1,7 @@
 """A plan in a user's hands: what it says, what it may be asked, and how it is put to work.
 
-Not for how it is found: see planner.py and search/. Not for the public calls: see planning.py.
+Not for how it is found: see planner/planner.py and search/. Not for the public calls: see
+planning.py.
 """
 
 from collections.abc import Mapping
@@ -10,24 +11,24 @@ from typing import Any
 
 from torch import nn
 
-from steelyard.api.checked import check_model, path_of
-from steelyard.api.live import Step
-from steelyard.api.look import Look
-from steelyard.api.planner import Planner
-from steelyard.capture.fakes import filled
-from steelyard.core.budget import Budget
-from steelyard.core.errors import BadInput, Infeasible, Mismatch
-from steelyard.core.explanation import write_plan
-from steelyard.core.plan import FrontierPoint, Plan
-from steelyard.core.printable import printable
-from steelyard.core.quad import Quad
-from steelyard.core.rules import FAR_TRADES
-from steelyard.core.span import Span
+from steelyard.api.argument_checks import check_model, path_of
+from steelyard.api.step import Step
+from steelyard.capture.tracing.fake_execution import filled
+from steelyard.errors import BadInput, Infeasible, Mismatch
+from steelyard.ir.metrics import Quad
+from steelyard.ir.rule import FAR_TRADES
+from steelyard.ir.trace_span import Span
+from steelyard.planner.planner import Planner
+from steelyard.planner.session import Look
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import FrontierPoint, Plan
+from steelyard.plans.prediction_file import write_plan
 from steelyard.predict import spans
+from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
-from steelyard.report.lines import plain
+from steelyard.report.styled_text import plain
 from steelyard.report.text import render
-from steelyard.report.tree import tree_of
+from steelyard.safe_text import printable
 from steelyard.trades import TRADES
 
 

@@ -1,6 +1,6 @@
 """From a user's step to a plan, and from a plan file back to one.
 
-Only wires: capture -> measure -> search -> plan. Not for running it: see live.py and training.py.
+Only wires: capture -> measure -> search -> plan. Not for running it: see step.py and train.py.
 """
 
 from collections.abc import Callable
@@ -9,28 +9,28 @@ from typing import Any
 
 from torch import nn
 
-from steelyard.api.checked import check, check_model, path_of
-from steelyard.api.elsewhere import Elsewhere
-from steelyard.api.largest import largest
-from steelyard.api.look import Request, Runner
-from steelyard.api.made_for import check_cluster, check_made_for
+from steelyard.api.argument_checks import check, check_model, path_of
 from steelyard.api.planned import Planned, planned
-from steelyard.api.planned_elsewhere import PlannedElsewhere, planned_elsewhere
-from steelyard.api.planner import Planner, check_far_room
-from steelyard.api.preflight import check_far, floor_of
-from steelyard.api.pricing import Progress
-from steelyard.api.stored import stored_plan
+from steelyard.api.planned_cluster import PlannedElsewhere, planned_elsewhere
 from steelyard.api.workload import Workload
-from steelyard.capture.deep import cut
-from steelyard.capture.optimizer import OptimizerFactory, check_optimizer
-from steelyard.capture.trace import Loss
-from steelyard.capture.wrapped import refuse_wrapped
-from steelyard.core.budget import Budget, Maximize, Minimize
-from steelyard.core.cluster import Cluster
-from steelyard.core.errors import BadInput
-from steelyard.core.layout import Layout
-from steelyard.core.plan_check import DECOMPOSITIONS, check_file, cluster_for
-from steelyard.core.planfile import read_decisions
+from steelyard.capture.checks.wrapped_models import refuse_wrapped
+from steelyard.capture.deep.truncate import cut
+from steelyard.capture.tracing.joint_graph import Loss
+from steelyard.capture.tracing.optimizer import OptimizerFactory, check_optimizer
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
+from steelyard.ir.parallel_layout import Layout
+from steelyard.planner.compatibility import check_cluster, check_made_for
+from steelyard.planner.cost_provider import Progress
+from steelyard.planner.declared_cluster import Elsewhere
+from steelyard.planner.max_size import largest
+from steelyard.planner.planner import Planner, check_far_room
+from steelyard.planner.preflight import check_far, floor_of
+from steelyard.planner.session import Request, Runner
+from steelyard.planner.stored_predictions import stored_plan
+from steelyard.plans.budget import Budget, Maximize, Minimize
+from steelyard.plans.plan_check import DECOMPOSITIONS, check_file, cluster_for
+from steelyard.plans.plan_file import read_decisions
 
 
 def plan(

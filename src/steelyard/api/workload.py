@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from steelyard.capture.optimizer import OptimizerFactory
-from steelyard.capture.trace import Loss
-from steelyard.core.errors import BadInput
-from steelyard.core.printable import printable
+from steelyard.capture.tracing.joint_graph import Loss
+from steelyard.capture.tracing.optimizer import OptimizerFactory
+from steelyard.errors import BadInput
+from steelyard.safe_text import printable
 
 
 @dataclass(frozen=True, slots=True)

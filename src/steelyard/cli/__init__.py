@@ -1,6 +1,6 @@
 """The command line. Imports next to nothing until ``main`` runs, so that Ctrl-C meets no traceback.
 
-Not for what the verbs do: see verbs.py.
+Not for what the verbs do: see commands.py.
 """
 
 import contextlib
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Never
 
-from steelyard.cli.interrupt import Heeding, was_pressed
-from steelyard.cli.leaving import leave
+from steelyard.cli.process_exit import leave
+from steelyard.cli.signals import Heeding, was_pressed
 
 _INTERRUPTED = 130
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     with Heeding():
         try:
-            from steelyard.cli.verbs import app
+            from steelyard.cli.commands import app
 
             code = app(given, exit_on_error=False, print_error=False)
             sys.stdout.flush()
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # An import that Ctrl-C cut short ends in errors of any kind.
             if isinstance(error, KeyboardInterrupt) or was_pressed():
                 return _interrupted(error, in_json="--json" in given)
-            from steelyard.cli.endings import ended
+            from steelyard.cli.exit_codes import ended
 
             return ended(error, given)
     return code if isinstance(code, int) else 0

@@ -1,6 +1,6 @@
 """What was typed, as what is meant: where plan files lie, what a question asks.
 
-Not for acting on it: see verbs.py.
+Not for acting on it: see commands.py.
 """
 
 import difflib
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steelyard.cli.scripts import script_path
-from steelyard.core.amounts import parse_bytes, parse_count, parse_seconds
-from steelyard.core.budget import Maximize, Minimize
-from steelyard.core.cluster import Cluster, Far
-from steelyard.core.errors import BadInput, PlanFileError
-from steelyard.core.planfile import TRADES, read_decisions
-from steelyard.core.printable import printable
+from steelyard.cli.training_script import script_path
+from steelyard.errors import BadInput, PlanFileError
+from steelyard.hardware.cluster import Cluster, Far
+from steelyard.plans.budget import Maximize, Minimize
+from steelyard.plans.plan_file import TRADES, read_decisions
 from steelyard.report.progress import Progress
+from steelyard.safe_text import printable
+from steelyard.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from cyclopts import Token
 
-    from steelyard.core.explanation import Asked
+    from steelyard.plans.prediction_file import Asked
 
 
 def plan_path(train: str) -> Path:
@@ -183,7 +183,7 @@ def refuse_no_trade(name: str) -> None:
 
 def _asked_for(path: Path, *, needs_script: bool) -> "Asked":
     """Damaged predictions are in nobody's way who names the script: they are to be made anew."""
-    from steelyard.core.explanation import Asked, read_plan
+    from steelyard.plans.prediction_file import Asked, read_plan
 
     try:
         return read_plan(path).asked

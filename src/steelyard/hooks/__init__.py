@@ -5,9 +5,10 @@
     compress(ddp, "ternary")
 
 Nothing is captured, planned or predicted here: a plan says whether codes pay, this only sends them.
-Not for what codes are (core/codec.py), nor for Steelyard's own step (exchange/coded.py).
+Not for what codes are (ir/gradient_codec.py), nor for Steelyard's own step
+(passes/compression/compressed_all_reduce.py).
 """
 
-from steelyard.hooks.asked import Lost, compress
+from steelyard.hooks.registration import Lost, compress
 
 __all__ = ["Lost", "compress"]

@@ -2,7 +2,7 @@
 
 A file that cannot be used costs time, never the plan: every trouble with it ends as a note. That
 goes for a file, or a folder, that another user owns or can write to: it is not read. Not for
-deciding what is worth measuring: see operators.py.
+deciding what is worth measuring: see measure/operators/benchmark.py.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from steelyard.core.costs import OperatorCost
-from steelyard.core.private import why_not_private
-from steelyard.core.quad import Estimate
+from steelyard.ir.metrics import Estimate
+from steelyard.predict.cost_table import OperatorCost
+from steelyard.private_files import why_not_private
 
 # Raised when what the columns mean changes; other versions' files are left alone.
 _VERSION = 1

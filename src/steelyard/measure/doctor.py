@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from steelyard.core import machine
-from steelyard.core.amounts import format_bytes
-from steelyard.core.doctor import Row, Verdict
+from steelyard.hardware import host_os
+from steelyard.hardware.diagnosis import Row, Verdict
 from steelyard.measure import cache
+from steelyard.units import format_bytes
 
 _PYTHON = (3, 11)
 _TORCH = "2.13"
@@ -87,11 +87,11 @@ def _devices() -> str:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_name(i) for i in range(count)]
-    return ", ".join([f"cpu {machine.processor()}", *(f"cuda {name}" for name in gpus)])
+    return ", ".join([f"cpu {host_os.processor()}", *(f"cuda {name}" for name in gpus)])
 
 
 def _threads(threads: int) -> Row:
-    cores = machine.num_cores()
+    cores = host_os.num_cores()
     if threads > cores:
         return Row(
             name="threads",
@@ -118,9 +118,9 @@ def _gloo() -> Row:
 def _speed() -> Iterator[Row]:
     import torch
 
-    from steelyard.measure.rates import matmul_seconds, with_measured_rates
+    from steelyard.measure.device_rates import matmul_seconds, with_measured_rates
 
-    device = with_measured_rates(machine.this_device())
+    device = with_measured_rates(host_os.this_device())
     yield Row(
         name="speed",
         value=f"{device.flops_per_second / 1e9:.0f} GFLOP/s, "
@@ -141,12 +141,12 @@ def _speed() -> Iterator[Row]:
 
 
 def _cores() -> Row:
-    return Row(name="cores", value=str(machine.num_cores()))
+    return Row(name="cores", value=str(host_os.num_cores()))
 
 
 def _memory() -> Row:
-    total, free = machine.memory_bytes(), machine.available_bytes()
-    limit = machine.cgroup_limit_bytes()
+    total, free = host_os.memory_bytes(), host_os.available_bytes()
+    limit = host_os.cgroup_limit_bytes()
     value = f"{format_bytes(free)} free of {format_bytes(total)}"
     if limit is not None:
         value += f" (control group limit {format_bytes(limit)})"
@@ -161,7 +161,7 @@ def _memory() -> Row:
 
 
 def _limits() -> Iterator[Row]:
-    limits = machine.process_limits_bytes()
+    limits = host_os.process_limits_bytes()
     if not limits:
         yield Row(name="process limits", value="none")
     for name, limit in limits.items():

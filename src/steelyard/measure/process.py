@@ -1,7 +1,7 @@
 """This process as the operating system sees it: resident bytes, their high-water mark, CPU time.
 
 What stands beside the allocator's figures, libraries and the C heap included. Not for bounding
-memory: the heap keeps pages it has no use for, see meter.py.
+memory: the heap keeps pages it has no use for, see measure/operators/memory.py.
 """
 
 import resource

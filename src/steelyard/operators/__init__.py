@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from steelyard.core.codec import (
+from steelyard.ir.gradient_codec import (
     DECODE,
     DECODE_SUM,
     ENCODE,
@@ -18,8 +18,7 @@ from steelyard.core.codec import (
     OF_FACTORS,
     RIGHT,
 )
-from steelyard.core.coding import BLOCK, coded_bytes, is_dense
-from steelyard.core.graph import (
+from steelyard.ir.graph import (
     JOINED_ROWS,
     PRODUCTS,
     WHOLE_ROWS,
@@ -30,7 +29,8 @@ from steelyard.core.graph import (
     Sliced,
     Symbol,
 )
-from steelyard.operators import codes, low_rank, norms
+from steelyard.ir.quantized_activation import BLOCK, coded_bytes, is_dense
+from steelyard.operators import gradient_codecs, low_rank, sync_batchnorm
 
 Operator = Callable[..., Any]
 
@@ -462,18 +462,18 @@ _OWN: dict[str, Operator] = {
     WHOLE_ROWS: whole_rows,
     "steelyard.copy_laid_out": copy_laid_out,
     "steelyard.coding_error": coding_error,
-    ENCODE: codes.encode_gradients,
-    ENCODE_SUM: codes.encode_sum,
-    DECODE: codes.decode_gradients,
-    DECODE_SUM: codes.decode_sum,
+    ENCODE: gradient_codecs.encode_gradients,
+    ENCODE_SUM: gradient_codecs.encode_sum,
+    DECODE: gradient_codecs.decode_gradients,
+    DECODE_SUM: gradient_codecs.decode_sum,
     LEFT: low_rank.left_factors,
     RIGHT: low_rank.right_factors,
     OF_FACTORS: low_rank.of_factors,
-    "steelyard.batch_statistics": norms.batch_statistics,
-    "steelyard.joint_statistics": norms.joint_statistics,
-    "steelyard.moved_mean": norms.moved_mean,
-    "steelyard.moved_variance": norms.moved_variance,
-    "steelyard.normalised": norms.normalised,
-    "steelyard.normalised_backward": norms.normalised_backward,
-    "steelyard.normalised_sums": norms.normalised_sums,
+    "steelyard.batch_statistics": sync_batchnorm.batch_statistics,
+    "steelyard.joint_statistics": sync_batchnorm.joint_statistics,
+    "steelyard.moved_mean": sync_batchnorm.moved_mean,
+    "steelyard.moved_variance": sync_batchnorm.moved_variance,
+    "steelyard.normalised": sync_batchnorm.normalised,
+    "steelyard.normalised_backward": sync_batchnorm.normalised_backward,
+    "steelyard.normalised_sums": sync_batchnorm.normalised_sums,
 }

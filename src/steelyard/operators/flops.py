@@ -2,7 +2,7 @@
 
 Torch's own registry, which users extend with ``torch.utils.flop_counter.register_flop_formula``,
 and formulas for the operators that it lacks (torch 2.13) or counts wrongly. Not for operators that
-have no formula at all: see uncounted.py.
+have no formula at all: see missing_flops.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,7 +3,7 @@
 The left factor is a matrix times what the right one was in the step before, made orthonormal when
 it is the sum of all ranks'; the right one is the matrix times that. What their product leaves is
 added in the next step. Products are taken with the long side in memory order: the other way round
-they take several times as long. Not for sending: see exchange/coded.py.
+they take several times as long. Not for sending: see passes/compression/compressed_all_reduce.py.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,9 +3,10 @@
 Not for measuring or deciding; search scores with it and the receipt is held against it.
 """
 
-from steelyard.predict.carried import carried
-from steelyard.predict.pipelined import message_of, pipelined
-from steelyard.predict.predict import (
+from steelyard.predict.collectives.curves import carried
+from steelyard.predict.pipeline.step import message_of, pipelined
+from steelyard.predict.slowdown import slowdown
+from steelyard.predict.step import (
     kept_gradients_bytes,
     least_possible_bytes,
     peak_bytes,
@@ -13,9 +14,8 @@ from steelyard.predict.predict import (
     rank_peak_bytes,
     step_seconds,
 )
-from steelyard.predict.slowdown import slowdown
-from steelyard.predict.spans import spans
-from steelyard.predict.together import rank_seconds
+from steelyard.predict.trace import spans
+from steelyard.predict.unequal_ranks import rank_seconds
 
 __all__ = [
     "carried",

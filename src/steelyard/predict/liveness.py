@@ -7,11 +7,11 @@ with the line that waits for it. Not for seconds: see timeline.py.
 
 from dataclasses import dataclass
 
-from steelyard.core.coding import DECODE, ENCODE
-from steelyard.core.costs import Costs
-from steelyard.core.graph import FAR_CALLS, Graph, Node, OutputKind, Role
-from steelyard.core.peak import Holding
-from steelyard.core.program import Instruction, Program, Underway
+from steelyard.ir.graph import FAR_CALLS, Graph, Node, OutputKind, Role
+from steelyard.ir.program import Instruction, Program, Underway
+from steelyard.ir.quantized_activation import DECODE, ENCODE
+from steelyard.plans.peak_memory import Holding
+from steelyard.predict.cost_table import Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

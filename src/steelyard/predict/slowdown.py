@@ -1,14 +1,14 @@
 """How much longer a program takes than another of the same step, with what can be said of it.
 
 A ratio is known better than either time: operators that both run cancel, and so does their error.
-Not for the times themselves: see predict.py.
+Not for the times themselves: see step.py.
 """
 
 from collections import Counter
 
-from steelyard.core.costs import Costs
-from steelyard.core.program import Program
-from steelyard.core.quad import Estimate
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
+from steelyard.predict.cost_table import Costs
 
 # Measured beside predicted ratios of plans that only recompute (benchmarks/truth.py, one thread):
 # up to this much faster than their operators, since a smaller heap has fewer pages to fetch anew.

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
-from steelyard.core.collective import Collective
-from steelyard.core.costs import Costs
-from steelyard.core.graph import Argument, Node
-from steelyard.core.program import Program
-from steelyard.core.quad import NOTHING, Estimate
+from steelyard.ir.collective import Collective
+from steelyard.ir.graph import Argument, Node
+from steelyard.ir.metrics import NOTHING, Estimate
+from steelyard.ir.program import Program
+from steelyard.predict.cost_table import Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from html import escape
 
-from steelyard.core.amounts import format_bytes, format_share
-from steelyard.core.plan import Plan
-from steelyard.core.printable import printable
-from steelyard.core.receipt import Receipt
+from steelyard.plans.plan import Plan
+from steelyard.plans.receipt import Receipt
 from steelyard.report import svg
-from steelyard.report.figures import Figure
-from steelyard.report.lines import unbroken
-from steelyard.report.peaks import Group, PeakTree
-from steelyard.report.ranks import lines_of, shown_of
-from steelyard.report.rows import Row
-from steelyard.report.tree import Tree, refused_label, rule_in_words, tree_of
+from steelyard.report.amounts_table import Row
+from steelyard.report.document import Tree, refused_label, rule_in_words, tree_of
+from steelyard.report.peak_groups import Group, PeakTree
+from steelyard.report.quantities import Figure
+from steelyard.report.rank_memory import lines_of, shown_of
+from steelyard.report.styled_text import unbroken
+from steelyard.safe_text import printable
+from steelyard.units import format_bytes, format_share
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --rule: #d9dee6;

@@ -24,17 +24,17 @@
     stands_in     which machine was measured, where the plan is for a declared cluster; else ""
     next_cent, least_bytes, least_within, largest, ran, notes, runner, num_offers
 
-Not for reading plans back: that is core/explanation.py, from the file beside the plan file.
+Not for reading plans back: that is plans/prediction_file.py, from the file beside the plan file.
 """
 
 import json
 from dataclasses import asdict
 from typing import Any
 
-from steelyard.core.plan import Decisions
-from steelyard.report.figures import Cell, Figure
-from steelyard.report.peaks import PeakTree
-from steelyard.report.tree import Tree
+from steelyard.plans.plan import Decisions
+from steelyard.report.document import Tree
+from steelyard.report.peak_groups import PeakTree
+from steelyard.report.quantities import Cell, Figure
 
 
 def to_json(tree: Tree) -> dict[str, Any]:

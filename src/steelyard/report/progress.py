@@ -8,9 +8,9 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from steelyard.core.amounts import format_bytes, format_seconds
-from steelyard.core.printable import printable
 from steelyard.report.terminal import console, encodable, is_terminal, quieten
+from steelyard.safe_text import printable
+from steelyard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.live import Live

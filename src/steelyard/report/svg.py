@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from steelyard.core.amounts import format_bytes, format_seconds
-from steelyard.core.peak import Timeline
-from steelyard.report.curve import CurvePoint
-from steelyard.report.tree import Tree
+from steelyard.plans.peak_memory import Timeline
+from steelyard.report.document import Tree
+from steelyard.report.frontier import CurvePoint
+from steelyard.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 860, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 26, 36

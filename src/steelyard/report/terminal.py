@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from steelyard.report.lines import Line, Tone, plain
+from steelyard.report.styled_text import Line, Tone, plain
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,22 +1,22 @@
 """The tree as plain lines of a given width; tones are marked, colour is decided by terminal.py.
 
-Not for what is said: see tree.py.
+Not for what is said: see document.py.
 """
 
 from collections.abc import Sequence
 
-from steelyard.core.amounts import format_bytes, format_share
-from steelyard.core.plan import Plan
-from steelyard.core.printable import printable
-from steelyard.core.quad import EXACT
-from steelyard.core.receipt import Receipt
-from steelyard.report.curve import CurvePoint
-from steelyard.report.figures import Figure
-from steelyard.report.lines import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
-from steelyard.report.peaks import Group
-from steelyard.report.ranks import lines_of
-from steelyard.report.rows import Row
-from steelyard.report.tree import TakenOffer, Tree, refused_label, rule_in_words, tree_of
+from steelyard.ir.metrics import EXACT
+from steelyard.plans.plan import Plan
+from steelyard.plans.receipt import Receipt
+from steelyard.report.amounts_table import Row
+from steelyard.report.document import TakenOffer, Tree, refused_label, rule_in_words, tree_of
+from steelyard.report.frontier import CurvePoint
+from steelyard.report.peak_groups import Group
+from steelyard.report.quantities import Figure
+from steelyard.report.rank_memory import lines_of
+from steelyard.report.styled_text import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
+from steelyard.safe_text import printable
+from steelyard.units import format_bytes, format_share
 
 _MOST_REFUSED = 4
 # Of what would be alive without the plan.

@@ -1,7 +1,7 @@
 """A program on a live model: the training step that a user calls in place of forward and backward.
 
 Computes what eager PyTorch would, or refuses before anything runs. Not for planning, nor for the
-loop around it: see loop.py.
+loop around it: see train_loop.py.
 """
 
 import contextlib
@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.core.errors import BadInput, Mismatch
-from steelyard.core.program import Program
-from steelyard.core.updates import WEIGHT
-from steelyard.exchange.channel import Channel
-from steelyard.exchange.devices import CPU
-from steelyard.exchange.residuals import Residuals
-from steelyard.exchange.states import FarStates
-from steelyard.run.bind import (
+from steelyard.comm.channel import Channel
+from steelyard.comm.devices import CPU
+from steelyard.errors import BadInput, Mismatch
+from steelyard.ir.optimizer_update import WEIGHT
+from steelyard.ir.program import Program
+from steelyard.offload.optimizer_state import FarStates
+from steelyard.run.binding import (
     BatchLayout,
     BoundProgram,
     Shapes,
@@ -28,12 +27,13 @@ from steelyard.run.bind import (
     live_tensors,
     shapes_of,
 )
-from steelyard.run.counting import shares
-from steelyard.run.emit import Emitted, emit
-from steelyard.run.finite import FiniteWatch
-from steelyard.run.guard import Guard
-from steelyard.run.randomness import drawing_apart
-from steelyard.run.watch import ModelWatch, OptimizerWatch
+from steelyard.run.codegen import Emitted, emit
+from steelyard.run.compression_fallback import Guard
+from steelyard.run.error_feedback import Residuals
+from steelyard.run.finite_check import FiniteWatch
+from steelyard.run.model_guards import ModelWatch, OptimizerWatch
+from steelyard.run.rng_state import drawing_apart
+from steelyard.run.target_counts import shares
 
 Constants = Mapping[str, torch.Tensor]
 Reduction = Literal["mean", "sum", "counted"]

@@ -1,17 +1,17 @@
 """Offers + predict + a budget -> the trades to strike, the curve they lie on, and why not the rest.
 Torch-free, and handed its trades. Not for capturing, measuring or running."""
 
-from steelyard.search.deep import DeepSearch, Laid
-from steelyard.search.deep_rules import rules_of
-from steelyard.search.deep_stages import Again
-from steelyard.search.deep_told import told
-from steelyard.search.floor import Floor
-from steelyard.search.found import Found, Gap
-from steelyard.search.kinds import sets_again
-from steelyard.search.layouts import Layouts
-from steelyard.search.mixing import ALIKE
-from steelyard.search.pipelines import Pipelines
-from steelyard.search.search import ALLOWS_NONE, Search, search
+from steelyard.search.cluster.explain import told
+from steelyard.search.cluster.policy_mixture import ALIKE
+from steelyard.search.cluster.recompute_sets import sets_again
+from steelyard.search.cluster.search import DeepSearch, Laid
+from steelyard.search.cluster.stage_assignment import Again
+from steelyard.search.cluster.to_rules import rules_of
+from steelyard.search.memory_floor import Floor
+from steelyard.search.ranks.layout_search import Layouts
+from steelyard.search.ranks.pipeline_search import Pipelines
+from steelyard.search.result import Found, Gap
+from steelyard.search.single.search import ALLOWS_NONE, Search
 
 __all__ = [
     "ALIKE",
@@ -26,7 +26,6 @@ __all__ = [
     "Pipelines",
     "Search",
     "rules_of",
-    "search",
     "sets_again",
     "told",
 ]

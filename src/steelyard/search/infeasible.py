@@ -1,17 +1,17 @@
 """What to say where no plan fits: the least that is possible, what sets it, what would lower it.
 
-Not for finding the least: see explore.py.
+Not for finding the least: see search/single/explore.py.
 """
 
 from collections.abc import Sequence
 
-from steelyard.core.amounts import format_bytes, format_seconds
-from steelyard.core.budget import Budget
-from steelyard.core.errors import Infeasible
-from steelyard.core.graph import Phase, Role
-from steelyard.core.peak import PIECES, Peak
-from steelyard.core.plan import Prediction
-from steelyard.core.trade import Refusal
+from steelyard.errors import Infeasible
+from steelyard.ir.graph import Phase, Role
+from steelyard.plans.budget import Budget
+from steelyard.plans.peak_memory import PIECES, Peak
+from steelyard.plans.plan import Prediction
+from steelyard.plans.trade import Refusal
+from steelyard.units import format_bytes, format_seconds
 
 
 def beyond_budget(

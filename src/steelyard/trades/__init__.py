@@ -1,7 +1,7 @@
 """What can be given for what: one file a trade, each with its offers, rewrite and enactment.
 Not for prices, and not for what two trades share: that is exchange."""
 
-from steelyard.core.trade import Trade
+from steelyard.plans.trade import Trade
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.largest_gradients import LargestGradients
 from steelyard.trades.low_rank_gradients import LowRankGradients

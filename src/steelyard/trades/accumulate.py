@@ -9,11 +9,11 @@ source of the step knows that.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from steelyard.core.errors import Mismatch
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
+from steelyard.errors import Mismatch
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.ir.step_source import Source
+from steelyard.plans.trade import Offer, Refusal
 
 
 class Accumulate:

@@ -3,12 +3,12 @@
 Those that are largest, with their places, and what is left out is added to the next step's
 (Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018), of each block by itself, so that all blocks
 take as many bytes and nothing is sorted. Not for which gradients: see search/, nor for the
-arithmetic: operators/codes.py.
+arithmetic: operators/gradient_codecs.py.
 """
 
 from typing import ClassVar
 
-from steelyard.exchange.codings import SendsCodes
+from steelyard.passes.compression.compressed_gradients import SendsCodes
 
 
 class LargestGradients(SendsCodes):

@@ -8,7 +8,7 @@ operators/low_rank.py.
 
 from typing import ClassVar
 
-from steelyard.exchange.codings import SendsCodes
+from steelyard.passes.compression.compressed_gradients import SendsCodes
 
 
 class LowRankGradients(SendsCodes):

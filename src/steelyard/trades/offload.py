@@ -10,18 +10,22 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar
 
-from steelyard.core.cluster import FAR_IN, FAR_OUT
-from steelyard.core.collective import Collective, Exchange
-from steelyard.core.errors import Mismatch
-from steelyard.core.far_calls import rows_in_slice
-from steelyard.core.far_inputs import Read, sliceable_inputs, with_inputs_in_slices
-from steelyard.core.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
-from steelyard.core.offers import offers_of
-from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, rule_of, to_rules
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
-from steelyard.core.waiting import Late, first_late, first_wanted, waiting
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT
+from steelyard.ir.collective import Collective, Exchange
+from steelyard.ir.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
+from steelyard.ir.program import Instruction, Program
+from steelyard.ir.rule import Rule, rule_of, to_rules
+from steelyard.ir.saved_activations import Late, first_late, first_wanted, waiting
+from steelyard.ir.step_source import Source
+from steelyard.passes.offload.sliced_activation_matmuls import (
+    Read,
+    sliceable_inputs,
+    with_inputs_in_slices,
+)
+from steelyard.passes.offload.transfer_nodes import rows_in_slice
+from steelyard.plans.offers import offers_of
+from steelyard.plans.trade import Offer, Refusal
 
 # Of a value that may come back in slices. Two slices are near, so that of few nothing is gained; of
 # many, each is a transfer of its own and a product of few rows.

@@ -11,16 +11,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.core.errors import Mismatch
-from steelyard.core.far_gradients import made_by_products
-from steelyard.core.far_products import sliceable
-from steelyard.core.graph import Graph, Node, OutputKind, Role, path_matches
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, pattern_of
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
-from steelyard.core.trips import with_gradients_far, with_states_far, with_weights_far
-from steelyard.core.updates import GRADIENT, WEIGHT, owners, states
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Graph, Node, OutputKind, Role, path_matches
+from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, owners, states
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.step_source import Source
+from steelyard.passes.offload.sliced_gradients import made_by_products
+from steelyard.passes.offload.sliced_weight_matmuls import sliceable
+from steelyard.passes.offload.state_transfers import (
+    with_gradients_far,
+    with_states_far,
+    with_weights_far,
+)
+from steelyard.plans.trade import Offer, Refusal
 
 # Of a parameter; less costs as many calls and buys nothing. A smaller tensor, such as the number of
 # the step, stays where it is.

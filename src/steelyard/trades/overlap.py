@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.graph import Graph
-from steelyard.core.program import Program
-from steelyard.core.rules import WITHIN_PEAK, Rule
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
-from steelyard.exchange.windows import issued_ahead, sent_first, waits_within
+from steelyard.ir.graph import Graph
+from steelyard.ir.program import Program
+from steelyard.ir.rule import WITHIN_PEAK, Rule
+from steelyard.ir.step_source import Source
+from steelyard.passes.data_parallel.overlap import issued_ahead, sent_first, waits_within
+from steelyard.plans.trade import Offer, Refusal
 from steelyard.predict.liveness import liveness
 
 

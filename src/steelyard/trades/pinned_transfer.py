@@ -4,21 +4,21 @@ What a step sends has the same shape every time, between stages as well as of gr
 summed up. So whoever reads it makes room once, and whoever sends it writes it there: no copy
 through a connection on either side, no thread that takes a turn, and no room made in any step.
 Fixed slots ahead of the transfer are the mechanism of Xue et al. (EuroSys 2019), there over RDMA.
-Not for the slots themselves: see exchange/pinned_slots.py, and for what is exchanged,
-exchange/slotted.py.
+Not for the slots themselves: see comm/shared_memory/slots.py, and for what is exchanged,
+comm/shared_memory/collectives.py.
 """
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.collective import THROUGH_SLOTS
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph, Node
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
+from steelyard.errors import Mismatch
+from steelyard.ir.collective import THROUGH_SLOTS
+from steelyard.ir.graph import Graph, Node
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.ir.step_source import Source
+from steelyard.plans.trade import Offer, Refusal
 
 
 class PinnedTransfer:

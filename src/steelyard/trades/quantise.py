@@ -2,22 +2,22 @@
 
 ActNN's trade (Chen et al., ICML 2021), with plain rounding: the forward pass is computed as before
 and only gradients see what was lost. Not for which values, nor for what may be lost: see search/
-and api/accuracy.py.
+and planner/lossy.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.coding import Coding, can_be_coded, chooses, chosen_by
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph, Node, Phase
-from steelyard.core.offers import offers_of
-from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, matching
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
-from steelyard.core.waiting import LEAST_BYTES, Late, first_late, first_wanted, waiting
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Graph, Node, Phase
+from steelyard.ir.program import Instruction, Program
+from steelyard.ir.quantized_activation import Coding, can_be_coded, chooses, chosen_by
+from steelyard.ir.rule import Rule, matching
+from steelyard.ir.saved_activations import LEAST_BYTES, Late, first_late, first_wanted, waiting
+from steelyard.ir.step_source import Source
+from steelyard.plans.offers import offers_of
+from steelyard.plans.trade import Offer, Refusal
 
 _NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Self
 
-from steelyard.core.copies import Span, late_reads, starts
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph, Node, Phase
-from steelyard.core.offers import offers_of
-from steelyard.core.program import Instruction, Program
-from steelyard.core.rules import Rule, rule_of
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Graph, Node, Phase
+from steelyard.ir.program import Instruction, Program
+from steelyard.ir.rule import Rule, rule_of
+from steelyard.ir.step_source import Source
+from steelyard.passes.recompute_copies import Span, late_reads, starts
+from steelyard.plans.offers import offers_of
+from steelyard.plans.trade import Offer, Refusal
 
 _ONCE: Mapping[str, int] = MappingProxyType({})
 

@@ -3,12 +3,12 @@
 In 16 bits they are all-reduced in bfloat16. Those of 8 bits are multiples of a scale for each
 block, summed in float32 behind an all-to-all where there are more than two ranks (as in ZeRO++,
 Wang et al., ICLR 2024). Not for which gradients: see search/, nor for the arithmetic:
-operators/codes.py.
+operators/gradient_codecs.py.
 """
 
 from typing import ClassVar
 
-from steelyard.exchange.codings import SendsCodes
+from steelyard.passes.compression.compressed_gradients import SendsCodes
 
 
 class RoundedGradients(SendsCodes):

@@ -11,13 +11,17 @@ giving a rank its part of the weights or of what the optimizer keeps.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from steelyard.core.layout import DATA
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
-from steelyard.exchange.gradients import bucketed_all_reduce, why_not_reduced, with_whole_loss
-from steelyard.exchange.statistics import normalising, synchronised
+from steelyard.ir.parallel_layout import DATA
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.ir.step_source import Source
+from steelyard.passes.data_parallel.all_reduce import (
+    bucketed_all_reduce,
+    why_not_reduced,
+    with_whole_loss,
+)
+from steelyard.passes.data_parallel.sync_batchnorm import normalising, synchronised
+from steelyard.plans.trade import Offer, Refusal
 
 
 class ShardBatch:

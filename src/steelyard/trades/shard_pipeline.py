@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.ends import balanced_ends
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Node
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Node
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.ir.step_source import Source
+from steelyard.passes.pipeline.stage_boundaries import balanced_ends
+from steelyard.plans.trade import Offer, Refusal
 
 # Stages to a rank, under each of torch's schedules that is offered. LoopedBFS keeps more than
 # Interleaved1F1B for the same time, and GPipe than 1F1B, which takes no single micro-batch though.

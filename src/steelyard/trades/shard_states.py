@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph, Role
-from steelyard.core.layout import DATA
-from steelyard.core.parting import Parting
-from steelyard.core.placement import Shard
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, pattern_of
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
-from steelyard.core.updates import WEIGHT, parameters_named, parameters_of
-from steelyard.exchange.parameters import check_shared, gathered, why_not_shared
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Graph, Role
+from steelyard.ir.optimizer_update import WEIGHT, parameters_named, parameters_of
+from steelyard.ir.parallel_layout import DATA
+from steelyard.ir.placement import Shard
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.step_source import Source
+from steelyard.passes.data_parallel.shard_parameters import check_shared, gathered, why_not_shared
+from steelyard.plans.trade import Offer, Refusal
 
 # Of a parameter; less costs two exchanges more and buys nothing.
 _LEAST_BYTES = 16 << 10

@@ -1,24 +1,24 @@
 """Shard tensors: ranks hold parts of the same weights and compute parts of the same values.
 
 Columns, rows, heads, channels, experts, a vocabulary: whatever the graph shows to go together (see
-capture/regions.py), exchanged where a whole value or a sum is read. A part of the weights is a part
-of their gradients and of what the optimizer keeps. Struck before what else changes the graph, which
-then works on parts. Not for which regions: see search/.
+capture/spmd/shardable_regions.py), exchanged where a whole value or a sum is read. A part of the
+weights is a part of their gradients and of what the optimizer keeps. Struck before what else
+changes the graph, which then works on parts. Not for which regions: see search/.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Graph, Role, path_matches
-from steelyard.core.layout import TENSOR
-from steelyard.core.parting import Parting, Region
-from steelyard.core.placement import Placement, Shard
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, pattern_of
-from steelyard.core.source import Source
-from steelyard.core.trade import Offer, Refusal
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Graph, Role, path_matches
+from steelyard.ir.parallel_layout import TENSOR
+from steelyard.ir.placement import Placement, Shard
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.sharding_choice import Parting, Region
+from steelyard.ir.step_source import Source
+from steelyard.plans.trade import Offer, Refusal
 
 
 class ShardTensor:

@@ -8,13 +8,13 @@ gradients that are dense.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from steelyard.core.errors import Mismatch
-from steelyard.core.program import Program
-from steelyard.core.rules import ROWS, Rule
-from steelyard.core.source import Source
-from steelyard.core.trade import Left, Offer, Refusal
-from steelyard.core.updates import WEIGHT, parameters_named
-from steelyard.exchange.rows import Table, in_rows, tables
+from steelyard.errors import Mismatch
+from steelyard.ir.optimizer_update import WEIGHT, parameters_named
+from steelyard.ir.program import Program
+from steelyard.ir.rule import ROWS, Rule
+from steelyard.ir.step_source import Source
+from steelyard.passes.data_parallel.sparse_embedding_grads import Table, in_rows, tables
+from steelyard.plans.trade import Left, Offer, Refusal
 
 
 class SparseGradients:

@@ -2,7 +2,7 @@
 
 For what no recomputation helps: the scores over a vocabulary and all that is made of them stand at
 the end of the forward pass, where everything else is held too. Not for what can be sliced: that is
-core/stretch.py; nor for how many slices are best: see search/.
+passes/slicing/region.py; nor for how many slices are best: see search/.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,14 @@ from hashlib import sha256
 from math import prod
 from typing import ClassVar
 
-from steelyard.core.errors import Mismatch
-from steelyard.core.graph import Body, Graph, Node, Phase, Ref, Sliced, Symbol, Tensor
-from steelyard.core.program import Program
-from steelyard.core.rules import Rule, matching, to_rules
-from steelyard.core.slicing import Kind, Unsliceable, arguments, leading
-from steelyard.core.source import Source
-from steelyard.core.stretch import Stretch, stretch_around
-from steelyard.core.trade import Offer, Refusal
+from steelyard.errors import Mismatch
+from steelyard.ir.graph import Body, Graph, Node, Phase, Ref, Sliced, Symbol, Tensor
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, matching, to_rules
+from steelyard.ir.step_source import Source
+from steelyard.passes.slicing.region import Stretch, stretch_around
+from steelyard.passes.slicing.row_rules import Kind, Unsliceable, arguments, leading
+from steelyard.plans.trade import Offer, Refusal
 
 # Fewer rows than this make products slow; and what holds less is no trouble.
 _FEWEST_ROWS = 128

@@ -3,12 +3,12 @@
 TernGrad's trade (Wen et al., NIPS 2017), with two bits on the wire: a scale for each block, the
 nearest of the three, and what that loses added to the next step's (Seide et al., Interspeech 2014;
 Karimireddy et al., ICML 2019). Not for which gradients: see search/, nor for the arithmetic:
-operators/codes.py.
+operators/gradient_codecs.py.
 """
 
 from typing import ClassVar
 
-from steelyard.exchange.codings import SendsCodes
+from steelyard.passes.compression.compressed_gradients import SendsCodes
 
 
 class TernaryGradients(SendsCodes):

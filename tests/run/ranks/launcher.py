@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from steelyard.run.ranks.launch import launch
+from steelyard.run.launch.launcher import launch
 
 ONE = Path(__file__).with_name("one.py")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steelyard.run.ranks.join import joined
-from steelyard.run.ranks.who import Who, who_am_i
+from steelyard.run.launch.environment import Who, who_am_i
+from steelyard.run.launch.rendezvous import joined
 
 STEPS = 6
 # The rank that breaks, and the step in which it does.

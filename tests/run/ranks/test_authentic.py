@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store
 
-from steelyard.core.errors import BadInput, RankFailed, RanksDiffer, SteelyardError
-from steelyard.core.token import is_proof, proof, token_of
-from steelyard.run.ranks.authentic import AuthenticStore, authenticated
-from steelyard.run.ranks.who import Who
+from steelyard.errors import BadInput, RankFailed, RanksDiffer, SteelyardError
+from steelyard.run.launch.authenticated_store import AuthenticStore, authenticated
+from steelyard.run.launch.environment import Who
+from steelyard.run_token import is_proof, proof, token_of
 
 TOKEN, OTHER = b"the secret of this run", b"the secret of another run"
 

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from steelyard.core.errors import BadInput, Mismatch, RankFailed, RanksDiffer
-from steelyard.exchange.interfaces import address_towards, interface_of
-from steelyard.run.ranks.agreement import agree, first_difference, words_for
-from steelyard.run.ranks.interface import speak_between_hosts
-from steelyard.run.ranks.join import joined
-from steelyard.run.ranks.who import Who, who_am_i
+from steelyard.comm.network_interfaces import address_towards, interface_of
+from steelyard.errors import BadInput, Mismatch, RankFailed, RanksDiffer
+from steelyard.run.launch.consistency_check import agree, first_difference, words_for
+from steelyard.run.launch.environment import Who, who_am_i
+from steelyard.run.launch.network_interface import speak_between_hosts
+from steelyard.run.launch.rendezvous import joined
 from tests.run.ranks.one import STEPS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -157,7 +157,7 @@ def test_all_ranks_of_the_first_host_look_towards_the_second(
         asked.append(host)
         return {"alpha": "10.0.0.2", "10.0.0.2": "10.0.0.1"}[host]
 
-    module = "steelyard.run.ranks.interface"
+    module = "steelyard.run.launch.network_interface"
     monkeypatch.setattr(f"{module}.address_towards", towards)
     monkeypatch.setattr(f"{module}.interface_of", lambda address: f"one {address}")
     for rank in (3, 2, 1, 0):

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.core.errors import BadInput, RankFailed, RanksDiffer
-from steelyard.run.ranks.launch import Ended, launch
+from steelyard.errors import BadInput, RankFailed, RanksDiffer
+from steelyard.run.launch.launcher import Ended, launch
 from tests.run.ranks.one import BREAKS_AT, CULPRIT, STEPS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from steelyard.core.errors import BadInput
-from steelyard.exchange.interfaces import address_of
-from steelyard.run.ranks import interface, join, listening
-from steelyard.run.ranks.listening import addresses, served_store
-from steelyard.run.ranks.who import Who, who_am_i
+from steelyard.comm.network_interfaces import address_of
+from steelyard.errors import BadInput
+from steelyard.run.launch import network_interface as interface
+from steelyard.run.launch import rendezvous as join
+from steelyard.run.launch import rendezvous_port as listening
+from steelyard.run.launch.environment import Who, who_am_i
+from steelyard.run.launch.rendezvous_port import addresses, served_store
 from tests.run.ranks.test_launch import listening as listened_at
 
 SECONDS = timedelta(seconds=20)

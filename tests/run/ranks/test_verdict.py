@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.core.errors import BadInput, NonFinite, RankFailed, RanksDiffer, SteelyardError
-from steelyard.run.ranks import watch
-from steelyard.run.ranks.places import read_whole, write_whole
-from steelyard.run.ranks.statement import Issued, Progress, Statement
-from steelyard.run.ranks.verdict import Case, Evidence, at_once, verdict
+from steelyard.errors import BadInput, NonFinite, RankFailed, RanksDiffer, SteelyardError
+from steelyard.run.launch import monitor as watch
+from steelyard.run.launch.failure_diagnosis import Case, Evidence, at_once, verdict
+from steelyard.run.launch.rank_status import Issued, Progress, Statement
+from steelyard.run.launch.run_files import read_whole, write_whole
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Connection reset by peer"
 

@@ -12,14 +12,14 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from steelyard import _torch
-from steelyard.core.errors import CheckpointError, Mismatch, RankFailed, RanksDiffer
-from steelyard.exchange import handing
-from steelyard.exchange.handing import Note
-from steelyard.run.ranks import witness
-from steelyard.run.ranks.places import RankPlace, read_whole
-from steelyard.run.ranks.statement import Progress, Statement
-from steelyard.run.ranks.who import Who
-from steelyard.run.ranks.witness import answer_when_asked, recorded, statement_of
+from steelyard.comm.gloo import point_to_point as handing
+from steelyard.comm.gloo.point_to_point import Note
+from steelyard.errors import CheckpointError, Mismatch, RankFailed, RanksDiffer
+from steelyard.run.launch import status_reporter as witness
+from steelyard.run.launch.environment import Who
+from steelyard.run.launch.rank_status import Progress, Statement
+from steelyard.run.launch.run_files import RankPlace, read_whole
+from steelyard.run.launch.status_reporter import answer_when_asked, recorded, statement_of
 
 PARTS: dict[str, Any] = {"expected": "e", "remedy": "r"}
 LOST = RuntimeError("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")

@@ -1,6 +1,6 @@
 """The demonstration behind ``steelyard demo``, and the model it is given on.
 Not for plans of a user's own."""
 
-from steelyard.api.demo.story import Scene, demo
+from steelyard.api.demo.scenario import Scene, demo
 
 __all__ = ["Scene", "demo"]

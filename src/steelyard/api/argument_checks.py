@@ -1,0 +1,30 @@
+"""Arguments of the public calls, refused in our words where they are of another kind.
+
+Not for what only a look at the model tells: see planner/preflight.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from steelyard.errors import BadInput
+from steelyard.safe_text import printable
+
+
+def check_model(model: Any) -> None:
+    check("model", model, fine=isinstance(model, nn.Module), expected="an nn.Module")
+
+
+def path_of(path: Any) -> Path:
+    check("path", path, fine=isinstance(path, (str, Path)), expected="the name of a plan file")
+    return Path(path)
+
+
+def check(name: str, given: Any, *, fine: bool, expected: str) -> None:
+    if not fine:
+        raise BadInput(
+            f"{name} is {printable(repr(given)[:60])}",
+            expected=expected,
+            remedy="see docs/python-api.md for what it takes",
+        )

@@ -1,0 +1,157 @@
+"""One process of the demonstration: it limits itself, plans or trains, and tells what it saw.
+
+What it tells is one JSON object a line on stdout. Not for comparing anything: see scenario.py.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from steelyard.api.demo.gpt import Size, workload
+from steelyard.api.planned import planned
+from steelyard.api.planning import load_planned
+from steelyard.api.train import run_workload
+from steelyard.api.workload import Workload
+from steelyard.hardware.cluster import Cluster
+from steelyard.measure.operators.memory import meter_once
+from steelyard.planner.planner import Planner
+from steelyard.planner.session import Request
+from steelyard.plans.budget import Budget
+from steelyard.run.rng_state import seed_everything
+from steelyard.trades import TRADES
+
+SEED = 0
+# Cut into micro-batches, a batch draws its dropout masks in another order; in slices and in parts,
+# gradients are summed in another: exact, but not to be compared bit by bit with plain PyTorch.
+_BIT_FOR_BIT = tuple(trade for trade in TRADES if trade.is_bitwise)
+
+Role = Literal["plan", "probe", "steelyard", "plain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """``limit_bytes`` of 0 is none; ``meter``: also say what the allocator held at the peak."""
+
+    role: Role
+    plan: str
+    size: Size
+    budget_bytes: int
+    steps: int
+    limit_bytes: int = 0
+    meter: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Task":
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "size": Size(**fields["size"])})
+
+
+def main() -> None:
+    task = Task.parse(sys.argv[1])
+    if task.limit_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (task.limit_bytes, task.limit_bytes))
+    _ROLES[task.role](task, workload(task.size))
+
+
+def _plan(task: Task, work: Workload) -> None:
+    request = Request(
+        model=work.model,
+        loss=work.loss,
+        batch=work.first_batch(),
+        optimizer=work.optimizer,
+        cluster=Cluster.here(),
+        budget=Budget(memory_bytes=task.budget_bytes),
+        runner="python",
+        title="demo",
+        on_progress=lambda _: None,
+        trades=_BIT_FOR_BIT,
+    )
+    planned(Planner(request.looked_at()), request.budget).save(task.plan)
+
+
+def _probe(task: Task, work: Workload) -> None:
+    """Everything that training by the plan needs, but for a step: what does that hold?"""
+    step = load_planned(task.plan, work).apply(work.model)
+    tensors = [*step.live.model.parameters(), *step.live.model.buffers()]
+    _tell(held_bytes=_held_bytes() - _nbytes(tensors))
+
+
+def _steelyard(task: Task, work: Workload) -> None:
+    receipt = run_workload(
+        load_planned(task.plan, work),
+        work,
+        steps=task.steps,
+        seed=SEED,
+        on_step=lambda report: _tell(loss=report.loss),
+    )
+    _tell(measured=asdict(receipt.measured))
+
+
+def _plain(task: Task, work: Workload) -> None:
+    """The loop everybody writes. The second step is metered, as in a run by a plan."""
+    assert callable(work.batches)
+    assert work.optimizer is not None
+    optimizer = work.optimizer(work.model.parameters())
+    seed_everything(SEED)
+    for number, batch in zip(range(1, task.steps + 1), work.batches(), strict=False):
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+
+        def step(batch: Any = batch, losses: list[torch.Tensor] = losses) -> None:
+            losses.append(_step(work.loss, work.model, batch, optimizer))
+
+        if task.meter and number == 2:
+            state = [t for s in optimizer.state.values() for t in s.values()]
+            held = _nbytes([*work.model.parameters(), *work.model.buffers(), *state])
+            _tell(peak_bytes=held + _nbytes(list(batch.values())) + meter_once(step).peak_bytes)
+        else:
+            step()
+        _tell(loss=float(losses[0]))
+
+
+def _step(
+    loss: Callable[[Any, Any], torch.Tensor],
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer,
+) -> torch.Tensor:
+    value = loss(model, batch)
+    value.backward()
+    optimizer.step()
+    return value.detach()
+
+
+_ROLES: dict[Role, Callable[[Task, Workload], None]] = {
+    "plan": _plan,
+    "probe": _probe,
+    "steelyard": _steelyard,
+    "plain": _plain,
+}
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _held_bytes() -> int:
+    """What RLIMIT_DATA counts: writable private memory, whether it was touched or not."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/self/status has no VmData")
+
+
+def _tell(**told: object) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

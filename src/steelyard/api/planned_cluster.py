@@ -1,0 +1,73 @@
+"""A plan for devices that are not here, in a user's hands.
+
+Not for how it is found: see planner/declared_cluster.py. Not for plans that can be run here: see
+planned.py.
+"""
+
+from typing import Any
+
+from steelyard.api.planned import Planned, budget_of, check_trade
+from steelyard.comm.pipeline_schedules import order_of
+from steelyard.errors import BadInput
+from steelyard.ir.trace_span import Span
+from steelyard.planner.declared_cluster import Elsewhere
+from steelyard.plans.budget import Budget, Minimize
+from steelyard.plans.plan import FrontierPoint, Plan
+from steelyard.predict.analytic.trace import deep_spans
+from steelyard.search import Laid
+
+
+class PlannedElsewhere(Planned):
+    """A plan for devices that are not here: it prints, and is written; it cannot be applied."""
+
+    def __init__(self, where: Elsewhere, plan: Plan, laid: Laid, minimize: Minimize | None) -> None:
+        self._where, self._laid, self._minimize = where, laid, minimize
+        self.plan = plan
+
+    @property
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        return ()
+
+    def charted(self) -> "PlannedElsewhere":
+        return self
+
+    def simulated(self) -> tuple[Span, ...]:
+        """Of each stage one rank: all others of it do the same at the same time."""
+        search, laid = self._where.search, self._laid
+        return deep_spans(order_of(laid.layout), search.on_places(laid), search.held(laid))
+
+    def why_not(self, trade: str) -> str:
+        check_trade(trade)
+        taken = [t.label for t in self.plan.taken if t.trade == trade]
+        if taken:
+            return f"{trade} was struck: {', '.join(taken[:5])}"
+        reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
+        return "\n".join(reasons) or f"{trade} has no offer on this step"
+
+    def what_if(self, **budget: Any) -> "PlannedElsewhere":
+        return planned_elsewhere(self._where, budget_of(budget), self._minimize)
+
+    def apply(
+        self,
+        model: Any = None,  # noqa: ARG002 - none can be trained so here
+        *,
+        sums_gradients: bool = False,  # noqa: ARG002
+    ) -> Any:
+        raise self._not_here("applied")
+
+    def _not_here(self, done: str) -> BadInput:
+        cluster = self._where.request.cluster
+        return BadInput(
+            f"this plan is for {cluster.num_devices} devices of {cluster.tree.name}, and cannot be "
+            f"{done} here",
+            expected="a plan for the ranks of this machine",
+            remedy="plan with --ranks, or with cluster=Cluster.here(ranks=...)",
+        )
+
+
+def planned_elsewhere(
+    where: Elsewhere, budget: Budget, minimize: Minimize | None = None
+) -> PlannedElsewhere:
+    """The fastest plan on the declared devices, or one on the fewest of them."""
+    plan, laid = where.plan(budget, minimize)
+    return PlannedElsewhere(where, plan, laid, minimize)

@@ -1,0 +1,142 @@
+"""How a step scales on a declared cluster: ever more devices, the batch the same or grown alike.
+
+Only wires. Not for one plan: see planner/declared_cluster.py.
+"""
+
+from collections.abc import Iterator
+
+from steelyard.api.workload import Workload
+from steelyard.errors import BadInput, Infeasible
+from steelyard.hardware.cluster import Cluster
+from steelyard.planner.batch_notes import GROWN
+from steelyard.planner.cost_provider import Progress
+from steelyard.planner.declared_cluster import Elsewhere
+from steelyard.planner.session import Request
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import BatchEntry
+from steelyard.plans.scaling_laws import Run, ScalePoint, Scaling, check_devices
+from steelyard.search import DeepSearch, Laid
+from steelyard.search.cluster.uncertainty import all_doubts_said
+from steelyard.units import format_bytes
+
+
+def scale_workload(
+    workload: Workload,
+    *,
+    cluster: Cluster,
+    fewest: int,
+    most: int,
+    budget: Budget,
+    samples: int | None = None,
+    tokens: int | None = None,
+    title: str = "",
+    on_progress: Progress = lambda _: None,
+) -> Scaling:
+    request = Request(
+        model=workload.model,
+        loss=workload.loss,
+        batch=workload.first_batch(),
+        optimizer=workload.optimizer,
+        cluster=cluster,
+        budget=budget,
+        runner="python",
+        title=title or type(workload.model).__name__,
+        on_progress=on_progress,
+    )
+    return scaled(request, fewest=fewest, most=most, samples=samples, tokens=tokens)
+
+
+def scaled(
+    request: Request,
+    *,
+    fewest: int,
+    most: int,
+    samples: int | None = None,
+    tokens: int | None = None,
+) -> Scaling:
+    """``samples`` or ``tokens`` are of the whole training: with them, hours and prices are said."""
+    where = Elsewhere(request=request)
+    cluster = request.cluster
+    check_devices(cluster, fewest, most)
+    if tokens is not None:
+        samples = tokens // tokens_of_a_sample(where.step.entries)
+    points = []
+    for devices in _doubled(fewest, most):
+        request.on_progress(f"searching on {devices} devices")
+        grown = where.search.with_samples(where.step.num_samples * devices // fewest)
+        points.append(
+            ScalePoint(
+                devices=devices,
+                same_batch=_run(where, where.search, devices, samples),
+                grown_batch=_run(where, grown, devices, samples),
+            )
+        )
+    _refuse_nothing(points)
+    limit = where.search.limit_bytes(request.budget)
+    found = [where.search.fastest(point.devices, limit) for point in points]
+    layouts = [laid.layout for laid in found if laid is not None]
+    return Scaling(
+        title=f"{request.title}, {where.step.num_samples} samples a step",
+        cluster=cluster.tree.name,
+        points=tuple(points),
+        notes=(
+            f"nothing was measured: links at their declared rates, {cluster.rates_said}",
+            all_doubts_said(where.search, layouts),
+            f"on each number of devices the fastest layout that holds {format_bytes(limit)} a rank",
+            GROWN,
+        ),
+    )
+
+
+def _refuse_nothing(points: list[ScalePoint]) -> None:
+    if points[0].same_batch is None:
+        raise Infeasible(
+            f"the step does not fit on {points[0].devices} devices, where the comparison begins",
+            expected="a first number of devices on which some layout fits",
+            remedy="begin with more: steelyard plan ... --minimize devices says how many",
+        )
+
+
+def _run(where: Elsewhere, search: DeepSearch, devices: int, samples: int | None) -> Run | None:
+    laid = search.fastest(devices, search.limit_bytes(where.request.budget))
+    if laid is None:
+        return None
+    seconds = laid.step.step_seconds
+    each = search.num_samples
+    hours = None if samples is None else samples / each * seconds / 3600
+    price = where.request.cluster.tree.usd_per_hour_of(devices)
+    usd = None if price is None or hours is None else hours * price
+    return Run(layout=_said(laid), samples=each, step_seconds=seconds, hours=hours, usd=usd)
+
+
+def _said(laid: Laid) -> str:
+    """``d64 t8 p2``: data, tensor and pipeline degrees; ``z3`` where states are in shares, ``host``
+    where something lies in the memory of the hosts."""
+    layout = laid.layout
+    degrees = (("d", layout.data), ("t", layout.tensor), ("p", layout.pipeline))
+    said = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
+    if layout.state_stage:
+        said.append(f"z{layout.state_stage}")
+    if layout.far_states or any(fate.moved for stage in laid.stages for fate, _ in stage):
+        said.append("host")
+    return " ".join(said) or "1"
+
+
+def _doubled(fewest: int, most: int) -> Iterator[int]:
+    devices = fewest
+    while devices < most:
+        yield devices
+        devices *= 2
+    yield most
+
+
+def tokens_of_a_sample(entries: tuple[BatchEntry, ...]) -> int:
+    """Of the first tensor of whole numbers that has a row for each sample."""
+    for entry in entries:
+        if len(entry.shape) == 2 and entry.dtype.startswith("int"):
+            return entry.shape[1]
+    raise BadInput(
+        "the batch holds no tokens: no tensor of whole numbers with a row for each sample",
+        expected="a batch of tokens, for --tokens",
+        remedy="say the length of the training with --samples",
+    )

@@ -1,0 +1,95 @@
+"""Batches of other sizes, imagined: the same entries with one of their dims stretched.
+
+Not for cutting the batch at hand: see splitting.py.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steelyard import _torch
+from steelyard.capture.batch.splitting import batch_size
+from steelyard.errors import BadInput
+from steelyard.ir.graph import Graph, Node
+from steelyard.plans.budget import Maximize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Which dim of which entries is stretched, and how large it is now."""
+
+    batch: Any
+    dim: int
+    now: int
+
+    def at(self, size: int) -> Any:
+        """The batch with that dim stretched to ``size``; on the meta device, without values."""
+
+        def stretched(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            shape = list(leaf.shape)
+            for dim in range(self.dim, leaf.dim()) if self.dim else (0,):
+                if shape[dim] == self.now:
+                    shape[dim] = size
+            return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+        return _torch.tree_map(stretched, self.batch)
+
+
+def sizes_of(batch: Any, maximize: Maximize) -> Sizes:
+    if maximize is Maximize.BATCH:
+        now = batch_size(batch)
+        if now is None:
+            raise BadInput(
+                "the tensors of the batch do not share dim 0",
+                expected="a batch whose every tensor has one row a sample",
+                remedy="give the sizes yourself: plan with batches of the sizes you consider",
+            )
+        return Sizes(batch=batch, dim=0, now=now)
+    lengths = Counter(
+        leaf.shape[1]
+        for leaf in _torch.tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and not leaf.is_floating_point()
+    )
+    if not lengths:
+        raise BadInput(
+            "the batch has no sequence: no tensor of whole numbers with a second dim",
+            expected="token ids of shape (batch, sequence)",
+            remedy="use --maximize batch",
+        )
+    return Sizes(batch=batch, dim=1, now=lengths.most_common(1)[0][0])
+
+
+def impossible(graph: Graph) -> str:
+    """Why eager PyTorch would fail at this size though its shapes fit; empty where it would not.
+
+    Fake tensors have no values, so a position beyond the end of a table of positions goes unseen
+    by tracing: followed here from each arange to the table it indexes.
+    """
+    highest: dict[str, int] = {}
+    for node in graph.forward():
+        bound = _highest(node, highest)
+        if bound is not None:
+            highest[node.name] = bound
+        if node.op.startswith("aten.embedding.") and node.inputs[1] in highest:
+            rows = graph.by_name[node.inputs[0]].outputs[0].shape[0]
+            if highest[node.inputs[1]] >= rows:
+                return f"{node.path or 'an embedding'} has {rows} positions"
+    return ""
+
+
+def _highest(node: Node, known: dict[str, int]) -> int | None:
+    """The largest number that a tensor of positions holds, where that is plain to see."""
+    numbers = [a for a in node.args if isinstance(a, int) and not isinstance(a, bool)]
+    if node.op.startswith("aten.arange.") and numbers:
+        end = numbers[0] if node.op.endswith(".default") else numbers[1]
+        return end - 1
+    if not node.inputs or node.inputs[0] not in known or len(node.inputs) > 1:
+        return None
+    if node.op.startswith("aten.add.") and numbers:
+        return known[node.inputs[0]] + numbers[0]
+    moves = ("view", "unsqueeze", "expand", "slice", "_to_copy", "clone", "select", "alias")
+    return known[node.inputs[0]] if node.op.split(".")[1] in moves else None

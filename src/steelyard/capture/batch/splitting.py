@@ -1,0 +1,220 @@
+"""Cutting the global batch into parts, and whether that would change what is trained.
+
+Not for capturing the parts: see capture/step.py.
+"""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.batch.independence_proof import (
+    Reduction,
+    Sample,
+    Splitting,
+    given_statistics,
+    proven,
+    whole,
+)
+from steelyard.capture.checks.batch_independence import coupling
+from steelyard.capture.tracing.joint_graph import Loss
+from steelyard.ir.graph import Counted, Graph, OutputKind, Ref, same_shares
+from steelyard.operators import call
+from steelyard.passes.data_parallel.sync_batchnorm import normalising, why_not_synchronised
+from steelyard.plans.plan import BatchEntry
+
+
+def entries(batch: Any) -> tuple[BatchEntry, ...]:
+    leaves = _torch.tree_flatten_with_path(batch)[0]
+    return tuple(
+        BatchEntry(
+            name=_torch.keystr(path),
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype).removeprefix("torch."),
+        )
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def batch_size(batch: Any) -> int | None:
+    """What dim 0 of every tensor is; None where they do not agree."""
+    sizes = {
+        x.shape[0] if x.dim() else None
+        for x in _torch.tree_leaves(batch)
+        if isinstance(x, torch.Tensor)
+    }
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def part(batch: Any, *, start: int, size: int) -> Any:
+    """Rows ``start`` to ``start + size`` of every tensor; views, no copies."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf.narrow(0, start, size) if isinstance(leaf, torch.Tensor) else leaf
+
+    return _torch.tree_map(cut, batch)
+
+
+def splitting(
+    model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
+) -> Splitting:
+    """Whether the loss of the batch is the mean or the sum of its parts' losses.
+
+    Judged by the operators, then by numbers: the live model on a few samples, together and apart,
+    with its randomness held still. ``at_once``: the parts are computed at one time, by ranks, which
+    can take statistics together, so that these say nothing against it.
+    """
+    size = batch_size(batch)
+    if size is None:
+        return whole("the tensors of the batch do not share dim 0")
+    if size < 2:
+        return whole("the batch is a single sample")
+    reason = why_together(model, loss, batch, graph, at_once=at_once)
+    if reason:
+        return whole(reason)
+    leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
+    if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
+        return whole("there are no values to check it with (meta device)")
+    counted = [c for mean in graph.counted if (c := _counts(graph, mean, batch))]
+    every = counted[0] if counted else [1] * size
+    if any(not same_shares(every, others) for others in counted):
+        return whole("two means in the loss count their targets in different samples")
+    if sum(n > 0 for n in every) < 2:
+        return whole("fewer than two samples hold a target that counts, so cutting is not checked")
+    if len(set(every)) > 1 and not graph.is_counted_alone:
+        return whole("samples count unequally many targets, and the loss has a term besides them")
+    rows = _looked_at(every)
+    with given_statistics() if at_once else contextlib.nullcontext():
+        apart = [Sample(batch=_rows(batch, [row]), count=every[row]) for row in rows]
+        is_low = computes_in_half(graph)
+        verdict = proven(model, loss, _rows(batch, rows), apart, is_low=is_low)
+    if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
+        return replace(verdict, reduction=Reduction.COUNTED)
+    return verdict
+
+
+def why_together(
+    model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
+) -> str:
+    """Where operators show that cutting the batch changes what is trained; empty where none does:
+    all that can be said where there are no values to try it with."""
+    statistics = normalising(graph)
+    if statistics and not at_once:
+        return f"BatchNorm in {statistics[0].path} takes its statistics over the whole batch"
+    if reason := why_not_synchronised(graph):
+        return reason
+    for output in graph.outputs:
+        if output.kind is OutputKind.UPDATE and not (at_once and _is_alike(graph, output.node)):
+            name = output.target.removeprefix("buffer:")
+            return f"buffer {name} is written in every pass, which each part would repeat"
+    for name, parameter in model.named_parameters():
+        if _torch.any_hooks([parameter]):
+            return f"parameter {name} has a hook, which would run once for each part"
+    return (
+        _counted_by_more_than_the_batch(graph)
+        or _weighed_by_class(graph)
+        or _scaled_by_frequency(graph)
+        or coupling(model, loss, batch, graph)
+    )
+
+
+def _is_alike(graph: Graph, update: str) -> bool:
+    """Whether all ranks find the same new value: that of statistics of all samples, or of nothing
+    that the batch says."""
+    taking = {node.name for node in normalising(graph)}
+    pending, seen = [update], set[str]()
+    while pending:
+        node = graph.by_name[pending.pop()]
+        # The first result is what was normalised: of a rank's own samples, as all that follows.
+        is_statistic = node.is_getitem and node.inputs[0] in taking and node.args[1] != 0
+        if node.name in seen or is_statistic:
+            continue
+        seen.add(node.name)
+        if node.is_random or node.name.startswith("batch:"):
+            return False
+        pending += node.inputs
+    return True
+
+
+def _looked_at(counts: list[int]) -> list[int]:
+    """Four samples; where fewer than two of them hold a target that counts, some that do."""
+    rows = _spread([*range(len(counts))], 4)
+    if sum(counts[row] > 0 for row in rows) >= 2:
+        return rows
+    without = [row for row in rows if not counts[row]]
+    return sorted([*_spread([row for row, n in enumerate(counts) if n], 3), without[0]])
+
+
+def _spread(rows: list[int], wanted: int) -> list[int]:
+    """From the first to the last: batches are often sorted, and neighbours alike."""
+    last = len(rows) - 1
+    return [rows[i] for i in sorted({round(k * last / (wanted - 1)) for k in range(wanted)})]
+
+
+def _rows(batch: Any, rows: list[int]) -> Any:
+    def chosen(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, torch.Tensor) else leaf
+
+    return _torch.tree_map(chosen, batch)
+
+
+def _counted_by_more_than_the_batch(graph: Graph) -> str:
+    """Targets are counted ahead of the step, where a second draw would differ from the step's own,
+    and what the model says is not known yet."""
+    made = [name for mean in graph.counted for name in graph.ancestors(mean.targets)]
+    for node in map(graph.by_name.__getitem__, made):
+        where = f" ({node.line})" if node.line else ""
+        if node.is_random:
+            return f"which targets the loss counts is drawn at random{where}"
+        if any(name.startswith("parameter:") for name in node.inputs):
+            return f"which targets the loss counts depends on what the model says{where}"
+    return ""
+
+
+def _weighed_by_class(graph: Graph) -> str:
+    """The mean is over the weights of the targets in the batch, in one operator."""
+    weighed = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+    for node in graph.forward():
+        if node.op in weighed and isinstance(node.args[2], Ref) and node.args[3] == _MEAN:
+            return "classes are weighed, so that the loss is divided by the weights in the batch"
+    return ""
+
+
+_MEAN = 1  # as ATen numbers its reductions
+
+
+def _scaled_by_frequency(graph: Graph) -> str:
+    """Only the gradient shows it, and of samples that share no index not even that."""
+    for node in graph.forward():
+        if "embedding" in node.op and node.args[3:4] == (True,):  # scale_grad_by_freq, of both
+            where = node.path or node.line
+            return f"{where} divides gradients by how often each index is in the batch"
+    return ""
+
+
+def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:
+    """Targets of each sample that the mean counts; empty where the batch does not say."""
+    values: dict[str, Any] = {
+        f"batch:{_torch.keystr(path)}": leaf
+        for path, leaf in _torch.tree_flatten_with_path(batch)[0]
+    }
+    for name in graph.ancestors(counted.targets):
+        node = graph.by_name[name]
+        if not set(node.inputs) <= values.keys():
+            return []  # the targets depend on more than the batch
+        values[name] = call(node, values)
+    targets = values[counted.targets]
+    size = batch_size(batch)
+    assert size is not None
+    kept: list[int] = (targets.reshape(size, -1) != counted.ignored).sum(1).tolist()
+    return kept
+
+
+def computes_in_half(graph: Graph) -> bool:
+    """True if any value of a step is in half precision, by autocast or by its parameters."""
+    half = ("float16", "bfloat16")
+    return any(t.dtype in half for node in graph.nodes for t in node.outputs)

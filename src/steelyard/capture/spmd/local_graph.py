@@ -1,0 +1,237 @@
+"""Writes down the calls of one rank on its parts of tensors, as nodes of a graph.
+
+Each call is carried out on fake tensors, which tell shapes, strides and what shares memory. Not for
+which calls: see partition.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from steelyard import _torch
+from steelyard.capture.tracing.fake_execution import described
+from steelyard.capture.tracing.to_ir import layout, signature_of_call, work_of_call
+from steelyard.ir.collective import Exchange, Transport
+from steelyard.ir.graph import Argument, Node, Phase, Ref, Role, Storage, Tensor
+from steelyard.operators import live, operator_named
+from steelyard.passes.graph_editor import issue, wait
+
+
+class LocalNodes:
+    """The nodes so far, and a fake tensor for each of their values."""
+
+    def __init__(
+        self, *, axis: str, num_ranks: int, rank: int, transport: Transport, device: torch.device
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.rank = rank
+        self.nodes: list[Node] = []
+        self.storages: list[Storage] = []
+        self.by_name: dict[str, Node] = {}
+        self._axis = axis
+        self._transport = transport
+        # Where all inputs lie, of which a graph says nothing.
+        self._device = device
+        self._mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self._values: dict[str, Any] = {}
+        self._numbers: dict[int, int] = {}
+        self._counts: Counter[str] = Counter()
+
+    def input(self, node: Node, tensor: Tensor, storage: Storage) -> None:
+        with self._mode:
+            fake = torch.empty_strided(
+                tensor.shape,
+                tensor.stride,
+                dtype=getattr(torch, tensor.dtype),
+                device=self._device,
+            )
+        number = self._numbers[_torch.storage_key(fake)] = len(self.storages)
+        self.storages.append(storage)
+        self._add(replace(node, outputs=(replace(tensor, storage=number),)), fake)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.by_name[name].outputs[0].shape
+
+    def tensor(self, name: str) -> Tensor:
+        return self.by_name[name].outputs[0]
+
+    def can_be_viewed(self, name: str, shape: Sequence[Argument]) -> bool:
+        try:
+            with self._mode:
+                self._values[name].view(shape)
+        except (RuntimeError, ValueError):  # the second from torch's description (2.13) of it
+            return False
+        return True
+
+    def getitem(self, source: str, index: Argument, *, at: Node, name: str = "") -> str:
+        assert isinstance(index, int)
+        value = self._values[source][index]
+        made = Node(
+            name=name or self._unique(f"{source}_{index}"),
+            op="getitem",
+            args=(Ref(source), index),
+            inputs=(source,),
+            outputs=self._laid(value),
+            phase=at.phase,
+            path=at.path,
+            line=at.line,
+            nth=at.nth if name else -1,
+            is_view=True,
+        )
+        return self._add(made, value)
+
+    def like(self, node: Node, args: tuple[Argument, ...], *, kwargs: Any = None) -> str:
+        """``node`` as it was captured, on other arguments."""
+        named = node.kwargs if kwargs is None else kwargs
+        return self._call(node.op, args, named, standing_at=node, name=node.name)
+
+    def call(self, op: str, *args: Argument, at: Node, said: str = "", **kwargs: Argument) -> str:
+        """A call of our own, which belongs to where ``at`` stands in the user's code."""
+        name = self._unique(f"{at.name}_{said or op.split('.')[1]}")
+        return self._call(op, args, tuple(kwargs.items()), standing_at=at, name=name)
+
+    def exchanged(self, kind: Exchange, value: str, *, at: Node) -> str:
+        """Issue an exchange of a contiguous value, and wait for it at once."""
+        given = self.by_name[value]
+        tensor = given.outputs[0]
+        shape = list(tensor.shape)
+        whole = tensor.nbytes
+        if kind is Exchange.ALL_GATHER:
+            shape[0] *= self.num_ranks
+            whole *= self.num_ranks
+        elif kind is Exchange.REDUCE_SCATTER:
+            shape[0] //= self.num_ranks
+        with self._mode:
+            fake = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device=self._device)
+        collective = self._transport.collective(
+            kind, axis=self._axis, num_ranks=self.num_ranks, nbytes=whole
+        )
+        (output,) = self._laid(fake)
+        issued = issue(
+            collective,
+            replace(given, phase=at.phase, path=at.path, line=at.line),
+            name=self._unique(f"{value}_{_SAID[kind]}"),
+            output=output,
+            moved_bytes=0 if kind is Exchange.ALL_GATHER else 2 * tensor.nbytes,
+        )
+        self._add(replace(issued, nth=-1), fake)
+        return self._add(replace(wait(issued, self._transport), nth=-1), fake)
+
+    def _call(
+        self,
+        op: str,
+        args: tuple[Argument, ...],
+        kwargs: tuple[tuple[str, Argument], ...],
+        *,
+        standing_at: Node,
+        name: str,
+    ) -> str:
+        target = operator_named(op)
+        given = [live(a, self._values) for a in args]
+        named = {key: live(a, self._values) for key, a in kwargs}
+        with self._mode:
+            result = described(target, given, named)
+        inputs = tuple(dict.fromkeys(_names((*args, *(a for _, a in kwargs)))))
+        known = {t.storage for i in inputs for t in self.by_name[i].outputs}
+        outputs = self._laid(result)
+        is_view = bool(outputs) and all(t.storage in known for t in outputs)
+        moved = sum(t.nbytes for i in inputs for t in self.by_name[i].outputs)
+        operator = target if isinstance(target, _torch.OpOverload) else None
+        names = {id(self._values[i]): i for i in inputs}
+        node = Node(
+            name=name,
+            op=op,
+            args=args,
+            kwargs=kwargs,
+            inputs=inputs,
+            outputs=outputs,
+            phase=standing_at.phase,
+            path=standing_at.path,
+            line=standing_at.line,
+            nth=standing_at.nth if name == standing_at.name else -1,
+            signature=signature_of_call(
+                operator or op,
+                given,
+                named,
+                layout_of=layout,
+                name_of=lambda t: names.get(id(t), ""),
+            ),
+            **(work_of_call(operator, given, named, result) if operator else {}),
+            moved_bytes=0 if is_view else moved + sum(t.nbytes for t in outputs),
+            is_view=is_view,
+            is_random=operator is not None and _torch.draws(operator, given, named),
+        )
+        return self._add(node, result)
+
+    def _add(self, node: Node, value: Any) -> str:
+        assert node.name not in self.by_name, node.name
+        self.nodes.append(node)
+        self.by_name[node.name] = node
+        self._values[node.name] = value
+        return node.name
+
+    def _laid(self, value: Any) -> tuple[Tensor, ...]:
+        found = []
+        for leaf in _torch.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                key = _torch.storage_key(leaf)
+                number = self._numbers.get(key)
+                if number is None:
+                    number = self._numbers[key] = len(self.storages)
+                    nbytes = int(leaf.untyped_storage().nbytes())
+                    self.storages.append(Storage(nbytes=nbytes, role=Role.ACTIVATION))
+                found.append(
+                    Tensor(
+                        shape=tuple(leaf.shape),
+                        stride=tuple(leaf.stride()),
+                        dtype=str(leaf.dtype).removeprefix("torch."),
+                        storage=number,
+                        offset=int(leaf.storage_offset()),
+                        pending="conj" * leaf.is_conj() + "neg" * leaf.is_neg(),
+                    )
+                )
+        return tuple(found)
+
+    def _unique(self, name: str) -> str:
+        self._counts[name] += 1
+        count = self._counts[name]
+        return f"{name}_{count}" if count > 1 else name
+
+
+_SAID = {
+    Exchange.ALL_REDUCE: "summed",
+    Exchange.ALL_GATHER: "gathered",
+    Exchange.REDUCE_SCATTER: "scattered",
+}
+
+
+def _names(arguments: Iterable[Argument]) -> list[str]:
+    found: list[str] = []
+    for argument in arguments:
+        if isinstance(argument, Ref):
+            found.append(argument.name)
+        elif isinstance(argument, tuple):
+            found += _names(argument)
+    return found
+
+
+def numbered(nodes: Iterable[Node]) -> list[Node]:
+    """Calls of our own are counted behind those that were captured, which keep their numbers."""
+    nodes = list(nodes)
+    taken: Counter[tuple[str, str]] = Counter()
+    for node in nodes:
+        if node.phase is Phase.FORWARD:
+            taken[node.path, node.op] = max(taken[node.path, node.op], node.nth + 1)
+    result = []
+    for node in nodes:
+        if node.nth < 0:
+            nth = 0
+            if node.phase is Phase.FORWARD:
+                nth = taken[node.path, node.op]
+                taken[node.path, node.op] += 1
+            node = replace(node, nth=nth)
+        result.append(node)
+    return result

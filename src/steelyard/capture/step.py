@@ -1,0 +1,379 @@
+"""One user's step, captured when and as often as somebody asks: at this batch, at a part of it.
+
+What api.py hands to search (as core.trade.Source) and to run. Not for tracing: see
+capture/tracing/joint_graph.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.batch.independence_proof import Reduction, Splitting
+from steelyard.capture.batch.splitting import batch_size, entries, part, splitting
+from steelyard.capture.checks.module_hooks import refuse_hooks
+from steelyard.capture.checks.python_state_guards import Reads
+from steelyard.capture.checks.wrapped_models import refuse_wrapped
+from steelyard.capture.deep.equal_blocks import equal_runs
+from steelyard.capture.deep.truncate import multiplied
+from steelyard.capture.deep.truncated_model import Short, shortened
+from steelyard.capture.eager_baseline import EagerTwin, eager_twin
+from steelyard.capture.pipeline_stages import cut_into_stages, end_of, refuse_unknown_draws
+from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.shardable_regions import regions
+from steelyard.capture.tracing.decompositions import table
+from steelyard.capture.tracing.fake_execution import on_cpu, put_back_on_failure
+from steelyard.capture.tracing.joint_graph import Loss, trace
+from steelyard.capture.tracing.optimizer import (
+    OptimizerFactory,
+    Shares,
+    capture_update,
+    leaner_settings,
+)
+from steelyard.capture.tracing.to_ir import to_graph
+from steelyard.comm.devices import CPU, home_of
+from steelyard.comm.pipeline_schedules import order_under
+from steelyard.errors import CaptureRefused
+from steelyard.ir.collective import GLOO, NCCL, Transport
+from steelyard.ir.graph import Graph, OutputKind
+from steelyard.ir.optimizer_update import WEIGHT, update_of
+from steelyard.ir.placement import Shard
+from steelyard.ir.program import Pipeline, Program
+from steelyard.ir.sharding_choice import Parting, Region
+from steelyard.passes.data_parallel.sync_batchnorm import normalising
+from steelyard.plans.plan import BatchEntry
+
+# Which parameters lie in shares, along which dim and among how many ranks.
+Sharing = tuple[tuple[str, tuple[tuple[Shard, int], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A step at one batch shape: the graph, and the live tensors it names as constants.
+
+    ``is_grown``: planned from three blocks of a deep model; to run it, trace it whole.
+    """
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    reads: Reads
+    is_grown: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class StepSource:
+    """Captures lazily and keeps what it captured.
+
+    ``for_planning`` allows a deep model to be captured from three of its blocks; what is to be
+    run is traced whole.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    decomposition: str = "python-2"
+    for_planning: bool = False
+    optimizer: OptimizerFactory | None = None
+    _captured: dict[tuple[int, int], Captured] = field(default_factory=dict, init=False)
+    _parted: dict[tuple[str, Parting, int], Graph] = field(default_factory=dict, init=False)
+    _splitting: Splitting | None = field(default=None, init=False)
+    _sharing: Splitting | None = field(default=None, init=False)
+    _twin: EagerTwin | None = field(default=None, init=False)
+    _updates: dict[tuple[frozenset[str], tuple[Parting, ...]], Program] = field(
+        default_factory=dict, init=False
+    )
+    _updates_in_parts: dict[Sharing, Program] = field(default_factory=dict, init=False)
+
+    @property
+    def transport(self) -> Transport:
+        """Gloo, but of GPUs; where ranks share one, to try things, it is said to be NCCL, too."""
+        return GLOO if self._home == CPU else NCCL
+
+    @cached_property
+    def _home(self) -> torch.device:
+        """What is only imagined is captured as if it lay on the processor."""
+        return home_of(self.model)
+
+    def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
+        """Of one of as many equal parts of the batch, or of so many of them."""
+        cut = micro_batches // gcd(micro_batches, share), share // gcd(micro_batches, share)
+        known = self._captured.get(cut)
+        if known is None:
+            known = self._captured[cut] = self._capture(*cut)
+        return known
+
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
+        return self.captured(micro_batches=micro_batches, share=share).graph
+
+    def rewritten(self, graph: Graph) -> Graph:
+        return graph
+
+    def divisors(self) -> tuple[int, ...]:
+        size = batch_size(self.batch) or 1
+        return tuple(k for k in range(1, size + 1) if size % k == 0)
+
+    def why_not_split(self) -> str | None:
+        return self.splitting().reason or None
+
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        del micro_batches, than, share  # a capture knows no times
+        return False
+
+    def sharers(self) -> tuple[int, ...]:
+        size = batch_size(self.batch) or 1
+        # Of one sample there may be no variance.
+        least = 2 if normalising(self.graph(micro_batches=1)) else 1
+        return tuple(k for k in self.divisors() if k == 1 or size // k >= least)
+
+    def why_not_shared(self) -> str | None:
+        return self.sharing().reason or None
+
+    def leaner_settings(self) -> tuple[str, ...]:
+        return () if self.optimizer is None else leaner_settings(self.model, self.optimizer)
+
+    def reduction(self) -> Reduction:
+        """Of parts, one after another or at one time."""
+        return (self.sharing() if self.splitting().reason else self.splitting()).reduction
+
+    def splitting(self) -> Splitting:
+        if self._splitting is None:
+            graph = self.graph(micro_batches=1)
+            self._splitting = splitting(self.model, self.loss, self.batch, graph)
+        return self._splitting
+
+    def sharing(self) -> Splitting:
+        """Of the parts of ranks."""
+        graph = self.graph(micro_batches=1)
+        is_updating = any(output.kind is OutputKind.UPDATE for output in graph.outputs)
+        if not is_updating and not normalising(graph):
+            return self.splitting()
+        if self._sharing is None:
+            self._sharing = splitting(self.model, self.loss, self.batch, graph, at_once=True)
+        return self._sharing
+
+    def twin(self) -> EagerTwin:
+        """What eager PyTorch would do with the whole batch; of a deep model, extrapolated."""
+        if self._twin is None:
+            short = self._short
+            self._twin = (short.twin if short else None) or self._twin_of(self.model)
+        return self._twin
+
+    def _twin_of(self, model: nn.Module) -> EagerTwin:
+        return eager_twin(model, self.loss, self.batch)
+
+    def update(self) -> Program | None:
+        return None if self.optimizer is None else self._update(self.optimizer, {})
+
+    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+        """As ``update``, which is the whole one, is known otherwise."""
+        assert self.optimizer is not None, "there is an update, so somebody makes it"
+        shares = _shares(partings)
+        sharing = tuple((name, tuple(own)) for name, own in sorted(shares.items()))
+        if sharing not in self._updates_in_parts:
+            self._updates_in_parts[sharing] = self._update(self.optimizer, shares)
+        parted = self._updates_in_parts[sharing]
+        return replace(update, graph=parted.graph, instructions=parted.instructions)
+
+    def _update(self, make: OptimizerFactory, shares: Shares) -> Program:
+        unused = frozenset(self.graph(micro_batches=1).unused)
+        return capture_update(self.model, make, without_gradient=unused, shares=shares)
+
+    def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
+        return regions(graph, num_ranks=num_ranks)
+
+    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+        key = graph.fingerprint, choice, rank
+        if key not in self._parted:
+            self._parted[key] = parted(
+                graph, choice, rank=rank, transport=self.transport, device=self._home
+            )
+        return self._parted[key]
+
+    def in_stages(
+        self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
+    ) -> Pipeline:
+        graph = program.as_graph()
+        refuse_unknown_draws(graph)
+        behind = {end_of(graph, module): module for module in ends}
+        stages = cut_into_stages(graph, sorted(behind, key=graph.position.__getitem__))
+        order = order_under(
+            schedule,
+            num_ranks=num_ranks,
+            num_stages=len(stages.stages),
+            micro_batches=program.repeats,
+        )
+        found = Pipeline(
+            schedule=schedule, stages=stages, order=order, is_by_host=self._home != CPU
+        )
+        if program.update is None:
+            return found
+        updates = (
+            self._update_of(program.update, found.held(rank), program.partings)
+            for rank in range(num_ranks)
+        )
+        return replace(found, updates=tuple(updates))
+
+    def _update_of(
+        self, update: Program, held: frozenset[str], partings: tuple[Parting, ...]
+    ) -> Program:
+        """As it is where only these parameters have gradients."""
+        own_lines = update_of(update, {name.removeprefix(WEIGHT) for name in held})
+        if own_lines is not None:
+            return own_lines
+        if (held, partings) not in self._updates:
+            assert self.optimizer is not None, "there is an update, so somebody makes it"
+            named = (name for name, _ in self.model.named_parameters())
+            without = {name for name in named if f"parameter:{name}" not in held}
+            without |= set(self.graph(micro_batches=1).unused)
+            self._updates[held, partings] = capture_update(
+                self.model,
+                self.optimizer,
+                without_gradient=frozenset(without),
+                shares=_shares(partings),
+            )
+        own = self._updates[held, partings]
+        return replace(update, graph=own.graph, instructions=own.instructions)
+
+    def entries(self) -> tuple[BatchEntry, ...]:
+        return entries(self.batch)
+
+    @property
+    def is_imagined(self) -> bool:
+        """Whether some tensor has a shape but no values (meta device): it can only be planned."""
+        tensors = [*self.model.parameters(), *_tensors(self.batch)]
+        return any(t.device.type == "meta" for t in tensors)
+
+    def at(self, batch: Any, *, with_values: bool = True) -> "StepSource":
+        """The same step on another batch. Without values, what was found out about cutting the
+        batch, by trying, holds for this one."""
+        other = self._like(batch=batch)
+        if not with_values:
+            other._splitting, other._sharing = self._splitting, self._sharing
+        return other
+
+    def on(self, model: nn.Module) -> "StepSource":
+        """The same step on another model object."""
+        return self._like(model=model)
+
+    def whole(self) -> "StepSource":
+        """As it can be run: nothing of the model left out of the trace."""
+        return self._like(for_planning=False) if self.captured().is_grown else self
+
+    def _like(self, **changed: Any) -> "StepSource":
+        """``dataclasses.replace`` would carry over what was captured."""
+        kept = ("model", "loss", "batch", "decomposition", "for_planning", "optimizer")
+        return StepSource(**{**{name: getattr(self, name) for name in kept}, **changed})
+
+    def _capture(self, micro_batches: int, share: int) -> Captured:
+        refuse_wrapped(self.model)
+        refuse_hooks(self.model)
+        _refuse_opaque(self.batch)
+        _refuse_layouts(self.batch)
+        _refuse_gradient_inputs(self.batch)
+        with put_back_on_failure(self.model):
+            return self._captured_anew(micro_batches, share)
+
+    def _captured_anew(self, micro_batches: int, share: int) -> Captured:
+        self.twin()  # first, so that the model has done what it does only once
+        batch = self.batch
+        if micro_batches > 1:
+            size = batch_size(batch)
+            assert size is not None
+            assert size % micro_batches == 0
+            batch = part(batch, start=0, size=size // micro_batches * share)
+        short = self._short
+        if short is not None:
+            captured = self._traced(short.cut.model, batch)
+            grown = multiplied(captured.graph, short.cut.stretches)
+            if grown is not None:
+                return replace(captured, graph=grown, is_grown=True)
+        return self._traced(self.model, batch)
+
+    @cached_property
+    def _short(self) -> Short | None:
+        return shortened(self.model, self.loss, self.batch) if self.for_planning else None
+
+    def _traced(self, model: nn.Module, batch: Any) -> Captured:
+        with on_cpu(model, batch) as batch:
+            traced = trace(model, self.loss, batch, decompositions=table(self.decomposition))
+            graph = to_graph(traced, decomposition=self.decomposition)
+        if graph.unused:
+            self._check_unused(model, graph)
+        graph = replace(graph, runs=equal_runs(model, graph))
+        return Captured(graph=graph, constants=traced.constants, reads=traced.reads)
+
+    def _check_unused(self, model: nn.Module, graph: Graph) -> None:
+        """A gradient that eager PyTorch has and the graph has not would never be trained."""
+        lost = set(graph.unused) - self._twin_of(model).without_gradient
+        if lost:
+            raise CaptureRefused(
+                f"the captured step lost the gradient of {', '.join(sorted(lost)[:3])}"
+                + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""),
+                expected="a gradient for every parameter that eager PyTorch trains",
+                remedy="report this model; training it here would leave parameters behind",
+            )
+
+
+def _shares(partings: tuple[Parting, ...]) -> Shares:
+    """By the names of parameters."""
+    found: dict[str, list[tuple[Shard, int]]] = {}
+    for parting in partings:
+        for name, lies in parting.inputs:
+            if isinstance(lies, Shard):
+                found.setdefault(name.partition(":")[2], []).append((lies, parting.num_ranks))
+    return found
+
+
+def _refuse_opaque(batch: Any) -> None:
+    """Leaves that are neither tensors nor plain values could change from batch to batch unseen."""
+    for path, leaf in _torch.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, _LEAVES):
+            raise CaptureRefused(
+                f"batch{_torch.keystr(path)} is a {type(leaf).__name__}",
+                expected="tensors, numbers and strings in dicts, lists and tuples",
+                remedy=_remedy_of(leaf),
+            )
+
+
+def _remedy_of(leaf: Any) -> str:
+    if is_dataclass(leaf):
+        return f"torch.export.register_dataclass({type(leaf).__name__}), once, before planning"
+    if isinstance(leaf, Mapping):
+        return "give it as a dict: dict(batch)"
+    return "turn it into tensors (torch.as_tensor)"
+
+
+_LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def _refuse_layouts(batch: Any) -> None:
+    """A nested tensor may have no shape to ask for, and a sparse one no strides."""
+    for path, leaf in _torch.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+            kind = "a nested tensor" if leaf.is_nested else f"of layout {leaf.layout}"
+            raise CaptureRefused(
+                f"batch{_torch.keystr(path)} is {kind}",
+                expected="dense tensors: the program and its memory are planned by shapes",
+                remedy="pad it (nested.to_padded_tensor(0.0)) and give a mask with it"
+                if leaf.is_nested
+                else "give it as .to_dense(), or as its indices and values",
+            )
+
+
+def _refuse_gradient_inputs(batch: Any) -> None:
+    for entry, leaf in zip(entries(batch), _tensors(batch), strict=True):
+        if leaf.requires_grad:
+            raise CaptureRefused(
+                f"batch{entry.name} requires a gradient",
+                expected="a batch of plain data; only parameters are trained",
+                remedy="detach it, or make it a parameter of the model",
+            )
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]

@@ -1,0 +1,410 @@
+"""From a traced fx graph to the torch-free Graph: names, bytes, flops, paths, lines, aliases.
+
+Not for tracing (joint_graph.py), nor for where a pathless node belongs (source_lines.py).
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from steelyard import _torch
+from steelyard.capture.tracing.joint_graph import Trace
+from steelyard.capture.tracing.source_lines import line_of, path_of, with_paths
+from steelyard.errors import CaptureRefused
+from steelyard.ir.graph import (
+    Argument,
+    Graph,
+    Node,
+    Output,
+    OutputKind,
+    Phase,
+    Ref,
+    Role,
+    Storage,
+    Symbol,
+    Tensor,
+)
+from steelyard.operators.flops import flops_of_call, format_of_call
+from steelyard.operators.missing_flops import may_multiply_uncounted
+
+_REDUCED_IN_PLACE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+# Identities that exist only for autograd's sake; dropped, so that they cost nothing to run.
+_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+def to_graph(trace: Trace, *, decomposition: str) -> Graph:
+    reader = _Reader(trace)
+    for node in trace.joint.graph.nodes:
+        reader.read(node)
+    outputs = tuple(replace(o, node=reader.name(o.node)) for o in trace.outputs)
+    nodes, outputs = _own_gradients(reader, outputs)
+    return Graph(
+        nodes=with_paths(_numbered(nodes)),
+        storages=tuple(reader.storages),
+        outputs=outputs,
+        decomposition=decomposition,
+        unused=tuple(name.partition(":")[2] for name in trace.missing),
+    )
+
+
+class _Reader:
+    """Reads fx nodes one by one, giving each fake storage a number."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._storage_numbers: dict[int, int] = {}
+        self._constants: dict[str, torch.Tensor] = {}
+        self._alive: list[torch.Tensor] = []  # a freed fake storage would lend its key to another
+        self._renamed: dict[str, str] = {}
+        self._is_backward = False
+        self.storages: list[Storage] = []
+        self.nodes: list[Node] = []
+
+    def name(self, fx_name: str) -> str:
+        return self._renamed.get(fx_name, fx_name)
+
+    def read(self, node: torch.fx.Node) -> None:
+        if node.op == "placeholder":
+            self._read_placeholder(node)
+        elif node.op == "get_attr":
+            self._read_attribute(node)
+        elif node.op == "call_function":
+            if node.target in _IDENTITIES and isinstance(node.args[0], torch.fx.Node):
+                self._share_storages(node)
+                self._renamed[node.name] = self.name(node.args[0].name)
+            else:
+                self._read_call(node)
+
+    def _read_placeholder(self, node: torch.fx.Node) -> None:
+        placeholder = self._trace.placeholders[node.name]
+        if placeholder.name in (n.name for n in self.nodes if n.is_input):
+            # A tied weight comes in once for each of its names, but is one tensor.
+            self._renamed[node.name] = placeholder.name
+            return
+        self._renamed[node.name] = placeholder.name
+        self.nodes.append(
+            Node(
+                name=placeholder.name,
+                op="input",
+                outputs=self._tensors(node.meta.get("val"), role=placeholder.role),
+            )
+        )
+
+    def _read_attribute(self, node: torch.fx.Node) -> None:
+        value = getattr(self._trace.joint, str(node.target), None)
+        if not isinstance(value, torch.Tensor):
+            raise CaptureRefused(
+                f"the step contains a control-flow operator ({node.target})",
+                expected="straight-line operators",
+                remedy="replace cond, while_loop or scan by plain operators in the model",
+            )
+        name = f"constant:{node.target}"
+        self._renamed[node.name] = name
+        meta = node.meta.get("val", value)
+        if name in self._constants:
+            # A constant comes in once for each of its readers, but is one tensor.
+            self._share_storage(meta, self._storage(self._constants[name], Role.CONSTANT))
+            return
+        self._trace.constants[name] = value
+        self._constants[name] = meta
+        self.nodes.append(
+            Node(name=name, op="input", outputs=self._tensors(meta, role=Role.CONSTANT))
+        )
+
+    def _read_call(self, node: torch.fx.Node) -> None:
+        self._share_storages(node)
+        outputs = self._tensors(node.meta.get("val"), role=Role.ACTIVATION)
+        if node.target in _REDUCED_IN_PLACE and outputs[0].shape == ():
+            # The mean is left on the storage of the differences it was taken of.
+            nbytes = max(_nbytes(t) for i in node.all_input_nodes for t in _tensors_in(i))
+            number = outputs[0].storage
+            self.storages[number] = replace(self.storages[number], nbytes=nbytes)
+        if node.target is torch.ops.aten._embedding_bag.default:
+            # The bag of each index: the kernel (torch 2.13, CPU) makes room for one more.
+            number = outputs[1].storage
+            nbytes = self.storages[number].nbytes + torch.int64.itemsize
+            self.storages[number] = replace(self.storages[number], nbytes=nbytes)
+        inputs = tuple(self.name(i.name) for i in node.all_input_nodes)
+        own = _tensors_in(node)
+        known = {self._number(t) for i in node.all_input_nodes for t in _tensors_in(i)}
+        is_view = bool(own) and all(self._number(t) in known for t in own)
+        # Not all of the backward pass is tagged (a custom autograd.Function's own is not), but it
+        # is traced after the forward pass.
+        self._is_backward |= node.meta.get("partitioner_tag") == "is_backward"
+        call = Node(
+            name=node.name,
+            op="getitem",
+            args=tuple(plain_argument(a, self._ref) for a in node.args),
+            kwargs=tuple((k, plain_argument(v, self._ref)) for k, v in node.kwargs.items()),
+            inputs=tuple(dict.fromkeys(inputs)),
+            outputs=outputs,
+            phase=Phase.BACKWARD if self._is_backward else Phase.FORWARD,
+            path=path_of(node),
+            line=line_of(node),
+            is_view=is_view,
+        )
+        if node.target is operator.getitem:
+            self.nodes.append(call)
+            return
+        target = node.target
+        if not isinstance(target, _torch.OpOverload):
+            raise CaptureRefused(
+                f"the step calls {getattr(target, '__name__', target)}, which is no plain operator"
+                + (f" at {line_of(node)}" if line_of(node) else ""),
+                expected="operators of torch.ops",
+                remedy="replace it in the model by plain operators",
+            )
+        mutated = _torch.mutates(target)
+        moved = sum(_nbytes(t) for i in node.all_input_nodes for t in _tensors_in(i))
+        self.nodes.append(
+            replace(
+                call,
+                op=str(target),
+                signature=signature_of_call(
+                    target,
+                    node.args,
+                    node.kwargs,
+                    layout_of=_layouts,
+                    name_of=lambda n: self.name(n.name),
+                ),
+                **_work(node),
+                moved_bytes=0 if is_view else moved + sum(_nbytes(t) for t in own),
+                is_view=is_view and not mutated,
+                is_random=_torch.draws(target, node.args, node.kwargs),
+                mutates=inputs[:1] if mutated else (),
+            )
+        )
+
+    def _share_storages(self, node: torch.fx.Node) -> None:
+        """A view of a frozen weight or a constant comes out of tracing on a storage of its own; it
+        has none.
+        """
+        target = node.target
+        if not isinstance(target, _torch.OpOverload) or not _torch.is_view(target):
+            return
+        source = next((t for i in node.all_input_nodes for t in _tensors_in(i)), None)
+        if source is not None:
+            number = self._storage(source, Role.ACTIVATION)
+            for tensor in _tensors_in(node):
+                self._share_storage(tensor, number)
+
+    def _share_storage(self, tensor: torch.Tensor, number: int) -> None:
+        self._storage_numbers.setdefault(_torch.storage_key(tensor), number)
+        self._alive.append(tensor)
+
+    def _tensors(self, value: Any, *, role: Role) -> tuple[Tensor, ...]:
+        found = []
+        for leaf in _torch.tree_leaves(value):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.layout is not torch.strided:
+                raise CaptureRefused(
+                    f"the step makes a tensor of layout {leaf.layout}",
+                    expected="strided tensors",
+                    remedy="use dense gradients, for example nn.Embedding(..., sparse=False)",
+                )
+            found.append(
+                Tensor(
+                    shape=tuple(int(s) for s in leaf.shape),
+                    stride=tuple(int(s) for s in leaf.stride()),
+                    dtype=str(leaf.dtype).removeprefix("torch."),
+                    storage=self._storage(leaf, role),
+                    offset=int(leaf.storage_offset()),
+                    pending=_pending(leaf),
+                )
+            )
+        return tuple(found)
+
+    def _storage(self, tensor: torch.Tensor, role: Role) -> int:
+        key = _torch.storage_key(tensor)
+        number = self._storage_numbers.get(key)
+        if number is None:
+            number = len(self.storages)
+            self._storage_numbers[key] = number
+            self._alive.append(tensor)
+            nbytes = int(tensor.untyped_storage().nbytes())
+            self.storages.append(Storage(nbytes=nbytes, role=role))
+        return number
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        return self._storage_numbers[_torch.storage_key(tensor)]
+
+    def new_storage(self, nbytes: int) -> int:
+        self.storages.append(Storage(nbytes=nbytes, role=Role.ACTIVATION))
+        return len(self.storages) - 1
+
+    def _ref(self, node: torch.fx.Node) -> Ref:
+        return Ref(self.name(node.name))
+
+
+def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:
+    """An operator's argument as plain data; ``ref`` names its tensors."""
+    match value:
+        case torch.fx.Node() | torch.Tensor():
+            return ref(value)
+        case list() | tuple():
+            return tuple(plain_argument(v, ref) for v in value)
+        case None | bool() | int() | float() | complex() | str():
+            return value
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return Symbol(str(value))
+        case torch.device():
+            return symbol_of(value)
+    raise CaptureRefused(
+        f"an operator takes an argument that is no plain value: {str(value)[:80]}",
+        expected="tensors, numbers, strings and dtypes",
+        remedy="use fixed sizes in the model; shapes may not depend on tensor values",
+    )
+
+
+def symbol_of(device: torch.device) -> Symbol:
+    """The GPU that is this process's has no number: of another rank it is another one's."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        device = torch.device("cuda") if device.index == torch.cuda.current_device() else device
+    return Symbol(f"torch.device({str(device)!r})")
+
+
+def signature_of_call(
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    *,
+    layout_of: Callable[[Any], str],
+    name_of: Callable[[Any], str],
+) -> str:
+    """What a measured cost is keyed by: the operator, its tensors' layouts, its plain arguments.
+
+    A tensor that is given twice is marked: ``x * x`` reads half of what ``x * y`` reads.
+    """
+    places: dict[str, int] = {}
+
+    def describe(value: Any) -> str:
+        if isinstance(value, (torch.fx.Node, torch.Tensor)):
+            name = name_of(value)
+            again = f"={places[name]}" if name in places else ""
+            places.setdefault(name, len(places))
+            return f"{layout_of(value)}{again}"
+        if isinstance(value, (list, tuple)):
+            return f"[{','.join(describe(v) for v in value)}]"
+        return str(value)
+
+    parts = [describe(a) for a in args]
+    parts += [f"{k}={describe(v)}" for k, v in kwargs.items()]
+    return f"{target}({';'.join(parts)})"
+
+
+def _layouts(node: torch.fx.Node) -> str:
+    return "+".join(layout(t) for t in _tensors_in(node))
+
+
+def layout(tensor: torch.Tensor) -> str:
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{_stride_note(tensor)}"
+        f"{_pending(tensor)}"
+    )
+
+
+def _pending(tensor: torch.Tensor) -> str:
+    return "conj" * tensor.is_conj() + "neg" * tensor.is_neg()
+
+
+def _stride_note(tensor: torch.Tensor) -> str:
+    return "" if tensor.is_contiguous() else f"~{list(tensor.stride())}"
+
+
+def _tensors_in(node: torch.fx.Node) -> list[torch.Tensor]:
+    leaves = _torch.tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def work_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> dict[str, Any]:
+    """How much a call multiplies and in which format, or that nobody knows: fields of a node."""
+    flops = flops_of_call(target, args, kwargs, result)
+    return {
+        "flops": flops,
+        "multiplies_in": format_of_call(args) if flops else "",
+        "is_uncounted": may_multiply_uncounted(target, args, kwargs, result),
+    }
+
+
+def _work(node: torch.fx.Node) -> dict[str, Any]:
+    def value(n: torch.fx.Node) -> Any:
+        return n.meta.get("val")
+
+    args = torch.fx.node.map_arg(node.args, value)
+    kwargs = torch.fx.node.map_arg(node.kwargs, value)
+    return work_of_call(node.target, args, kwargs, node.meta.get("val"))
+
+
+def _numbered(nodes: list[Node]) -> list[Node]:
+    """Count the calls of each operator in each module of the forward pass."""
+    calls: Counter[tuple[str, str]] = Counter()
+    numbered = []
+    for node in nodes:
+        if node.phase is Phase.FORWARD and not node.is_input:
+            nth = calls[node.path, node.op]
+            calls[node.path, node.op] += 1
+            node = replace(node, nth=nth)
+        numbered.append(node)
+    return numbered
+
+
+def _own_gradients(
+    reader: _Reader, outputs: tuple[Output, ...]
+) -> tuple[list[Node], tuple[Output, ...]]:
+    """Give each gradient a storage of its own, laid out as its parameter, as autograd would.
+
+    Two parameters may get the same tensor (``a + b``), or a view that is expanded or transposed;
+    kept as it is, clipping one in place would change the other.
+    """
+    nodes = list(reader.nodes)
+    by_name = {node.name: node for node in nodes}
+    taken = {t.storage for n in nodes if n.is_input for t in n.outputs}
+    owned: list[Output] = []
+    for output in outputs:
+        if output.kind is not OutputKind.GRADIENT:
+            owned.append(output)
+            continue
+        gradient, parameter = by_name[output.node].outputs[0], by_name[output.target].outputs[0]
+        if gradient.stride == parameter.stride and gradient.storage not in taken:
+            taken.add(gradient.storage)
+            owned.append(output)
+            continue
+        source = by_name[output.node]
+        clone = _clone(reader, source, parameter, len(owned))
+        # What is passed on as it came (the tangent, of a scalar that is added to the loss) stands
+        # before the backward pass, to which the copy belongs.
+        late = (i for i, n in enumerate(nodes) if n.phase is Phase.BACKWARD)
+        nodes.insert(max(nodes.index(source) + 1, next(late, len(nodes))), clone)
+        owned.append(replace(output, node=clone.name))
+    return nodes, tuple(owned)
+
+
+def _clone(reader: _Reader, source: Node, like: Tensor, number: int) -> Node:
+    size = getattr(torch, like.dtype).itemsize * like.numel
+    shape = f"{like.dtype}{list(like.shape)}~{list(source.outputs[0].stride)}"
+    return Node(
+        name=f"own_gradient_{number}",
+        op="steelyard.copy_laid_out",
+        args=(Ref(source.name), like.shape, like.stride),
+        inputs=(source.name,),
+        outputs=(replace(like, storage=reader.new_storage(size), offset=0),),
+        phase=Phase.BACKWARD,
+        path=source.path,
+        line=source.line,
+        signature=f"copy_laid_out({shape};{list(like.stride)})",
+        moved_bytes=2 * size,
+    )

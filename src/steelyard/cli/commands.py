@@ -1,0 +1,446 @@
+"""The eight verbs: each reads its arguments, calls the api and shows what came of it.
+
+Not for deciding or wiring anything. What only reads a plan never imports torch.
+"""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from steelyard import __version__
+from steelyard.cli.arguments import (
+    between,
+    cluster_of,
+    explanation_of,
+    far_memory,
+    how_often,
+    plan_path,
+    planned_for,
+    refuse_contradictions,
+    refuse_elsewhere,
+    refuse_no_folder,
+    refuse_no_trade,
+    refuse_same_file,
+    refuse_unwritable,
+    resume_from,
+    title,
+    training_length,
+    waits_seconds,
+    whole_number,
+    wish,
+    within,
+)
+from steelyard.cli.exit_codes import (
+    BAD_INPUT,
+    OK,
+    RUN_FAILED,
+    foreseen,
+)
+from steelyard.cli.output_options import Shown, hint, loaded, planning
+from steelyard.cli.plan_command import Wanted, plan_by
+from steelyard.cli.run_command import Training, run_by
+from steelyard.cli.signals import heed
+from steelyard.cli.training_script import refuse_no_script, script_path
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Far
+from steelyard.plans.budget import Budget, Maximize, Minimize
+from steelyard.plans.plan_file import MOST_RANKS, read_decisions
+from steelyard.report.styled_text import Zoom
+
+_EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
+5 a measurement outside its predicted interval (run --strict), 130 interrupted,
+143 terminated."""
+
+app = App(
+    name="steelyard",
+    help="Makes a PyTorch training step fit a budget, says the price beforehand, and shows "
+    "afterwards whether it was right.",
+    help_epilogue=_EXIT_CODES,
+    help_format="plaintext",
+    version=__version__,
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+app.register_install_completion_command()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class FarMemory:
+    """Where values may be moved to."""
+
+    far: Annotated[
+        Path | None,
+        Parameter(help="Folder on a disk that values may be moved to and fetched from."),
+    ] = None
+    far_rate: Annotated[str | None, Parameter(help="How fast it is used, each way: 500MB/s.")] = (
+        None
+    )
+    far_size: Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")] = None
+
+    def said(self) -> Far | None:
+        return far_memory(self.far, self.far_rate, self.far_size)
+
+
+_PLAINLY, _NEAR = Shown(), FarMemory()
+_Train = Annotated[
+    str, Parameter(help="Script with a workload() function; of several, train.py:name.")
+]
+_Runner = Annotated[
+    Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
+]
+_Ranks = Annotated[
+    int,
+    Parameter(
+        help="How many processes of this machine it may lie on, each with its cores.",
+        converter=whole_number,
+    ),
+]
+_COPY = "copy the plan file to a folder that can be written to"
+_OTHER_PAGE = "give another place with --html"
+_Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
+
+
+@app.command
+def plan(
+    train: _Train,
+    /,
+    *,
+    memory: Annotated[str | None, Parameter(help="The most bytes held, such as 300MiB.")] = None,
+    step_time: Annotated[
+        str | None, Parameter(help="The most a step may take in all, such as 120ms.")
+    ] = None,
+    communication: Annotated[
+        str | None, Parameter(help="The most a step may spend on communication, such as 20ms.")
+    ] = None,
+    computation: Annotated[
+        str | None, Parameter(help="The most a step may spend on computation, such as 100ms.")
+    ] = None,
+    accuracy_loss: Annotated[
+        str, Parameter(help="The most accuracy that may be lost, such as 0.5%.")
+    ] = "0",
+    maximize: Annotated[
+        Maximize | None, Parameter(help="Ask for the largest that fits instead.")
+    ] = None,
+    minimize: Annotated[
+        Minimize | None, Parameter(help="Of a declared cluster: the fewest that it fits on.")
+    ] = None,
+    runner: _Runner = "python",
+    ranks: _Ranks = 1,
+    speeds: Annotated[
+        str | None,
+        Parameter(help="How fast each rank computes, such as 1,0.5; measured, unless said."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        Parameter(help="What to plan for instead of this machine: a TOML file, or dgx-h100."),
+    ] = None,
+    far: FarMemory = _NEAR,
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
+    ] = None,
+    check: Annotated[
+        Path | None, Parameter(help="Check this plan file, edited or not, and predict it anew.")
+    ] = None,
+    what_if: Annotated[
+        str | None, Parameter(help="Show another budget beside it, such as memory=4GiB.")
+    ] = None,
+    why_not: Annotated[str | None, Parameter(help="Say why this trade was not struck.")] = None,
+    zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Make the step fit; say what that costs and why; write a plan file."""
+    refuse_no_script(train, "plan")
+    within("--ranks", ranks, most=MOST_RANKS, write=2)
+    path = check or output or plan_path(train)
+    refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
+    if output or path.parent.is_dir():
+        refuse_unwritable(path, _COPY if check else "give another place with -o")
+    refuse_unwritable(html, _OTHER_PAGE)
+    budget = Budget(memory, step_time, communication, computation, accuracy_loss)
+    question, beside_it = wish(what_if), far.said()
+    if check is not None:
+        if any((budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds)) or (
+            runner != "python"
+        ):
+            raise BadInput(
+                "--check takes its budget from the plan file",
+                expected="no budget, --maximize, --minimize, --runner, --ranks, --speeds, --far or "
+                "-o beside it",
+                remedy=f"change [budget] in {check}, or leave out --check",
+            )
+        read_decisions(check)
+    refuse_contradictions(
+        maximize=maximize, minimize=minimize, runner=runner, ranks=ranks, cluster=cluster
+    )
+    if why_not is not None:
+        refuse_no_trade(why_not)
+    return plan_by(
+        Wanted(
+            train=train, path=path, is_check=check is not None, budget=budget, runner=runner,
+            maximize=maximize, minimize=minimize, ranks=ranks, speeds=speeds, cluster=cluster,
+            far=beside_it, what_if=question, why_not=why_not, zoom=zoom, html=html, shown=shown,
+        )
+    )  # fmt: skip
+
+
+@app.command
+def run(
+    train: Annotated[
+        str, Parameter(help="The script, whose train.plan.toml is taken then, or the plan file.")
+    ],
+    /,
+    *,
+    plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
+    steps: Annotated[
+        int, Parameter(help="Steps in all, earlier ones included.", converter=whole_number)
+    ] = 100,
+    checkpoint: Annotated[
+        Path | None, Parameter(help="Folder to save the state in; the newest three are kept.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        Parameter(help="Steps between two saves; 100, unless said.", converter=whole_number),
+    ] = None,
+    resume: Annotated[
+        list[Path] | None,
+        Parameter(
+            consume_multiple=(0, 1),
+            negative="",
+            help="Go on from the newest checkpoint in this folder, or in that of --checkpoint.",
+        ),
+    ] = None,
+    seed: Annotated[int, Parameter(help="Of all random generators.", converter=whole_number)] = 0,
+    strict: Annotated[
+        bool, Parameter(negative="", help="Exit with 5 if a prediction missed its interval.")
+    ] = False,
+    adapt: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Send gradients another way where the link has become another; a plan file more.",
+        ),
+    ] = False,
+    rank_timeout: Annotated[
+        str, Parameter(help="How long one rank may wait for another, such as 5min.")
+    ] = "5min",
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Train by a plan, and set what was measured beside what was predicted."""
+    from steelyard.run.checkpoint.position import refuse_impossible
+
+    start, folder = resume_from(resume, checkpoint)
+    within("--steps", steps)
+    within("--seed", seed, least=0, most=2**63 - 1, write=0)
+    every = how_often(checkpoint_every, folder)
+    waits_seconds(rank_timeout)
+    refuse_no_folder("--checkpoint", folder)
+    if train.endswith(".toml"):
+        train, path, declared = planned_for(train, plan, None, verb="run")
+        refuse_elsewhere(declared, path)
+        refuse_no_script(train, "run")
+    else:
+        refuse_no_script(train, "run")
+        path = plan or plan_path(train)
+    refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
+    if path.exists():
+        refuse_unwritable(path, _COPY)
+    refuse_unwritable(html, _OTHER_PAGE)
+    refuse_impossible(start, folder)
+    return run_by(
+        Training(
+            train=train, path=path, steps=steps, folder=folder, every=every, resume=start,
+            seed=seed, strict=strict, adapt=adapt, rank_timeout=rank_timeout, html=html,
+            shown=shown,
+        )
+    )  # fmt: skip
+
+
+@app.command
+def frontier(
+    train: _Train,
+    /,
+    *,
+    runner: _Runner = "python",
+    far: FarMemory = _NEAR,
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Show the whole memory-time curve, not one point of it."""
+    from steelyard.report.document import tree_of
+    from steelyard.report.output import show, write_page
+
+    refuse_no_script(train, "frontier")
+    refuse_same_file("--html", html, script_path(train))
+    refuse_unwritable(html, _OTHER_PAGE)
+    beside_it = far.said()
+    with planning(shown) as tell:
+        workload = loaded(train, tell)
+        from steelyard import api
+
+        planned = api.plan_workload(
+            workload, budget=Budget(), runner=runner, maximize=None,
+            cluster=cluster_of(None, 1, beside_it), title=title(train), on_progress=tell,
+        ).charted()  # fmt: skip
+    tree = tree_of(planned.plan)
+    show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)
+    write_page(tree, html)
+    hint(f"next: steelyard plan {shlex.quote(train)} --memory (one of these)", shown)
+    return OK
+
+
+@app.command
+def simulate(
+    train: Annotated[
+        str, Parameter(help="The plan file, or the script, whose train.plan.toml is taken then.")
+    ],
+    /,
+    *,
+    plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
+    cluster: Annotated[
+        str | None, Parameter(help="The declared cluster of the plan, where it lies elsewhere now.")
+    ] = None,
+    trace: Annotated[Path, Parameter(help="Where the schedule goes, as JSON for Perfetto.")],
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Draw the predicted step of a plan out: what each rank does when; nothing is run."""
+    from steelyard.report.output import show_json, show_text
+    from steelyard.report.perfetto import by_rank, to_trace
+    from steelyard.safe_files import write_whole
+
+    refuse_unwritable(trace, "give another place with --trace")
+    if not train.endswith(".toml"):
+        refuse_no_script(train, "simulate")
+    script, path, made_for = planned_for(train, plan, cluster)
+    refuse_no_script(script, "simulate")
+    refuse_same_file("--trace", trace, path, explanation_of(path), script_path(script))
+    with planning(shown) as tell:
+        workload = loaded(script, tell)
+        from steelyard import api
+
+        planned = api.load_planned(
+            path, workload, cluster=made_for, title=title(script), on_progress=tell
+        )
+        spans = planned.simulated()
+    write_whole(trace, to_trace(spans, title=planned.plan.title).encode())
+    if shown.json:
+        show_json({"trace": str(trace), "ranks": [row.figures for row in by_rank(spans)]})
+    else:
+        for row in by_rank(spans):
+            show_text(row.said)
+    hint(f"written: {trace}; open it at https://ui.perfetto.dev", shown)
+    return OK
+
+
+@app.command
+def scale(
+    train: _Train,
+    /,
+    *,
+    cluster: Annotated[
+        str, Parameter(help="A declared cluster: a TOML file, or a name such as dgx-h100.")
+    ],
+    devices: Annotated[str, Parameter(help="From how many of its devices to how many: 16..1472.")],
+    memory: Annotated[
+        str | None,
+        Parameter(help="The most that a rank may hold; what its device has, unless said."),
+    ] = None,
+    tokens: Annotated[
+        str | None, Parameter(help="Of the whole training, such as 300B: hours and price are said.")
+    ] = None,
+    samples: Annotated[str | None, Parameter(help="The same, in samples.")] = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
+    from steelyard.plans.scaling_laws import check_devices
+    from steelyard.report.output import show_scaling
+
+    refuse_no_script(train, "scale")
+    fewest, most = between(devices)
+    whole = training_length(tokens, samples)
+    declared, budget = cluster_of(cluster, 1, None), Budget(memory)
+    check_devices(declared, fewest, most)
+    with planning(shown) as tell:
+        workload = loaded(train, tell)
+        from steelyard import api
+
+        found = api.scale_workload(
+            workload, cluster=declared, budget=budget,
+            fewest=fewest, most=most, title=title(train), on_progress=tell, **whole,
+        )  # fmt: skip
+    show_scaling(found, in_json=shown.json)
+    return OK
+
+
+@app.command
+def explain(
+    file: Annotated[Path, Parameter(help="The plan file, such as train.plan.toml.")],
+    /,
+    *,
+    zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
+    html: _Page = None,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Show a plan with its predictions and, once it ran, what was measured; needs no torch."""
+    from steelyard.plans.prediction_file import read_plan
+    from steelyard.plans.receipt import Receipt
+    from steelyard.report.document import tree_of
+    from steelyard.report.output import show, show_decisions, write_page
+
+    refuse_unwritable(html, _OTHER_PAGE)
+    refuse_same_file("--html", html, file, explanation_of(file))
+    found = read_plan(file)
+    if found.plan is None:
+        show_decisions(found, file, in_json=shown.json)
+        return OK
+    subject = Receipt(plan=found.plan, measured=found.measured) if found.measured else found.plan
+    tree = tree_of(subject)
+    show(tree, zoom=zoom, in_json=shown.json)
+    write_page(tree, html)
+    return OK
+
+
+@app.command
+def doctor(
+    *,
+    forget: Annotated[
+        bool, Parameter(negative="", help="Forget what was measured: the next plan measures anew.")
+    ] = False,
+    shown: Shown = _PLAINLY,
+) -> int:
+    """Say what this machine is and can do; exit code 2 if something is in the way."""
+    from steelyard.hardware.diagnosis import Verdict
+    from steelyard.report.output import show_diagnosis
+
+    with foreseen("the examination", RUN_FAILED, in_json=shown.json):
+        from steelyard import api
+
+        heed()
+        rows = api.doctor(forget=forget)
+    show_diagnosis(rows, in_json=shown.json)
+    return BAD_INPUT if any(row.verdict is Verdict.BAD for row in rows) else OK
+
+
+@app.command
+def demo(*, shown: Shown = _PLAINLY) -> int:
+    """Plain PyTorch dies under a memory limit; a plan finishes under the same one."""
+    from steelyard.report.document import tree_of
+    from steelyard.report.output import show, show_text
+
+    out = sys.stderr if shown.json else sys.stdout
+    with foreseen("the demonstration", RUN_FAILED, in_json=shown.json):
+        from steelyard import api
+
+        heed()
+        ok, receipt = api.demo(lambda line: None if shown.quiet else show_text(line, stream=out))
+    show(tree_of(receipt), in_json=shown.json)
+    hint(
+        "next: give your own script a workload(), then steelyard plan train.py --memory 2GiB", shown
+    )
+    return OK if ok else RUN_FAILED

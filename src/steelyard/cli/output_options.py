@@ -1,0 +1,54 @@
+"""What several verbs share: how much is shown, planning a user's script, a hint at the end.
+
+Not for what any one verb does: see commands.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from steelyard.cli.exit_codes import BAD_INPUT, foreseen
+from steelyard.cli.signals import heed
+from steelyard.report.progress import Status
+from steelyard.report.styled_text import Tone
+from steelyard.report.terminal import write
+
+if TYPE_CHECKING:
+    from steelyard.api import Workload
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """How much is shown, and in which form."""
+
+    json: Annotated[bool, Parameter(negative="", help="One JSON document, errors too.")] = False
+    quiet: Annotated[bool, Parameter(negative="", help="No progress and no hints.")] = False
+    debug: Annotated[bool, Parameter(negative="", help="Show tracebacks.")] = False
+
+
+@contextmanager
+def planning(shown: Shown) -> Iterator[Status]:
+    with (
+        foreseen("planning", BAD_INPUT, in_json=shown.json),
+        Status(sys.stderr, quiet=shown.quiet) as tell,
+    ):
+        yield tell
+
+
+def loaded(train: str, tell: Status) -> "Workload":
+    tell("importing torch")
+    from steelyard import api
+
+    heed()
+    tell(f"loading {train}")
+    return api.load_workload(train)
+
+
+def hint(text: str, shown: Shown) -> None:
+    if not (shown.quiet or shown.json):
+        write([((text, Tone.FAINT),)], sys.stdout)

@@ -1,0 +1,71 @@
+"""The training script that a verb is given: there, and Python, before anything is imported for it.
+
+Not for loading it: see api/workload.py.
+"""
+
+import ast
+import shlex
+import warnings
+from pathlib import Path
+from typing import Never
+
+from steelyard.errors import BadInput
+from steelyard.safe_text import printable
+
+# The longest scripts that people write have a hundredth of it.
+_MOST_BYTES = 16 * 2**20
+
+
+def script_path(train: str) -> Path:
+    """``train.py:name`` -> ``train.py``."""
+    path, _, name = train.rpartition(":")
+    return Path(path if path.endswith(".py") and name.isidentifier() else train)
+
+
+def refuse_no_script(train: str, verb: str) -> None:
+    """A plan file, a folder, a program: what is no Python script is refused with what it is."""
+    path = script_path(train)
+    if path.suffix == ".toml":
+        check = ("steelyard", "plan", "train.py", "--check", train)
+        _refuse(
+            path,
+            "is a plan or a cluster file, and no script",
+            remedy=f"steelyard {verb} takes the script: a plan is checked by {shlex.join(check)}",
+        )
+    if path.is_dir():
+        _refuse(path, "is a folder, and no script")
+    if not path.exists():
+        _refuse(path, "does not exist" if path.suffix == ".py" else "is no script")
+    if not path.is_file():
+        _refuse(path, "is no file that can be read from its beginning")
+    if path.suffix != ".py":
+        _refuse(path, "is no script: its name does not end in .py")
+    _refuse_no_python(path)
+
+
+def _refuse_no_python(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        _refuse(path, f"cannot be read: {error.strerror}")
+    if len(text) > _MOST_BYTES:
+        _refuse(path, f"is larger than {_MOST_BYTES // 2**20} MiB")
+    try:
+        # Python says what it has against a script when that is run.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text, filename=str(path))
+    except SyntaxError as error:
+        line = f", line {error.lineno}" if error.lineno else ""
+        _refuse(path, f"is no Python{line}: {printable(str(error.msg))}")
+    except (ValueError, RecursionError, MemoryError) as error:
+        _refuse(path, f"is no Python: {printable(str(error)) or 'it is nested too deeply'}")
+
+
+def _refuse(path: Path, what: str, *, remedy: str = "") -> Never:
+    raise BadInput(
+        f"{printable(str(path)) or repr(str(path))} {what}",
+        expected="a Python script with a function workload()",
+        remedy=remedy or "check the name; of several workloads name one as train.py:name",
+    )

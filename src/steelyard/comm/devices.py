@@ -1,0 +1,28 @@
+"""Where a rank's tensors lie, and from what torch draws random numbers there."""
+
+import torch
+from torch import nn
+
+from steelyard.errors import BadInput
+
+CPU = torch.device("cpu")
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    torch.cuda.init()  # or there is none yet
+    return torch.cuda.default_generators[device.index]
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Of all its tensors, other than those that have no values."""
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = sorted(map(str, found - {torch.device("meta")})) or ["cpu"]
+    if len(devices) > 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
+        raise BadInput(
+            f"the model is on {' and '.join(devices)}",
+            expected="all of it on the CPU, or on one CUDA device",
+            remedy="move it first, with model.to(...)",
+        )
+    return torch.device(devices[0])

@@ -1,0 +1,124 @@
+"""Torch's pipeline schedules by name: which stages each rank holds, and the table of actions.
+
+Not for driving one: see pipeline.py.
+"""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from steelyard.errors import BadInput
+from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.ir.pipeline_schedule import Order, actions_of
+
+SCHEDULES: Mapping[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+ONE_EACH = ("GPipe", "1F1B")
+# The first and the last stage lie on the first rank, and so on inward.
+_FOLDED = ("ZBVZeroBubble", "DualPipeV")
+
+
+def stages_of_rank(schedule: str, rank: int, *, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+    """Those that ``rank`` holds under this schedule."""
+    each, rest = divmod(num_stages, num_ranks)
+    fits = each == 1 if schedule in ONE_EACH else each == 2 if schedule in _FOLDED else each > 0
+    if rest or not fits or schedule not in SCHEDULES:
+        raise BadInput(
+            f"{num_stages} stages on {num_ranks} ranks do not suit the schedule {schedule}",
+            expected="one stage a rank for GPipe and 1F1B, two for ZBVZeroBubble and DualPipeV, "
+            f"equally many for the others of {', '.join(SCHEDULES)}",
+            remedy="cut the step into other stages, or take another schedule",
+        )
+    if schedule in _FOLDED:
+        return (rank, num_stages - 1 - rank)
+    return tuple(range(rank, num_stages, num_ranks))
+
+
+def made_schedule(schedule: str, own: Any, *, micro_batches: int) -> Any:
+    """Torch's, over this rank's stages."""
+    try:
+        return SCHEDULES[schedule](
+            own[0] if schedule in ONE_EACH else own,
+            n_microbatches=micro_batches,
+            # The last stage gives the loss itself; without one, torch would leave out backward.
+            loss_fn=lambda loss, _: loss,
+            scale_grads=False,
+        )
+    except ValueError as error:
+        raise BadInput(
+            f"{schedule} does not take {micro_batches} micro-batches: {str(error)[:120]}",
+            expected="as many micro-batches as the schedule can be made for",
+            remedy="take a multiple of the ranks and at least twice as many, or another schedule",
+        ) from error
+
+
+def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches: int) -> Order:
+    """The table of all ranks, with no rank there."""
+    own = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=num_stages,
+            group_size=num_ranks,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=index == num_stages - 1,
+            has_backward=True,
+            submod=None,
+        )
+        for index in stages_of_rank(schedule, 0, num_ranks=num_ranks, num_stages=num_stages)
+    ]
+    made = made_schedule(schedule, own, micro_batches=micro_batches)
+    if schedule == "1F1B":
+        return one_forward_one_backward(num_ranks, micro_batches)
+    # Besides what a rank computes there are gaps, and the summing of gradients over replicas.
+    table = made.pipeline_order
+    rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
+    # These gather works, and so tensors.
+    return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=True)
+
+
+def order_of(layout: DeepLayout) -> Order:
+    """The table of a layout of a deep model, also where torch would ask for more micro-batches."""
+    if layout.virtual == 1:
+        return one_forward_one_backward(layout.pipeline, layout.micro_batches)
+    return order_under(
+        layout.schedule,
+        num_ranks=layout.pipeline,
+        num_stages=layout.pipeline * layout.virtual,
+        micro_batches=layout.micro_batches,
+    )
+
+
+def one_forward_one_backward(num_ranks: int, micro_batches: int) -> Order:
+    """Its variables hold but what was sent last."""
+    rows = [_one_forward_one_backward(r, num_ranks, micro_batches) for r in range(num_ranks)]
+    return Order(ranks=tuple(actions_of(row) for row in rows))
+
+
+def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[str]:
+    """What torch's 1F1B does; what it says it does (torch 2.13) begins on the last rank with
+    micro-batch 1 and ends with one too many. A test fails the day that is mended."""
+    ahead = min(micro_batches, num_ranks - rank)
+    actions = [f"{rank}F{index}" for index in range(ahead)]
+    for index in range(micro_batches):
+        actions.append(f"{rank}B{index}")
+        if index + ahead < micro_batches:
+            actions.append(f"{rank}F{index + ahead}")
+    return actions

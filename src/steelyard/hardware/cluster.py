@@ -1,0 +1,216 @@
+"""What a step runs on: classes of device and link, and how fast they are said or measured to be.
+
+The parts stand in files of their own, and can be had from here. Not for measuring: see measure/.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import groupby
+from math import inf
+from pathlib import Path
+
+from steelyard.errors import BadInput
+from steelyard.hardware.device import DTYPES, Device
+from steelyard.hardware.link import Link
+from steelyard.hardware.offload_tier import (
+    FAR_IN,
+    FAR_OUT,
+    FAR_PAGE_BYTES,
+    FAR_PIECE_BYTES,
+    Far,
+    far_room,
+)
+from steelyard.hardware.topology import Member, Place, Scope
+from steelyard.safe_text import printable
+
+__all__ = [
+    "DTYPES",
+    "FAR_IN",
+    "FAR_OUT",
+    "FAR_PAGE_BYTES",
+    "FAR_PIECE_BYTES",
+    "Cluster",
+    "Device",
+    "Far",
+    "Link",
+    "Member",
+    "Place",
+    "Scope",
+    "far_room",
+]
+
+
+# More processes than that only wait for one another.
+_RANKS_OF_A_CORE = 8
+_MOST_HOSTS = 1024
+# A rank that is slower still is broken, and no share of the batch is small enough for it.
+_SLOWEST = 1e-3
+
+
+def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
+    """As shares of the fastest."""
+    known = [float(speed) for speed in speeds if type(speed) in (int, float) and 0 < speed < inf]
+    if len(known) != len(speeds) or len(known) != ranks or min(known) < _SLOWEST * max(known):
+        each = ",".join("1" * ranks)
+        raise BadInput(
+            f"speeds {printable(repr(tuple(speeds)), most=60)} of {ranks} rank{'s' * (ranks > 1)}",
+            expected="a number above 0 for each rank: how fast it computes beside the others, none "
+            f"less than {_SLOWEST:g} of the fastest",
+            remedy=f"write such as --speeds {each}, which are alike, or leave them out: they are "
+            "measured",
+        )
+    return [speed / max(known) for speed in known]
+
+
+# Characters of a cluster's description, as plan files hold it.
+_MOST_SAID = 120
+
+
+def most_ranks_here() -> int:
+    """The most ranks that this machine is asked for, by its cores."""
+    from steelyard.hardware.host_os import num_cores
+
+    return _RANKS_OF_A_CORE * num_cores()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The devices a plan may use, and the farther memory that each may move values to.
+
+    ``speeds`` are of the ranks of this machine, each beside the fastest, where they are known; of
+    several ``hosts`` like this machine each has as many ranks, which are neighbours.
+    """
+
+    tree: Scope
+    far: Far | None = None
+    speeds: tuple[float, ...] = ()
+    hosts: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tree.num_devices
+
+    @property
+    def ranks_of_a_host(self) -> int:
+        """Of ranks that are here: which share cores and memory."""
+        return self.num_devices // self.hosts
+
+    @property
+    def device(self) -> Device:
+        """The one class that all are of."""
+        (device, _), *others = self.tree.classes
+        if others:
+            kinds = ", ".join(f"{count} {found.kind}" for found, count in self.tree.classes)
+            raise BadInput(
+                f"the cluster is mixed: {kinds}",
+                expected="devices of one class here",
+                remedy="give a cluster of one of them",
+            )
+        return device
+
+    @property
+    def fastest(self) -> Device:
+        """Of several classes the one that computes most, on which a step would lie alone."""
+        return max((device for device, _ in self.tree.classes), key=lambda d: d.flops_per_second)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Of each rank, where they are of several classes."""
+        if len(self.tree.classes) == 1:
+            return ()
+        return tuple(self.tree.device_of(rank) for rank in range(self.num_devices))
+
+    @property
+    def rates_said(self) -> str:
+        """At which share of its declared rates each class of device is reckoned with, and why."""
+        return "; ".join(device.rates_said for device, _ in self.tree.classes)
+
+    @property
+    def is_here(self) -> bool:
+        return all(device.is_here for device, _ in self.tree.classes)
+
+    @property
+    def declared(self) -> str:
+        """Name and devices of a declared cluster; empty for the machine that this is."""
+        if self.is_here:
+            return ""
+        devices = ", ".join(f"{count} {device.kind}" for device, count in self.tree.classes)
+        return printable(f"{self.tree.name} ({devices})", most=_MOST_SAID)
+
+    def at_speeds(self, speeds: Sequence[float]) -> "Cluster":
+        """The ranks that are here, which are otherwise alike, computing so fast."""
+        assert self.is_here
+        assert len(speeds) == self.num_devices
+        whole = replace(self.fastest, speed=1.0)
+        members, (joined, *_) = [], self.tree.members
+        for speed, alike in groupby(speeds):
+            device = whole if speed == 1 else whole.at_speed(speed)
+            members.append(replace(joined, of=device, count=len(list(alike))))
+        tree = replace(self.tree, members=tuple(members))
+        return replace(self, tree=tree, speeds=tuple(speeds))
+
+    @property
+    def fingerprint(self) -> str:
+        """Told apart by what plans depend on; one device as it always was, by name and threads."""
+        (device, count), *_ = self.tree.classes
+        alone = f"{device.kind}|{device.threads}|{count}"
+        among = f"|{self.hosts} hosts" if self.hosts > 1 else ""
+        said = alone if self.num_devices == 1 else f"{self.tree.identity}{among}"
+        return sha256(said.encode()).hexdigest()[:16]
+
+    @classmethod
+    def here(
+        cls,
+        ranks: int = 1,
+        *,
+        hosts: int = 1,
+        speeds: Sequence[float] = (),
+        far: Far | None = None,
+    ) -> "Cluster":
+        """The machine this runs on, as the operating system describes it; touches no device.
+
+        ``ranks`` processes share its cores and its memory evenly, and speak over loopback; or as
+        many of them each of several ``hosts``, which have met before: see docs/hosts.md. How fast
+        each computes beside the fastest, ``speeds=(1, 0.5)``, is measured where nobody says it.
+        """
+        from steelyard.hardware.host_os import loopback, num_cores, this_device
+
+        if type(hosts) is not int or not 1 <= hosts <= _MOST_HOSTS:
+            raise BadInput(
+                f"a cluster of {hosts!r} hosts",
+                expected=f"a whole number of machines like this one, from 1 to {_MOST_HOSTS}",
+                remedy="write Cluster.here(ranks=2, hosts=2), or leave out hosts",
+            )
+        most = most_ranks_here()
+        if type(ranks) is not int or not 1 <= ranks <= hosts * most:
+            raise BadInput(
+                f"a cluster of {ranks!r} ranks",
+                expected=f"a whole number of processes, from 1 to {most} on {num_cores()} cores"
+                + (f" of each of {hosts} hosts" if hosts > 1 else ""),
+                remedy="write Cluster.here(ranks=2), or --ranks 2",
+            )
+        if ranks % hosts:
+            raise BadInput(
+                f"a cluster of {ranks} ranks on {hosts} hosts",
+                expected="as many ranks on each of the hosts",
+                remedy=f"write Cluster.here(ranks={hosts}, hosts={hosts}), or leave out hosts",
+            )
+        of = this_device(ranks=ranks // hosts)
+        member = Member(of=of, count=ranks, link=loopback())
+        found = cls(tree=Scope(name="here", members=(member,)), far=far, hosts=hosts)
+        return found.at_speeds(_checked(speeds, ranks)) if speeds else found
+
+    @classmethod
+    def load(cls, path: str | Path, *, far: Far | None = None) -> "Cluster":
+        """What a TOML file declares: see docs/clusters.md. No device is touched."""
+        from steelyard.hardware.cluster_file import read_tree
+
+        return cls(tree=read_tree(Path(path)), far=far)
+
+    @classmethod
+    def named(cls, name: str, *, far: Far | None = None) -> "Cluster":
+        """A ready-made machine, such as ``"dgx-h100"``."""
+        from steelyard.hardware.cluster_file import preset_tree
+
+        return cls(tree=preset_tree(name), far=far)

@@ -1,0 +1,343 @@
+"""The cluster file: devices, links and the scopes they make up, as TOML that a person writes.
+
+What a table does not say itself it may take from a preset, and a preset may be named wherever a
+table may. Not for the tables themselves: see cluster_schema.py; nor the presets: see presets.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from steelyard.errors import ClusterFileError, PlanFileError, SteelyardError
+from steelyard.hardware.calibration import Calibration, Domain, Pairs, Score
+from steelyard.hardware.cluster_schema import (
+    KINDS,
+    CalibrationTable,
+    DeviceTable,
+    DomainTable,
+    Head,
+    LinkTable,
+    PairsTable,
+    ReachedTable,
+    ScopeTable,
+)
+from steelyard.hardware.device import Device
+from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.link import Link
+from steelyard.hardware.presets import preset_tables
+from steelyard.hardware.topology import Member, Scope
+from steelyard.safe_files import close_to, problems_of, read_bytes, refusal, toml_tables
+from steelyard.safe_text import printable
+
+FORMAT = 1
+MOST_BYTES = 2**20
+# Ten times the largest that anybody has trained on; beyond it, a digit too many was typed.
+MOST_DEVICES = 1_000_000
+
+_Table = TypeVar("_Table", bound=BaseModel)
+
+
+def read_tree(path: Path) -> Scope:
+    try:
+        raw = read_bytes(path, most_bytes=MOST_BYTES)
+    except PlanFileError as error:
+        raise _of_clusters(error) from None
+    return decode_tree(raw, source=str(path))
+
+
+def decode_tree(raw: bytes | str, *, source: str = "the cluster file") -> Scope:
+    try:
+        return _Reading(toml_tables(raw, source=source, most_bytes=MOST_BYTES), source).tree()
+    except PlanFileError as error:
+        raise _of_clusters(error) from None
+
+
+def preset_tree(name: str) -> Scope:
+    """A ready-made machine by its name."""
+    machines = preset_tables()["scope"]
+    if name not in machines:
+        raise ClusterFileError(
+            f"there is no ready-made machine {printable(str(name), most=60)}",
+            expected=f"one of {', '.join(machines)}",
+            remedy="or declare it in a file: see docs/clusters.md",
+        )
+    return _Reading({"preset": name}, name).tree()
+
+
+def _of_clusters(error: PlanFileError) -> ClusterFileError:
+    """What is found wrong in any file is said of plan files; this one has other remedies."""
+    return ClusterFileError(
+        error.happened,
+        expected="devices, links and scopes, as docs/clusters.md describes them",
+        remedy="correct what is named above",
+    )
+
+
+class _Wrong(Exception):
+    """A table that cannot be used; why has been noted."""
+
+
+class _Reading:
+    """One file, from its tables to the tree; what is wrong is noted, and said all at once."""
+
+    def __init__(self, tables: Mapping[str, Any], source: str) -> None:
+        self._source = source
+        self._tables = tables
+        self._presets = preset_tables()
+        self._problems: list[str] = []
+        self._own: dict[str, dict[str, Any]] = {}
+        self._links: dict[str, Link] = {}
+        self._scopes: dict[str, Scope] = {}
+
+    def tree(self) -> Scope:
+        root = self._root()
+        try:
+            tree = self._scope(root, within=()) if root else None
+            # What nothing uses may be wrong as well: a loop is nobody's member but its own.
+            for name in self._own["scope"]:
+                self._scope(name, within=())
+            for name in self._own["device"]:
+                self._device_table(name)
+            for name in self._own["link"]:
+                self._link(name)
+        except _Wrong:
+            tree = None
+        if tree is not None and tree.num_devices > MOST_DEVICES:
+            self._problems.append(
+                f"declares {tree.num_devices:.3g} devices, {MOST_DEVICES} at most"
+            )
+        if self._problems or tree is None:
+            raise refusal(self._source, list(dict.fromkeys(self._problems)))
+        return tree
+
+    def _root(self) -> str:
+        """The scope that no other holds, or the preset that is all of the cluster."""
+        given = self._tables.get("format")
+        if type(given) is int and given > FORMAT:
+            raise refusal(self._source, ["was written for a later steelyard"])
+        try:
+            head = Head.model_validate(self._tables)
+        except ValidationError as error:
+            raise refusal(self._source, problems_of(error, Head)) from None
+        self._own = {kind: dict(getattr(head, kind)) for kind in KINDS}
+        scopes = self._own["scope"]
+        if head.preset is not None and not scopes:
+            self._own["scope"] = {head.preset: {"preset": head.preset}}
+            return head.preset
+        if head.preset is not None:
+            self._problems.append("names a preset for the whole and declares scopes as well")
+        members = [table.get("members") for table in scopes.values() if isinstance(table, dict)]
+        held = {name for inner in members if isinstance(inner, dict) for name in inner}
+        roots = [name for name in scopes if name not in held]
+        if len(roots) > 1:
+            names = " and ".join(printable(name, most=60) for name in roots[:3])
+            self._problems.append(f"has {len(roots)} roots: no scope holds {names}")
+        if not scopes:
+            self._problems.append("declares no scope: neither [scope.NAME] nor a preset")
+        if scopes and not roots:
+            roots = [next(iter(scopes))]  # a loop, which is found on the way down
+        return roots[0] if len(roots) == 1 else ""
+
+    # --- tables, with what they take from presets -------------------------------------------------
+
+    def _table(self, kind: str, name: str, model: type[_Table]) -> _Table:
+        given = self._own[kind].get(name)
+        place = f"{kind}.{printable(name, most=60)}"
+        if given is None:
+            return model.model_validate(self._presets[kind][name])
+        if not isinstance(given, dict):
+            raise self._wrong(f"{place} is not a table")
+        base: dict[str, Any] = {}
+        preset = given.get("preset")
+        if isinstance(preset, str):
+            if preset not in self._presets[kind]:
+                known = _meant(preset, list(self._presets[kind]))
+                raise self._wrong(f"{place}.preset is no {kind} that is known{known}")
+            base = _overruled(self._presets[kind][preset], by=given)
+        try:
+            return model.model_validate({**base, **given, **_peaks(base, given)})
+        except ValidationError as error:
+            self._problems += problems_of(error, model, within=(kind, name))
+            raise _Wrong from None
+
+    def _wrong(self, problem: str) -> _Wrong:
+        self._problems.append(problem)
+        return _Wrong()
+
+    def _unknown(self, place: str, name: str, *kinds: str) -> _Wrong:
+        known = [known for kind in kinds for known in (*self._own[kind], *self._presets[kind])]
+        close = _meant(name, known)
+        # All presets are more than anybody reads.
+        said = close if "did you mean" in close else ", nor is it a preset"
+        return self._wrong(
+            f"{place} names {printable(name, most=60)}, which nothing declares{said}"
+        )
+
+    # --- from tables to values --------------------------------------------------------------------
+
+    def _link(self, name: str, place: str = "") -> Link:
+        if name in self._links:
+            return self._links[name]
+        if name not in self._own["link"] and name not in self._presets["link"]:
+            raise self._unknown(place, name, "link")
+        table = self._table("link", name, LinkTable)
+        self._links[name] = self._made(table, name)
+        return self._links[name]
+
+    def _made(self, table: LinkTable, name: str) -> Link:
+        place, kind = f"link.{printable(name, most=60)}", table.preset or name
+        rate, latency = table.rate, table.latency
+        if table.curve is not None:
+            if rate is not None or latency is not None:
+                raise self._wrong(f"{place} has a curve and a rate or latency: one or the other")
+            try:
+                return Link.curve(table.curve, kind=kind, doubt=table.doubt)
+            except SteelyardError as error:
+                raise self._wrong(f"{place}.curve cannot be used: {error.happened}") from None
+        if rate is None or latency is None:
+            missing = "rate" if rate is None else "latency"
+            raise self._wrong(f"{place}.{missing} is missing")
+        return Link(kind=kind, latency_seconds=latency, bytes_per_second=rate, doubt=table.doubt)
+
+    def _device_table(self, name: str) -> DeviceTable:
+        return self._table("device", name, DeviceTable)
+
+    def _device(self, name: str, *, scope: ScopeTable, within: str, count: int) -> Device:
+        """With its share of the host's memory, and the way there, from the scope that it is in."""
+        table = self._device_table(name)
+        place = f"device.{printable(name, most=60)}"
+        for key in ("host_memory", "host_link"):
+            if getattr(table, key) is not None and getattr(scope, key) is not None:
+                raise self._wrong(f"{place} and scope.{within} both say {key}")
+        link = table.host_link or scope.host_link
+        shared = None if scope.host_memory is None else scope.host_memory // count
+        return Device(
+            kind=table.preset or name,
+            flops_per_second=table.peak.float32,
+            bytes_per_second=table.memory_bandwidth,
+            memory_bytes=table.memory,
+            call_seconds=table.call,
+            peaks=table.peak.pairs(),
+            host_memory_bytes=table.host_memory or shared,
+            host_link=None if link is None else self._link(link, f"{place}.host_link"),
+            usd_per_hour=table.price,
+            reached=_reached(table.reached),
+        )
+
+    def _scope(self, name: str, *, within: tuple[str, ...]) -> Scope:
+        if name in within:
+            loop = " > ".join(printable(n, most=30) for n in (*within[within.index(name) :], name))
+            raise self._wrong(f"scope.{printable(name, most=60)} holds itself: {loop}")
+        if name in self._scopes:
+            return self._scopes[name]
+        table = self._table("scope", name, ScopeTable)
+        if not table.members:
+            raise self._wrong(f"scope.{printable(name, most=60)}.members is empty")
+        members = [
+            self._member(member, table=table, name=name, within=(*within, name))
+            for member in table.members
+        ]
+        scope = Scope(name=name, members=tuple(members), own_usd_per_hour=table.price)
+        self._scopes[name] = scope
+        return scope
+
+    def _member(
+        self, member: str, *, table: ScopeTable, name: str, within: tuple[str, ...]
+    ) -> Member:
+        place, everyone = f"scope.{printable(name, most=60)}", sum(table.members.values())
+        link, ports = table.link, table.ports
+        of: Device | Scope
+        if self._kind_of(member, f"{place}.members") == "scope":
+            of = self._scope(member, within=within)
+            if link is None:
+                inner = self._table("scope", member, ScopeTable)
+                link, ports = inner.out_link, inner.out_ports
+        else:
+            of = self._device(member, scope=table, within=name, count=everyone)
+        if link is None and everyone > 1:
+            raise self._wrong(f"{place}.link is missing: nothing joins its {everyone} members")
+        joined = None if link is None else self._link(link, f"{place}.link")
+        return Member(of=of, count=table.members[member], link=joined, ports=ports)
+
+    def _kind_of(self, name: str, place: str) -> str:
+        """What is declared in the file goes before presets."""
+        for known in (self._own, self._presets):
+            kinds = [kind for kind in ("scope", "device") if name in known[kind]]
+            if len(kinds) > 1:
+                raise self._wrong(f"{printable(name, most=60)} is both a device and a scope")
+            if kinds:
+                return kinds[0]
+        raise self._unknown(place, name, "scope", "device")
+
+
+def _reached(table: ReachedTable | None) -> Reached | None:
+    if table is None:
+        return None
+    return Reached(
+        share=table.share,
+        attention_share=table.attention,
+        call_seconds=table.call,
+        source=table.fitted,
+        median_error=table.error,
+        calibration=None if table.calibration is None else _calibration(table.calibration),
+    )
+
+
+def _calibration(table: CalibrationTable) -> Calibration:
+    def pairs(found: PairsTable | None) -> Pairs | None:
+        if found is None:
+            return None
+        return Pairs(count=found.count, high_error=found.high_error)
+
+    return Calibration(
+        fitted=_domain(table.fitted),
+        scores=tuple(
+            Score(
+                kind=score.kind,
+                inside=score.inside,
+                domain=_domain(score),
+                median_error=score.median_error,
+                high_error=score.high_error,
+                bias=score.bias,
+                doubt=score.doubt,
+                worst_software=score.worst_software,
+                worst_error=score.worst_error,
+            )
+            for score in table.score
+        ),
+        alike=pairs(table.alike),
+        unlike=pairs(table.unlike),
+    )
+
+
+def _domain(table: DomainTable) -> Domain:
+    (fewest, most), (least, largest) = table.devices, table.parameters
+    return Domain(
+        rows=table.rows,
+        software=tuple(table.software),
+        models=tuple(table.models),
+        kinds=tuple(table.kinds),
+        precisions=tuple(table.precisions),
+        parameters=(least, largest),
+        devices=(fewest, most),
+    )
+
+
+def _meant(given: str, known: Sequence[str]) -> str:
+    """As in ``A100`` for one of two; else as of any key."""
+    begun = [name for name in known if given and name.lower().startswith(given.lower())]
+    return f"; did you mean {' or '.join(begun[:3])}?" if begun else close_to(given, known)
+
+
+def _overruled(base: Mapping[str, Any], *, by: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset without what a table says in another way."""
+    gone = {"rate", "latency"} if "curve" in by else {"curve"} if "rate" in by else set()
+    return {key: value for key, value in base.items() if key not in gone}
+
+
+def _peaks(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """One peak may be put right without the others being said again."""
+    own = given.get("peak")
+    return {"peak": {**base["peak"], **own}} if isinstance(own, dict) and "peak" in base else {}

@@ -1,0 +1,86 @@
+"""A class of device: how fast it computes and moves, what it holds, what stands behind it.
+
+Not for how devices are joined: see link.py and topology.py.
+"""
+
+from dataclasses import dataclass, replace
+
+from steelyard.errors import BadInput
+from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.link import Link
+
+# As torch spells them, and "tf32": float32 operands, multiplied as the hardware's shorter format.
+DTYPES = (
+    "float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8", "float4",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One class of device. The rates are declared or measured ceilings, not averages.
+
+    ``flops_per_second`` is of float32, ``peaks`` of each dtype by name: dense, without sparsity.
+    ``call_seconds`` is what launching any operator costs, however small. ``host_memory_bytes`` is
+    one device's share, reached over ``host_link``. None is what nobody said, a price above all.
+    ``reached`` is what programs reach of the rates, where that is known.
+    ``speed`` is how fast it is beside the device that was measured, where ranks are unequal.
+    """
+
+    kind: str
+    flops_per_second: float
+    bytes_per_second: float
+    memory_bytes: int
+    call_seconds: float = 5e-6
+    threads: int = 1
+    is_here: bool = False
+    peaks: tuple[tuple[str, float], ...] = ()
+    host_memory_bytes: int | None = None
+    host_link: Link | None = None
+    usd_per_hour: float | None = None
+    reached: Reached | None = None
+    speed: float = 1.0
+
+    def at_speed(self, speed: float) -> "Device":
+        """The same, but slower in all that it does."""
+        return replace(
+            self,
+            flops_per_second=self.flops_per_second * speed,
+            bytes_per_second=self.bytes_per_second * speed,
+            call_seconds=self.call_seconds / speed,
+            peaks=tuple((name, peak * speed) for name, peak in self.peaks),
+            speed=self.speed * speed,
+        )
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        known = {"float32": self.flops_per_second, **dict(self.peaks)}
+        if dtype not in known:
+            raise BadInput(
+                f"the peak of {self.kind} in {dtype} is not known",
+                expected=f"one of {', '.join(known)}",
+                remedy=f"declare it: peak.{dtype}, in the cluster file",
+            )
+        return known[dtype]
+
+    def flops_in(self, dtype: str) -> float:
+        """Of operators that give this dtype; where no dtypes are told apart, all are as float32."""
+        return self.peak_flops_per_second(dtype) if self.peaks else self.flops_per_second
+
+    @property
+    def identity(self) -> str:
+        """What makes plans differ. What runs here is known by its name, for its rates vary."""
+        if self.is_here:
+            slower = f"|{self.speed:.3g}" if self.speed != 1 else ""
+            return f"{self.kind}|{self.threads}{slower}"
+        host = None if self.host_link is None else self.host_link.identity
+        known = (
+            self.kind, self.flops_per_second, self.bytes_per_second, self.memory_bytes,
+            self.call_seconds, self.threads, self.peaks, self.host_memory_bytes, host,
+        )  # fmt: skip
+        return repr(known if self.reached is None else (*known, self.reached))
+
+    @property
+    def rates_said(self) -> str:
+        """Of a device that nothing was measured on, at which rates it is taken to compute."""
+        if self.reached is None:
+            return f"{self.kind} at its declared peak, which no program reaches"
+        return f"{self.kind} {self.reached.said}"

@@ -1,0 +1,58 @@
+"""A farther memory of a device, and the names under which its links go.
+
+Not for moving anything there: see offload/tier.py.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.errors import BudgetError
+from steelyard.units import format_bytes, parse_bytes, parse_rate
+
+FAR_PAGE_BYTES = 4096
+# Slower than this nothing is gained, and a unit was forgotten more likely.
+_SLOWEST = 1e6
+# The axes of the links to and from far memory: a rank speaks to itself, over time.
+FAR_OUT, FAR_IN = "far out", "far in"
+# Near memory for the pieces in which they are moved, one for each direction.
+FAR_PIECE_BYTES = 1 << 20
+
+
+def far_room(nbytes: int) -> int:
+    """What a value takes in far memory: whole pages."""
+    return -(-nbytes // FAR_PAGE_BYTES) * FAR_PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Far:
+    """A farther memory: files in ``folder``, at most ``bytes_per_second`` each way, at most
+    ``size_bytes`` of them.
+
+    ``Far("/scratch", rate="500 MB/s", size="20 GiB")`` reads amounts as people write them. The rate
+    is kept to: a transfer that could be faster waits.
+    """
+
+    folder: str
+    bytes_per_second: float
+    size_bytes: int
+
+    def __init__(self, folder: object, rate: str | float, size: str | int) -> None:
+        object.__setattr__(self, "folder", str(folder))
+        object.__setattr__(self, "bytes_per_second", parse_rate(rate))
+        if self.bytes_per_second < _SLOWEST or not self.folder:
+            slow = f"a rate of {format_bytes(self.bytes_per_second)}/s"
+            raise BudgetError(
+                f"{slow if self.folder else 'an empty name'} is no far memory",
+                expected="a folder, used at 1 MB/s or more",
+                remedy='write it as 500MB/s, or Far("/scratch", rate="500 MB/s", size="20 GiB")',
+            )
+        object.__setattr__(self, "size_bytes", parse_bytes(size, what="size"))
+        if self.size_bytes < FAR_PAGE_BYTES:
+            raise BudgetError(
+                f"a size of {format_bytes(self.size_bytes)} holds no value",
+                expected="room for what is to be moved",
+                remedy="write it as 20GiB",
+            )
+
+    def __str__(self) -> str:
+        rate, size = format_bytes(self.bytes_per_second), format_bytes(self.size_bytes)
+        return f"{size} in {self.folder} at {rate}/s"

@@ -1,0 +1,64 @@
+"""FSDP2's reduce-scatter in a code: each rank is sent the codes of its own rows by all others.
+
+Nothing is kept from step to step. Not for how they are added up: see compressed_reduce.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steelyard.errors import Mismatch, RunFailed
+from steelyard.hooks.compressed_reduce import Sums
+from steelyard.ir.gradient_codec import Codec
+
+
+class ShardsInCodes:
+    """For ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __init__(self, codec: Codec) -> None:
+        assert not codec.has_residual, "nothing is kept"
+        self._codec = codec
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if input_tensor.dtype != torch.float32:
+            work: dist.Work | None = dist.reduce_scatter_single(
+                output_tensor, input_tensor, op, group=group, async_op=async_op
+            )
+            return work
+        ranks = group.size()
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise RunFailed(
+                f"FSDP2 asks for {op} of gradients in codes",
+                expected="their sum or mean",
+                remedy="take set_gradient_divide_factor out, or do not compress",
+            )
+        total = Sums(self._codec, group).scattered(input_tensor.view(ranks, -1))
+        output_tensor.copy_(total[: output_tensor.numel()].view_as(output_tensor))
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(ranks)
+        return None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        if state:
+            raise Mismatch(
+                f"what was lost of {len(state)} parameters is to be loaded",
+                expected="nothing: in 8 bits nothing is kept from step to step",
+                remedy="load what the same model and code saved",
+            )

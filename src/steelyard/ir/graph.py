@@ -1,0 +1,570 @@
+"""One training step as a data-flow graph in plain data: nodes, the storages under them, outputs.
+
+What capture/ makes, trades rewrite and predict/ reads. Not for torch objects: an operator is its
+name, a tensor its shape, strides, dtype and storage.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from hashlib import sha256
+
+from steelyard.ir.collective import Collective
+
+
+class Role(StrEnum):
+    """What a storage holds; all but ``activation`` are resident for the whole step."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    CONSTANT = "constant"
+    TANGENT = "tangent"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+    ACTIVATION = "activation"
+
+
+class Phase(StrEnum):
+    """Which part of the step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    nbytes: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of a node: how it lies on which storage.
+
+    ``pending`` names what torch has put off to whoever reads it (conj, neg): most kernels then make
+    a copy first.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    storage: int
+    offset: int = 0
+    pending: str = ""
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * item_bytes(self.dtype)
+
+    @property
+    def is_contiguous(self) -> bool:
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is another node's value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """An argument that names a torch object: ``torch.float32``, ``torch.device('cpu')``."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An argument that names the ranks of a mesh axis; a runner puts its process group there."""
+
+    name: str
+
+
+Argument = Ref | Symbol | Axis | str | int | float | complex | bool | None | tuple["Argument", ...]
+
+
+def without_refs(argument: Argument) -> Argument:
+    """The plain values of an argument, ``$`` for each tensor."""
+    if isinstance(argument, Ref):
+        return "$"
+    if isinstance(argument, tuple):
+        return tuple(without_refs(a) for a in argument)
+    return argument
+
+
+FAR_CALLS = "steelyard.far_"
+# A product that reads one of its sides from far memory, a slice of it after another.
+FAR_PRODUCTS = "steelyard.product_far"
+# A product whose result goes to far memory, a slice of it after another.
+SENT_PRODUCTS = "steelyard.product_sent"
+# Puts tensors side by side that are exchanged together, and takes one of them out of what came.
+JOINED_ROWS, WHOLE_ROWS = "steelyard.joined_rows", "steelyard.whole_rows"
+_COPIES = ("aten.clone.default", "aten._unsafe_view.default")
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One operator call, or one input of the step (``op == "input"``).
+
+    ``path`` is the module, ``line`` the user's source line. ``nth`` counts the calls of ``op`` in
+    ``path`` within the forward pass, so that (path, op, nth) names a forward node across traces.
+    A multi-output operator is one node; its results are taken apart by ``getitem`` nodes.
+    ``signature`` keys measured costs: op, shapes, strides, dtypes and plain arguments.
+    A node with a ``body`` carries that out, and gives its results as a tuple.
+    ``flops`` are of products, which multiply in the format ``multiplies_in``: that of the result
+    where it is empty. An ``is_uncounted`` operator may multiply, and has no formula for its FLOPs.
+    A ``collective`` only issues an exchange. Its result may be read by the node alone that
+    ``waits_for`` it; what a backend needs until then is among the inputs of that node too.
+    """
+
+    name: str
+    op: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    phase: Phase = Phase.FORWARD
+    path: str = ""
+    line: str = ""
+    nth: int = 0
+    signature: str = ""
+    flops: int = 0
+    multiplies_in: str = ""
+    is_uncounted: bool = False
+    moved_bytes: int = 0
+    is_view: bool = False
+    is_random: bool = False
+    mutates: tuple[str, ...] = ()
+    collective: Collective | None = None
+    waits_for: str = ""
+    body: "Body | None" = None
+
+    @property
+    def is_input(self) -> bool:
+        return self.op == "input"
+
+    @property
+    def product_format(self) -> str:
+        """The name under which the peak rate of its products is declared."""
+        return self.multiplies_in or (self.outputs[0].dtype if self.outputs else "float32")
+
+    @property
+    def is_far(self) -> bool:
+        """One of the calls that move a value to far memory or back; the link sets its price."""
+        return self.op.startswith(FAR_CALLS)
+
+    @property
+    def is_packing(self) -> bool:
+        """Part of an exchange of several tensors together."""
+        return self.op in (JOINED_ROWS, WHOLE_ROWS)
+
+    @property
+    def is_far_product(self) -> bool:
+        return self.op == FAR_PRODUCTS
+
+    @property
+    def is_slicing(self) -> bool:
+        """One that begins to fetch slices; the further ones are issued by what reads them."""
+        return self.op in (f"{FAR_CALLS}begin", f"{FAR_CALLS}begin_weight")
+
+    @property
+    def is_getitem(self) -> bool:
+        return self.op == "getitem"
+
+    @property
+    def is_free(self) -> bool:
+        """Neither computes nor allocates: inputs, views, taking apart a tuple."""
+        return self.is_view or self.op in ("input", "getitem")
+
+    def reading(self, renamed: Mapping[str, str]) -> "Node":
+        """The same call on other values."""
+
+        def swapped(argument: Argument) -> Argument:
+            match argument:
+                case Ref(name):
+                    return Ref(renamed.get(name, name))
+                case tuple():
+                    return tuple(swapped(a) for a in argument)
+            return argument
+
+        return replace(
+            self,
+            args=tuple(swapped(a) for a in self.args),
+            kwargs=tuple((key, swapped(a)) for key, a in self.kwargs),
+            inputs=tuple(dict.fromkeys(renamed.get(i, i) for i in self.inputs)),
+            mutates=tuple(renamed.get(m, m) for m in self.mutates),
+            waits_for=renamed.get(self.waits_for, self.waits_for),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sliced:
+    """A value that a body takes or gives a part at a time: ``along`` its leading dims (0) or its
+    last one (-1). Or whole (None); then a value given is a sum over the parts.
+
+    One row is ``unit`` elements of the ``dims`` leading dims, flattened to one.
+    """
+
+    name: str
+    tensor: Tensor
+    along: int | None
+    dims: int = 1
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """Calls that are carried out for a part of ``rows`` at a time: no result is there whole.
+
+    ``calls`` holds them once for each number of rows that a part may have. Parts are as equal as
+    can be; where ``each`` is given, of so many rows but the last.
+    """
+
+    rows: int
+    parts: int
+    each: int = 0
+    takes: tuple[Sliced, ...]
+    calls: tuple[tuple[int, tuple[Node, ...]], ...]
+    gives: tuple[Sliced, ...]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What a part holds at most besides what is given, as far as the calls themselves tell."""
+        count, nodes = self.calls[-1]
+        sums = {given.name for given in self.gives if given.along is None}
+        columns = {given.name for given in self.gives if given.along == -1}
+        outside = {take.tensor.storage for take in self.takes}
+        read = {i for node in nodes for i in node.inputs}
+        sizes: dict[int, int] = {}
+        last: dict[int, int] = {}
+        on: dict[str, set[int]] = {}
+        for place, node in enumerate(nodes):
+            on[node.name] = {t.storage for t in node.outputs} - outside
+            # A product that is only added up is added by its own kernel; one in columns that is
+            # only given is written by it where they belong.
+            is_added = node.name in sums - read and node.op in PRODUCTS
+            is_placed = node.name in columns - read and node.op in PRODUCTS
+            for tensor in () if is_added or is_placed else node.outputs:
+                whole = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
+                nbytes = whole if node.name in sums else whole * count
+                if tensor.storage in on[node.name]:
+                    sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), nbytes)
+            for name in (node.name, *node.inputs):
+                last.update(dict.fromkeys(on.get(name, ()), place))
+        for name in {given.name for given in self.gives} - columns:
+            last.update(dict.fromkeys(on[name], len(nodes) - 1))
+        held = most = 0
+        born: set[int] = set()
+        for place, node in enumerate(nodes):
+            for storage in on[node.name] - born:
+                held += sizes.get(storage, 0)
+            born |= on[node.name]
+            most = max(most, held)
+            held -= sum(sizes.get(s, 0) for s, end in last.items() if end == place)
+        # Sums of half precision are kept in single.
+        return most + sum(
+            given.tensor.numel * 4
+            for given in self.gives
+            if given.along is None and given.tensor.dtype in ("float16", "bfloat16")
+        )
+
+    @property
+    def told(self) -> str:
+        """Everything that decides what it costs."""
+        named: dict[str, int] = {}
+
+        def number(name: str) -> int:
+            return named.setdefault(name, len(named))
+
+        lines = [f"{self.rows} rows in {self.parts}{f' of {self.each}' if self.each else ''}"]
+        lines += [
+            f"{number(s.name)} {s.along} {s.dims} {s.unit} {s.tensor.dtype} {s.tensor.shape} "
+            f"{s.tensor.stride} {s.tensor.pending}"
+            for s in (*self.takes, *self.gives)
+        ]
+        lines += [
+            f"{number(node.name)} {node.op} {[number(i) for i in node.inputs]} {node.signature}"
+            for node in self.calls[0][1]
+        ]
+        return "\n".join(lines)
+
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each part, the larger ones first."""
+        if self.each:
+            whole, rest = divmod(self.rows, self.each)
+            return (self.each,) * whole + ((rest,) if rest else ())
+        least, more = divmod(self.rows, self.parts)
+        return (least + 1,) * more + (least,) * (self.parts - more)
+
+
+class OutputKind(StrEnum):
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    # One that is sent to far memory and does not stay.
+    FAR_GRADIENT = "gradient, far"
+    # One over all ranks and micro-batches, in place of what this rank has added up.
+    SUMMED = "gradient, summed"
+    UPDATE = "update"
+    # One that another part of the same step takes up, a stage of a pipeline.
+    CARRIED = "carried"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A value that leaves the step: the loss, the gradient of ``target``, a new value of it."""
+
+    kind: OutputKind
+    node: str
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A mean over those entries of the node ``targets`` that are not ``ignored``."""
+
+    targets: str
+    ignored: int
+
+
+def same_shares(counts: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether each part of a batch weighs alike in two counted means."""
+    return [n * sum(others) for n in counts] == [n * sum(counts) for n in others]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """Sibling modules ``prefix.0 .. prefix.(count-1)`` whose subgraphs were verified equal."""
+
+    prefix: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """The step: ``nodes`` in an order that respects data flow, forward before backward.
+
+    ``unused`` lists trainable parameters that the loss does not depend on (their gradient stays
+    None, as in eager PyTorch). ``eager_peak_bytes`` is what eager PyTorch would hold above the
+    resident bytes in the same forward and backward pass. ``counts`` are the counted means of the
+    loss where a rewrite has spelled some of them otherwise.
+    """
+
+    nodes: tuple[Node, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[Output, ...]
+    decomposition: str
+    runs: tuple[BlockRun, ...] = ()
+    unused: tuple[str, ...] = ()
+    eager_peak_bytes: int = 0
+    counts: tuple[Counted, ...] | None = None
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        users: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                users[name].append(node.name)
+        return {name: tuple(names) for name, names in users.items()}
+
+    @cached_property
+    def collectives(self) -> tuple[str, ...]:
+        """The nodes that exchange something with other ranks."""
+        return tuple(node.name for node in self.nodes if node.collective is not None)
+
+    @cached_property
+    def counted(self) -> tuple[Counted, ...]:
+        """The counted means in the loss; two that count the same targets are listed once."""
+        if self.counts is not None:
+            return self.counts
+        found = []
+        for node in map(self.by_name.__getitem__, self._counted_means):
+            targets, ignored = node.args[1], node.args[4]
+            assert isinstance(targets, Ref)
+            assert isinstance(ignored, int)
+            found.append(Counted(targets=targets.name, ignored=ignored))
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def is_counted_alone(self) -> bool:
+        """Whether the batch reaches the loss by counted means and nothing besides."""
+        pending = [o.node for o in self.outputs if o.kind is OutputKind.LOSS]
+        seen = set(self._counted_means)
+        while pending:
+            node = self.by_name[pending.pop()]
+            if node.name in seen:
+                continue
+            if node.is_input and any(
+                self.storages[t.storage].role is Role.BATCH for t in node.outputs
+            ):
+                return False
+            seen.add(node.name)
+            pending += node.inputs
+        return bool(self._counted_means)
+
+    @cached_property
+    def _counted_means(self) -> tuple[str, ...]:
+        return tuple(
+            n.name
+            for n in self.forward()
+            if n.op in _COUNTED_MEANS and n.args[2] is None and n.args[3] == 1
+        )
+
+    @cached_property
+    def reaching_backward(self) -> frozenset[str]:
+        """What the backward pass reads, and what that was made of."""
+        useful: set[str] = set()
+        for node in reversed(self.nodes):
+            if node.phase is not Phase.FORWARD or node.name in useful:
+                useful.update(node.inputs)
+        return frozenset(useful)
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Storages that some operator writes into after they were made."""
+        return frozenset(s for n in self.nodes for i in n.mutates for s in self.storages_of(i))
+
+    def is_look(self, node: Node) -> bool:
+        """A view, or a part of a view of several results; a getitem of anything else is a value."""
+        return self.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
+
+    def has_several(self, name: str) -> bool:
+        """Whether it is an operator whose results are taken apart."""
+        node = self.by_name[name]
+        return not node.is_free and any(self.by_name[u].is_getitem for u in self.users[name])
+
+    def ancestors(self, name: str) -> tuple[str, ...]:
+        """What must be computed for ``name``, itself last; inputs left out."""
+        needed = {name}
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                needed.update(node.inputs)
+        return tuple(n.name for n in self.nodes if n.name in needed and not n.is_input)
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(node.flops for node in self.nodes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names this step at this batch shape; another batch shape is another graph."""
+        calls = (
+            f"{n.path}|{n.op}|{n.nth}|{[(t.shape, t.dtype) for t in n.outputs]}|"
+            f"{without_refs((*n.args, *(a for _, a in n.kwargs)))}"
+            for n in self.forward()
+        )
+        return self._digest(calls)
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """Names the model, the loss and what is trained, at whatever batch shape.
+
+        Whether a reshape looks or copies depends on sizes (of one sample it need not copy), so
+        operators that compute nothing do not count.
+        """
+        held = (
+            f"{n.name}|{t.shape}|{t.dtype}"
+            for n in self.inputs()
+            for t in n.outputs
+            if self.storages[t.storage].role in (Role.PARAMETER, Role.BUFFER)
+        )
+        computed = (n for n in self.forward() if not n.is_view and n.op not in _COPIES)
+        return self._digest([*held, *(f"{n.path}|{n.op}|{n.nth}" for n in computed)])
+
+    def _digest(self, parts: Iterable[str]) -> str:
+        digest = sha256(self.decomposition.encode())
+        for part, count in sorted(Counter(parts).items()):
+            digest.update(f"{part}x{count}\n".encode())
+        for target in sorted(o.target for o in self.outputs if o.kind is OutputKind.GRADIENT):
+            digest.update(f"trains {target}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def inputs(self) -> Iterator[Node]:
+        return (node for node in self.nodes if node.is_input)
+
+    def forward(self) -> Iterator[Node]:
+        return (n for n in self.nodes if n.phase is Phase.FORWARD and not n.is_input)
+
+    def storages_of(self, name: str) -> tuple[int, ...]:
+        # Each rewriting of a step asks of every value, and again of each that reads it.
+        found = self._lying.get(name)
+        if found is None:
+            found = tuple(dict.fromkeys(t.storage for t in self.by_name[name].outputs))
+            self._lying[name] = found
+        return found
+
+    @cached_property
+    def _lying(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def resident_bytes(self, *roles: Role) -> int:
+        """Bytes of the storages with these roles that the step's inputs lie on."""
+        seen = {t.storage for node in self.inputs() for t in node.outputs}
+        return sum(self.storages[s].nbytes for s in seen if self.storages[s].role in roles)
+
+    def problems(self) -> list[str]:
+        """Why this is no valid graph; empty when it is one."""
+        found: list[str] = []
+        seen: set[str] = set()
+        for node in self.nodes:
+            found += [
+                f"{node.name} reads {i} before it exists" for i in node.inputs if i not in seen
+            ]
+            if node.name in seen:
+                found.append(f"{node.name} is defined twice")
+            if node.waits_for and node.waits_for not in node.inputs:
+                found.append(f"{node.name} waits for {node.waits_for} without reading it")
+            seen.add(node.name)
+            for tensor in node.outputs:
+                if not 0 <= tensor.storage < len(self.storages):
+                    found.append(f"{node.name} lies on unknown storage {tensor.storage}")
+        found += [f"output {o.node} does not exist" for o in self.outputs if o.node not in seen]
+        return found
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element: ``bfloat16`` says 16 bits; what says none or fewer than 8 takes one."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+# The last is what the first divides by, where its sum is taken in slices.
+_COUNTED_MEANS = (
+    "aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default", "steelyard.nll_loss_weight",
+)  # fmt: skip
+
+
+def path_matches(path: str, pattern: str) -> bool:
+    """Whether ``path`` is ``pattern`` with each ``*`` standing for one index."""
+    ours, theirs = path.split("."), pattern.split(".")
+    return len(ours) == len(theirs) and all(
+        b == a or (b == "*" and a.isdigit()) for a, b in zip(ours, theirs, strict=True)
+    )

@@ -1,2 +1,0 @@
-"""Triton sources, and nothing else.
-Not for choosing or calling them."""

@@ -1,0 +1,4 @@
+"""Bandwidth and latency between ranks, and the speed of each rank.
+
+Not for operators: see operators/.
+"""

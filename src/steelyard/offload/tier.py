@@ -1,0 +1,252 @@
+"""Far memory: a file that values are written to and read from while the device works on.
+
+Kept to its declared rate, past the page cache, so that it cannot win by being memory after all. The
+file has no name from the moment it exists: whatever ends the process removes it. Not for what is
+sent, nor when: that is the program's.
+"""
+
+import ctypes
+import mmap
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, wait
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from steelyard.errors import BadInput, RunFailed
+from steelyard.hardware.cluster import FAR_PIECE_BYTES, Far, far_room
+from steelyard.hardware.host_os import filesystem_of
+from steelyard.units import format_bytes, format_seconds
+
+# A piece that takes this many times as long as declared, and so long at least, never gets through.
+_PATIENCE, _LEAST_PATIENCE_SECONDS = 20.0, 60.0
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+
+class FarMemory:
+    """Room on one file, and a thread for each direction. ``waited_seconds`` is what the device
+    has waited in all, ``moved_bytes`` what went either way.
+    """
+
+    def __init__(self, far: Far) -> None:
+        self.far = far
+        self.waited_seconds = 0.0
+        self.moved_bytes = 0
+        self._file = _open(far)
+        self._size = self._kept = 0
+        self._out = _Lane(os.dup(self._file), far.bytes_per_second, name="far out")
+        self._in = _Lane(os.dup(self._file), far.bytes_per_second, name="far in")
+        self._close = weakref.finalize(self, _closed, self._file, self._out, self._in)
+
+    def close(self) -> None:
+        self._close()
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long values were on their way, in all and both ways."""
+        return self._out.busy_seconds + self._in.busy_seconds
+
+    def shared(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets of room for one program's values; another program's, which runs at another time,
+        may lie in the same place.
+        """
+        rounded = [far_room(size) for size in sizes]
+        total = self._kept + sum(rounded)
+        if total > self.far.size_bytes:
+            raise BadInput(
+                f"the plan moves {format_bytes(total)} to {self.far.folder}, which may hold "
+                f"{format_bytes(self.far.size_bytes)}",
+                expected="a far memory as large as the plan was made for",
+                remedy="allow a larger size, or plan again",
+            )
+        if total > self._size:
+            self._reserve(total)
+        return list(accumulate(rounded[:-1], initial=self._kept))
+
+    def kept(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets of room that nothing else is given from then on; before any program's."""
+        offsets = self.shared(sizes) if sizes else []
+        self._kept += sum(map(far_room, sizes))
+        return offsets
+
+    def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
+        """What lies there, as memory that can be read and written, and that the system may take
+        out of memory again."""
+        pages = mmap.mmap(self._file, far_room(nbytes), offset=offset)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+
+    def _reserve(self, total: int) -> None:
+        try:
+            os.posix_fallocate(self._file, 0, total)
+        except OSError as error:
+            raise _unusable(self.far, f"cannot hold {format_bytes(total)}", error) from error
+        self._size = total
+
+    def send(self, offset: int, x: torch.Tensor) -> "Future[None]":
+        self.moved_bytes += x.nbytes
+        return self._out.start(offset, x, is_write=True)
+
+    def fetch(self, offset: int, x: torch.Tensor) -> "Future[None]":
+        self.moved_bytes += x.nbytes
+        return self._in.start(offset, x, is_write=False)
+
+    def await_sent(self, transfer: "Future[None]") -> None:
+        self._wait(transfer, self._out)
+
+    def await_fetched(self, transfer: "Future[None]") -> None:
+        self._wait(transfer, self._in)
+
+    def _wait(self, transfer: "Future[None]", lane: "_Lane") -> None:
+        """However much is queued before it: what ends it is a piece that does not get through."""
+        begin = time.perf_counter()
+        declared = FAR_PIECE_BYTES / self.far.bytes_per_second
+        patience = max(_LEAST_PATIENCE_SECONDS, _PATIENCE * declared)
+        while not transfer.done():
+            wait((transfer,), timeout=patience)
+            still = time.perf_counter() - lane.progressed
+            if not transfer.done() and still >= patience:
+                raise RunFailed(
+                    f"far memory in {self.far.folder} stalls: {format_bytes(FAR_PIECE_BYTES)} are "
+                    f"not through after {format_seconds(still)}",
+                    expected=f"~{format_seconds(declared)}, at the declared rate",
+                    remedy="name another folder for far memory, or plan without",
+                )
+        self.waited_seconds += time.perf_counter() - begin
+        error = transfer.exception()
+        if isinstance(error, OSError):
+            raise RunFailed(
+                f"far memory in {self.far.folder} failed: {error.strerror or error}",
+                expected="a disk that takes what it is given, and gives it back",
+                remedy="name another folder for far memory, or plan without",
+            ) from error
+        if error is not None:
+            raise error
+
+
+_Job = tuple["Future[None]", int, list[torch.Tensor], bool]
+
+
+class _Lane:
+    """One direction: a thread that moves one value after another, no faster than declared.
+
+    Its file is its own, and closed by its thread: closed by another in the middle of a transfer,
+    the number might stand for some other file by the next piece. The thread is a daemon, so that a
+    disk that never answers does not keep the process from ending.
+    """
+
+    def __init__(self, file: int, bytes_per_second: float, *, name: str) -> None:
+        self._file = file
+        self._rate = bytes_per_second
+        # Aligned to pages, as a file that is opened past the cache wants it.
+        self._buffer = mmap.mmap(-1, FAR_PIECE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        self.busy_seconds = 0.0
+        self.progressed = time.perf_counter()
+        self._process = os.getpid()
+        self._is_over = threading.Event()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def start(self, offset: int, x: torch.Tensor, *, is_write: bool) -> "Future[None]":
+        if os.getpid() != self._process:
+            raise RunFailed(
+                "far memory was opened before this process was forked, and its threads were not",
+                expected="steps in the process in which the plan was applied",
+                remedy="apply the plan here: plan.apply(model)",
+            )
+        if self._is_over.is_set():
+            raise RunFailed(
+                "far memory was closed, and a step moves values to it",
+                expected="to be open while steps are taken",
+                remedy="apply the plan again: plan.apply(model)",
+            )
+        transfer: Future[None] = Future()
+        # Taken out of the box before the transfer is said to be over: no thread holds it then.
+        self._jobs.put((transfer, offset, [x], is_write))
+        return transfer
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            transfer, offset, box, is_write = job
+            del job
+            try:
+                self._move(offset, box, is_write)
+            except Exception as error:  # noqa: BLE001 - whoever waits has it
+                transfer.set_exception(error)
+            else:
+                transfer.set_result(None)
+        os.close(self._file)
+
+    def _move(self, offset: int, box: list[torch.Tensor], is_write: bool) -> None:
+        x = box.pop()
+        near, nbytes = x.data_ptr(), x.nbytes
+        begin = self.progressed = time.perf_counter()
+        for done in range(0, nbytes, FAR_PIECE_BYTES):
+            if self._is_over.is_set():
+                raise CancelledError
+            size = min(FAR_PIECE_BYTES, nbytes - done)
+            pages = self._view[: far_room(size)]
+            if is_write:
+                ctypes.memmove(self._address, near + done, size)
+                _all(os.pwrite(self._file, pages, offset + done), len(pages))
+            else:
+                _all(os.preadv(self._file, [pages], offset + done), len(pages))
+                ctypes.memmove(near + done, self._address, size)
+            early = begin + (done + size) / self._rate - time.perf_counter()
+            if early > 0:
+                self._is_over.wait(early)
+            self.progressed = time.perf_counter()
+        self.busy_seconds += time.perf_counter() - begin
+
+
+def _all(moved: int, wanted: int) -> None:
+    if moved != wanted:
+        raise OSError(f"moved {moved} of {wanted} bytes")
+
+
+def _open(far: Far) -> int:
+    folder = Path(far.folder)
+    if not folder.is_dir():
+        raise BadInput(
+            f"there is no folder {far.folder} for far memory",
+            expected="a folder on a disk, with room",
+            remedy="make it, or name another",
+        )
+    kind = filesystem_of(folder)
+    if kind in _IN_MEMORY:
+        raise BadInput(
+            f"{far.folder} is no farther memory: it is {kind}, which lies in the same",
+            expected="a folder on a disk",
+            remedy="name another folder",
+        )
+    try:
+        # Without a name: nothing is left behind, whatever ends this process.
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+    except OSError as error:
+        raise _unusable(far, "cannot be used", error) from error
+
+
+def _unusable(far: Far, what: str, error: OSError) -> BadInput:
+    return BadInput(
+        f"the far memory in {far.folder} {what}: {error.strerror}",
+        expected="a folder that can be written to, on a disk with room, read past its cache "
+        "(O_TMPFILE and O_DIRECT)",
+        remedy="name another folder, or plan without far memory",
+    )
+
+
+def _closed(file: int, *lanes: _Lane) -> None:
+    for lane in lanes:
+        lane.stop()
+    os.close(file)

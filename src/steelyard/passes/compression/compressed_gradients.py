@@ -1,0 +1,139 @@
+"""Which gradients go in codes: the parameters that rules name, and those that are worth it.
+
+What two trades share that send gradients in few bits. Plain data, without torch.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from steelyard.errors import Mismatch
+from steelyard.ir.gradient_codec import CODES, Codec, codec_of, is_worth_factors
+from steelyard.ir.graph import Graph, Node
+from steelyard.ir.optimizer_update import WEIGHT, parameters_named, parameters_of
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.step_source import Source
+from steelyard.passes.compression.compressed_all_reduce import coded
+from steelyard.passes.data_parallel.buckets import buckets
+from steelyard.plans.trade import Offer, Refusal
+
+# What has one dimension scales or shifts whole channels: a few numbers, and much hangs on each.
+_FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
+# The first gradients are the largest, and what an optimizer keeps of them is of few.
+_WARM_UP = 5
+
+
+class SendsCodes:
+    """A trade that sends gradients in codes, all but what it is called and pays."""
+
+    name: ClassVar[str]
+
+    def offers(
+        self,
+        program: Program,
+        source: Source,  # noqa: ARG002 - the program says what is exchanged
+    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        return _offers_in(self.name, program)
+
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+        return _with_codes(program, rules, source)
+
+
+def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+    """One for each code of the trade: all gradients that ranks sum up, but for the small ones."""
+    if program.layout.batch == 1:
+        return (), ()
+    offers: list[Offer] = []
+    refused: list[Refusal] = []
+    for (own, op, degree), codec in CODES.items():
+        if own != trade:
+            continue
+        if names := _codable(program.graph, codec):
+            lead = _WARM_UP if codec.has_residual else 0
+            rules = _rules_for(trade, program.graph, names, op=op, degree=degree, lead=lead)
+            offers.append(Offer(trade=trade, label=codec.label, rules=rules))
+        else:
+            reason = "no gradient that ranks sum up is a large matrix of float32"
+            refused.append(Refusal(trade=trade, label=codec.label, reason=reason))
+    return tuple(offers), tuple(refused)
+
+
+def _codable(graph: Graph, codec: Codec) -> list[str]:
+    """The parameters whose gradients could go in this code, in the order of their buckets."""
+    return [
+        member.target
+        for bucket in buckets(graph)
+        for member in bucket.members
+        if _is_codable(graph.by_name[member.target], codec)
+    ]
+
+
+def _rules_for(
+    trade: str, graph: Graph, names: Iterable[str], *, op: str, degree: int = 0, lead: int = 0
+) -> tuple[Rule, ...]:
+    """The fewest that name exactly these."""
+    names = list(names)
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        pattern = pattern_of(name.removeprefix(WEIGHT), graph.runs)
+        by_pattern.setdefault(pattern, []).append(name)
+    found = []
+    rule = Rule(trade=trade, op=op, degree=degree, lead=lead)
+    for pattern, own in by_pattern.items():
+        if len(own) == len(parameters_of(graph, pattern)):
+            found.append(replace(rule, module=pattern, count=len(own)))
+        else:
+            found += [replace(rule, module=name.removeprefix(WEIGHT)) for name in own]
+    return tuple(sorted(found))
+
+
+def _with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    """The program that sends what the rules name in their codes."""
+    if not rules:
+        return program
+    assert not program.again, "what is exchanged is changed before anything is computed again"
+    layout = program.layout
+    if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1:
+        others = layout.pipeline > 1 or layout.tensor > 1
+        raise Mismatch(
+            f"the plan sends gradients in codes ({rules[0].trade})"
+            + (", and ranks share layers or tensors" if others else ""),
+            expected="ranks that share the batch, and nothing else",
+            remedy=f"take the {rules[0].trade} rules out of the plan, or plan again",
+        )
+    codecs = dict(_named(program.graph, rules))
+    exchanged = {m.target for bucket in buckets(program.graph) for m in bucket.members}
+    if odd := sorted(codecs.keys() - exchanged):
+        raise Mismatch(
+            f"the plan sends the gradient of {odd[0].removeprefix(WEIGHT)} in codes, and ranks do "
+            "not sum it up by itself, or twice in codes",
+            expected="parameters that every rank holds as a whole, each in one rule",
+            remedy=f"take it out of the {rules[0].trade} rules, or plan again",
+        )
+    graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
+    return program.with_graph(source.rewritten(graph))
+
+
+def _named(graph: Graph, rules: Sequence[Rule]) -> Iterator[tuple[str, Codec]]:
+    for rule in rules:
+        codec = codec_of(rule)
+        for name in parameters_named(graph, rule):
+            if not _is_codable(graph.by_name[name], codec, least_bytes=1):
+                factors = f", much larger than factors of rank {codec.rank}" if codec.rank else ""
+                raise Mismatch(
+                    f"the plan sends the gradient of {name.removeprefix(WEIGHT)} in codes",
+                    expected=f"gradients of float32 with two dimensions or more{factors}",
+                    remedy=f"take it out of the {rule.trade} rules, or plan again",
+                )
+            yield name, codec
+
+
+def _is_codable(parameter: Node, codec: Codec, *, least_bytes: int = _LEAST_BYTES) -> bool:
+    tensor = parameter.outputs[0]
+    is_large = len(tensor.shape) >= _FEWEST_DIMS and tensor.nbytes >= least_bytes
+    is_matrix = not codec.rank or is_worth_factors(tensor, codec.rank)
+    return is_large and is_matrix and tensor.dtype == "float32"
+
+
+__all__ = ["SendsCodes"]

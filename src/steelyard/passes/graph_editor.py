@@ -1,0 +1,223 @@
+"""A graph with exchanges put into it: nodes placed behind or before others, new names and storages.
+
+Plain data, without torch. Not for what is exchanged and why: see passes/data_parallel/all_reduce.py
+and passes/data_parallel/shard_parameters.py.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from steelyard.ir.collective import Collective, Exchange, Transport
+from steelyard.ir.graph import (
+    JOINED_ROWS,
+    WHOLE_ROWS,
+    Argument,
+    Axis,
+    Graph,
+    Node,
+    Output,
+    Ref,
+    Role,
+    Storage,
+    Tensor,
+)
+
+
+class Rewriting:
+    """Collects changes to ``graph``; the graph itself stays as it is."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.storages = list(graph.storages)
+        self.before = graph
+        self._nodes = dict(graph.by_name)
+        self._before: dict[str, list[str]] = {}
+        self._behind: dict[str, list[str]] = {}
+
+    def __getitem__(self, name: str) -> Node:
+        return self._nodes[name]
+
+    def result(self, outputs: Sequence[Output], *, without: Collection[str] = ()) -> Graph:
+        """``without`` these nodes, in whose place others were put."""
+        ordered: list[Node] = []
+        for node in self.before.nodes:
+            names = (*self._before.get(node.name, ()), node.name, *self._behind.get(node.name, ()))
+            ordered += [self._nodes[name] for name in names if name not in without]
+        # They are there from the start, and may be sent before what they stand behind.
+        ordered.sort(key=lambda node: not node.is_input)
+        graph = replace(
+            self.before,
+            nodes=tuple(ordered),
+            storages=tuple(self.storages),
+            outputs=tuple(outputs),
+        )
+        assert not graph.problems(), graph.problems()
+        return graph
+
+    def is_alone(self, name: str) -> bool:
+        """Whether this output of the step lies on memory of its own, that nothing else reads."""
+        graph = self.before
+        (storage,) = graph.storages_of(name)
+        lying = {n.name for n in graph.nodes if storage in graph.storages_of(n.name)}
+        read = {user for one in lying for user in graph.users[one]}
+        leaving = [output for output in graph.outputs if output.node in lying]
+        given = any(graph.by_name[one].is_input for one in lying)
+        return read <= lying and len(leaving) == 1 and not given
+
+    def fresh(self, name: str) -> str:
+        """A name that no node has: what was put in may be taken out again for something else."""
+        found, number = name, 1
+        while found in self._nodes:
+            number += 1
+            found = f"{name}_{number}"
+        return found
+
+    def put_before(self, anchor: str, node: Node) -> Node:
+        return self._put(self._before.setdefault(anchor, []), node)
+
+    def put_behind(self, anchor: str, node: Node) -> Node:
+        """Behind what was put there already."""
+        return self._put(self._behind.setdefault(anchor, []), node)
+
+    def change(self, node: Node) -> None:
+        self._nodes[node.name] = node
+
+    def reroute(self, old: Node, new: Node) -> None:
+        """What read ``old`` reads ``new``, and views of the one become views of the other."""
+        before, after = old.outputs[0].storage, new.outputs[0].storage
+        for name in self.before.by_name:
+            node = self._nodes[name]
+            if name == old.name:
+                continue
+            outputs = tuple(
+                replace(t, storage=after) if t.storage == before else t for t in node.outputs
+            )
+            if outputs != node.outputs or old.name in node.inputs:
+                self.change(replace(node.reading({old.name: new.name}), outputs=outputs))
+
+    def tensor(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Contiguous, on a storage of its own."""
+        stride, step = [], 1
+        for size in reversed(shape):
+            stride.append(step)
+            step *= size
+        made = Tensor(
+            shape=shape, stride=tuple(reversed(stride)), dtype=dtype, storage=len(self.storages)
+        )
+        self.storages.append(Storage(nbytes=made.nbytes, role=Role.ACTIVATION))
+        return made
+
+    def _put(self, place: list[str], node: Node) -> Node:
+        assert node.name not in self._nodes, node.name
+        self._nodes[node.name] = node
+        place.append(node.name)
+        return node
+
+
+def call(
+    op: str,
+    like: Node,
+    *,
+    name: str,
+    args: tuple[Argument, ...],
+    inputs: Sequence[Node],
+    output: Tensor,
+    moved_bytes: int = 0,
+) -> Node:
+    """A node that stands where ``like`` stands in the user's code."""
+    return Node(
+        name=name,
+        op=op,
+        args=args,
+        inputs=tuple(dict.fromkeys(node.name for node in inputs)),
+        outputs=(output,),
+        phase=like.phase,
+        path=like.path,
+        line=like.line,
+        signature=f"{op}({';'.join(_layout(node.outputs[0]) for node in inputs)};{_plain(args)})",
+        moved_bytes=moved_bytes,
+        is_view=any(t.storage == output.storage for node in inputs for t in node.outputs),
+    )
+
+
+def view(source: Node, tensor: Tensor, *, name: str) -> Node:
+    """``tensor``, which lies on the storage of ``source``."""
+    return call(
+        "aten.as_strided.default", source, name=name,
+        args=(Ref(source.name), tensor.shape, tensor.stride, tensor.offset), inputs=(source,),
+        output=tensor,
+    )  # fmt: skip
+
+
+def joined_rows(tensors: Sequence[Node], *, like: Node, name: str, output: Tensor) -> Node:
+    """As many rows as ``output`` has of each, those of the same number side by side."""
+    return call(
+        JOINED_ROWS, like, name=name, args=(tuple(Ref(t.name) for t in tensors), output.shape[0]),
+        inputs=tensors, output=output, moved_bytes=2 * output.nbytes,
+    )  # fmt: skip
+
+
+def whole_rows(joined: Node, start: int, *, like: Node, name: str, output: Tensor) -> Node:
+    """The tensor whose part of each row begins at ``start``."""
+    return call(
+        WHOLE_ROWS, like, name=name, args=(Ref(joined.name), start, output.shape),
+        inputs=(joined,), output=output, moved_bytes=2 * output.nbytes,
+    )  # fmt: skip
+
+
+def issue(
+    collective: Collective, value: Node, *, name: str, output: Tensor, moved_bytes: int
+) -> Node:
+    """The call that sends ``value`` on its way."""
+    axis, ranks = Axis(collective.axis), collective.num_ranks
+    rest: dict[Exchange, tuple[Argument, ...]] = {
+        Exchange.ALL_REDUCE: ("sum", axis),
+        Exchange.REDUCE_SCATTER: ("sum", ranks, axis),
+        Exchange.ALL_GATHER: (ranks, axis),
+        # As many rows as ranks, one for each.
+        Exchange.ALL_TO_ALL: ((1,) * ranks, (1,) * ranks, axis),
+    }
+    node = call(
+        _CALLS[collective.kind], value, name=name, args=(Ref(value.name), *rest[collective.kind]),
+        inputs=(value,), output=output, moved_bytes=moved_bytes,
+    )  # fmt: skip
+    return replace(node, collective=collective)
+
+
+def issue_in_place(collective: Collective, value: Node, *, name: str) -> Node:
+    """The call that has ``value``, which nothing else reads, summed where it lies."""
+    assert collective.kind is Exchange.ALL_REDUCE
+    node = call(
+        "_c10d_functional.all_reduce_.default", value, name=name,
+        args=(Ref(value.name), "sum", Axis(collective.axis)), inputs=(value,),
+        output=value.outputs[0],
+    )  # fmt: skip
+    # No view: a view may be looked at again, and other numbers lie there by then.
+    return replace(node, collective=collective, is_view=False, mutates=(value.name,))
+
+
+def wait(issued: Node, transport: Transport) -> Node:
+    """The call that hands the result over; it blocks until the result has arrived."""
+    assert issued.collective is not None
+    node = call(
+        "_c10d_functional.wait_tensor.default", issued, name=f"{issued.name}_waited",
+        args=(Ref(issued.name),), inputs=(issued,), output=issued.outputs[0],
+    )  # fmt: skip
+    kept = issued.inputs if issued.collective.kind in transport.keeps_input else ()
+    # No view: a view may be left out or looked at again, and waiting may not.
+    return replace(node, is_view=False, waits_for=issued.name, inputs=(issued.name, *kept))
+
+
+_CALLS = {
+    Exchange.ALL_REDUCE: "_c10d_functional.all_reduce.default",
+    Exchange.REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
+    Exchange.ALL_GATHER: "steelyard.all_gather",
+    Exchange.ALL_TO_ALL: "_c10d_functional.all_to_all_single.default",
+}
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def _plain(args: tuple[Argument, ...]) -> str:
+    return ";".join(str(a) for a in args if not isinstance(a, Ref | Axis))

@@ -1,0 +1,125 @@
+"""Products with a weight that is never near whole: they read it from far memory, slice by slice.
+
+Not for how many slices: see trades/. Not for what is carried out in them: see sliced_loops.py; nor
+for computing it: see offload/.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from steelyard.ir.graph import Graph, Node, Phase, Ref, Symbol
+from steelyard.ir.optimizer_update import WEIGHT
+from steelyard.ir.program import Instruction, Program
+from steelyard.passes.offload.sliced_loops import Carried, Loops, Product
+from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, woven
+from steelyard.passes.slicing.column_rules import IsPointwise
+
+
+def sliceable(program: Program, parameters: Iterable[str]) -> frozenset[str]:
+    """Of these weights: what nothing reads but products of which it is the right side, or the left
+    one turned."""
+    nodes = program.graph.by_name
+    able = [p for p in parameters if _is_row_major(nodes[WEIGHT + p])]
+    looks = Looks(program, [WEIGHT + p for p in able])
+    lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
+    reads = looks.reads(lines)
+
+    def is_read_by_products(parameter: str) -> bool:
+        found = (nodes[lines[k].node] for k in reads.get(WEIGHT + parameter, ()))
+        products = [Product.of(node, program.graph, looks) for node in found]
+        return bool(products) and all(products)
+
+    return frozenset(filter(is_read_by_products, able))
+
+
+def _is_row_major(node: Node) -> bool:
+    (tensor,) = node.outputs
+    return len(tensor.shape) == 2 and tensor.stride == (tensor.shape[1], 1)
+
+
+def with_products_far(
+    program: Program,
+    slices: Mapping[str, int],
+    leads: Mapping[str, int],
+    *,
+    is_pointwise: IsPointwise,
+) -> Program:
+    """Each product, and what is pointwise behind it, becomes a call that goes through the slices.
+    Before it they begin to be fetched, behind it the last two are let go."""
+    looks = Looks(program, [WEIGHT + parameter for parameter in slices])
+    lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
+    graph, lines = _with_room_apart(program.graph, lines)
+    each = {WEIGHT + parameter: count for parameter, count in slices.items()}
+    loops = Loops(graph, lines, looks, each, is_pointwise=is_pointwise).found()
+    calls = Calls(graph, Phase.BACKWARD)
+    calls.drop(looks.names)
+    carried = {loop.lines[-1]: (loop, Carried(loop, graph, lines)) for loop in loops}
+    moved = {k: max(l.lines[-1] for l in loops if k in l.behind) for l in loops for k in l.behind}
+    gone = {k for loop in loops for k in loop.lines}
+    placed: list[Instruction] = []
+    at: dict[int, Carried] = {}
+    for number, line in enumerate(lines):
+        if number not in gone and number not in moved:
+            placed.append(line)
+        if number in carried:
+            _, own = carried[number]
+            calls.add(own.node, *(node for node, _ in own.results()))
+            at[len(placed)] = own
+            placed += own.lines()
+            placed += [lines[k] for k, place in sorted(moved.items()) if place == number]
+    ordered = _with_slices(calls, placed, at, slices, leads)
+    result = program.with_lines(ordered, on=calls.graph())
+    assert not result.problems(), result.problems()
+    return result
+
+
+def _with_room_apart(graph: Graph, lines: list[Instruction]) -> tuple[Graph, list[Instruction]]:
+    """Room that is like a value in shape alone (a mask to be drawn) is made without that value, so
+    that it may be there before it."""
+    nodes: dict[str, Node] = {}
+    found = []
+    for line in lines:
+        node = graph.by_name[line.node]
+        tensor = node.outputs[0] if node.outputs else None
+        if node.op == _LIKE and tensor and tensor.is_contiguous and _TANGENT in graph.by_name:
+            made = replace(
+                node,
+                name=f"{node.name}.apart",
+                op="aten.new_empty.default",
+                args=(Ref(_TANGENT), tensor.shape),
+                kwargs=(("dtype", Symbol(f"torch.{tensor.dtype}")),),
+                inputs=(_TANGENT,),
+                phase=Phase.BACKWARD,
+                signature=f"aten.new_empty.default({tensor.dtype}{list(tensor.shape)})",
+            )
+            nodes[made.name] = made
+            line = replace(line, node=made.name, inputs=(_TANGENT,))
+        found.append(line)
+    return replace(graph, nodes=(*graph.nodes, *nodes.values())), found
+
+
+# Of this only the device counts.
+_LIKE, _TANGENT = "aten.empty_like.default", "tangent"
+
+
+def _with_slices(
+    calls: Calls,
+    lines: list[Instruction],
+    at: Mapping[int, Carried],
+    slices: Mapping[str, int],
+    leads: Mapping[str, int],
+) -> list[Instruction]:
+    running = Running(calls.graph(), lines)
+    before: dict[int, list[Instruction]] = {}
+    behind: dict[int, list[Instruction]] = {}
+    numbers: Counter[str] = Counter()
+    for place, carried in at.items():
+        for weight in carried.far:
+            parameter = weight.removeprefix(WEIGHT)
+            begin, end = calls.slices(weight, numbers[weight], slices[parameter])
+            numbers[weight] += 1
+            early = running.before(place, leads[parameter])
+            before.setdefault(early, []).append(replace(begin, phase=lines[early].phase))
+            behind.setdefault(place, []).append(replace(end, phase=lines[place].phase))
+    return woven(lines, before=before, behind=behind)

@@ -1,0 +1,68 @@
+"""What a part of a step makes to be sent, and can write straight to where it goes.
+
+Not for the memory itself: see comm/shared_memory/slots.py.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from steelyard.ir.graph import Graph, Node, Tensor
+
+_OUT = (
+    "_softmax.default", "add.Tensor", "addcmul.default", "addmm.default", "avg_pool2d.default",
+    "baddbmm.default", "bmm.default", "cat.default", "div.Tensor", "elu.default", "erf.default",
+    "exp.default", "gelu.default", "hardswish.default", "hardtanh.default", "leaky_relu.default",
+    "maximum.default", "mean.dim", "mm.default", "mul.Tensor", "neg.default", "rsqrt.default",
+    "sigmoid.default", "silu.default", "sqrt.default", "sub.Tensor", "tanh.default",
+)  # fmt: skip
+_GRAD_INPUT = (
+    "avg_pool2d_backward", "elu_backward", "gelu_backward", "leaky_relu_backward",
+    "sigmoid_backward", "silu_backward", "tanh_backward", "threshold_backward",
+)  # fmt: skip
+# By operator, the one that writes where it is told, and the keyword that tells it: those of torch
+# 2.13 whose kernels on a CPU do. The others' copy what they made (tests/test_torch.py).
+WRITING: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **{f"aten.{op}": (f"aten.{op.partition('.')[0]}.out", "out") for op in _OUT},
+        **{f"aten.{op}.default": (f"aten.{op}.grad_input", "grad_input") for op in _GRAD_INPUT},
+        "aten._softmax_backward_data.default": ("aten._softmax_backward_data.out", "grad_input"),
+        "aten.pow.Tensor_Scalar": ("aten.pow.Tensor_Scalar_out", "out"),
+        "aten.sum.dim_IntList": ("aten.sum.IntList_out", "out"),
+        "aten.where.self": ("aten.where.self_out", "out"),
+    }
+)
+
+
+def written_in_place(part: Graph, sent: Sequence[str], *, kept: Collection[str]) -> dict[str, str]:
+    """Of the values ``sent``, those that their node can write there, and which node that is.
+    Nothing else may lie in that memory: what another rank has read, another message goes over."""
+    found = {}
+    for value in sent:
+        if value not in part.by_name or value in kept:
+            continue
+        others = {node.name for node in part.inputs()} | {output.node for output in part.outputs}
+        elsewhere = {s for name in others - {value} for s in part.storages_of(name)}
+        maker = _maker(part, part.by_name[value])
+        if maker is not None and elsewhere.isdisjoint(part.storages_of(value)):
+            found[value] = maker
+    return found
+
+
+def _maker(part: Graph, value: Node) -> str | None:
+    if len(value.outputs) != 1:
+        return None
+    (storage,) = part.storages_of(value.name)
+    makers = [n for n in part.nodes if not n.is_view and storage in part.storages_of(n.name)]
+    if len(makers) != 1:
+        return None
+    (maker,) = makers
+    nbytes = part.storages[storage].nbytes
+    if maker.op not in WRITING or maker.body is not None or len(maker.outputs) != 1:
+        return None
+    (made,), (sent,) = maker.outputs, value.outputs
+    fills = _is_whole(made, nbytes) and _is_whole(sent, nbytes)
+    return maker.name if fills and made.dtype == sent.dtype else None
+
+
+def _is_whole(tensor: Tensor, nbytes: int) -> bool:
+    return tensor.is_contiguous and not tensor.pending and tensor.nbytes == nbytes

@@ -1,0 +1,202 @@
+"""The stretch of a step around a value too large to be there whole: all that is sliced with it.
+
+From the value's maker on, everything that makes or reads large values in its rows, forward and
+backward. Not for what calls do on slices (row_rules.py), nor for putting it into a step: see
+trades/.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from steelyard.ir.graph import Graph, Node, Phase, Ref
+from steelyard.passes.slicing.row_rules import Acts, IsPointwise, Kind, Unsliceable, acts
+
+# What is smaller than this share of the large value need not be sliced with it.
+_LARGE_SHARE = 0.25
+_MEAN = "aten.nll_loss_forward.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """``nodes`` in their order, with what each does on slices; ``takes`` and ``gives`` by kind.
+
+    ``means`` are losses whose sum is taken slice by slice, to be divided by a number that is known
+    before: those nodes stand among ``nodes`` as such sums, under the same names.
+    """
+
+    rows: int
+    nodes: tuple[Node, ...]
+    acts: Mapping[str, Acts]
+    takes: Mapping[str, Kind]
+    gives: Mapping[str, Kind]
+    means: tuple[Node, ...]
+
+
+def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> Stretch:
+    """Raises Unsliceable, with the reason, where there is none."""
+    shapes = [maker.outputs[0].shape, *_looked_at(graph, maker)]
+    reasons = {}
+    counts = {prod(shape[:dims]) for shape in shapes for dims in range(1, len(shape))}
+    for rows in sorted(counts, reverse=True):
+        try:
+            return _Growing(graph, maker, rows, is_pointwise).stretch()
+        except Unsliceable as error:
+            reasons[rows] = error
+    if not reasons:
+        raise Unsliceable(f"{maker.op} gives no rows")
+    raise reasons[prod(shapes[0][:-1])] if len(shapes[0]) > 1 else next(iter(reasons.values()))
+
+
+def _looked_at(graph: Graph, maker: Node) -> Iterator[tuple[int, ...]]:
+    """The shapes in which the value is read: a matrix of words may be one of samples and words."""
+    pending = [maker.name]
+    while pending:
+        views = [graph.by_name[u] for u in graph.users[pending.pop()] if graph.by_name[u].is_view]
+        yield from (view.outputs[0].shape for view in views)
+        pending += [view.name for view in views]
+
+
+class _Growing:
+    def __init__(self, graph: Graph, maker: Node, rows: int, is_pointwise: IsPointwise) -> None:
+        if rows < 2:
+            raise Unsliceable(f"{maker.op} gives one row")
+        self._graph = graph
+        self._rows = rows
+        self._is_pointwise = is_pointwise
+        self._large = _LARGE_SHARE * maker.outputs[0].nbytes
+        self._means: dict[str, Node] = {}
+        # Of each mean, the value that says what all rows count together.
+        self._counts: set[str] = set()
+        self._inside = {maker.name}
+        self._acts: dict[str, Acts] = {}
+
+    def stretch(self) -> Stretch:
+        while True:
+            size = len(self._inside)
+            self._pass()
+            if len(self._inside) != size:
+                continue
+            takes = self._takes()
+            self._pull_between(takes)
+            if len(self._inside) == size:
+                break
+        self._check(takes)
+        return Stretch(
+            rows=self._rows,
+            nodes=tuple(self._node(n) for n in self._ordered()),
+            acts=dict(self._acts),
+            takes=takes,
+            gives=self._gives(),
+            means=tuple(self._means.values()),
+        )
+
+    def _ordered(self) -> list[str]:
+        return [n.name for n in self._graph.nodes if n.name in self._inside]
+
+    def _pass(self) -> None:
+        """Kinds from the first node to the last, then whatever large values pull in."""
+        self._acts.clear()
+        for name in self._ordered():
+            node = self._node(name)
+            known = {i: self._acts[i].output for i in node.inputs if i in self._acts}
+            summed = [i for i, kind in known.items() if kind is Kind.SUM]
+            if summed:
+                raise Unsliceable(f"{node.op} reads a sum over all rows")
+            self._acts[name] = acts(
+                self._graph, node, known, rows=self._rows, is_pointwise=self._is_pointwise
+            )
+        for name in self._ordered():
+            self._pull(name)
+
+    def _pull(self, name: str) -> None:
+        graph, found = self._graph, self._acts[name]
+        for given, kind in found.inputs.items():
+            node = graph.by_name[given]
+            if kind is not Kind.WHOLE and not node.is_input and self._is_large(node):
+                self._inside.add(given)
+        node = graph.by_name[name]
+        if found.output is Kind.COLUMNS or (found.output is Kind.ROWS and self._is_large(node)):
+            self._inside.update(graph.users[name])
+
+    def _is_large(self, node: Node) -> bool:
+        return any(t.nbytes >= self._large for t in node.outputs)
+
+    def _node(self, name: str) -> Node:
+        """A mean is divided afterwards: what it counts is known before."""
+        node = self._graph.by_name[name]
+        if node.op != _MEAN or node.args[3] not in (1, 2):
+            return node
+        users = [self._graph.by_name[u] for u in self._graph.users[name]]
+        places = {u.args[1]: u.name for u in users if u.is_getitem}
+        if places.keys() != {0, 1}:
+            raise Unsliceable(f"{node.op} has no gradient of its own")
+        self._means[name] = node
+        self._counts.add(places[1])
+        return replace(
+            node,
+            op="steelyard.nll_loss_sum",
+            args=(*node.args[:3], 2, node.args[4]),
+            outputs=node.outputs[:1],
+        )
+
+    def _takes(self) -> dict[str, Kind]:
+        takes: dict[str, Kind] = {}
+        for name in self._ordered():
+            for given, kind in self._acts[name].inputs.items():
+                if given in self._inside:
+                    continue
+                if takes.setdefault(given, kind) is not kind:
+                    raise Unsliceable(f"{given} is read whole and in slices")
+        return takes
+
+    def _gives(self) -> dict[str, Kind]:
+        outputs = {o.node for o in self._graph.outputs}
+        gives: dict[str, Kind] = {}
+        for name in self._ordered():
+            node, kind = self._graph.by_name[name], self._acts[name].output
+            read = name in outputs or any(u not in self._inside for u in self._graph.users[name])
+            if name in self._means or not read:
+                continue
+            if kind is Kind.COLUMNS or (kind is Kind.ROWS and self._is_large(node)):
+                raise Unsliceable(f"{node.op} gives a large value that leaves the model")
+            if not node.outputs[0].is_contiguous:
+                raise Unsliceable(f"{node.op} gives a value that lies otherwise than in order")
+            gives[name] = kind
+        return gives
+
+    def _pull_between(self, takes: Mapping[str, Kind]) -> None:
+        """What is taken and yet depends on what is given can only be made slice by slice too."""
+        graph = self._graph
+        later = set(self._inside)
+        for node in graph.nodes:
+            # What the rows of a mean count together is known before.
+            if node.name not in self._counts and not later.isdisjoint(node.inputs):
+                later.add(node.name)
+                if node.is_random and node.phase is Phase.FORWARD:
+                    raise Unsliceable(f"{node.op} draws random numbers after it")
+        for mean in self._means.values():
+            for argument in mean.args[1:3]:
+                if isinstance(argument, Ref) and argument.name in later:
+                    raise Unsliceable("what a loss counts depends on the scores")
+        needed = {name for name in takes if name in later}
+        for node in reversed(graph.nodes):
+            if node.name in needed:
+                needed.update(i for i in node.inputs if i in later)
+        self._inside |= needed
+
+    def _check(self, takes: Mapping[str, Kind]) -> None:
+        """That the stretch may stand where its first call does, before the backward pass."""
+        graph = self._graph
+        lying = {s for name in takes for s in graph.storages_of(name)}
+        needed = set(takes)
+        for node in reversed(graph.nodes):
+            if any(lying.intersection(graph.storages_of(name)) for name in node.mutates):
+                raise Unsliceable(f"{node.op} writes into what its slices would read")
+            if node.name in needed:
+                needed.update(node.inputs)
+                if node.phase is Phase.BACKWARD and node.is_random:
+                    raise Unsliceable(f"{node.op} would draw its random numbers sooner")
+
+
+__all__ = ["Stretch", "stretch_around"]

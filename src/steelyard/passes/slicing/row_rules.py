@@ -1,0 +1,378 @@
+"""How calls act on some of the rows of their arguments, so that a stretch of a step can be sliced.
+
+A value in rows lies in row-major order, however its leading dims are named: so many of them as make
+whole rows are taken together as one. Not for finding such stretches, nor for carrying them out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from steelyard.ir.graph import Argument, Graph, Node, Ref, Symbol
+
+IsPointwise = Callable[[str], bool]
+_PLAIN_LAYOUTS = ("torch.preserve_format", "torch.contiguous_format")
+
+
+class Kind(StrEnum):
+    """What a slice has of a value: all of it, its rows, its columns, a term of the sum it is."""
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    SUM = "sum"
+
+
+class Unsliceable(Exception):
+    """Why a call cannot be carried out on some rows; the message is for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acts:
+    """The kind of each input, and of the result."""
+
+    inputs: Mapping[str, Kind]
+    output: Kind
+
+
+def leading(shape: tuple[int, ...], rows: int) -> int:
+    """How many leading dims make whole rows."""
+    for count in range(1, len(shape) + 1):
+        if prod(shape[:count]) % rows == 0:
+            return count
+    raise Unsliceable(f"a value of shape {list(shape)} is not made of {rows} rows")
+
+
+def on_rows(shape: tuple[int, ...], rows: int, count: int) -> tuple[int, ...]:
+    """The shape of ``count`` of the rows."""
+    dims = leading(shape, rows)
+    return (prod(shape[:dims]) // rows * count, *shape[dims:])
+
+
+def acts(
+    graph: Graph, node: Node, known: Mapping[str, Kind], *, rows: int, is_pointwise: IsPointwise
+) -> Acts:
+    """``known`` are the kinds of the inputs that are computed slice by slice themselves."""
+    rule = _RULES.get(node.op)
+    if rule is None and is_pointwise(node.op):
+        rule = _pointwise
+    if node.is_random:
+        raise Unsliceable(f"{node.op} draws random numbers")
+    if rule is None or node.mutates or len(node.outputs) != 1:
+        raise Unsliceable(f"{node.op} is not known to work row by row")
+    layout = dict(node.kwargs).get("memory_format")
+    if isinstance(layout, Symbol) and layout.text not in _PLAIN_LAYOUTS:
+        raise Unsliceable(f"{node.op} lays its result out by {layout.text}")
+    found = rule(_Call(graph=graph, node=node, known=known, rows=rows))
+    for name, kind in known.items():
+        if found.inputs[name] is not kind:
+            raise Unsliceable(f"{node.op} takes {found.inputs[name]} of what is there in {kind}")
+    for name, kind in found.inputs.items():
+        shape = graph.by_name[name].outputs[0].shape
+        if kind is Kind.ROWS:
+            leading(shape, rows)
+        elif kind is Kind.COLUMNS and shape[-1] % rows:
+            raise Unsliceable(f"a value of shape {list(shape)} is not made of {rows} columns")
+    if found.output is Kind.ROWS:
+        leading(node.outputs[0].shape, rows)
+    return found
+
+
+def arguments(
+    graph: Graph, node: Node, found: Acts, *, rows: int, count: int
+) -> tuple[Argument, ...]:
+    """The call's arguments for ``count`` of the rows: sizes that count rows, dims within them."""
+    resized = _RESIZED.get(node.op)
+    if resized is None:
+        return node.args
+    return resized(_Call(graph=graph, node=node, known=found.inputs, rows=rows), count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    graph: Graph
+    node: Node
+    known: Mapping[str, Kind]
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.node.outputs[0].shape
+
+    def name(self, position: int) -> str:
+        argument = self.node.args[position] if position < len(self.node.args) else None
+        if not isinstance(argument, Ref):
+            raise Unsliceable(f"{self.node.op} is called without a tensor")
+        return argument.name
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.graph.by_name[name].outputs[0].shape
+
+    def kind(self, position: int) -> Kind | None:
+        return self.known.get(self.name(position))
+
+    def number(self, position: int) -> int:
+        argument = self.node.args[position]
+        assert isinstance(argument, int), argument
+        return argument
+
+    def dims(self, position: int) -> tuple[int, ...]:
+        argument = self.node.args[position] if position < len(self.node.args) else None
+        rank = len(self.shape_of(self.name(0)))
+        if argument is None or argument == ():
+            return tuple(range(rank))
+        given = argument if isinstance(argument, tuple) else (argument,)
+        return tuple(d % rank for d in given if isinstance(d, int))
+
+    def one_dim(self, name: str) -> None:
+        """That the rows of a matrix are those of its first dim."""
+        if leading(self.shape_of(name), self.rows) != 1:
+            raise Unsliceable(f"{self.node.op} needs whole rows of its matrix")
+
+    def within(self, dim: int) -> int:
+        """``dim`` of the first argument as a slice has it."""
+        shape = self.shape_of(self.name(0))
+        dims = leading(shape, self.rows)
+        if dim % len(shape) < dims:
+            raise Unsliceable(f"{self.node.op} works across rows")
+        return dim % len(shape) - dims + 1
+
+    def with_args(self, changed: Mapping[int, Argument]) -> tuple[Argument, ...]:
+        return tuple(changed.get(place, a) for place, a in enumerate(self.node.args))
+
+
+_Rule = Callable[[_Call], Acts]
+_Resized = Callable[[_Call, int], tuple[Argument, ...]]
+
+
+def _pointwise(call: _Call) -> Acts:
+    """Whatever has the result's rows is in rows; what is spread over them is whole."""
+    shape, rank = call.shape, len(call.shape)
+    dims = leading(shape, call.rows)
+    kinds = {}
+    for name in call.node.inputs:
+        given = call.shape_of(name)
+        if len(given) == rank and given[:dims] == shape[:dims]:
+            kinds[name] = Kind.ROWS
+        elif len(given) <= rank - dims or (dims == 1 and len(given) == rank and given[0] == 1):
+            kinds[name] = Kind.WHOLE
+        else:
+            raise Unsliceable(f"{call.node.op} spreads {list(given)} over rows of {list(shape)}")
+    return Acts(inputs=kinds, output=Kind.ROWS)
+
+
+def _row_by_row(call: _Call) -> Acts:
+    """All arguments in rows, along a dim within them."""
+    place = next((p for p, a in enumerate(call.node.args) if isinstance(a, int)), None)
+    if place is None:
+        raise Unsliceable(f"{call.node.op} is called along its first dim")
+    call.within(call.number(place))
+    dims = leading(call.shape_of(call.name(0)), call.rows)
+    if len({call.shape_of(name)[:dims] for name in call.node.inputs}) > 1:
+        raise Unsliceable(f"{call.node.op} takes fewer rows of one value than of another")
+    return Acts(inputs=dict.fromkeys(call.node.inputs, Kind.ROWS), output=Kind.ROWS)
+
+
+def _row_by_row_resized(call: _Call, _: int) -> tuple[Argument, ...]:
+    place = next(p for p, a in enumerate(call.node.args) if isinstance(a, int))
+    return call.with_args({place: call.within(call.number(place))})
+
+
+def _reshaped(call: _Call) -> Acts:
+    """The same elements in the same order."""
+    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+
+
+def _reshaped_resized(call: _Call, count: int) -> tuple[Argument, ...]:
+    return call.with_args({1: on_rows(call.shape, call.rows, count)})
+
+
+def _expanded(call: _Call) -> Acts:
+    """One value for all rows, or one of each row spread over more."""
+    given, shape = call.shape_of(call.name(0)), call.shape
+    dims = leading(shape, call.rows)
+    if len(given) == len(shape) and given[:dims] == shape[:dims]:
+        return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+    if len(given) <= len(shape) - dims:
+        return Acts(inputs={call.name(0): Kind.WHOLE}, output=Kind.ROWS)
+    raise Unsliceable(f"{call.node.op} spreads {list(given)} over rows of {list(shape)}")
+
+
+def _transposed(call: _Call) -> Acts:
+    """Rows of a matrix are columns of its transpose."""
+    if len(call.shape) != 2:
+        raise Unsliceable(f"{call.node.op} moves rows")
+    order = call.node.args[1] if call.node.op == "aten.permute.default" else call.node.args[1:]
+    dims = [d % 2 for d in order if isinstance(d, int)] if isinstance(order, tuple) else []
+    if dims and dims != [1, 0] and (dims != [0, 1] or call.node.op == "aten.permute.default"):
+        raise Unsliceable(f"{call.node.op} leaves rows where they are")
+    if call.kind(0) is Kind.COLUMNS:
+        return Acts(inputs={call.name(0): Kind.COLUMNS}, output=Kind.ROWS)
+    leading(call.shape_of(call.name(0)), call.rows)
+    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.COLUMNS)
+
+
+def _product(call: _Call) -> Acts:
+    left, right = call.name(0), call.name(1)
+    if call.kind(0) is Kind.COLUMNS or call.kind(1) is Kind.ROWS:
+        if call.kind(1) is Kind.COLUMNS or call.kind(0) is Kind.ROWS:
+            raise Unsliceable(f"{call.node.op} multiplies rows by rows")
+        call.one_dim(right)
+        return Acts(inputs={left: Kind.COLUMNS, right: Kind.ROWS}, output=Kind.SUM)
+    call.one_dim(left)
+    return Acts(inputs={left: Kind.ROWS, right: Kind.WHOLE}, output=Kind.ROWS)
+
+
+def _added_product(call: _Call) -> Acts:
+    added, left, right = (call.name(place) for place in range(3))
+    call.one_dim(left)
+    given = call.shape_of(added)
+    is_spread = len(given) < 2 or given[0] == 1
+    kind = Kind.WHOLE if is_spread else Kind.ROWS
+    return Acts(inputs={added: kind, left: Kind.ROWS, right: Kind.WHOLE}, output=Kind.ROWS)
+
+
+def _summed(call: _Call) -> Acts:
+    """Over dims within each row, or over the rows and perhaps more."""
+    shape = call.shape_of(call.name(0))
+    dims = leading(shape, call.rows)
+    over = [d for d in call.dims(1) if d < dims]
+    if not over:
+        return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+    if len(over) < dims:
+        raise Unsliceable(f"{call.node.op} works across some of the rows")
+    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.SUM)
+
+
+def _summed_resized(call: _Call, _: int) -> tuple[Argument, ...]:
+    if len(call.node.args) < 2:
+        return call.node.args
+    dims = leading(call.shape_of(call.name(0)), call.rows)
+    return call.with_args({1: tuple(sorted({max(0, d - dims + 1) for d in call.dims(1)}))})
+
+
+def _loss_terms(call: _Call) -> Acts:
+    """The sum over rows of what each loses, as nll_loss_sum gives it."""
+    if call.node.args[3] != 2:
+        raise Unsliceable("a mean is not a sum over rows")
+    weight = call.node.args[2]
+    kinds = {call.name(0): Kind.ROWS, call.name(1): Kind.ROWS}
+    if isinstance(weight, Ref):
+        kinds[weight.name] = Kind.WHOLE
+    return Acts(inputs=kinds, output=Kind.SUM)
+
+
+def _loss_backward(call: _Call) -> Acts:
+    """Of a mean or sum: one gradient for all rows, and what they count all together."""
+    if call.node.args[4] == 0:
+        raise Unsliceable("each row has a loss of its own")
+    kinds = dict.fromkeys(call.node.inputs, Kind.WHOLE)
+    kinds[call.name(1)] = kinds[call.name(2)] = Kind.ROWS
+    return Acts(inputs=kinds, output=Kind.ROWS)
+
+
+def _filled(_: _Call) -> Acts:
+    return Acts(inputs={}, output=Kind.ROWS)
+
+
+def _filled_resized(call: _Call, count: int) -> tuple[Argument, ...]:
+    return call.with_args({0: on_rows(call.shape, call.rows, count)})
+
+
+def _filled_like(call: _Call) -> Acts:
+    """Of the argument only its kind of numbers counts."""
+    name = call.name(0)
+    kind = call.known.get(name)
+    if kind is None:
+        kind = Kind.ROWS if call.shape_of(name)[:1] == call.shape[:1] else Kind.WHOLE
+    return Acts(inputs={name: kind}, output=Kind.ROWS)
+
+
+def _put_within(call: _Call) -> Acts:
+    """A gradient of a piece of each row, put into its place in the row."""
+    if call.number(2) % len(call.shape) < leading(call.shape, call.rows):
+        raise Unsliceable(f"{call.node.op} works across rows")
+    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+
+
+def _put_within_resized(call: _Call, count: int) -> tuple[Argument, ...]:
+    dim = call.number(2) % len(call.shape) - leading(call.shape, call.rows) + 1
+    return call.with_args({1: on_rows(call.shape, call.rows, count), 2: dim})
+
+
+def _padded(call: _Call) -> Acts:
+    """Pads are given from the last dim on."""
+    pads = call.node.args[1]
+    assert isinstance(pads, tuple)
+    if len(pads) // 2 > len(call.shape) - leading(call.shape, call.rows):
+        raise Unsliceable(f"{call.node.op} works across rows")
+    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+
+
+def _unsqueezed(call: _Call) -> Acts:
+    if call.number(1) % len(call.shape) < leading(call.shape_of(call.name(0)), call.rows):
+        raise Unsliceable(f"{call.node.op} works across rows")
+    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+
+
+def _unsqueezed_resized(call: _Call, _: int) -> tuple[Argument, ...]:
+    dims = leading(call.shape_of(call.name(0)), call.rows)
+    return call.with_args({1: call.number(1) % len(call.shape) - dims + 1})
+
+
+_ROW_OPS = (
+    "aten._log_softmax.default", "aten._softmax.default", "aten._log_softmax_backward_data.default",
+    "aten._softmax_backward_data.default", "aten.gather.default", "aten.scatter.src",
+    "aten.scatter.value", "aten.scatter_add.default", "aten.select.int", "aten.slice.Tensor",
+    "aten.squeeze.dim",
+)  # fmt: skip
+_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_LIKE = (
+    "aten.clone.default", "aten._to_copy.default", "aten.zeros_like.default",
+    "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default",
+)  # fmt: skip
+_PUT_WITHIN = ("aten.slice_backward.default", "aten.select_backward.default")
+_TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
+_WITHIN = (*_SUMS, "aten.amax.default", "aten.amin.default", "aten.logsumexp.default",
+           "aten.mean.dim")  # fmt: skip
+
+
+def _within_only(call: _Call) -> Acts:
+    found = _summed(call)
+    if found.output is not Kind.ROWS:
+        raise Unsliceable(f"{call.node.op} works across rows")
+    return found
+
+
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(_ROW_OPS, _row_by_row),
+    **dict.fromkeys(_RESHAPES, _reshaped),
+    **dict.fromkeys(_TRANSPOSES, _transposed),
+    **dict.fromkeys(_WITHIN, _within_only),
+    **dict.fromkeys(_SUMS, _summed),
+    **dict.fromkeys(_LIKE, _pointwise),
+    **dict.fromkeys(_PUT_WITHIN, _put_within),
+    "aten.constant_pad_nd.default": _padded,
+    "aten.new_zeros.default": _filled_like,
+    "aten.unsqueeze.default": _unsqueezed,
+    "aten.expand.default": _expanded,
+    "aten.mm.default": _product,
+    "aten.addmm.default": _added_product,
+    "aten.full.default": _filled,
+    "aten.zeros.default": _filled,
+    "steelyard.nll_loss_sum": _loss_terms,
+    "aten.nll_loss_backward.default": _loss_backward,
+}
+_RESIZED: Mapping[str, _Resized] = {
+    **dict.fromkeys(_ROW_OPS, _row_by_row_resized),
+    **dict.fromkeys(_RESHAPES, _reshaped_resized),
+    **dict.fromkeys(_WITHIN, _summed_resized),
+    **dict.fromkeys(_PUT_WITHIN, _put_within_resized),
+    "aten.expand.default": _reshaped_resized,
+    "aten.new_zeros.default": _reshaped_resized,
+    "aten.unsqueeze.default": _unsqueezed_resized,
+    "aten.full.default": _filled_resized,
+    "aten.zeros.default": _filled_resized,
+}

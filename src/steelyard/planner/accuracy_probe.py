@@ -1,0 +1,219 @@
+"""What few bits do to a step: what each value loses in 8, how far losses drift, of ranks too.
+
+Runs the captured step, on tensors of its own wherever it writes: the user's model, optimizer,
+gradients, buffers and random state stay as they are. Not for deciding: see lossy.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.batch.splitting import batch_size
+from steelyard.capture.step import StepSource
+from steelyard.capture.tracing.optimizer import OptimizerFactory
+from steelyard.comm.channel import Channel
+from steelyard.comm.devices import home_of
+from steelyard.comm.simulated_ranks import Together
+from steelyard.hardware.cluster import Far
+from steelyard.ir.graph import Node, Output, OutputKind, Phase, Ref, Role, Storage, Tensor
+from steelyard.ir.parallel_layout import ALONE, DATA
+from steelyard.ir.program import Instruction, Program
+from steelyard.ir.saved_activations import first_late
+from steelyard.measure.device_memory import random_devices
+from steelyard.offload.optimizer_state import FarStates
+from steelyard.offload.tier import FarMemory
+from steelyard.plans.accuracy import Drift
+from steelyard.run.binding import BatchLayout, BoundProgram, live_tensors, shapes_of
+from steelyard.run.codegen import emit
+from steelyard.run.step import LiveStep
+
+STEPS = 10
+# Where the interval of those contains the budget, it is found again from so many.
+MORE_STEPS = 30
+_SEED = 0
+
+
+def coding_errors(source: StepSource, base: Program, values: Iterable[str]) -> dict[str, float]:
+    """What 8 bits lose of each value on the user's batch, as a share of its norm.
+
+    Only the forward pass runs, and holds no more than one without a backward pass does.
+    """
+    captured = source.captured()
+    program = _looking(base, values)
+    layout = BatchLayout(source.batch, unread=captured.reads.unread)
+    leaves = layout.leaves(source.batch)
+    bound = BoundProgram(
+        program,
+        emit(program),
+        live=live_tensors(source.model, captured.constants),
+        names=layout.names,
+        shapes=shapes_of(leaves),
+    )
+    found: dict[str, float] = {}
+
+    def noting(value: str) -> Callable[[torch.Tensor], None]:
+        return lambda error: found.update({value: float(error)})
+
+    sinks = [noting(i.sink.target) for i in program.instructions if i.sink is not None]
+    devices = random_devices(home_of(source.model))
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
+        bound.run(bound.inputs(leaves, 0, torch.zeros((), device=home_of(source.model))), sinks)
+    return found
+
+
+def _looking(base: Program, values: Iterable[str]) -> Program:
+    """The forward pass alone, with a look at each of these values behind the line that makes it;
+    what it would write into the model goes nowhere."""
+    graph = base.graph
+    errors = {
+        value: _error_of(graph.by_name[value], number=len(graph.storages) + place)
+        for place, value in enumerate(sorted(values))
+    }
+    lines = [i for i in base.instructions if i.sink is None]
+    looking: list[Instruction] = []
+    for line in lines[: first_late(lines)]:
+        looking.append(line)
+        if line.value in errors:
+            node = errors[line.value]
+            looking.append(
+                Instruction(
+                    node=node.name, value=node.name, inputs=node.inputs, phase=Phase.FORWARD
+                )
+            )
+    losses = tuple(o for o in graph.outputs if o.kind is OutputKind.LOSS)
+    looks = tuple(
+        Output(kind=OutputKind.GRADIENT, node=node.name, target=value)
+        for value, node in errors.items()
+    )
+    looked_at = replace(
+        graph,
+        nodes=(*graph.nodes, *errors.values()),
+        storages=(*graph.storages, *(Storage(nbytes=8, role=Role.ACTIVATION) for _ in errors)),
+        outputs=(*losses, *looks),
+    )
+    return Program.of(looked_at, looking)
+
+
+def _error_of(node: Node, *, number: int) -> Node:
+    return Node(
+        name=f"{node.name}.error",
+        op="steelyard.coding_error",
+        args=(Ref(node.name),),
+        inputs=(node.name,),
+        outputs=(Tensor(shape=(), stride=(), dtype="float64", storage=number),),
+        phase=Phase.BACKWARD,
+        signature="steelyard.coding_error",
+    )
+
+
+def drift(ours: Sequence[float], theirs: Sequence[float], *, source: StepSource) -> Drift:
+    """How far the losses of two twins of the model lie apart, step by step."""
+    shares = tuple(_share(a, b) for a, b in zip(ours, theirs, strict=True))
+    return Drift(shares=shares, items=batch_size(source.batch) or 1)
+
+
+def _share(ours: float, theirs: float) -> float:
+    """Infinite, or not a number, where a loss is."""
+    if ours == theirs:
+        return 0.0 * ours
+    return abs(ours - theirs) / abs(theirs) if theirs else float("inf")
+
+
+def losses(
+    source: StepSource,
+    program: Program,
+    *,
+    optimizer: OptimizerFactory,
+    far: Far | None,
+    steps: int = STEPS,
+) -> list[float]:
+    """Of a twin of the model as it is now, trained on the one batch from one seed; of several
+    ranks, each its own."""
+    with torch.random.fork_rng(devices=random_devices(home_of(source.model))):
+        torch.manual_seed(_SEED)
+        if program.layout == ALONE:
+            return _trained(
+                source, program, optimizer=optimizer, far=far, channels={}, rank=0, steps=steps
+            )
+        together = Together(program.layout.num_ranks, home_of(source.model))
+        channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
+        by_share = {each.share: each for each in (program, *program.beside)}
+        own = [by_share[share] for share in program.layout.portions]
+        found: list[float] = together.run(
+            lambda rank: _trained(
+                source,
+                own[rank],
+                optimizer=optimizer,
+                far=far,
+                channels=channels[rank],
+                rank=rank,
+                steps=steps,
+            )
+        )[0]
+        return found
+
+
+def _trained(
+    source: StepSource,
+    program: Program,
+    *,
+    optimizer: OptimizerFactory,
+    far: Far | None,
+    channels: Mapping[str, Channel],
+    rank: int,
+    steps: int,
+) -> list[float]:
+    captured = source.captured(micro_batches=program.units, share=program.share)
+    twin = _twin(source.model)
+    batch = _torch.tree_map(_own, source.batch)
+    memory = FarMemory(far) if far is not None and program.is_moving else None
+    own, states = optimizer(twin.parameters()), None
+    if memory is not None and program.far_rooms:
+        named = dict(twin.named_parameters())
+        states = FarStates(own, program, parameters=named, memory=memory)
+    step = LiveStep(
+        twin,
+        program,
+        constants={name: _own(tensor) for name, tensor in captured.constants.items()},
+        batch=batch,
+        optimizer=own,
+        states=states,
+        reduction=source.reduction().value if program.parts > 1 else "mean",
+        runner=partial(
+            emit, channels=channels, far=memory, tensors=states.tensors if states else None
+        ),
+        reads=captured.reads,
+        rank=rank,
+    )
+    return [float(step(batch)) for _ in range(steps)]
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """Parameters and buffers of the same names and values, and nothing that computes: a step is
+    its program. Tied weights have one name, and are one in the twin."""
+    twin = nn.Module()
+    for name, parameter in model.named_parameters():
+        own = nn.Parameter(_own(parameter), requires_grad=parameter.requires_grad)
+        _module_of(twin, name).register_parameter(name.rpartition(".")[2], own)
+    for name, buffer in model.named_buffers():
+        _module_of(twin, name).register_buffer(name.rpartition(".")[2], _own(buffer))
+    return twin
+
+
+def _module_of(twin: nn.Module, name: str) -> nn.Module:
+    for part in name.split(".")[:-1]:
+        inner = getattr(twin, part, None)
+        if inner is None:
+            inner = nn.Module()
+            twin.add_module(part, inner)
+        twin = inner
+    return twin
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

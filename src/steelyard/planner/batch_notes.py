@@ -1,0 +1,41 @@
+"""What sharing the batch means for training, in words: whether the batch stays, and what goes with
+it. Not for how it is shared: that is the plan's."""
+
+from collections.abc import Iterable, Iterator
+from math import prod
+
+from steelyard.capture.batch.splitting import computes_in_half
+from steelyard.ir.graph import Graph
+from steelyard.ir.parallel_layout import Layout, spelled
+from steelyard.ir.rule import Rule
+
+# What a batch that grows asks for: Goyal et al. (2017), Malladi et al. (2022).
+GROWN = (
+    "where the batch grows, training is another: the usual learning rate grows as much under SGD "
+    "(Goyal et al., 2017), as its square root under Adam (Malladi et al., 2022)"
+)
+
+
+def rounded_in_parts(rules: Iterable[Rule], graph: Graph) -> Iterator[str]:
+    """A note for steps in half precision of which the batch is computed in parts."""
+    parts = prod(r.degree or 1 for r in rules if r.trade in ("accumulate", "shard_batch"))
+    if parts > 1 and computes_in_half(graph):
+        yield (
+            f"the step computes in half precision, and the gradients of {parts} parts of the batch "
+            "are each rounded to it: training differs from the whole batch's by rounding, and is "
+            "as accurate (docs/models.md)"
+        )
+
+
+def batch_held(layout: Layout, samples: int) -> Iterator[str]:
+    """Of ranks that share it."""
+    if layout.batch == 1:
+        return
+    each = f"{samples * layout.share_of(0) // layout.units} on each"
+    if layout.shares:
+        each = f"{spelled(layout.shares)} on ranks 0 to {layout.batch - 1}"
+    groups = " group" if layout.num_ranks > layout.batch else ""
+    yield (
+        f"the batch is held: {samples} samples a step as on one device, {each}{groups}, and so is "
+        "the learning rate"
+    )

@@ -1,0 +1,83 @@
+"""What a plan file was made for, held against the step and the machine that it meets here.
+
+Not for reading the file: see plans/plan_file.py. Not for what its rules do here: see
+api/planning.py.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from steelyard.comm.devices import CPU
+from steelyard.errors import BadInput, Mismatch
+from steelyard.hardware.cluster import Cluster
+from steelyard.measure.cache import CostCache
+from steelyard.planner.local_cluster import cluster_at
+from steelyard.plans.plan import Decisions, MadeFor
+from steelyard.safe_text import printable
+
+
+def other_than_planned(
+    ours: MadeFor, theirs: MadeFor, home: torch.device = CPU, *, used: Sequence[int] = ()
+) -> Iterator[str]:
+    """What leaves the rules as good as they were, and may change what they cost or compute, of a
+    step that lies at ``home``; ``used`` are those of their ranks that it lies on."""
+    if ours.batch != theirs.batch:
+        yield "planned for another batch shape; the same rules were predicted anew"
+    elif ours.graph != theirs.graph:
+        yield (
+            "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
+            "the step as it is now that was predicted, and runs"
+        )
+    if theirs.declared and not ours.declared:
+        yield (
+            f"planned for the declared cluster {printable(theirs.declared)}; predicted anew for "
+            "this machine, on which it runs"
+        )
+    elif ours.cluster not in (theirs.cluster, _part_of(theirs, used or range(ours.ranks), home)):
+        yield "planned for another machine or number of threads; predicted anew for this one"
+
+
+def _part_of(theirs: MadeFor, used: Sequence[int], home: torch.device) -> str:
+    """What a machine like this is for a plan that was made for several hosts like it, and lies on
+    these of their ranks."""
+    if theirs.hosts == 1:
+        return theirs.cluster
+    ranks = len(used)
+    speeds, hosts = theirs.speeds or (1.0,) * theirs.ranks, theirs.hosts_of(ranks)
+    own = tuple(speeds[rank] for rank in used)
+    whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
+    part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=own), CostCache()
+    try:
+        is_like = cluster_at(home, whole, cache=cache).fingerprint == theirs.cluster
+    except BadInput:  # it has fewer GPUs than each of theirs
+        is_like = False
+    return cluster_at(home, part, cache=cache).fingerprint if is_like else theirs.cluster
+
+
+def check_cluster(decisions: Decisions, cluster: Cluster) -> None:
+    theirs = decisions.made_for.cluster
+    if cluster.fingerprint != theirs:
+        raise Mismatch(
+            f"the plan was made for another cluster than {cluster.tree.name} (fingerprint "
+            f"{theirs[:16]}, this one is {cluster.fingerprint})",
+            expected="the cluster that was planned for",
+            remedy="name that one, or plan again for this one",
+        )
+
+
+def check_made_for(decisions: Decisions, ours: MadeFor) -> None:
+    theirs = decisions.made_for
+    if ours.model != theirs.model:
+        raise Mismatch(
+            "the plan was made for another model, loss or set of trained parameters "
+            f"(fingerprint {theirs.model[:16]}, this one is {ours.model})",
+            expected="the model and loss that were planned",
+            remedy="plan again for this model",
+        )
+    if ours.torch != theirs.torch:
+        raise Mismatch(
+            f"the plan was made under torch {theirs.torch[:20]}, this is {ours.torch}",
+            expected="the same version: operators and their memory differ between versions",
+            remedy="plan again under this torch",
+        )

@@ -1,0 +1,648 @@
+"""Costs of a step's operators on this machine: measured, remembered, checked against a step.
+
+Not for measuring itself: see measure/.
+"""
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.step import StepSource
+from steelyard.capture.tracing.optimizer import OptimizerFactory
+from steelyard.comm.devices import CPU
+from steelyard.errors import BadInput, Mismatch
+from steelyard.hardware.cluster import Cluster, Link
+from steelyard.hardware.host_os import is_virtual, quota_cores
+from steelyard.ir.collective import SLOTS, Exchange, Transport
+from steelyard.ir.graph import Graph, Node
+from steelyard.ir.message_slots import PINNED
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.optimizer_update import update_digest
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR
+from steelyard.ir.program import Pipeline, Program
+from steelyard.ir.sharding_choice import Parting, Region
+from steelyard.measure.cache import CostCache
+from steelyard.measure.device_memory import free_bytes, random_devices
+from steelyard.measure.links.background_load import Company
+from steelyard.measure.links.probe import Joined, measured_ranks
+from steelyard.measure.offload_bandwidth import measured_links
+from steelyard.measure.operators.benchmark import Calls, context_of, measure_operators
+from steelyard.measure.operators.memory import is_profiled
+from steelyard.measure.operators.optimizer_overhead import update_call_seconds
+from steelyard.measure.step_calibration import Runnable, beside, host_lead, whole_step
+from steelyard.predict import carried, peak_bytes
+from steelyard.predict.collectives.host_groups import Spread
+from steelyard.predict.cost_table import Costs, Missing, OperatorCost, Survey
+from steelyard.predict.rank_subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
+from steelyard.run.codegen import emit
+from steelyard.run.compiled.inductor import compile_program
+from steelyard.run.launch.environment import who_am_i
+from steelyard.run.step import LiveStep
+
+Progress = Callable[[str], None]
+
+# A check against a whole step is worth this long, and one of each number of micro-batches; steps
+# that take longer go unchecked.
+_CHECK_SECONDS, _CUT_CHECK_SECONDS = 12.0, 8.0
+_SHARE_OF_FREE_MEMORY = 0.5
+# Of declared clusters with more devices, the first ones are taken in their order.
+_MOST_COMPARED = 64
+_UNCHECKED = Estimate(value=1.0, low=0.8, high=1.25)
+# Joins tensors that one exchange sends together.
+_JOIN = "aten.cat.default"
+
+
+class Prices:
+    """What operators cost here, one list that grows with every graph somebody asks about.
+
+    A search that compared measured operators with declared ones would compare nothing.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, on_progress: Progress, home: torch.device = CPU
+    ) -> None:
+        self._is_here, self._home = cluster.is_here, home
+        self._on_progress = on_progress
+        self._cache = CostCache()
+        self._operators: dict[str, OperatorCost] = {}
+        self._known: set[str] = set()
+        self._cuts: dict[int, Estimate] = {}
+        # Of the step in so many micro-batches, beside the uncut one.
+        self._cut_times: dict[int, Estimate] = {}
+        self._update_calls = 0
+        # Of this host beside the fastest: what is measured here takes the fastest so much less.
+        self._own_speed = 1.0
+        self._base: Program
+        self.notes: list[str] = []
+        # A rank has a part of the cores; alone on a host, the user's own setting holds.
+        self._threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
+        links: dict[str, Link] = {}
+        spread = None
+        # Of each host's link, in bytes a second, where they are known.
+        self.host_rates: tuple[float, ...] = ()
+        subsets = _declared_subsets(cluster)
+        skew = None
+        if cluster.num_devices > 1 and self._is_here:
+            on_progress("measuring how ranks reach one another")
+            measured = measured_ranks(
+                cluster.num_devices, hosts=cluster.hosts, home=home, speeds=cluster.speeds,
+                cache=self._cache,
+            )  # fmt: skip
+            # Of one machine's ranks any two are as near, and of hosts with one each.
+            if measured.near is not None:
+                each = cluster.ranks_of_a_host
+                spread = Spread(num_ranks=cluster.num_devices, each=each, near=measured.near)
+            links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
+            self.host_rates, skew = measured.host_rates, measured.skew
+            subsets = {n: _subset_of(joined) for n, joined in measured.subsets.items()}
+            if measured.slots is not None:
+                links[PINNED] = measured.slots
+            if measured.slotted is not None:
+                links[SLOTS] = measured.slotted
+            if measured.speeds and not cluster.speeds:
+                cluster = cluster.at_speeds(measured.speeds)
+            if cluster.hosts > 1 and cluster.speeds:
+                own = who_am_i(os.environ).rank
+                self._own_speed = cluster.speeds[own] / max(cluster.speeds)
+        self.cluster = cluster
+        self._device = cluster.fastest
+        of_a_host, hosts = (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
+        if home.type != "cpu":
+            # Each on a GPU of its own they are in nobody's way.
+            of_a_host = hosts = 1
+        self._company = Company(of_a_host, self._device, hosts=hosts)
+        if cluster.far is not None:
+            on_progress("measuring far memory")
+            far_links, notes = measured_links(cluster.far, cache=self._cache)
+            links |= far_links
+            self.notes += notes
+        self.costs = Costs(
+            device=cluster.fastest,
+            devices=cluster.devices,
+            operators=self._operators,
+            cut_steps=self._cuts,
+            links=links,
+            far_bytes=cluster.far.size_bytes if cluster.far else 0,
+            carried=_carried(cluster),
+            spread=spread,
+            subsets=subsets,
+            skew=skew,
+            shares_cores=of_a_host * hosts > 1 and is_virtual(),
+        )
+        self._withheld = self._longer_than_processor_time(of_a_host) if home.type == "cpu" else 1.0
+        unchecked = self.costs.whole_step.scaled(self._withheld)
+        self.costs = replace(self.costs, whole_step=unchecked)
+        self.compiled_step = self.costs.whole_step
+        # What cannot even be called on its own.
+        self.failed: set[str] = set()
+
+    def _longer_than_processor_time(self, of_a_host: int) -> float:
+        """How many times as long as their processor time calls take, where the control group of
+        this process has less than a core for each rank here, of which each is one thread. What is
+        timed by the wall clock contains that already."""
+        threads = self._threads or torch.get_num_threads()
+        if not self._is_here or threads > 1:
+            return 1.0
+        withheld = max(1.0, of_a_host / quota_cores())
+        if withheld > 1:
+            self.notes.append(
+                f"the control group of this process may use {quota_cores():.2g} of the cores: "
+                f"computing is said to take {withheld:.2f} times its processor time"
+            )
+        return withheld
+
+    def over(self, link: Link) -> "Prices":
+        """The same, where ranks are joined by another link; what is measured later is of both."""
+        other = copy.copy(self)
+        links = {**self.costs.links, DATA: link, TENSOR: link}
+        other.costs = replace(self.costs, links=links)
+        return other
+
+    def use(self, ranks: Sequence[int]) -> None:
+        """A step on so many ranks lies on these, as a plan file says."""
+        if 1 < len(ranks) < self.cluster.num_devices:
+            known = self.costs.subsets.get(len(ranks))
+            links = known.links if known is not None else {}
+            subset = Subset(ranks=tuple(ranks), links=links)
+            subsets = {**self.costs.subsets, len(ranks): subset}
+            self.costs = replace(self.costs, subsets=subsets)
+
+    def settled(self) -> "Prices":
+        """The same, without measuring what is not on the list yet: see ``knows``."""
+        other = copy.copy(self)
+        other._is_here = False
+        return other
+
+    def knows(self, graph: Graph) -> bool:
+        """Whether all operators of it that take time were measured, or tried to be. Exchanges, and
+        the copies that join tensors for one, are priced by the bytes that they move."""
+        sent = {name for node in graph.nodes if node.collective for name in node.inputs}
+        return all(
+            node.is_free or node.is_far or node.collective or node.waits_for or node.is_packing
+            or (node.name in sent and node.op == _JOIN)
+            or node.signature in self._known
+            for node in graph.nodes
+        )  # fmt: skip
+
+    def know(self, *graphs: Graph, may_lack: bool = False) -> int:
+        """Measure the operators of these graphs that are not on the list yet. While a profiler of
+        the user's is on nothing is measured, which is refused unless costs ``may_lack``; returns
+        how many then do."""
+        self._company.is_given(graphs)
+        new = {
+            n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_far
+        } - self._known
+        if not new or not self._is_here:
+            return 0
+        self._on_progress("measuring operators")
+        self._known |= new
+        with self.as_a_rank():
+            costs, survey = self._measured(graphs)
+        self._operators.update(costs.operators)
+        self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
+        profiled = {u.signature for u in survey.unmeasured if u.why is Missing.PROFILED}
+        self._known -= profiled
+        if profiled and not may_lack:
+            raise _profiled(f"{len(profiled)} operators")
+        return len(profiled)
+
+    def know_compiled(self, graph: Graph, calls: Calls) -> None:
+        """Measure what a compiler made of a step, where ``calls`` has kernels of its own. Not what
+        calls the backward kernels of convolutions, of which Inductor has laid the arguments out
+        anew: torch 2.13 crashes in that of a 1x1 convolution with a stride."""
+
+        def is_wanted(node: Node) -> bool:
+            is_known = node.signature in self._known
+            return not is_known and node.op != "aten.convolution_backward.default"
+
+        if not self._is_here or not any(is_wanted(n) for n in graph.nodes if not n.is_free):
+            return
+        self._on_progress("compiling and measuring kernels")
+        with self.as_a_rank():
+            costs, survey = self._measured([graph], is_wanted=is_wanted, calls=calls)
+        if count := survey.count(Missing.PROFILED):
+            raise _profiled(f"{count} compiled kernels")
+        self._operators.update(costs.operators)
+        self._known |= costs.operators.keys()
+
+    def _measured(self, graphs: Sequence[Graph], **how: Any) -> tuple[Costs, Survey]:
+        """Beside others, where there will be others."""
+        costs, survey = measure_operators(
+            graphs,
+            self._device,
+            cache=self._cache,
+            sharers=self._company.num_ranks,
+            hosts=self._company.hosts,
+            beside=self._company.at_work,
+            torch_device=self._home,
+            **how,
+        )
+        notes = (*survey.notes, *self._company.notes)
+        self.notes += [note for note in notes if note not in self.notes]
+        operators = {
+            signature: replace(cost, seconds=cost.seconds.scaled(self._own_speed))
+            for signature, cost in costs.operators.items()
+        }
+        return replace(costs, operators=operators), survey
+
+    def rest(self) -> None:
+        """Nothing is measured for now."""
+        self._company.dismiss()
+
+    def know_update(self, make: OptimizerFactory, update: Program) -> None:
+        """Measure the optimizer's operators, and its own Python between them."""
+        self.know(update.graph)
+        if not self._is_here:
+            return
+        dims = dims_of(update)
+        calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
+        self._update_calls = calls
+        name = f"between the calls of {update_digest(update)}"
+        with self.as_a_rank():
+            context = self._context()
+            seconds = self._cache.read_whole(context, name)
+            if seconds is None:
+                if is_profiled(is_quick=True):
+                    raise _profiled("the optimizer's step")
+                with self._company.at_work():
+                    seconds = update_call_seconds(make, dims=dims, calls=calls, device=self._home)
+                seconds = self._cache.settle_whole(context, name, seconds)
+        seconds = seconds.scaled(self._own_speed)
+        self.costs = replace(self.costs, update_call_seconds=seconds)
+
+    def check(self, source: StepSource, base: Program) -> None:
+        """Hold the list against a whole step, where one can be run in reasonable time."""
+        self._base = base
+        if not self._can_run(source, base):
+            return
+        whole = self._checked(
+            source,
+            base.graph.fingerprint,
+            "checking them against a whole step",
+            lambda: whole_step(
+                self._runnable(source, base), seconds_budget=_CHECK_SECONDS, device=self._home
+            ),
+            operators=self._operator_seconds(base),
+            scale=self._own_speed,
+        )
+        if whole is None:
+            return
+        self.costs = replace(self.costs, whole_step=whole.scaled(self._withheld))
+        if self._home.type != "cpu" and self._update_calls:
+            self._hide_update(source, base)
+
+    def _hide_update(self, source: StepSource, base: Program) -> None:
+        """What the optimizer's Python takes, a GPU is still at the backward pass meanwhile."""
+        run = self._runnable(source, base).run
+        lead = self._checked(
+            source,
+            f"lead of the host in {base.graph.fingerprint}",
+            "looking how far the host is ahead",
+            lambda: host_lead(run, device=self._home),
+            operators=1.0,
+        )
+        if lead is None:
+            return
+        each, hidden = self.costs.update_call_seconds, lead.value / self._update_calls
+        left = Estimate(
+            value=max(0.0, each.value - hidden), low=max(0.0, each.low - hidden), high=each.high
+        )
+        self.costs = replace(self.costs, update_call_seconds=left)
+
+    def check_compiled(self, source: StepSource, base: Program, lowered: Program) -> None:
+        """The same of a step that is compiled, and of what the compiler made of it."""
+        if not self._can_run(source, lowered):
+            return
+        found = self._checked(
+            source,
+            f"{base.graph.fingerprint} compiled",
+            "compiling a whole step, and checking them against it",
+            lambda: whole_step(
+                self._runnable(source, base, lowered=lowered),
+                seconds_budget=_CHECK_SECONDS,
+                device=self._home,
+            ),
+            operators=self._operator_seconds(lowered),
+            scale=self._own_speed,
+        )
+        if found is not None:
+            self.compiled_step = found.scaled(self._withheld)
+
+    @property
+    def compiled_costs(self) -> Costs:
+        """The list for what a compiler made of a step, which compares otherwise with whole ones."""
+        return replace(self.costs, whole_step=self.compiled_step, cut_steps={})
+
+    def are_no_faster(self, cut: Program, whole: Program) -> bool:
+        """Whether the operators of ``cut`` add up to no less than those of ``whole``."""
+        return self._operator_seconds(cut) >= self._operator_seconds(whole)
+
+    def check_cut(self, source: StepSource, cut: Program) -> None:
+        """The same for the step in micro-batches, beside the whole one, once for each number.
+
+        A cut may be faster, where its smaller operators stay in the processor's cache; it is said
+        to be only beyond the doubt of the check, and of that of a coarser cut, and where its
+        operators alone add up to less. Once a cut is slower than a coarser one, finer cuts are not
+        said to be faster again: the search looks no further there.
+        """
+        if cut.repeats in self._cuts:
+            return
+        alone = self._operator_seconds(cut) / self._operator_seconds(self._base)
+        relative = None
+        if self._can_run(source, cut):
+            relative = self._checked(
+                source,
+                f"{cut.repeats} x {cut.graph.fingerprint} beside {self._base.graph.fingerprint}",
+                f"checking them against a step in {cut.repeats} micro-batches",
+                lambda: beside(
+                    self._runnable(source, cut),
+                    self._runnable(source, self._base),
+                    seconds_budget=_CUT_CHECK_SECONDS,
+                    device=self._home,
+                ),
+                operators=alone,
+            )
+        relative = relative or _UNCHECKED
+        times = sorted((p, t) for p, t in self._cut_times.items() if p < cut.repeats)
+        coarser = [Estimate.exactly(1.0), *(t for _, t in times)]
+        has_turned = any(b.value >= a.value for a, b in pairwise(coarser))
+        if has_turned or alone >= 1 or alone * relative.high >= coarser[-1].low:
+            slower = max(relative.value, coarser[-1].value / alone)
+            relative = replace(relative, value=slower, high=max(relative.high, slower))
+        self._cut_times[cut.repeats] = relative.scaled(alone)
+        self._cuts[cut.repeats] = self.costs.whole_step.times(relative)
+
+    def _checked(
+        self,
+        source: StepSource,
+        name: str,
+        doing: str,
+        run: Callable[[], Estimate | None],
+        *,
+        operators: float,
+        scale: float = 1.0,
+    ) -> Estimate | None:
+        """What ``run`` finds of whole steps, times ``scale``, over what their ``operators`` add up
+        to.
+
+        It is found once and remembered: two plans of a step, and its run, say the same of it. What
+        is remembered is the step's own, as operators not yet measured may be so the next time.
+        """
+        with self.as_a_rank():
+            context = self._context()
+            found = self._cache.read_whole(context, name)
+            if found is None or not found.low:
+                if is_profiled(is_quick=True):
+                    raise _profiled("a whole step")
+                self._on_progress(doing)
+                with _untouched(source.model, self._home), self._company.at_work():
+                    over = run()
+                if over is None:
+                    return None
+                found = self._cache.settle_whole(context, name, over.scaled(operators))
+        return found.scaled(scale / operators)
+
+    def _context(self) -> str:
+        company = self._company
+        return context_of(self._device, sharers=company.num_ranks, hosts=company.hosts)
+
+    @contextlib.contextmanager
+    def as_a_rank(self) -> Iterator[None]:
+        """Within it operators run on as many threads as a rank has."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _can_run(self, source: StepSource, program: Program) -> bool:
+        """Whether a step on the live model is possible and leaves nothing behind."""
+        return (
+            self._is_here
+            and not source.is_imagined
+            and not source.captured().is_grown
+            and not _torch.any_hooks(list(source.model.parameters()))
+            and self._operator_seconds(program) > 0
+            and peak_bytes(program, self.costs) < _SHARE_OF_FREE_MEMORY * free_bytes(self._home)
+        )
+
+    def _runnable(
+        self, source: StepSource, program: Program, *, lowered: Program | None = None
+    ) -> Runnable:
+        """The step on the user's model, within ``_untouched``; compiled, where it is lowered."""
+        parts = program.repeats
+        step = LiveStep(
+            source.model,
+            program,
+            constants=source.captured(micro_batches=parts).constants,
+            batch=source.batch,
+            reduction=source.reduction().value if parts > 1 else "mean",
+            runner=compile_program if lowered else emit,
+        )
+
+        def run() -> None:
+            step.backward(source.batch)
+            step.zero_grad()
+
+        return Runnable(run=run, operator_seconds=self._operator_seconds(lowered or program))
+
+    def _operator_seconds(self, program: Program) -> float:
+        nodes = program.graph.by_name
+        computed = [nodes[i.node] for i in program.instructions if i.sink is None]
+        return program.repeats * sum(self.costs.seconds(node).value for node in computed)
+
+
+def _profiled(what: str) -> BadInput:
+    return BadInput(
+        f"a profiler is on, and {what} would have to be measured for this plan: measuring takes "
+        "the profiler's events away, and the profiler slows down what is measured",
+        expected="no torch.profiler that records, or warms up, while a step is planned",
+        remedy="call steelyard.plan() before the profiler is started",
+    )
+
+
+class Pricing:
+    """The prices of a step, measured when somebody first asks for them.
+
+    ``made`` measures the operators, for whoever asks for memory alone: in the middle of training,
+    say. ``checked`` then holds them against a whole step, which is run on the live model.
+    """
+
+    def __init__(
+        self, make: Callable[[], Prices], check: Callable[[Prices], None] = lambda _: None
+    ) -> None:
+        self._make, self._check = make, check
+
+    @cached_property
+    def made(self) -> Prices:
+        return self._make()
+
+    @cached_property
+    def checked(self) -> Prices:
+        self._check(self.made)
+        return self.made
+
+
+def _subset_of(joined: Joined) -> Subset:
+    links = {}
+    if joined.link is not None and joined.handing is not None:
+        links = {DATA: joined.link, TENSOR: joined.link, PIPELINE: joined.handing}
+    return Subset(ranks=joined.ranks, links=links)
+
+
+def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
+    """What exchanges take among ranks that are not here: neighbours that share tensors, those of as
+    many such groups that share the batch, and those that hand on from one layer to the next."""
+    count = cluster.num_devices
+    if count == 1 or cluster.is_here:
+        return {}
+    # Those that a step may lie on: see search/ranks/layout_search.py.
+    return _carried_on(cluster, {*_divisors(count), *numbers_of_ranks(count), 2})
+
+
+def _carried_on(
+    cluster: Cluster, laid: Collection[int], among: Sequence[int] = ()
+) -> dict[tuple[str, Exchange, int, int], Link]:
+    """On so many ranks, the first or those ``among``, in groups of each size that divides them."""
+    numbers: dict[int, set[int]] = {}
+    for ranks in laid:
+        for stride in _divisors(ranks)[:-1]:
+            numbers.setdefault(stride, set()).update(_divisors(ranks // stride)[1:])
+    found: dict[tuple[str, Exchange, int, int], Link] = {}
+    for stride, own in numbers.items():
+        for axis in (DATA, PIPELINE) if stride > 1 else (DATA, PIPELINE, TENSOR):
+            found |= carried(
+                cluster.tree, axis=axis, numbers=sorted(own), stride=stride, among=among
+            )
+    return found
+
+
+def _declared_subsets(cluster: Cluster) -> dict[int, Subset]:
+    """The devices to lie on for each number of them, where these are not the first ones."""
+    count = cluster.num_devices
+    if not 2 < count <= _MOST_COMPARED or cluster.is_here:
+        return {}
+    fastest = cluster.fastest.flops_per_second
+    devices = [cluster.tree.device_of(rank) for rank in range(count)]
+    speeds = [device.flops_per_second / fastest for device in devices]
+    groups = best_joined(declared_seconds(cluster.tree), speeds)
+    return {
+        number: Subset(ranks=group, carried=_carried_on(cluster, [number], group))
+        for number, group in groups.items()
+        if 1 < number < count and group != tuple(range(number))
+    }
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def dims_of(update: Program) -> list[int]:
+    """How many dimensions each parameter has that is updated."""
+    gradients = (n for n in update.graph.inputs() if n.name.startswith("gradient:"))
+    return [len(n.outputs[0].shape) for n in gradients]
+
+
+class PricedSource:
+    """The step at other batch sizes, each on the price list as soon as it is captured."""
+
+    def __init__(self, source: StepSource, prices: Prices) -> None:
+        self._source = source
+        self._prices = prices
+        self._updates: dict[tuple[Parting, ...], Program] = {}
+
+    @property
+    def transport(self) -> Transport:
+        return self._source.transport
+
+    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
+        graph = self._source.graph(micro_batches=micro_batches, share=share)
+        self._prices.know(graph)
+        # Of unequal shares no number makes a batch; they are taken to be like as many equal ones.
+        if micro_batches > 1 and share == 1:
+            self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
+        return graph
+
+    def rewritten(self, graph: Graph) -> Graph:
+        self._prices.know(graph)
+        for node in graph.nodes:
+            if node.body is not None and node.signature in self._prices.failed:
+                raise Mismatch(
+                    f"what {node.path or 'the loss'} makes cannot be carried out in slices",
+                    expected="calls that work on some of the rows as on all",
+                    remedy="take the stream rule out of the plan, or plan again",
+                )
+        return graph
+
+    def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
+        return self._source.regions(graph, num_ranks=num_ranks)
+
+    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+        graph = self._source.in_parts(graph, choice, rank=rank)
+        self._prices.know(graph)
+        return graph
+
+    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+        if partings not in self._updates:
+            self._updates[partings] = self._source.update_in_parts(update, partings)
+            self._prices.know(self._updates[partings].graph)
+        return self._updates[partings]
+
+    def in_stages(
+        self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
+    ) -> Pipeline:
+        found = self._source.in_stages(program, ends=ends, schedule=schedule, num_ranks=num_ranks)
+        self._prices.know(found.stages.graph, *(update.graph for update in found.updates))
+        return found
+
+    def divisors(self) -> tuple[int, ...]:
+        return self._source.divisors()
+
+    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
+        """By the operators alone, so that no whole step has to be run to see it."""
+        cut, whole = (
+            self._source.graph(micro_batches=parts, share=share) for parts in (micro_batches, than)
+        )
+        self._prices.know(cut, whole)
+        programs = (Program.plain(cut).repeated(micro_batches // than), Program.plain(whole))
+        return self._prices.are_no_faster(*programs)
+
+    def why_not_split(self) -> str | None:
+        return self._source.why_not_split()
+
+    def sharers(self) -> tuple[int, ...]:
+        return self._source.sharers()
+
+    def why_not_shared(self) -> str | None:
+        return self._source.why_not_shared()
+
+    def leaner_settings(self) -> tuple[str, ...]:
+        return self._source.leaner_settings()
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module, home: torch.device) -> Iterator[None]:
+    """Put gradients, buffers and the random state back."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices=random_devices(home)):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)

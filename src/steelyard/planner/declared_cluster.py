@@ -1,0 +1,256 @@
+"""Plans for several devices that are not here: the step is captured, and everything else declared.
+
+Only wires: capture -> search -> plan. Not for plans that can be run here: see planner.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import torch
+
+from steelyard.capture.deep.batch_template import SampledStep
+from steelyard.errors import Infeasible
+from steelyard.hardware.cluster import Far
+from steelyard.ir.batch_template import Sampled
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.rule import FAR_TRADES, Rule
+from steelyard.planner.batch_notes import batch_held
+from steelyard.planner.gradient_compression import note_on_accuracy, untried
+from steelyard.planner.session import Request
+from steelyard.plans.budget import Budget, Minimize
+from steelyard.plans.plan import Decisions, MadeFor, NextCent, Plan
+from steelyard.plans.plan_check import DECOMPOSITIONS
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.missing_flops import refuse_uncounted
+from steelyard.search import ALIKE, Again, DeepSearch, Laid, rules_of, sets_again, told
+from steelyard.search.cluster.from_rules import Step as Told
+from steelyard.search.cluster.from_rules import laid_of
+from steelyard.search.cluster.uncertainty import doubt_said, rivals, rivals_said
+from steelyard.trades.recompute import recomputable
+from steelyard.units import format_bytes, format_seconds, format_share
+
+_SEQUENCE_PARALLEL = (
+    "tensor-parallel layouts are priced with sequence parallelism, as Megatron-LM and torchtitan "
+    "run them, and without overlap of their exchanges with products (--tp-comm-overlap, async TP)"
+)
+# Of what a rank may hold, what is tried for the next cent.
+_MORE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Elsewhere:
+    """A step, and a cluster that is only declared."""
+
+    request: Request
+
+    @cached_property
+    def step(self) -> SampledStep:
+        request = self.request
+        request.on_progress("capturing the step")
+        return SampledStep(
+            model=request.model, loss=request.loss, batch=request.batch, optimizer=request.optimizer
+        )
+
+    @cached_property
+    def search(self) -> DeepSearch:
+        refuse_uncounted([self.step.whole.graph])
+        return DeepSearch(self.step, self.request.cluster, again_of=self._again_of)
+
+    def _again_of(self, sampled: Sampled, costs: Costs) -> Sequence[Again]:
+        graph = sampled.graph
+        return sets_again(graph, costs, self.step.blocks, values=recomputable(graph))
+
+    def best(self, budget: Budget, num_ranks: int) -> Laid:
+        """On so many of the devices; raises Infeasible where nothing fits there."""
+        limit = self.search.limit_bytes(budget)
+        bound = budget.step_seconds
+        found = self.search.fastest(num_ranks, limit, most_seconds=bound or inf)
+        if found is None:
+            raise self._too_small(num_ranks, limit)
+        if bound is not None and found.step.step_seconds > bound:
+            raise Infeasible(
+                f"no plan on {num_ranks} devices keeps step time <= {format_seconds(bound)}: the "
+                f"fastest takes ~{format_seconds(found.step.step_seconds)}",
+                expected=f"at least ~{format_seconds(found.step.step_seconds)}",
+                remedy="allow a longer step, or declare more or faster devices",
+            )
+        return found
+
+    def fewest(self, budget: Budget) -> Laid:
+        """On as few of the devices as keep the budget."""
+        search, most = self.search, self.request.cluster.num_devices
+        limit, bound = search.limit_bytes(budget), budget.step_seconds
+        for num_ranks in range(search.fewest_ranks(limit), most + 1):
+            ways = search.ways(num_ranks)
+            if ways and (bound is None or ways[0].least_seconds <= bound):
+                found = search.fastest(num_ranks, limit, most_seconds=bound or inf)
+                if found is not None and (bound is None or found.step.step_seconds <= bound):
+                    return found
+        return self.best(budget, most)
+
+    def _too_small(self, num_ranks: int, limit: int) -> Infeasible:
+        least = self.search.leanest_bytes(num_ranks)
+        if least is None:
+            return Infeasible(
+                f"no layout on {num_ranks} devices divides the {self.step.num_samples} samples of "
+                f"the batch and the {self.search.num_blocks} blocks of the model",
+                expected="a number of devices that is a product of what divides them",
+                remedy="declare another number of devices, or use another batch",
+            )
+        held = max(least, limit + 1)
+        return Infeasible(
+            f"no plan fits {format_bytes(limit)} on each of {num_ranks} devices: the least is "
+            f"above ~{format_bytes(held)}",
+            expected="a layout whose fullest rank holds no more than a device has",
+            remedy="declare more devices or larger ones, or use a smaller batch or model"
+            + self._uncut(),
+            least_bytes=held,
+        )
+
+    def _uncut(self) -> str:
+        why = self.search.why_together
+        return f" (it cannot be cut into micro-batches: {why})" if why else ""
+
+    def made_for(self) -> MadeFor:
+        graph, cluster = self.step.whole.graph, self.request.cluster
+        return MadeFor(
+            model=graph.model_fingerprint,
+            graph=graph.fingerprint,
+            decomposition=DECOMPOSITIONS["python"][0],
+            runner="python",
+            cluster=cluster.fingerprint,
+            ranks=cluster.num_devices,
+            declared=cluster.declared,
+            torch=torch.__version__.partition("+")[0],
+            batch=self.step.entries,
+        )
+
+    def plan(self, budget: Budget, minimize: Minimize | None) -> tuple[Plan, Laid]:
+        """The fastest plan on all devices, or one on the fewest, and how its step lies on them."""
+        most = self.request.cluster.num_devices
+        laid = self.fewest(budget) if minimize else self.best(budget, most)
+        return self._plan(laid, budget, minimize), laid
+
+    def predict(self, decisions: Decisions) -> tuple[Plan, Laid]:
+        """Decisions from a file on this step: nothing is searched, all is predicted."""
+        step, limit = self.step, self.search.limit_bytes(decisions.budget)
+        laid = laid_of(
+            decisions.rules,
+            self.search,
+            Told(
+                graph=step.whole.graph,
+                blocks=step.blocks,
+                num_samples=step.num_samples,
+                regions=step.regions,
+            ),
+        )
+        notes = [*self._rates_said(laid), *self._batch_held(laid)]
+        if laid.step.peak_bytes > limit:
+            notes.append(
+                f"does not fit: predicted {format_bytes(laid.step.peak_bytes)}, a rank may hold "
+                f"{format_bytes(limit)}"
+            )
+        plan = Plan(
+            title=self._title(laid),
+            decisions=decisions,
+            before=self.search.on_one(),
+            unplanned=self.search.on_one(),
+            predicted=self.search.prediction(laid),
+            notes=tuple(notes),
+        )
+        return plan, laid
+
+    def _plan(self, laid: Laid, budget: Budget, minimize: Minimize | None) -> Plan:
+        step, search = self.step, self.search
+        limit = search.limit_bytes(budget)
+        regions = step.regions(laid.layout.tensor) if laid.layout.tensor > 1 else ()
+        rules = rules_of(laid, step.whole.graph, regions, step.blocks)
+        reasons = told(search, laid, limit, rules)
+        return Plan(
+            title=self._title(laid),
+            decisions=Decisions(
+                made_for=self.made_for(), budget=budget, rules=rules, far=self._far(rules)
+            ),
+            before=search.on_one(),
+            unplanned=search.on_one(),
+            predicted=search.prediction(laid),
+            taken=reasons.taken,
+            refused=(*reasons.refused, *untried()),
+            num_offers=reasons.num_offers,
+            next_cent=self._next_cent(laid, limit),
+            fewest=self._fewest_said(laid) if minimize else "",
+            notes=(*self._notes(laid, limit), *note_on_accuracy(budget)),
+        )
+
+    def _far(self, rules: Sequence[Rule]) -> Far | None:
+        """The memory of the hosts, as the slowest of their links and the smallest share are."""
+        if not any(rule.trade in FAR_TRADES for rule in rules):
+            return None
+        classes = [device for device, _ in self.request.cluster.tree.classes]
+        links = [device.host_link for device in classes if device.host_link is not None]
+        rooms = [device.host_memory_bytes for device in classes if device.host_memory_bytes]
+        rate = min(link.bytes_per_second for link in links)
+        return Far("the memory of each host", rate=rate, size=min(rooms))
+
+    def _title(self, laid: Laid) -> str:
+        shapes = ", ".join("x".join(map(str, e.shape)) for e in self.step.entries[:1])
+        ranks = laid.layout.num_ranks
+        return f"{self.request.title}, batch {shapes}, {ranks} rank{'s' if ranks > 1 else ''}"
+
+    def _fewest_said(self, laid: Laid) -> str:
+        most = self.request.cluster.num_devices
+        return f"{laid.layout.num_ranks} of {most} devices; no layout on fewer keeps the budget"
+
+    def _next_cent(self, laid: Laid, limit: int) -> NextCent | None:
+        more = int(limit * _MORE)
+        other = self.search.fastest(laid.layout.num_ranks, limit + more)
+        assert other is not None, "what fits in less fits in more"
+        saved = laid.step.step_seconds - other.step.step_seconds
+        # Plans that are about as fast are equal, and the simpler one is taken.
+        is_faster = saved > laid.step.step_seconds * ALIKE
+        return NextCent(more_bytes=more, saved_seconds=saved) if is_faster else None
+
+    def _rates_said(self, laid: Laid) -> Iterator[str]:
+        """On what the times stand, how sure they are, and which stack they are of."""
+        rates = self.request.cluster.rates_said
+        yield f"nothing was measured: links at their declared rates, {rates}"
+        yield from doubt_said(self.search, laid.layout)
+        if self.step.is_sequence_parallel(laid.layout.tensor):
+            yield _SEQUENCE_PARALLEL
+
+    def _batch_held(self, laid: Laid) -> Iterator[str]:
+        shared = Layout(batch=laid.layout.data, tensor=laid.layout.num_ranks // laid.layout.data)
+        return batch_held(shared, self.step.num_samples)
+
+    def _notes(self, laid: Laid, limit: int) -> list[str]:
+        ranks = laid.layout.num_ranks
+        least = self.search.least_seconds(ranks, limit, laid)
+        gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
+        if gap.startswith("0.0 "):
+            gap = "0.1 %"
+        faster = f"more than {gap} faster" if least < laid.step.step_seconds else "faster"
+        count = len(self.search.ways(ranks))
+        on = f"{ranks} devices" if ranks > 1 else "one device"
+        alike = rivals_said(rivals(self.search, laid, limit))
+        none = f"none of {count} layouts on {on} is predicted to be {faster}"
+        notes = [
+            f"{none}, each with any of its blocks computed again",
+            *([alike] if alike else []),
+            *self._rates_said(laid),
+            f"a rank may hold {self._allowed(limit)}; nothing is reckoned for drivers beside it",
+        ]
+        notes += self._batch_held(laid)
+        if laid.layout.data > 1 or laid.layout.micro_batches > 1:
+            notes.append("that samples may be told apart was judged by operators, and not tried")
+        return notes
+
+    def _allowed(self, limit: int) -> str:
+        smaller = sorted({
+            device.memory_bytes
+            for device, _ in self.request.cluster.tree.classes
+            if device.memory_bytes < limit
+        })  # fmt: skip
+        less = "".join(f", {format_bytes(n)} where its device has no more" for n in smaller)
+        return f"{format_bytes(limit)}{less}"

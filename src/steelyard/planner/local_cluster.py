@@ -1,0 +1,61 @@
+"""The cluster of a step on a GPU of this machine: that GPU, or one for each rank here, and on
+other hosts as many like it.
+
+Not for which device that is: see measure/device_memory.py.
+"""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.device import Device
+from steelyard.measure.cache import CostCache
+from steelyard.measure.device_memory import check_is_own
+from steelyard.measure.device_rates import with_measured_rates
+
+# Ranks may share a GPU, whose times are then said as if each had one of its own.
+MAY_SHARE = "STEELYARD_SHARE_GPU"
+
+
+def cluster_at(
+    home: torch.device, cluster: Cluster, *, runner: str = "python", cache: CostCache
+) -> Cluster:
+    """``cluster``, where it is this machine and the step lies on a GPU of it: as many GPUs."""
+    if home.type == "cpu" or not cluster.is_here:
+        return cluster
+    if cluster.far is not None:
+        raise BadInput(
+            f"the model is on {home}, and far memory was given",
+            expected="a model on the CPU: what is moved to a file and back lies there",
+            remedy="plan without far memory",
+        )
+    if runner != "python":
+        raise BadInput(
+            f"the model is on {home}, and its step is to be compiled by {runner}",
+            expected="the python runner there: of what is compiled, kernels of a CPU are measured",
+            remedy="leave runner= out, or write --runner python",
+        )
+    check_is_own(home)
+    here = _gpu(home, cluster.fastest, ranks=cluster.ranks_of_a_host)
+    gpu = with_measured_rates(here, cache=cache, torch_device=home)
+    member = replace(cluster.tree.members[0], of=gpu, count=cluster.num_devices)
+    at_home = replace(cluster, tree=replace(cluster.tree, members=(member,)), speeds=())
+    return at_home.at_speeds(cluster.speeds) if cluster.speeds else at_home
+
+
+def _gpu(home: torch.device, here: Device, *, ranks: int) -> Device:
+    seen, count = torch.cuda.get_device_properties(home), torch.cuda.device_count()
+    if ranks > count and not os.environ.get(MAY_SHARE):
+        raise BadInput(
+            f"the model is on {home}, {ranks} ranks were asked for, and torch sees {count} GPU"
+            + ("s" if count != 1 else ""),
+            expected="a GPU for each rank, seen by all: what shares one computes at a part of its "
+            "speed",
+            remedy=f"plan for {count}; or, to try things with no true times, {MAY_SHARE}=1",
+        )
+    sharers = -(-ranks // count)
+    kind = f"cuda {seen.name}" + (f", shared by {sharers} ranks" if sharers > 1 else "")
+    return replace(here, kind=kind, memory_bytes=int(seen.total_memory) // sharers)

@@ -1,0 +1,134 @@
+"""The inverse question: the largest batch, or the longest sequence, that fits the budget.
+
+Asks about steps that do not exist yet, so their batches are imagined: shapes without values.
+Not for the search inside one shape: see search/.
+"""
+
+from dataclasses import replace
+
+from steelyard.capture.batch.resizing import impossible, sizes_of
+from steelyard.errors import BudgetError, CaptureRefused, Infeasible
+from steelyard.planner.planner import Planner
+from steelyard.planner.session import Look, Request
+from steelyard.plans.budget import Maximize
+from steelyard.plans.plan import Plan
+from steelyard.trades import TRADES
+from steelyard.units import format_bytes
+
+# No size is asked about that is larger than this many times the one given.
+_MOST_TIMES = 1 << 12
+# Cutting the batch is left out: in parts small enough any batch fits, which answers nothing. So is
+# what is lossy: on a batch that is only imagined nobody can say how much is lost.
+IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
+
+
+def largest(request: Request, maximize: Maximize) -> tuple[Planner, Plan]:
+    """The planner of the largest step and its plan: that was planned, and the next size was not
+    feasible. Nothing is extrapolated."""
+    if request.budget.memory_bytes is None:
+        raise BudgetError(
+            f"the largest {maximize} needs a budget to stay within",
+            expected="a bound on memory",
+            remedy='add one: --memory 2GiB, or budget=Budget(memory="2 GiB") in Python',
+        )
+    attempts = _Attempts(request, maximize)
+    low, high = attempts.bracket()
+    while high - low > 1:
+        middle = attempts.guess(low, high)
+        low, high = (middle, high) if attempts.fits(middle) else (low, middle)
+    if low == 0:
+        raise attempts.nothing_fits()
+    planner = Planner(attempts.fitting())
+    said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
+    if high in attempts.why:
+        said += f"; {high} is not possible: {attempts.why[high]}"
+    if request.budget.accuracy_loss:
+        said += "; nothing is kept in 8 bits, which cannot be probed on a batch that is imagined"
+    return planner, replace(planner.plan(request.budget), largest=said)
+
+
+class _Attempts:
+    """Sizes that were tried: the least memory of each, and why one is not possible, whatever the
+    memory. Of those that fit, the last is the largest, and the only one that is planned.
+    """
+
+    def __init__(self, request: Request, maximize: Maximize) -> None:
+        self._request = replace(request, trades=IN_ONE_PIECE)
+        self._sizes = sizes_of(request.batch, maximize)
+        self._maximize = maximize
+        self._least: dict[int, int] = {}
+        self.now = self._sizes.now
+        self.why: dict[int, str] = {}
+        self._fitting: Look | None = None
+
+    def bracket(self) -> tuple[int, int]:
+        """A size that fits (0: none known) and a larger one that does not."""
+        if not self.fits(self.now):
+            return 0, self.now
+        low, high = self.now, 2 * self.now
+        while high <= self.now * _MOST_TIMES and self.fits(high):
+            low, high = high, max(self.guess(high, high * 8), high * 2)
+        return low, high
+
+    def fitting(self) -> Look:
+        """The largest step that fits."""
+        assert self._fitting is not None, "a size fits, or nothing_fits is raised"
+        return self._fitting
+
+    def nothing_fits(self) -> Infeasible:
+        """The smallest that was possible is named: one sample alone may not be, with BatchNorm."""
+        # Where nothing was possible at all, no size has a least.
+        size, least = min(self._least.items(), default=(self.now, None))
+        smaller = max((tried for tried in self.why if tried <= size), default=None)
+        but = "" if smaller is None else f"; {smaller} is not possible: {self.why[smaller]}"
+        return Infeasible(
+            f"not even a {self._maximize} of {size} fits {self._request.budget}{but}",
+            expected=f"at least ~{format_bytes(least)} for {size}" if least else "a possible size",
+            remedy="allow more memory, or take an optimizer with less state",
+            least_bytes=least,
+        )
+
+    def guess(self, low: int, high: int) -> int:
+        """Where the least memory crosses the budget, were it a straight line; between the two.
+
+        What is not possible says nothing of memory: below it the middle is taken.
+        """
+        limit = self._request.budget.memory_bytes
+        assert limit is not None
+        known = sorted(self._least.items())
+        if len(known) > 1 and high not in self.why:
+            (a, at_a), (b, at_b) = known[-2:] if low >= known[-1][0] else _around(known, low)
+            if at_b > at_a:
+                crossing = a + int((limit - at_a) * (b - a) / (at_b - at_a))
+                return min(max(crossing, low + 1), high - 1)
+        return (low + high) // 2
+
+    def fits(self, size: int) -> bool:
+        limit = self._request.budget.memory_bytes
+        assert limit is not None
+        self._request.on_progress(f"trying {self._maximize} {size}")
+        batch = self._request.batch if size == self.now else self._sizes.at(size)
+        quiet = replace(self._request, batch=batch, on_progress=lambda _: None)
+        try:
+            look = quiet.looked_at()
+        except CaptureRefused as refused:
+            if size == self.now:
+                raise
+            self.why[size] = refused.happened
+            return False
+        reason = impossible(look.base.graph)
+        if reason:
+            self.why[size] = reason
+            return False
+        least = look.search.least_bytes(enough_bytes=limit)
+        self._least[size] = least
+        if least > limit:
+            return False
+        self._fitting = look
+        return True
+
+
+def _around(known: list[tuple[int, int]], low: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The neighbours between which ``low`` and what is above it lie."""
+    above = next(i for i, (size, _) in enumerate(known) if size > low)
+    return (known[above - 1], known[above]) if above else (known[0], known[1])

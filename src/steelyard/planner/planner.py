@@ -1,0 +1,229 @@
+"""The planner: from a captured and priced step and a budget to a plan with its reasons.
+
+Not for what it knows of the step: see session.py. Not for the search itself: see search/. Not for
+what a user does with a plan: see planned.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from steelyard.capture.batch.splitting import batch_size
+from steelyard.comm.devices import home_of
+from steelyard.errors import Mismatch
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.planner.batch_notes import batch_held, rounded_in_parts
+from steelyard.planner.compatibility import other_than_planned
+from steelyard.planner.compiled import find_lowered, lowered_frontier
+from steelyard.planner.eager_note import note_beyond_eager
+from steelyard.planner.gradient_compression import note_on_accuracy, untried, with_codes
+from steelyard.planner.lossy import Lossy
+from steelyard.planner.optimizer_note import note_on_state
+from steelyard.planner.session import Look
+from steelyard.plans.accuracy import beyond
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import Decisions, Plan, Prediction
+from steelyard.predict import slowdown
+from steelyard.safe_text import printable
+from steelyard.search import ALLOWS_NONE, Floor, Found, Pipelines, Search
+from steelyard.units import format_bytes
+
+_NO_PROBE = "is not probed on several ranks"
+
+
+class Planner:
+    """Plans one step within any budget; what was searched and probed is kept."""
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+
+    @cached_property
+    def lossy(self) -> Lossy:
+        """The plans that may lose accuracy."""
+        return Lossy(look=self.look)
+
+    def plan(self, budget: Budget) -> Plan:
+        """The fastest plan within the budget, with its reasons."""
+        look = self.look
+        look.request.on_progress("searching")
+        found, predicted = self.find(budget)
+        is_python = look.request.runner == "python"
+        plan = Plan(
+            title=self._title(found.rules),
+            decisions=Decisions(
+                made_for=look.made_for(),
+                budget=budget,
+                rules=found.rules,
+                far=look.far_for(found.rules),
+                used_ranks=look.used_ranks(found.rules),
+            ),
+            before=look.before(),
+            unplanned=look.unplanned,
+            predicted=predicted,
+            taken=found.taken,
+            refused=found.refused,
+            num_offers=found.num_offers,
+            frontier=found.frontier if is_python else (),
+            next_cent=found.next_cent if is_python else None,
+            least_bytes=found.least.nbytes if is_python else 0,
+            least_within=found.least_within,
+            slowdown=slowdown(found.program, look.base, look.prices.costs),
+            predicted_for=look.predicted_for,
+            notes=(
+                *look.notes(),
+                *self._batch_notes(found.rules),
+                *look.note_on_links(found.rules, predicted.quad.step_seconds.value),
+                *self._state_notes(budget, found.program, predicted),
+                *note_beyond_eager(look.before(), predicted),
+                *((str(found.gap),) if found.gap else ()),
+                *(() if look.request.cluster.is_here else note_on_accuracy(budget)),
+            ),
+        )
+        look.prices.rest()
+        return plan
+
+    def find(self, budget: Budget) -> tuple[Found, Prediction]:
+        """The fastest plan whose program, as its runner runs it, stays within the budget."""
+        look = self.look
+        request = look.request
+        request.check_floor(Floor.of(look.base), budget)
+        many = request.cluster.num_devices > 1
+        if request.runner == "inductor":
+            found, predicted = find_lowered(look, budget)
+            return with_codes(self.lossy, budget, found, predicted) if many else (found, predicted)
+        if many:
+            found = look.layouts.find(
+                budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
+            )
+            if request.cluster.is_here:
+                return with_codes(self.lossy, budget, found, found.prediction)
+            return replace(found, refused=(*found.refused, *untried())), found.prediction
+        if budget.accuracy_loss:
+            return self.lossy.find(budget)
+        found = look.search.find(budget)
+        return found, found.prediction
+
+    def charted(self, plan: Plan) -> Plan:
+        """The same plan on the whole curve: one that was planned knows only what it had to ask."""
+        look = self.look
+        if plan.frontier and not plan.least_within:
+            return plan
+        look.request.on_progress("exploring the whole curve")
+        search = self._search_for(plan.decisions)
+        search.explore_all()
+        if look.request.runner == "inductor":
+            assert isinstance(search, Search), "stages are run by generated Python"
+            curve = lowered_frontier(look, search)
+        elif plan.frontier:
+            return self.plan(plan.decisions.budget)
+        else:
+            # Read from a file: its decisions stay.
+            curve = search.frontier()
+        return replace(plan, frontier=curve, least_within=0)
+
+    def predict(self, decisions: Decisions) -> Plan:
+        """Decisions from a file on this step: nothing is searched, everything is predicted."""
+        look = self.look
+        program = look.struck(decisions.rules)
+        predicted, lost = self._predicted(decisions, program)
+        used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
+        home = home_of(look.source.model)
+        others = other_than_planned(look.made_for(), decisions.made_for, home, used=used)
+        notes = [
+            *lost,
+            *look.notes(),
+            *self._batch_notes(decisions.rules),
+            *self._state_notes(decisions.budget, program, predicted),
+            *note_beyond_eager(look.before(), predicted),
+            *others,
+        ]
+        check_far_room(decisions, program)
+        limit = decisions.budget.memory_bytes
+        if limit is not None and predicted.peak.nbytes > limit:
+            notes.append(
+                f"does not fit: predicted {format_bytes(predicted.peak.nbytes)}, budget "
+                f"{format_bytes(limit)}"
+            )
+        plan = Plan(
+            title=self._title(decisions.rules),
+            decisions=decisions,
+            before=look.before(),
+            unplanned=look.unplanned,
+            predicted=predicted,
+            slowdown=slowdown(program, look.base, look.prices.costs),
+            predicted_for=look.predicted_for,
+            notes=tuple(notes),
+        )
+        look.prices.rest()
+        return plan
+
+    def as_predicted(self, decisions: Decisions, stored: Plan) -> Plan:
+        """Decisions from a file with the predictions beside it: nothing is measured."""
+        return Plan(
+            title=self._title(decisions.rules),
+            decisions=decisions,
+            before=stored.before,
+            unplanned=stored.unplanned,
+            predicted=stored.predicted,
+            slowdown=stored.slowdown,
+            predicted_for=stored.predicted_for,
+            notes=stored.notes,
+        )
+
+    def _search_for(self, decisions: Decisions) -> Search | Pipelines:
+        """The search that these decisions are from."""
+        if self.look.request.cluster.num_devices > 1:
+            return self.look.layouts.search_by(decisions.rules)
+        return self.lossy.search_for(decisions.budget)
+
+    def _predicted(self, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:
+        """The program priced; where it is lossy, probed anew if its budget allows any loss."""
+        predicted, bound = self.look.priced(program), decisions.budget.accuracy_loss
+        if not program.is_lossy:
+            return predicted, []
+        kept = "ranks send gradients in codes"
+        if count := len(program.coded):
+            kept = f"{count} value{'s are' if count > 1 else ' is'} kept in 8 bits"
+        if not bound:
+            return predicted, [f"does not fit: {kept}, and the accuracy budget is 0"]
+        barred = self.lossy.why_not_probed()
+        seen = barred or self.lossy.drift_of(decisions.rules, program, bound)
+        if isinstance(seen, str):
+            return predicted, [f"{kept}, and what that costs is not known: {seen}"]
+        quad = replace(predicted.quad, accuracy_loss=str(seen))
+        notes = [] if seen.keeps(bound) else [f"does not fit: {beyond(seen, bound)}"]
+        return replace(predicted, quad=quad), notes
+
+    def _batch_notes(self, rules: Sequence[Rule]) -> Iterator[str]:
+        yield from batch_held(Layout.of(rules), batch_size(self.look.source.batch) or 1)
+        yield from rounded_in_parts(rules, self.look.base.graph)
+
+    def _state_notes(
+        self, budget: Budget, program: Program, predicted: Prediction
+    ) -> Iterator[str]:
+        return note_on_state(
+            program,
+            predicted,
+            limit_bytes=budget.memory_bytes,
+            is_known=self.look.request.optimizer is not None,
+        )
+
+    def _title(self, rules: Sequence[Rule]) -> str:
+        ranks = Layout.of(rules).num_ranks
+        among = f", {ranks} ranks" if ranks > 1 else ""
+        shapes = ", ".join("x".join(map(str, e.shape)) for e in self.look.source.entries()[:1])
+        return f"{self.look.request.title}, batch {shapes}{among}"
+
+
+def check_far_room(decisions: Decisions, program: Program) -> None:
+    """Raise Mismatch if the program moves more to far memory than that may hold."""
+    far = decisions.far
+    if far is not None and program.far_bytes > far.size_bytes:
+        raise Mismatch(
+            f"the plan moves {format_bytes(program.far_bytes)} to {printable(far.folder)}, which "
+            f"may hold {format_bytes(far.size_bytes)}",
+            expected="a far memory as large as what is moved",
+            remedy="allow a larger size under [far], or plan again",
+        )

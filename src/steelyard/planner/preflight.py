@@ -1,0 +1,61 @@
+"""Checks of a request that need neither a capture nor a measurement.
+
+Not for the floor of a captured step: see search/memory_floor.py.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
+from steelyard.search import Floor
+from steelyard.units import format_bytes
+
+
+def floor_of(model: nn.Module, batch: Any) -> Floor:
+    """The part of the floor that the model and the batch alone tell: no gradients, no state."""
+    leaves = [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    return Floor(
+        parameter_bytes=_bytes_of(model.parameters()),
+        buffer_bytes=_bytes_of(model.buffers()),
+        batch_bytes=_bytes_of(leaves),
+    )
+
+
+# Other kinds, say lazy or quantised ones, may hold less than their shapes say.
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of tensors that share a storage only the largest counts: the others may lie within it."""
+    largest: dict[int, int] = {}
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.is_nested or tensor.layout != torch.strided:
+            continue
+        # An expanded tensor repeats its elements with a stride of 0.
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        nbytes = span * tensor.element_size() if tensor.numel() else 0
+        key = _torch.storage_key(tensor)
+        largest[key] = max(largest.get(key, 0), nbytes)
+    return sum(largest.values())
+
+
+def check_far(cluster: Cluster) -> None:
+    """Refuse a far memory of this machine that is larger than the free space of its disk."""
+    far = cluster.far
+    if far is None or not cluster.is_here or not Path(far.folder).is_dir():
+        return  # a folder that does not exist is refused where it is opened
+    free = shutil.disk_usage(far.folder).free
+    if far.size_bytes > free:
+        raise BadInput(
+            f"far memory of {format_bytes(far.size_bytes)} in {far.folder}, whose disk has "
+            f"{format_bytes(free)} free",
+            expected=f"at most {format_bytes(free)}",
+            remedy="name a smaller size (--far-size), or a folder on a larger disk (--far)",
+        )

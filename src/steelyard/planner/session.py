@@ -1,0 +1,410 @@
+"""A user's step as captured and priced: what planning asks, and what it knows.
+
+Not for deciding: see search/. Not for the public calls: see api/planning.py.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from steelyard import _torch
+from steelyard.capture.step import StepSource
+from steelyard.capture.tracing.joint_graph import Loss
+from steelyard.capture.tracing.optimizer import OptimizerFactory
+from steelyard.comm.devices import home_of
+from steelyard.errors import Mismatch
+from steelyard.hardware.cluster import Cluster, Far
+from steelyard.hardware.device import Device
+from steelyard.hardware.host_os import memory_bytes
+from steelyard.hardware.link import Link
+from steelyard.ir.graph import Graph, Role
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.optimizer_update import update_digest
+from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import FAR_TRADES, Rule, Spot, matching, to_rules
+from steelyard.measure.cache import CostCache
+from steelyard.measure.malloc import keep_what_is_freed
+from steelyard.offload.optimizer_state import why_uncut, why_undivided
+from steelyard.operators import is_pointwise
+from steelyard.passes.offload.sliced_optimizer import why_whole
+from steelyard.planner.cost_provider import PricedSource, Prices, Pricing, Progress, dims_of
+from steelyard.planner.local_cluster import cluster_at
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import MadeFor, Prediction
+from steelyard.plans.plan_check import DECOMPOSITIONS
+from steelyard.plans.trade import Trade, strike_on_ranks
+from steelyard.predict import predict
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.missing_flops import notes_on_uncounted, refuse_uncounted
+from steelyard.run.compiled.lower import compiled, lower
+from steelyard.run.compiled.recorder import Kernel
+from steelyard.run.model_guards import ModelWatch
+from steelyard.run.sharded_model.tensors import why_unparted
+from steelyard.search import Floor, Layouts, Search
+from steelyard.search.ranks.slow_link_note import note_on_links
+from steelyard.trades import TRADES
+
+Runner = Literal["python", "inductor"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """What the user asked for."""
+
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    optimizer: OptimizerFactory | None
+    cluster: Cluster
+    budget: Budget
+    runner: Runner
+    title: str
+    on_progress: Progress
+    decomposition: str = ""
+    trades: tuple[Trade, ...] = TRADES
+
+    def looked_at(self, *, within: Budget | None = None, is_priced: bool = True) -> "Look":
+        """Capture the step and, if it ``is_priced``, measure its operators where its tensors lie.
+
+        A budget to stay ``within`` is held against what stays for the whole step before anything
+        is measured. What is not priced here is priced when somebody first asks for prices.
+        """
+        home = home_of(self.model)
+        cluster = cluster_at(home, self.cluster, runner=self.runner, cache=CostCache())
+        look = replace(self, cluster=cluster)._captured(home, within or Budget())
+        if is_priced:
+            look.pricing.checked  # noqa: B018 measures
+        return look
+
+    def check_floor(self, floor: Floor, budget: Budget) -> None:
+        """Raise Infeasible if no plan on this cluster can stay within the budget."""
+        far = self.cluster.far
+        floor.check(
+            budget, ranks=self.cluster.num_devices, far_bytes=0 if far is None else far.size_bytes
+        )
+
+    def _captured(self, home: torch.device, within: Budget) -> "Look":
+        self.on_progress("capturing the step")
+        source = StepSource(
+            model=self.model,
+            loss=self.loss,
+            batch=self.batch,
+            decomposition=self.decomposition or self._table(),
+            optimizer=self.optimizer,
+        )
+        if source.is_imagined:
+            # What can be run is traced whole, once for planning and for running.
+            source = replace(source, for_planning=True)
+        graph = source.graph(micro_batches=1)
+        update = source.update()
+        if not self.cluster.is_here:
+            refuse_uncounted([graph] if update is None else [graph, update.graph])
+        if update is not None:
+            update = self._with_reasons(update)
+        base = Program.plain(graph, update=update)
+        self.check_floor(Floor.of(base), within)
+        if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
+            keep_what_is_freed()
+
+        def measured() -> Prices:
+            prices = Prices(self.cluster, on_progress=self.on_progress, home=home)
+            prices.know(graph, may_lack=True)
+            if update is not None:
+                prices.know(update.graph, may_lack=True)
+            return prices
+
+        def check(prices: Prices) -> None:
+            prices.know(graph)
+            if update is not None:
+                assert self.optimizer is not None
+                prices.know_update(self.optimizer, update)
+            prices.check(source, base)
+
+        pricing = Pricing(measured, check=check)
+        watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
+        return Look(request=self, source=source, base=base, pricing=pricing, watch=watch)
+
+    def _with_reasons(self, update: Program) -> Program:
+        """The optimizer's step with the reasons why it is carried out whole, where it is."""
+        assert self.optimizer is not None
+        if self.cluster.far is not None or self.cluster.num_devices > 1:
+            undivided = why_undivided(self.optimizer, dims_of(update))
+            update = replace(update, undivided=undivided)
+        if self.cluster.far is not None:
+            update = replace(update, uncut=self._uncut(update))
+        if self.cluster.num_devices > 1:
+            update = replace(update, unparted=why_unparted(self.optimizer))
+        return update
+
+    def _has_room_for(self, graph: Graph) -> bool:
+        """On each rank for the step as plain PyTorch takes it, and as much again: blocks that are
+        kept for the next step leave gaps. Not by what is free just now: ranks are to agree."""
+        held = graph.resident_bytes(*Role) + graph.eager_peak_bytes
+        return 2 * held * self.cluster.ranks_of_a_host < memory_bytes()
+
+    def _table(self) -> str:
+        """For one device Inductor's own: what parts there are can be kept or computed again."""
+        tables = DECOMPOSITIONS[self.runner]
+        is_one = self.runner == "python" or self.cluster.num_devices == 1
+        return tables[0] if is_one else "inductor-2"
+
+    def _uncut(self, update: Program) -> dict[str, str]:
+        """Why some parameters are not updated some rows at a time, by parameter."""
+        assert self.optimizer is not None
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        reason = why_uncut(self.optimizer)
+        found = dict.fromkeys(trained, reason) if reason else {}
+        found |= why_whole(update, is_pointwise=is_pointwise)
+        if _torch.any_hooks(list(trained.values())):
+            hooked = (name for name, p in trained.items() if _torch.any_hooks([p]))
+            found |= dict.fromkeys(hooked, "it has hooks, which are given its gradient whole")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Look:
+    """The step as captured and priced: all that planning needs to know.
+
+    ``watch`` remembers the model as it was captured; None where it is only imagined.
+    """
+
+    request: Request
+    source: StepSource
+    base: Program
+    pricing: Pricing
+    watch: ModelWatch | None
+
+    @property
+    def prices(self) -> Prices:
+        """The prices of the step's operators, held against a whole step where one can be run."""
+        return self.pricing.checked
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster with the speeds of its ranks, which are measured where nobody said them."""
+        said = self.request.cluster
+        is_known = said.num_devices == 1 or not said.is_here or bool(said.speeds)
+        return said if is_known else self.prices.cluster
+
+    @cached_property
+    def search(self) -> Search:
+        """Explored once, asked for any budget; its memory is that of generated Python."""
+        return self.searching()
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """On as many of the ranks as is fastest."""
+        cluster = self.request.cluster
+        return Layouts(
+            self.base,
+            trades=self.request.trades,
+            source=self._priced_source,
+            costs=self.prices.costs,
+            num_ranks=cluster.num_devices,
+            of_a_host=cluster.ranks_of_a_host if cluster.hosts > 1 else 1,
+            searching=lambda layout: self.searching(layout=layout),
+        )
+
+    def searching(
+        self, *, lossy: frozenset[Spot] = frozenset(), layout: tuple[Rule, ...] = ()
+    ) -> Search:
+        """``lossy`` are the values that may lose accuracy, ``layout`` where the step lies."""
+        return Search(
+            self.base,
+            trades=self.request.trades,
+            source=self._priced_source,
+            costs=self.prices.costs,
+            lossy=lossy,
+            # Inductor may make two copies in one go, and hold them.
+            oftener=self.request.runner != "inductor",
+            layout=layout,
+        )
+
+    @cached_property
+    def _priced_source(self) -> PricedSource:
+        return PricedSource(self.source, self.prices)
+
+    def struck_unpriced(self, rules: Sequence[Rule]) -> Program:
+        """The program after these rules, of which nothing is measured."""
+        layout = Layout.of(rules)
+        _refuse_unlike_stages(layout, self.cluster.devices)
+        return strike_on_ranks(self.base, rules, trades=TRADES, source=self.source)
+
+    def struck(self, rules: Sequence[Rule]) -> Program:
+        layout = Layout.of(rules)
+        _refuse_unlike_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
+        program = strike_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
+        if program.coded:
+            # Their own operators exist only now.
+            self.prices.know(program.graph)
+        return program
+
+    def recomputed(self, rules: Sequence[Rule]) -> Program:
+        """The program after these rules, with all computed again that can be."""
+        program = self.struck([rule for rule in rules if rule.trade != "offload_state"])
+        (trade,) = (trade for trade in TRADES if trade.name == "recompute")
+        offers, _ = trade.offers(program, self._priced_source)
+        values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
+        return self.struck((*rules, *to_rules(program.graph, values, trade=trade.name)))
+
+    def far_for(self, rules: Sequence[Rule]) -> Far | None:
+        """The far memory that these rules move values to."""
+        return self.request.cluster.far if any(r.trade in FAR_TRADES for r in rules) else None
+
+    def used_ranks(self, rules: Sequence[Rule]) -> tuple[int, ...]:
+        """The ranks that a step by these rules lies on; empty where they are simply the first."""
+        ranks = Layout.of(rules).num_ranks
+        subset = self.prices.costs.subsets.get(ranks)
+        used = subset.ranks if subset is not None else ()
+        return used if used != tuple(range(ranks)) else ()
+
+    def note_on_links(self, rules: Sequence[Rule], seconds: float) -> tuple[str, ...]:
+        """Hosts behind slow links, and what a step takes with and without them, where it takes
+        ``seconds`` as planned."""
+        each = self.request.cluster.ranks_of_a_host
+
+        def hosts_of(layout: Layout) -> frozenset[int]:
+            subset = self.prices.costs.subsets.get(layout.num_ranks)
+            ranks = subset.ranks if subset is not None else range(layout.num_ranks)
+            return frozenset(rank // each for rank in ranks)
+
+        def least(is_allowed: Callable[[Collection[int]], bool]) -> float | None:
+            allowed = [x for x in self.layouts.layouts if is_allowed(hosts_of(x))]
+            ways = (way for layout in allowed for way in self.layouts.ways.of(layout))
+            return min((way.seconds for way in ways), default=None)
+
+        used = hosts_of(Layout.of(rules))
+        return note_on_links(self.prices.host_rates, used, seconds, least)
+
+    def over(self, link: Link) -> "Look":
+        """The same step on ranks that another link joins."""
+        return self._at(self.prices.over(link))
+
+    def settled(self) -> "Look":
+        """The same, where nothing is measured any more and nobody is told of progress."""
+        quiet = replace(self.request, on_progress=lambda _: None)
+        return replace(self, request=quiet)._at(self.prices.settled())
+
+    def _at(self, prices: Prices) -> "Look":
+        """At other prices; what it took to find out how ranks may lie is not done again."""
+        other = replace(self, pricing=Pricing(lambda: prices))
+        if "layouts" in self.__dict__:
+            other.__dict__["layouts"] = self.layouts.over(prices.costs, other._priced_source)
+        return other
+
+    def made_for(self) -> MadeFor:
+        return MadeFor(
+            model=self.base.graph.model_fingerprint,
+            graph=self.base.graph.fingerprint,
+            decomposition=self.base.graph.decomposition,
+            runner=self.request.runner,
+            cluster=self.cluster.fingerprint,
+            ranks=self.request.cluster.num_devices,
+            hosts=self.request.cluster.hosts,
+            speeds=self.cluster.speeds,
+            declared=self.request.cluster.declared,
+            torch=torch.__version__.partition("+")[0],
+            batch=self.source.entries(),
+        )
+
+    @cached_property
+    def predicted_for(self) -> str:
+        """A digest of all that predictions of this step hang on: what a plan is made for, and the
+        optimizer's step."""
+        made_for = self.made_for()
+        # Ranks that were found to be alike are said to be so when the plan is read.
+        made_for = replace(made_for, speeds=made_for.speeds or (1.0,) * made_for.ranks)
+        said = f"{made_for}|{update_digest(self.base.update)}"
+        return sha256(said.encode()).hexdigest()[:16]
+
+    @cached_property
+    def unplanned(self) -> Prediction:
+        """The captured graph with no trade struck, under the runner that was asked for."""
+        return self.priced(self.base)
+
+    def priced(self, program: Program) -> Prediction:
+        """What the runner makes of a program is what is priced."""
+        base = self._base_as_run  # checked first, whatever is priced
+        lowered = base if program is self.base else self.as_run(program)
+        return predict(lowered, self.costs)
+
+    @property
+    def costs(self) -> Costs:
+        """The price list of what runs."""
+        is_compiled = self.request.runner == "inductor"
+        return self.prices.compiled_costs if is_compiled else self.prices.costs
+
+    @cached_property
+    def _base_as_run(self) -> Program:
+        lowered = self.as_run(self.base)
+        if self.request.runner == "inductor":
+            self.prices.check_compiled(self.source, self.base, lowered)
+        return lowered
+
+    def as_run(self, program: Program) -> Program:
+        """What the runner makes of a program: Inductor makes another one."""
+        if self.request.runner == "inductor":
+            self.request.on_progress("lowering the step")
+            kernels: dict[str, Kernel] = {}
+            with self.prices.as_a_rank():  # its threads are in what Inductor writes
+                program = lower(program, kernels)
+
+            def calls(names: Sequence[str]) -> dict[str, Any]:
+                return compiled({name: kernels[name] for name in names if name in kernels})
+
+            for one in (program, *program.beside):
+                for each in one.passes[-2:]:
+                    self.prices.know_compiled(each.graph, calls)
+        return program
+
+    def before(self) -> Prediction:
+        """Eager PyTorch: the same operators, what its own autograd keeps alive."""
+        costs = self.prices.costs
+        unplanned = predict(self.base, costs)
+        quad, peak = unplanned.quad, unplanned.peak
+        workspaces = {s: cost.workspace_bytes for s, cost in costs.operators.items()}
+        above = self.source.twin().peak_bytes(workspaces)
+        nbytes = max(peak.resident_bytes + above, self._update_peak())
+        return replace(
+            unplanned,
+            quad=replace(quad, memory_bytes=Estimate.within(nbytes, share=0.05)),
+            peak=replace(peak, nbytes=nbytes, alive=(), at="", path="", line=""),
+            timeline=None,
+        )
+
+    def _update_peak(self) -> int:
+        timeline = predict(self.base, self.prices.costs).timeline
+        assert timeline is not None
+        return max(
+            (n for n, p in zip(timeline.nbytes, timeline.phases) if p == "update"), default=0
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        found = list(self.prices.notes)
+        if self.source.twin().has_unknown:
+            found.append(
+                "eager PyTorch needs more than is said here: what its oneDNN kernel of a recurrent "
+                "layer keeps is not known"
+            )
+        update = self.base.update
+        graphs = [self.base.graph] if update is None else [self.base.graph, update.graph]
+        found += notes_on_uncounted(graphs, self.prices.costs)
+        return tuple(found)
+
+
+def _refuse_unlike_stages(layout: Layout, devices: Sequence[Device]) -> None:
+    """Of a plan from a file; none is made so."""
+    ranks = layout.num_ranks
+    if layout.pipeline > 1 and len({*devices[:ranks]}) > 1:
+        raise Mismatch(
+            f"the plan lays layers on {ranks} ranks, which are of unequal speed here",
+            expected="stages on devices of one class: what others take is not predicted yet",
+            remedy="plan again, which shares the batch unequally; or say that they are equal: "
+            f"speeds = {[1.0] * ranks} under [made_for]",
+        )

@@ -1,0 +1,86 @@
+"""What can be said of the accuracy that a plan loses, in words, and whether a budget allows it.
+
+Not for finding it out: see planner/lossy.py.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+from steelyard.ir.metrics import EXACT, UNKNOWN
+
+_PROBED = re.compile(r"([0-9.]+|inf) ± ([0-9.]+|inf) % \(probe: .*\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far the losses of two twins lay apart in a probe, as shares: one a step."""
+
+    shares: tuple[float, ...]
+    items: int
+
+    @property
+    def largest(self) -> float:
+        """Infinite where a loss was not finite."""
+        return max(self.shares) if all(map(math.isfinite, self.shares)) else math.inf
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the steps."""
+        if not math.isfinite(self.largest):
+            return math.inf
+        mean = sum(self.shares) / len(self.shares)
+        return math.sqrt(sum((s - mean) ** 2 for s in self.shares) / len(self.shares))
+
+    @property
+    def upper(self) -> float:
+        """The upper end of what the probe says, ``4.6 ± 1.5 %``: a budget has to contain it."""
+        return self.largest + self.spread
+
+    def keeps(self, bound: float) -> bool:
+        """Whether the whole interval is inside the budget, by the figures that are printed."""
+        return keeps(str(self), bound) is True
+
+    def __str__(self) -> str:
+        steps = len(self.shares)
+        return (
+            f"{_figures(self.largest)} ± {_figures(self.spread)} % "
+            f"(probe: {steps} steps, {self.items} items, twin run)"
+        )
+
+
+def _figures(share: float) -> str:
+    """Of a percentage, two that count: ``1.2``, ``0.00034``."""
+    if not math.isfinite(share):
+        return "inf"
+    rounded = float(f"{share * 100:.2g}")
+    return f"{rounded:.12f}".rstrip("0").rstrip(".")
+
+
+def is_word(word: str) -> bool:
+    """Whether it is one of those that stand for an accuracy loss, see ir/metrics.py."""
+    return word in (EXACT, UNKNOWN) or word.startswith("<= ") or bool(_PROBED.fullmatch(word))
+
+
+def keeps(word: str, bound: float) -> bool | None:
+    """Whether this much accuracy may be lost, the upper end of a probe's interval included; None
+    where nobody knows how much it is."""
+    if word == EXACT:
+        return True
+    if bound == 0:
+        return False
+    probed = _PROBED.fullmatch(word)
+    # The figures of the word are rounded, as is what it is held against.
+    if probed is None:
+        return None
+    # Decimal figures are added in decimal: 1.1 + 0.3 is inside 1.4.
+    return Decimal(probed[1]) + Decimal(probed[2]) <= Decimal(_figures(bound))
+
+
+def beyond(drift: Drift, bound: float) -> str:
+    """Why a budget does not allow what a probe saw."""
+    said = f"a probe drifted {drift}"
+    if math.isfinite(drift.upper):
+        said += f", so up to {_figures(drift.upper)} %"
+    return f"{said}, and the accuracy budget is {_figures(bound)} %"

@@ -1,0 +1,43 @@
+"""Offers to strike a trade on values of the forward pass, as people would name them.
+
+Everything, a module, all blocks of a run, one operator throughout a run. Not for which values a
+trade can be struck on: it knows that itself.
+"""
+
+from collections.abc import Iterable
+
+from steelyard.ir.graph import Graph, Node
+from steelyard.ir.rule import starred, to_rules
+from steelyard.plans.trade import Offer
+
+
+def offers_of(trade: str, graph: Graph, values: Iterable[str]) -> tuple[Offer, ...]:
+    """Of names for the same values, one is offered."""
+    sets: dict[str, dict[str, None]] = {}
+    for name in sorted(values, key=graph.position.__getitem__):
+        for label in _labels(graph, graph.by_name[name]):
+            sets.setdefault(label, {})[name] = None
+    chosen: dict[frozenset[str], str] = {}
+    for label, members in sorted(sets.items()):
+        chosen.setdefault(frozenset(members), label)
+    return tuple(
+        Offer(
+            trade=trade,
+            label=f"{label} ({len(members)})",
+            rules=to_rules(graph, members, trade=trade),
+        )
+        for members, label in chosen.items()
+    )
+
+
+def _labels(graph: Graph, node: Node) -> list[str]:
+    maker = graph.by_name[node.inputs[0]] if node.is_getitem else node
+    parts = node.path.split(".") if node.path else []
+    paths = [".".join(parts[: i + 1]) for i in range(len(parts))] or ["top level"]
+    labels = ["everything", *paths]
+    for run in graph.runs:
+        patterns = [p for p in (starred(path, run) for path in paths) if p is not None]
+        labels += patterns
+        if patterns:
+            labels.append(f"{patterns[0]}: {maker.op}")
+    return labels

@@ -1,0 +1,86 @@
+"""The checks of a plan file that need neither its script nor torch: made before anything starts.
+
+Not for reading the file: see plan_file.py. Not for what needs the script: see
+planner/compatibility.py.
+"""
+
+from pathlib import Path
+
+from steelyard.errors import BadInput, Mismatch
+from steelyard.hardware.cluster import Cluster, most_ranks_here
+from steelyard.hardware.host_os import num_cores
+from steelyard.ir.parallel_layout import Layout
+from steelyard.plans.plan import Decisions
+from steelyard.safe_text import printable
+
+# For each runner, the tables of operators that it can run; new plans are made on the first.
+DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1", "inductor-2")}
+
+
+def check_file(path: str | Path, decisions: Decisions) -> None:
+    """Refuse an unknown runner, and a layout on other ranks than those that it is made for."""
+    made_for = decisions.made_for
+    if made_for.runner not in DECOMPOSITIONS:
+        raise BadInput(
+            f"{path} is for an unknown runner, {made_for.runner[:40]!r}",
+            expected=" or ".join(DECOMPOSITIONS),
+            remedy="correct made_for.runner, or plan again",
+        )
+    if made_for.decomposition not in DECOMPOSITIONS[made_for.runner]:
+        raise BadInput(
+            f"{path} is for an unknown table of operators, {made_for.decomposition[:40]!r}",
+            expected=" or ".join(DECOMPOSITIONS[made_for.runner]),
+            remedy="plan again with this version",
+        )
+    ranks = Layout.of(decisions.rules).num_ranks
+    if ranks > made_for.ranks:
+        raise Mismatch(
+            f"{path} lies on {ranks} ranks, and is made for {made_for.ranks}",
+            expected=f"at most {made_for.ranks} under [[shard_batch]]",
+            remedy=f"plan again with --ranks {ranks}, or set made_for.ranks to {ranks}",
+        )
+    if ranks > 1 and made_for.hosts > 1 and ranks % made_for.ranks_of_a_host:
+        raise Mismatch(
+            f"{path} lies on {ranks} ranks, and each host has {made_for.ranks_of_a_host}",
+            expected="all ranks of some of the hosts, or one rank",
+            remedy="plan again, or correct the degrees of its shard rules",
+        )
+
+
+def check_startable(path: str | Path, decisions: Decisions) -> None:
+    """Refuse, before any process is started, a plan that this machine cannot have the ranks of."""
+    check_file(path, decisions)
+    made_for, name = decisions.made_for, printable(str(path))
+    ranks = Layout.of(decisions.rules).num_ranks
+    hosts, most = made_for.hosts_of(ranks), most_ranks_here()
+    each = -(-ranks // hosts)
+    if each > most:
+        where = "on each host" if hosts > 1 else "on this machine"
+        raise Mismatch(
+            f"{name} lies on {each} ranks {where}, which has {num_cores()} cores",
+            expected=f"at most {most} ranks on so many cores",
+            remedy="run it where it was planned for, or plan again here",
+        )
+    cluster_for(decisions)
+
+
+def cluster_for(decisions: Decisions) -> Cluster:
+    """This machine, and hosts like it, for the ranks of the plan, with the speeds that it found.
+
+    Speeds are not measured again: a busy moment must not make it another plan. Refuses more ranks
+    than this machine can be asked for, before any list of them is made.
+    """
+    made_for = decisions.made_for
+    ranks = made_for.ranks
+    if made_for.hosts > 1:
+        # Only the hosts that the plan lies on have met.
+        ranks = Layout.of(decisions.rules).num_ranks
+    hosts = made_for.hosts_of(ranks)
+    here = Cluster.here(ranks=ranks, hosts=hosts, far=decisions.far)
+    if made_for.speeds:
+        own = made_for.speeds
+        if made_for.hosts > 1:
+            # Too few of them are refused below.
+            own = tuple(own[rank] for rank in decisions.ranks_used(ranks) if rank < len(own))
+        return Cluster.here(ranks=ranks, hosts=hosts, speeds=own[:ranks], far=decisions.far)
+    return here.at_speeds((1.0,) * ranks)

@@ -1,0 +1,416 @@
+"""One training step of a deep model on a declared cluster, from the sections of a short capture.
+
+A pipeline's ranks work for m micro-batches at the pace of the slowest, after the first has come
+through: sum(T) + (m - 1) max(T), where of the sum all but the slowest is divided by the virtual
+stages (Narayanan et al., SC 2021, section 2.2). Gradients follow at the end, or go on beside the
+last backward pass. Not for programs that are run: see predict/step.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.device import Device
+from steelyard.hardware.offload_tier import FAR_PIECE_BYTES
+from steelyard.hardware.software_stack import Handing, Stack
+from steelyard.ir.cluster_layout import DeepLayout, Formats
+from steelyard.ir.parallel_layout import TENSOR
+from steelyard.predict.analytic.sections import Section, Sections
+from steelyard.predict.collectives.algorithms import (
+    Algorithm,
+    Carried,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    send,
+)
+from steelyard.predict.collectives.curves import carried
+from steelyard.predict.collectives.routes import Route, route
+from steelyard.predict.cost_table import Costs
+
+_Exchange = Callable[[Route, int], tuple[Carried, ...]]
+# Of state in the host's memory: what comes, what is updated, and what goes.
+_PIECES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on each rank of one stage of the pipeline, at its peak."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        model = self.weight_bytes + self.gradient_bytes + self.state_bytes
+        return model + self.activation_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one rank of the pipeline holds: kinds of block, and how many are of each."""
+
+    blocks: tuple[tuple[Section, int], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(count for _, count in self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepStep:
+    """Seconds of the micro-batches through the pipeline, of exchanging what the data ranks share as
+    far as nothing hides it, and of the optimizer; and what each stage holds.
+    """
+
+    pipeline_seconds: float
+    exposed_seconds: float
+    update_seconds: float
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline_seconds + self.exposed_seconds + self.update_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(stage.nbytes for stage in self.stages)
+
+
+def tensor_costs(cluster: Cluster, layout: DeepLayout, *, first: int = 0) -> Costs:
+    """The declared prices of calls, and of exchanges among the neighbours that share tensors, the
+    ``first`` of whom is the rank of that number."""
+    found = {}
+    if layout.tensor > 1:
+        found = carried(cluster.tree, axis=TENSOR, numbers=[layout.tensor], first=first)
+    return Costs(device=cluster.tree.device_of(first), carried=found)
+
+
+def deep_step_of(laid: "Sequence[DeepLaid]", stages: Sequence[Stage]) -> DeepStep:
+    """``laid`` says of each stage what that takes and holds where it lies."""
+    numbered = list(zip(laid, enumerate(stages), strict=True))
+    return DeepStep(
+        pipeline_seconds=laid[0].through([on.stage_seconds(n, s) for on, (n, s) in numbered]),
+        exposed_seconds=max(on.exposed_seconds(n, s) for on, (n, s) in numbered),
+        update_seconds=max(on.update_seconds(n, s.num_blocks) for on, (n, s) in numbered),
+        stages=tuple(on.memory(n, s) for on, (n, s) in numbered),
+    )
+
+
+def deep_step(
+    parts: Sections,
+    cluster: Cluster,
+    layout: DeepLayout,
+    formats: Formats,
+    *,
+    num_blocks: int,
+    stack: Stack | None = None,
+) -> DeepStep:
+    """``parts`` are those of one tensor rank, for one micro-batch, as ``stack`` computes them."""
+    counts = (layout.blocks_of_stage(num_blocks, number) for number in range(layout.pipeline))
+    stages = [Stage(blocks=((parts.block, count),)) for count in counts]
+    laid = DeepLaid(parts, cluster, layout, formats, stack)
+    return deep_step_of([laid] * layout.pipeline, stages)
+
+
+class DeepLaid:
+    """What the stages of a layout take and hold; ``parts`` are those of one tensor rank, for one
+    micro-batch, of which a stage may hold blocks of other kinds, with more computed again.
+
+    ``place`` is a stage that stands for those of its class: where it lies, and on what.
+    """
+
+    def __init__(
+        self,
+        parts: Sections,
+        cluster: Cluster,
+        layout: DeepLayout,
+        formats: Formats,
+        stack: Stack | None = None,
+        *,
+        device: Device | None = None,
+        place: int = 0,
+    ) -> None:
+        if layout.num_ranks > cluster.num_devices:
+            raise BadInput(
+                f"a layout of {layout.num_ranks} ranks on {cluster.num_devices} devices",
+                expected="no more ranks than devices",
+                remedy="declare a larger cluster, or lower a degree of the layout",
+            )
+        self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
+        self._stack = stack or Stack()
+        device = device or cluster.device
+        self._host = device.host_link
+        assert self._host is not None or not layout.far_states, "nothing leads to the host"
+        self._bandwidth = self._stack.bandwidth_share * device.bytes_per_second
+        self._first = place * layout.data * layout.tensor
+
+    @property
+    def layout(self) -> DeepLayout:
+        return self._layout
+
+    @property
+    def block(self) -> Section:
+        """With nothing computed again."""
+        return self._parts.block
+
+    def through(self, seconds: Sequence[float]) -> float:
+        """All micro-batches, with the belt that fills and empties."""
+        slowest = max(seconds)
+        filling = (sum(seconds) - slowest) / self._layout.virtual
+        return self._layout.micro_batches * slowest + filling
+
+    def stage_seconds(self, number: int, stage: Stage) -> float:
+        """One micro-batch, forward and back, with what it waits for its neighbours."""
+        blocks = sum(count * self.in_turn(block) for block, count in stage.blocks)
+        return blocks + self.ends_seconds(number)
+
+    def ends_seconds(self, number: int) -> float:
+        """What a stage takes besides its blocks."""
+        ends = sum(self.in_turn(part) for part in self._around(number))
+        return ends + self._handing_seconds
+
+    @property
+    def _handing_seconds(self) -> float:
+        """A micro-batch comes and goes on, and its gradient comes and goes back. In turn, whoever
+        has one neighbour waits while that one hands on to its other.
+        """
+        if self._stack.handing is Handing.BESIDE:
+            return 0.0
+        in_turn = self._stack.handing is Handing.IN_TURN and self._layout.pipeline > 2
+        return (4 if in_turn else 2) * self._layout.virtual * self.hand_on_seconds
+
+    def exposed_seconds(self, number: int, stage: Stage) -> float:
+        """Gradients go once a step; with parts of the weights, they went block by block."""
+        layout = self._layout
+        if layout.data == 1 or layout.state_stage == 3:
+            return self._shared_table_seconds
+        taken = sum(way.seconds for way in self._shared(number, stage))
+        if layout.overlaps:
+            back = sum(blocks * block.backward_seconds for block, blocks in stage.blocks)
+            taken = max(0.0, taken - back)
+        return taken + self._shared_table_seconds
+
+    def exchanged(self, number: int, stage: Stage) -> tuple[float, int]:
+        """Seconds of all exchanges of one rank in a step, hidden or not, and the bytes it sends."""
+        layout = self._layout
+        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        inside = sum(count * part.exchange_seconds for part, count in held)
+        sent = sum(count * part.exchanged_bytes for part, count in held)
+        inside += 2 * layout.virtual * self.hand_on_seconds
+        if layout.pipeline > 1:
+            sent += 2 * layout.virtual * -(-self._parts.stream_bytes // layout.tensor)
+        if layout.data > 1 and layout.state_stage == 3:
+            for part, count in held:
+                ways = [*self._gathers(part) * 2, *self._scatters(part)]
+                inside += count * sum(way.seconds for way in ways)
+                sent += count * sum(way.sent_bytes for way in ways)
+        once = self._shared(number, stage) if layout.data > 1 and layout.state_stage < 3 else ()
+        far = self._far_state_bytes(number, stage.num_blocks)
+        seconds = layout.micro_batches * inside + sum(way.seconds for way in once)
+        seconds += self._shared_table_seconds + self._fetching_seconds(number, stage.num_blocks)
+        in_all = layout.micro_batches * sent + sum(way.sent_bytes for way in once) + 2 * far
+        return seconds, in_all
+
+    def _shared(self, number: int, stage: Stage) -> tuple[Carried, ...]:
+        """What is done once a step with gradients, and with weights that are updated in shares."""
+        count = self._num_parameters(number, stage.num_blocks)
+        gradients = count * self._formats.gradient_bytes
+        if self._layout.state_stage == 0:
+            return (all_reduce(self._data, gradients)[0],)
+        gathered = all_gather(self._data, count * self._formats.weight_bytes)[0]
+        return (gathered, reduce_scatter(self._data, gradients)[0])
+
+    def computing_seconds(self, number: int, stage: Stage) -> float:
+        """Of one rank in a step, the optimizer's included."""
+        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        once = sum(
+            count * (part.seconds - part.exchange_seconds + self._copying_seconds(part))
+            for part, count in held
+        )
+        return self._layout.micro_batches * once + self._updating_seconds(number, stage.num_blocks)
+
+    def flops(self, number: int, stage: Stage) -> int:
+        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        return self._layout.micro_batches * sum(count * part.flops for part, count in held)
+
+    def update_seconds(self, number: int, num_blocks: int) -> float:
+        """Piece by piece: one is updated while the next comes from the host and the last goes."""
+        updating = self._updating_seconds(number, num_blocks)
+        return max(updating, self._fetching_seconds(number, num_blocks))
+
+    def far_bytes(self, number: int, stage: Stage) -> int:
+        """In the memory of the host, for each device."""
+        kept = sum(count * block.far_bytes for block, count in stage.blocks)
+        return int(self.alive(number) * kept) + self._far_state_bytes(number, stage.num_blocks)
+
+    def _fetching_seconds(self, number: int, num_blocks: int) -> float:
+        """State comes and goes at once: a link to a host carries both ways."""
+        nbytes = self._far_state_bytes(number, num_blocks)
+        return self._host.seconds(nbytes, messages=1) if self._host and nbytes else 0.0
+
+    def _far_state_bytes(self, number: int, num_blocks: int) -> int:
+        return self._state_bytes(number, num_blocks) if self._layout.far_states else 0
+
+    def _state_bytes(self, number: int, num_blocks: int) -> int:
+        count = self._num_parameters(number, num_blocks)
+        return count * self._formats.state_bytes // self._share(from_stage=1)
+
+    def _updating_seconds(self, number: int, num_blocks: int) -> float:
+        """At the pace of the memory."""
+        count = self._num_parameters(number, num_blocks) / self._share(from_stage=1)
+        return count * self._formats.moved_by_update / self._bandwidth
+
+    def memory(self, number: int, stage: Stage) -> StageMemory:
+        kept = sum(count * block.kept_bytes for block, count in stage.blocks)
+        # Before its backward pass, a block that is computed again is there as it would have been;
+        # before that, at the end of the model, what the loss is made of.
+        again = max((block.again_bytes for block, _ in stage.blocks), default=0)
+        model = self.model_memory(number, stage.num_blocks)
+        return replace(
+            model,
+            activation_bytes=int(self.alive(number) * kept) + self.around_bytes(number),
+            workspace_bytes=model.workspace_bytes + max(again, self.ending_bytes(number)),
+        )
+
+    def model_memory(self, number: int, num_blocks: int) -> StageMemory:
+        """What is held whatever is computed again."""
+        count, formats = self._num_parameters(number, num_blocks), self._formats
+        # Weights in parts are gathered for one block and for the one that follows it; those of
+        # the ends for the whole step.
+        gathered = 2 * self._num_in_block + self._num_around(number)
+        return StageMemory(
+            weight_bytes=count * formats.weight_bytes // self._share(from_stage=3),
+            gradient_bytes=count * formats.gradient_bytes // self._share(from_stage=2),
+            state_bytes=self._state_near_bytes(number, num_blocks),
+            activation_bytes=0,
+            workspace_bytes=gathered * formats.weight_bytes if self._layout.state_stage == 3 else 0,
+        )
+
+    def _state_near_bytes(self, number: int, num_blocks: int) -> int:
+        whole = self._state_bytes(number, num_blocks)
+        return min(whole, _PIECES * FAR_PIECE_BYTES) if self._layout.far_states else whole
+
+    def around_bytes(self, number: int) -> int:
+        return sum(part.kept_bytes for part in self._around(number))
+
+    def ending_bytes(self, number: int) -> int:
+        """What is there besides at the end of a stage's forward pass, and no longer after it."""
+        return sum(part.peak_bytes - part.kept_bytes for part in self._around(number)[-1:])
+
+    def in_turn(self, part: Section) -> float:
+        forward, backward = self.passes(part)
+        return forward + backward
+
+    def passes(self, part: Section) -> tuple[float, float]:
+        """With weights in parts, they come and gradients go while the neighbours are computed."""
+        if self._layout.state_stage < 3 or self._layout.data == 1:
+            return part.forward_seconds, part.again_seconds + part.backward_seconds
+        gather = sum(way.seconds for way in self._gathers(part))
+        scatter = sum(way.seconds for way in self._scatters(part))
+        forward = max(part.forward_seconds, gather)
+        backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
+        return forward, max(backward, gather + scatter)
+
+    def _gathers(self, part: Section) -> list[Carried]:
+        return self._exchanges(all_gather, part, self._formats.weight_bytes)
+
+    def _scatters(self, part: Section) -> list[Carried]:
+        return self._exchanges(reduce_scatter, part, self._formats.gradient_bytes)
+
+    def _exchanges(self, exchange: _Exchange, part: Section, item_bytes: int) -> list[Carried]:
+        whole = (part.num_parameters,)
+        sizes = whole if self._stack.flat else [numel for _, numel in part.parameters]
+        return [self._quickest(exchange(self._data, n * item_bytes)) for n in sizes]
+
+    def _quickest(self, ways: Sequence[Carried]) -> Carried:
+        if not self._stack.rings_only:
+            return ways[0]
+        return next(way for way in ways if way.algorithm is Algorithm.RING)
+
+    def _copying_seconds(self, part: Section) -> float:
+        """Gradients of weights in parts are copied to one place, in the format in which they go,
+        and divided there."""
+        if not self._stack.flat or self._layout.state_stage < 3 or self._layout.data == 1:
+            return 0.0
+        weight, gradient = self._formats.weight_bytes, self._formats.gradient_bytes
+        nbytes = part.num_parameters * (weight + gradient + 2 * gradient)
+        return nbytes / self._bandwidth
+
+    def alive(self, number: int) -> float:
+        """Of a stage's blocks, how often what they keep is there when the first backward pass
+        begins."""
+        layout = self._layout
+        if layout.virtual == 1:
+            return min(layout.micro_batches, layout.pipeline - number)
+        ahead = 2 * (layout.pipeline - number - 1) + (layout.virtual - 1) * layout.pipeline + 1
+        return min(layout.micro_batches * layout.virtual, ahead) / layout.virtual
+
+    def around(self, number: int, run: int) -> list[Section]:
+        """What belongs to one of a stage's runs of blocks besides these."""
+        before, after = self._parts.before, self._parts.after
+        first, last = (0, 0), (self._layout.pipeline - 1, self._layout.virtual - 1)
+        found = [before] if (number, run) == first else []
+        return [*found, after] if (number, run) == last else found
+
+    def _around(self, number: int) -> list[Section]:
+        ends = [self._parts.before] if number == 0 else []
+        return [*ends, self._parts.after] if number == self._layout.pipeline - 1 else ends
+
+    def _num_parameters(self, number: int, num_blocks: int) -> int:
+        return num_blocks * self._num_in_block + self._num_around(number)
+
+    @cached_property
+    def _num_in_block(self) -> int:
+        return self._parts.block.num_parameters
+
+    def _num_around(self, number: int) -> int:
+        """What both ends read is held once where they are one stage."""
+        around = dict(p for part in self._around(number) for p in part.parameters)
+        return sum(around.values())
+
+    def _share(self, *, from_stage: int) -> int:
+        return self._layout.data if self._layout.state_stage >= from_stage else 1
+
+    @cached_property
+    def _data(self) -> Route:
+        layout, first = self._layout, self._first
+        return self._route(range(first, first + layout.data * layout.tensor, layout.tensor))
+
+    @cached_property
+    def hand_on_seconds(self) -> float:
+        """To the next stage, by each tensor rank its part, which are gathered there unless that
+        goes on in parts (SC 2021, section 4.1).
+        """
+        layout = self._layout
+        if layout.pipeline == 1:
+            return 0.0
+        # From where it lies to the next stage; the last one hands gradients back.
+        width = layout.tensor * layout.data
+        step = width if self._first + width < width * layout.pipeline else -width
+        way = self._route(sorted((self._first, self._first + step)))
+        sent = send(way, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
+        if layout.tensor == 1 or layout.gathers_again:
+            return sent
+        among = route(self._cluster.tree, range(self._first, self._first + layout.tensor))
+        return sent + all_gather(among, self._parts.stream_bytes)[0].seconds
+
+    @cached_property
+    def _shared_table_seconds(self) -> float:
+        """A table at both ends of a pipeline has a gradient at each."""
+        layout = self._layout
+        first, last = dict(self._parts.before.parameters), dict(self._parts.after.parameters)
+        shared = sum(numel for name, numel in first.items() if name in last)
+        if layout.pipeline == 1 or not shared:
+            return 0.0
+        way = self._route((0, layout.tensor * layout.data * (layout.pipeline - 1)))
+        return all_reduce(way, shared * self._formats.gradient_bytes)[0].seconds
+
+    def _route(self, ranks: Sequence[int]) -> Route:
+        # Each of the tensor ranks exchanges with those in its place, at the same time.
+        return route(self._cluster.tree, ranks, at_once=self._layout.tensor)

@@ -1,0 +1,84 @@
+"""A deep model's predicted step drawn out, for one rank of each stage: all of a stage do the same.
+
+The table of actions is replayed with what each stage takes. Where stages take equally long it ends
+when the predicted step does; else it may end some percent sooner, as the prediction has every stage
+wait for the slowest, or later, where an end of the model makes one of a rank's runs of blocks
+longer than its others. Not for the prediction: see step.py.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from steelyard.ir.pipeline_schedule import Order, Work
+from steelyard.ir.trace_span import DEVICE, WAITING, Span
+from steelyard.predict.analytic.sections import Section
+from steelyard.predict.analytic.step import DeepLaid, Stage, deep_step_of
+from steelyard.predict.pipeline.replay import Replayed, StageCost, replay
+
+# Stages beyond so many are not drawn.
+_MOST_RANKS = 64
+_WORDS = {Work.FORWARD: "forward", Work.BACKWARD: "backward"}
+
+
+def deep_spans(order: Order, laid: Sequence[DeepLaid], stages: Sequence[Stage]) -> tuple[Span, ...]:
+    """``laid`` says of each stage what that takes where it lies."""
+    layout = laid[0].layout
+    costs = [
+        _cost(laid[number], number, run, stages[number])
+        for run in range(layout.virtual)
+        for number in range(layout.pipeline)
+    ]
+    played = replay(order, costs)
+    width = layout.tensor * layout.data
+    done = played.seconds
+    step = deep_step_of(laid, stages)
+    found: list[Span] = []
+    for number, actions in enumerate(played.ranks[:_MOST_RANKS]):
+        rank, on, stage = number * width, laid[number], stages[number]
+        exchanging = on.exposed_seconds(number, stage)
+        found += _passes(rank, actions)
+        after = [
+            (WAITING, "for other stages", "", done - actions[-1].end_seconds),
+            (WAITING, "for gradients of other ranks", "gradients", exchanging),
+            (WAITING, "for other stages", "", step.exposed_seconds - exchanging),
+            (DEVICE, "update", "optimizer", on.update_seconds(number, stage.num_blocks)),
+        ]
+        found += _in_turn(rank, actions[-1].end_seconds, after)
+    return tuple(found)
+
+
+def _cost(on: DeepLaid, number: int, run: int, stage: Stage) -> StageCost:
+    """Of one run of a stage's blocks, with what is around them and what is handed on."""
+    layout = on.layout
+    blocks = [block for block, count in stage.blocks for _ in range(count)]
+    each = len(blocks) // layout.virtual
+    parts: list[Section] = blocks[run * each : (run + 1) * each]
+    parts += on.around(number, run)
+    passes = [on.passes(part) for part in parts]
+    forward, backward = (sum(own[i] for own in passes) + on.hand_on_seconds for i in (0, 1))
+    return StageCost(seconds={Work.FORWARD: forward, Work.BACKWARD: backward})
+
+
+def _passes(rank: int, actions: Sequence[Replayed]) -> Iterator[Span]:
+    free = 0.0
+    for action in actions:
+        if action.begin_seconds > free:
+            yield _span(rank, WAITING, "for another stage", "", free, action.begin_seconds - free)
+        free = action.end_seconds
+        name = f"{_WORDS[action.action.work]}, micro-batch {action.action.micro_batch}"
+        where = f"stage {action.action.stage}"
+        yield _span(rank, DEVICE, name, where, action.begin_seconds, free - action.begin_seconds)
+
+
+def _in_turn(
+    rank: int, begin: float, pieces: Sequence[tuple[str, str, str, float]]
+) -> Iterator[Span]:
+    for stream, name, where, seconds in pieces:
+        if seconds > 0:
+            yield _span(rank, stream, name, where, begin, seconds)
+            begin += seconds
+
+
+def _span(rank: int, stream: str, name: str, where: str, begin: float, seconds: float) -> Span:
+    return Span(
+        rank=rank, stream=stream, name=name, where=where, begin_seconds=begin, seconds=seconds
+    )

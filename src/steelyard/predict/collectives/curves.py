@@ -1,0 +1,50 @@
+"""What exchanges among the ranks of a declared cluster take, as curves over the bytes exchanged.
+
+For each number of ranks the quickest algorithm at each size, with straight lines between. Not for
+the algorithms: see algorithms.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from steelyard.hardware.link import Link
+from steelyard.hardware.topology import Scope
+from steelyard.ir.collective import Exchange
+from steelyard.predict.collectives.algorithms import (
+    Carried,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
+from steelyard.predict.collectives.routes import Route, route
+
+_ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[Carried, ...]]] = {
+    Exchange.ALL_REDUCE: all_reduce,
+    Exchange.ALL_GATHER: all_gather,
+    Exchange.REDUCE_SCATTER: reduce_scatter,
+    Exchange.ALL_TO_ALL: all_to_all,
+}
+# From a scalar to the gradients of a large model, each four times the one before.
+_SIZES = tuple(1 << power for power in range(2, 37, 2))
+
+
+def carried(
+    tree: Scope,
+    *,
+    axis: str,
+    numbers: Iterable[int],
+    stride: int = 1,
+    first: int = 0,
+    among: Sequence[int] = (),
+) -> dict[tuple[str, Exchange, int, int], Link]:
+    """Of so many ranks, for each of ``numbers``: from ``first`` on all, or every ``stride``-th, of
+    those ``among`` which the step lies, or of all."""
+    found = {}
+    for ranks in numbers:
+        chosen = range(first, first + ranks * stride, stride)
+        way = route(tree, [among[rank] for rank in chosen] if among else chosen)
+        for kind, algorithms in _ALGORITHMS.items():
+            points = [(nbytes, algorithms(way, nbytes)[0].seconds) for nbytes in _SIZES]
+            name = f"{kind.value} among {ranks}"
+            found[axis, kind, ranks, stride] = Link.curve(points, kind=name, doubt=way.doubt)
+    return found

@@ -1,0 +1,82 @@
+"""Operators of a step that may multiply and have no FLOP formula: named, with their share of it.
+
+Nobody's prediction of a device that is not here holds with their work left out. Not for telling
+which operators those are: see operators/missing_flops.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from steelyard.errors import CaptureRefused
+from steelyard.ir.graph import Graph, Node
+from steelyard.predict.cost_table import Costs
+from steelyard.units import format_share
+
+_REGISTER = "torch.utils.flop_counter.register_flop_formula"
+_MOST_NAMED = 3
+
+
+def refuse_uncounted(graphs: Iterable[Graph]) -> None:
+    """Raise where a step for a declared cluster, on which nothing is measured, has any."""
+    found = [(place, nodes) for graph in graphs for place, nodes in _by_place(graph).items()]
+    if not found:
+        return
+    named = ", ".join(f"{op}{_at(path, nodes)}" for (op, path), nodes in found[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    (op, _), _ = found[0]
+    raise CaptureRefused(
+        f"may multiply, and has no formula for its FLOPs: {named}{more}",
+        expected="operators whose FLOPs can be counted, as nothing is measured on a declared "
+        "cluster",
+        remedy=f"register a formula in the script, with {_REGISTER}(torch.ops.{op}), or plan with "
+        "this step on a machine where it can be measured",
+    )
+
+
+def notes_on_uncounted(graphs: Iterable[Graph], costs: Costs) -> Iterator[str]:
+    """A note for each operator and module, with its share of what the step computes."""
+    graphs = tuple(graphs)
+    whole = sum(_seconds(graph.nodes, costs) for graph in graphs)
+    for graph in graphs:
+        for (op, path), nodes in _by_place(graph).items():
+            share = _seconds(nodes, costs) / whole if whole else 0.0
+            calls = f"{len(nodes)} calls" if len(nodes) > 1 else "one call"
+            how = "as measured"
+            if not all(costs.is_measured(node) for node in nodes):
+                how = "guessed from the bytes that it moves, as it could not be measured"
+            yield (
+                f"{op}{_at(path, nodes)} may multiply, and has no formula for its FLOPs: they are "
+                f"counted as none; its {calls} take {format_share(share).lstrip('+')} of what the "
+                f"step computes, {how}"
+            )
+
+
+def _by_place(graph: Graph) -> dict[tuple[str, str], list[Node]]:
+    """By operator, and by module with any index of a block."""
+    found: defaultdict[tuple[str, str], list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.is_uncounted and not node.is_free:
+            path = ".".join("*" if part.isdigit() else part for part in node.path.split("."))
+            found[_packet(node.op), path].append(node)
+    return found
+
+
+def _packet(op: str) -> str:
+    """The name without the overload's, as ``torch.ops`` has it."""
+    return ".".join(op.split(".")[:2])
+
+
+def _at(pattern: str, nodes: Sequence[Node]) -> str:
+    if not pattern:
+        return " outside of the model's modules"
+    paths = list(dict.fromkeys(node.path for node in nodes))
+    if len(paths) == 1:
+        return f" in {paths[0]}"
+    if pattern.strip("*."):
+        return f" in {pattern}"
+    # Numbers alone, as of nn.Sequential, name nothing.
+    return f" in {paths[0]} and {len(paths) - 1} more modules"
+
+
+def _seconds(nodes: Iterable[Node], costs: Costs) -> float:
+    return sum(costs.seconds(node).value for node in nodes)

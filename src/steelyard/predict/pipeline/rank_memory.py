@@ -1,0 +1,78 @@
+"""What one rank of a pipeline holds, and the peak of that in words.
+
+Not for when it works on what: see step.py.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.ir.graph import Phase, Role
+from steelyard.ir.program import Program
+from steelyard.plans.peak_memory import Holding, Peak
+from steelyard.predict.liveness import Liveness, alive_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """The bytes of one rank; ``above`` are those of the passes, with gradients and the weights that
+    are ``gathered`` for them."""
+
+    number: int
+    parameters: int
+    buffers: int
+    batch: int
+    others: int
+    state: int
+    gradients: int
+    gathered: int
+    above: int
+    update: Liveness | None
+
+    @property
+    def resident(self) -> int:
+        return self.parameters + self.buffers + self.batch + self.others + self.state
+
+    @property
+    def nbytes_in_update(self) -> int:
+        above = self.update.peak_bytes if self.update is not None else 0
+        return self.resident + self.gradients + above
+
+    @property
+    def is_in_update(self) -> bool:
+        return self.update is not None and self.nbytes_in_update > self.resident + self.above
+
+    @property
+    def nbytes(self) -> int:
+        return max(self.resident + self.above, self.nbytes_in_update)
+
+    def holdings(self) -> list[Holding]:
+        where = f" of rank {self.number}"
+        return [
+            Holding.of(self.parameters, f"parameters{where}", Role.PARAMETER),
+            Holding.of(self.buffers, f"buffers{where}", Role.BUFFER),
+            Holding.of(self.batch, "the batch", Role.BATCH),
+            Holding.of(self.others, "constants", Role.CONSTANT),
+            Holding.of(self.state, f"optimizer state{where}", Role.STATE),
+        ]
+
+
+def told(
+    program: Program, working: Liveness, rank: RankBytes, *, extra: list[Holding], phase: Phase
+) -> Peak:
+    at = path = line = ""
+    alive: tuple[Holding, ...] = ()
+    if program.instructions:
+        node = program.graph.by_name[program.instructions[working.peak_index].node]
+        at, path, line = node.op, node.path, node.line
+        is_late = phase is not Phase.UPDATE
+        alive = alive_at(program, working.peak_index, accumulating=is_late)
+    everything = [*rank.holdings(), *extra, *alive]
+    return Peak(
+        nbytes=rank.nbytes,
+        resident_bytes=rank.resident,
+        workspace_bytes=max(0, working.peak_bytes - sum(h.nbytes for h in alive)),
+        at=at,
+        path=path,
+        line=line,
+        phase=phase,
+        alive=tuple(sorted((h for h in everything if h.nbytes), key=lambda h: -h.nbytes)),
+    )

@@ -1,0 +1,553 @@
+"""Price a step whose layers lie on several ranks: its order replayed, each rank's bytes, the peak.
+
+Not for the order itself (ir/pipeline_schedule.py), nor for what one stage takes (stage_cost.py).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from steelyard.errors import BadInput
+from steelyard.hardware.link import Link
+from steelyard.ir.collective import GLOO, GLOO_GETS, GLOO_SENDS, NCCL, Collective, Exchange
+from steelyard.ir.graph import Graph, Phase, Role
+from steelyard.ir.message_slots import PINNED, edges_of, evenly_held_bytes
+from steelyard.ir.metrics import Estimate, Quad
+from steelyard.ir.parallel_layout import PIPELINE, Layout
+from steelyard.ir.pipeline_schedule import Action, Work
+from steelyard.ir.pipeline_stages import Stage
+from steelyard.ir.program import Pipeline, Program
+from steelyard.ir.trace_span import DEVICE, WAITING, Span
+from steelyard.passes.pipeline.in_place_sends import written_in_place
+from steelyard.plans.peak_memory import Holding, Peak, Timeline
+from steelyard.plans.plan import Prediction
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.liveness import liveness
+from steelyard.predict.pipeline.gradient_reduction import Sums, Trained
+from steelyard.predict.pipeline.rank_memory import RankBytes, told
+from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
+from steelyard.predict.pipeline.rng_cost import STATE_BYTES, passing_seconds, states_bytes
+from steelyard.predict.pipeline.stage_cost import parts_of, stage_cost, timed
+from steelyard.predict.timeline import Pick, Playing, durations, high, low, play, value
+
+# What a predicted peak of a pipeline may miss by: benchmarks/live.py found up to 4 %.
+_PEAK_SHARE = 0.05
+# What torch's schedule and ours take around an action, in calls that hand a message on, which are
+# measured: 0.13 to 0.16 ms where such a call takes 0.028 (docs/log.md, 2026-11-25).
+_CALLS_OF_ACTION = 5
+
+
+def pipelined(program: Program, pipeline: Pipeline, costs: Costs) -> "Pipelined":
+    return Pipelined(program, pipeline, costs)
+
+
+def message_of(layout: Layout, nbytes: int) -> Collective:
+    """From one stage to another: of their ways the slowest. It takes as long as one of two that
+    gather does."""
+    return Collective(
+        kind=Exchange.ALL_GATHER, axis=PIPELINE, num_ranks=2, sent_bytes=nbytes, hops=1,
+        # Ranks of one pipeline are as far apart as can be.
+        stride=layout.num_ranks // layout.pipeline, places=tuple(range(layout.pipeline)),
+    )  # fmt: skip
+
+
+class Pipelined:
+    """A program in stages, priced; the figures are those of the rank that has most of each."""
+
+    def __init__(self, program: Program, pipeline: Pipeline, costs: Costs) -> None:
+        self._program, self._pipeline, self._costs = program, pipeline, costs
+        self._graph, self._stages = pipeline.stages.graph, pipeline.stages.stages
+        self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
+        order, stages, graph = self._order, self._stages, self._graph
+        self._copies: dict[tuple[int, Work], Sequence[str]] = {}
+        self._edges = edges_of(order, stages, graph) if pipeline.is_pinned else ()
+        if self._edges and PINNED not in costs.links:
+            raise BadInput(
+                "the plan has messages go through memory that ranks share, and these ranks are not "
+                "known to share any",
+                expected="ranks of this machine, of one user, that see each other's processes",
+                remedy="take [[pinned_transfer]] out of the plan, or plan again for these ranks",
+            )
+        self._stage_costs = [self._stage_cost(stage) for stage in stages]
+        self._programs: dict[Graph, Program] = {}
+        self._sums = self._summed_up()
+        self._replay, self._ends = self._played(value, value)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.rank_peak_bytes)
+
+    @property
+    def rank_peak_bytes(self) -> tuple[int, ...]:
+        """Of the ranks of one pipeline, in their order."""
+        return tuple(rank.nbytes for rank in self._ranks)
+
+    @property
+    def seconds(self) -> float:
+        return max(self._ends)
+
+    @cached_property
+    def step(self) -> Estimate:
+        """All ranks are as quick, and links as slow, as they may be; or the other way round."""
+        return Estimate(
+            value=max(self._ends),
+            low=max(self._played(low, low)[1]),
+            high=max(self._played(high, high)[1]),
+        )
+
+    def prediction(self) -> Prediction:
+        worst = max(self._ranks, key=lambda rank: rank.nbytes)
+        alone = [max(self._played(pick, None)[1]) for pick in (value, low, high)]
+        computation = Estimate(value=alone[0], low=alone[1], high=alone[2])
+        waiting = max(0.0, self.step.value - computation.value)
+        return Prediction(
+            quad=Quad(
+                memory_bytes=Estimate.within(worst.nbytes, share=_PEAK_SHARE),
+                communication_bytes=Estimate.exactly(max(self._sent_bytes)),
+                communication_seconds=Estimate.within(max(self._sending), share=0.5),
+                exposed_communication_seconds=Estimate(
+                    value=waiting,
+                    low=min(waiting, max(0.0, self.step.low - computation.low)),
+                    high=max(waiting, self.step.high - computation.high),
+                ),
+                computation_seconds=computation,
+                step_seconds=self.step,
+            ),
+            peak=self._explained(worst),
+            flops=self.flops,
+            timeline=self._timeline(worst),
+        )
+
+    @property
+    def flops(self) -> int:
+        """Of the rank that computes most."""
+        return max(self._flops)
+
+    @property
+    def _rank_of_loss(self) -> int:
+        return self._rank_of[len(self._stages) - 1]
+
+    @property
+    def bubble(self) -> float:
+        """The share of their time in which ranks have nothing to do."""
+        return self._replay.bubble
+
+    @cached_property
+    def _ranks(self) -> list[RankBytes]:
+        return [self._rank(number) for number in range(len(self._order.ranks))]
+
+    def _rank(self, number: int) -> RankBytes:
+        update = self._pipeline.updates[number] if self._pipeline.updates else None
+        held, groups = self._pipeline.held(number), self._program.layout.batch
+        own = {self._storage_of[name] for name in held} | self._everyones
+        parameters, buffers = (
+            sum(self._graph.storages[s].nbytes for s in own if self._graph.storages[s].role is role)
+            for role in (Role.PARAMETER, Role.BUFFER)
+        )
+        # What no stage holds lies in shares too, and is never gathered.
+        others = sum(self._graph.storages[s].nbytes for s in self._everyones & self._in_shares)
+        gathered = self._gathered(number)
+        parameters -= (sum(gathered) + others) * (groups - 1) // groups
+        trained = self._pipeline.trained(number)
+        in_shares = sum(self._gradients[n] for n in trained if n in self._program.in_shares)
+        state = update.graph.resident_bytes(Role.STATE) if update is not None else 0
+        draws = any(node.is_random for node in self._graph.nodes)
+        return RankBytes(
+            number=number,
+            parameters=parameters,
+            buffers=buffers,
+            # The global batch stays whole while its parts are worked on.
+            batch=self._program.batch_bytes,
+            others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
+            + self._slots_bytes(number)
+            + states_bytes(self._stages, self._order, number)
+            # Replicas draw apart, and the generator outside of that waits meanwhile.
+            + (STATE_BYTES if draws and self._program.layout.batch > 1 else 0),
+            state=state,
+            gradients=sum(self._gradients[name] for name in trained)
+            - in_shares * (groups - 1) // groups,
+            gathered=sum(gathered),
+            above=sum(gathered) + self._replay.peak_bytes[number],
+            update=None if update is None else liveness(update, self._costs),
+        )
+
+    @cached_property
+    def _storage_of(self) -> dict[str, int]:
+        """Of each of the model's tensors."""
+        return {
+            node.name: tensor.storage
+            for node in self._graph.inputs()
+            for tensor in node.outputs
+            if self._graph.storages[tensor.storage].role in (Role.PARAMETER, Role.BUFFER)
+        }
+
+    @cached_property
+    def _in_shares(self) -> frozenset[int]:
+        return frozenset(self._storage_of[name] for name in self._program.in_shares)
+
+    def _gathered(self, number: int) -> tuple[int, ...]:
+        """Of each of this rank's weights that lie in shares, what it is as a whole."""
+        own = sorted(self._pipeline.held(number) & self._program.in_shares)
+        return tuple(self._graph.storages[self._storage_of[name]].nbytes for name in own)
+
+    @cached_property
+    def _everyones(self) -> frozenset[int]:
+        """What no stage holds stays on all ranks."""
+        ranks = range(len(self._order.ranks))
+        held = {self._storage_of[name] for r in ranks for name in self._pipeline.held(r)}
+        return frozenset(self._storage_of.values()) - held
+
+    @cached_property
+    def _gradients(self) -> dict[str, int]:
+        outputs = (o for stage in self._stages for o in stage.backward.outputs)
+        return {
+            o.target: sum(t.nbytes for t in self._graph.by_name[o.target].outputs)
+            for o in outputs
+            if o.target.startswith("parameter:")
+        }
+
+    def _played(self, device: Pick, link: Pick | None) -> tuple[Replay, list[float]]:
+        """The replay, and when each rank is done with its update too. Without ``link`` nothing that
+        is exchanged takes any time."""
+        whole = device(self._costs.whole_step_in(self._program.parts))
+        stages: list[StageCost] = [
+            self._with_calls(stage, link, timed(
+                cost, stage, self._graph,
+                seconds=lambda part: self._working(part, whole, device, link),
+                handing=lambda sizes: self._under_way(sizes, link),
+            ))
+            for cost, stage in zip(self._stage_costs, self._stages, strict=True)
+        ]  # fmt: skip
+        passing = passing_seconds(
+            self._stages, self._order, lambda n: whole * device(self._costs.seconds(n))
+        )
+        delayed = [_later(s, p) for s, p in zip(stages, passing)]
+        played = replay(
+            self._order,
+            delayed,
+            disturbs=0.0 if link is None else self._disturbs(),
+            is_by_host=self._pipeline.is_by_host and not self._pipeline.is_pinned,
+        )
+        ends = [ranked[-1].end_seconds for ranked in played.ranks]
+        taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
+        begin = self._sums.begin(taken)
+        ends = self._sums.ends([begin + end for end in ends], taken)
+        told = ends[self._rank_of_loss] + self._sums.loss_seconds(taken)
+        told += self._handing([8], link)
+        ends = [max(end, told) for end in ends]
+        updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
+        return played, [end + u for end, u in zip(ends, updates)] if updates else ends
+
+    def _working(self, part: Graph, whole: float, device: Pick, link: Pick | None) -> float:
+        """Where its ranks share tensors it waits for what they exchange, line by line."""
+        if not part.collectives:
+            nodes = (n for n in part.nodes if not n.is_input)
+            return whole * sum(device(self._costs.seconds(n)) for n in nodes)
+        if part not in self._programs:
+            self._programs[part] = Program.plain(part)
+        playing = Playing(self._costs, whole, device, link or _nothing)
+        return play(self._programs[part], self._costs, playing=playing).seconds
+
+    def _with_calls(self, stage: Stage, link: Pick | None, cost: StageCost) -> StageCost:
+        """And what goes on around an action, and its messages from and to other ranks, take of the
+        device itself."""
+        joins = self._costs.link_of(self._message(0))
+        if link is None or joins is None:
+            return cost
+        before, behind = self._is_apart(stage, -1), self._is_apart(stage, +1)
+        forward = stage.receives if before else (), stage.sends if behind else ()
+        backward = stage.receives_back if behind else (), stage.sends_back if before else ()
+        crossing = {
+            Work.FORWARD: forward, Work.BACKWARD: backward, Work.BACK_TO_INPUTS: backward,
+            Work.BACK_TO_WEIGHTS: ((), ()),
+        }  # fmt: skip
+        own = {
+            work: self._hands(come, go, joins, copied=self._copied(stage, work, go))
+            for work, (come, go) in crossing.items()
+        }
+        return replace(cost, seconds={w: s + own[w] for w, s in cost.seconds.items()})
+
+    def _disturbs(self) -> float:
+        """By what share of the time that a message is under way it slows what both ranks work on;
+        through slots each writes its own."""
+        joins = self._costs.link_of(self._message(0))
+        return 0.0 if joins is None or self._edges else joins.disturbs
+
+    def _copied(self, stage: Stage, work: Work, sent: Sequence[str]) -> Sequence[str]:
+        """What is not made in its slot."""
+        if not sent or not self._edges:
+            return sent
+        key = stage.index, work
+        if key in self._copies:
+            return self._copies[key]
+        part, kept = {
+            Work.FORWARD: (stage.forward, stage.kept),
+            Work.BACKWARD: (stage.backward, ()),
+            Work.BACK_TO_INPUTS: (stage.back_to_inputs, stage.kept_between),
+        }[work]
+        made_there = written_in_place(part, sent, kept=kept)
+        copied = self._copies[key] = [name for name in sent if name not in made_there]
+        return copied
+
+    def _hands(
+        self, come: Sequence[str], go: Sequence[str], joins: Link, *, copied: Sequence[str]
+    ) -> float:
+        """What an action takes of the device besides its own work. Through slots all values go as
+        one message, and who sends them writes there what was not made there."""
+        coming, going = self._sizes(come), self._sizes(go)
+        if not self._edges:
+            return joins.device_seconds(0, messages=len(coming) + len(going) + _CALLS_OF_ACTION)
+        slots = self._costs.links[PINNED]
+        own = joins.device_seconds(0, messages=_CALLS_OF_ACTION)
+        messages = bool(coming) + bool(going)
+        return own + slots.device_seconds(sum(self._sizes(copied)), messages=messages)
+
+    def _slots_bytes(self, rank: int) -> int:
+        """Slots are where they are read; of another host, where they are written too."""
+        if not self._edges:
+            return 0
+        slots = self._costs.links[PINNED]
+        if slots.is_even:
+            return evenly_held_bytes(self._edges)
+        return sum(
+            edge.nbytes
+            for edge in self._edges
+            if edge.target == rank or (slots.is_remote and edge.source == rank)
+        )
+
+    def _sizes(self, names: Sequence[str]) -> list[int]:
+        return [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
+
+    def _is_apart(self, stage: Stage, step: int) -> bool:
+        """Whether the stage before or behind it lies on another rank."""
+        other = min(max(stage.index + step, 0), len(self._stages) - 1)
+        return self._rank_of[other] != self._rank_of[stage.index]
+
+    def _stage_cost(self, stage: Stage) -> StageCost:
+        """What comes and goes through slots is there all the time, and counted once."""
+        cost = stage_cost(stage, self._graph, self._costs)
+        if not self._edges:
+            return cost
+        before, behind = self._is_apart(stage, -1), self._is_apart(stage, +1)
+        slots = {**(cost.receives if before else {}), **(cost.receives_back if behind else {})}
+        return replace(
+            cost,
+            receives={} if before else cost.receives,
+            receives_back={} if behind else cost.receives_back,
+            sends={} if behind else cost.sends,
+            sends_back={} if before else cost.sends_back,
+            kept={key: n for key, n in cost.kept.items() if key not in slots},
+            kept_between={key: n for key, n in cost.kept_between.items() if key not in slots},
+        )
+
+    def _under_way(self, sizes: Sequence[int], link: Pick | None) -> float:
+        """A message to another stage, besides what it takes of the devices."""
+        if not self._edges or link is None:
+            return self._handing(sizes, link)
+        slots = self._costs.links[PINNED]
+        seconds = slots.latency_seconds
+        if slots.is_remote:
+            seconds = slots.seconds(sum(sizes), messages=1)
+        within = Estimate.within(seconds, share=slots.doubt)
+        return link(within) if sizes else 0.0
+
+    def _handing(self, sizes: Sequence[int], link: Pick | None) -> float:
+        """A message for each; one that goes on alone takes what one of two that gather does."""
+        if link is None:
+            return 0.0
+        return sum(link(self._costs.exchange_seconds(self._message(nbytes))) for nbytes in sizes)
+
+    def _message(self, nbytes: int) -> Collective:
+        return message_of(self._program.layout, nbytes)
+
+    def _sent_seconds(self, sizes: Sequence[int], copied: Sequence[int]) -> float:
+        """Through slots of this host it is who sends them that copies them there."""
+        if not self._edges:
+            return self._handing(sizes, value)
+        slots = self._costs.links[PINNED]
+        return slots.seconds(sum(sizes if slots.is_remote else copied), messages=1)
+
+    def _summed_up(self) -> Sums:
+        shared = []
+        for name, stages in self._pipeline.stages.shared:
+            ranks = frozenset(self._rank_of[index] for index in stages)
+            if len(ranks) > 1:
+                shared.append((ranks, self._gradients[name]))
+        numbers = range(len(self._order.ranks))
+        loss = self._graph.by_name[self._program.loss].outputs[0]
+        return Sums(
+            layout=self._program.layout,
+            shared=tuple(shared),
+            trained=tuple(map(self._trained_bytes, numbers)),
+            loss_bytes=loss.nbytes,
+            gathered=tuple(map(self._gathered, numbers)),
+            transport=NCCL if self._pipeline.is_by_host else GLOO,
+        )
+
+    def _trained_bytes(self, number: int) -> tuple[Trained, ...]:
+        in_shares = self._program.in_shares
+        names = self._pipeline.trained(number)
+        return tuple(Trained(self._gradients[n], is_shared=n in in_shares) for n in names)
+
+    @cached_property
+    def _sent_bytes(self) -> list[int]:
+        sent, repeats = [0] * len(self._order.ranks), self._program.repeats
+        for rank, other, sizes, _ in self._crossing():
+            sent[rank] += repeats * sum(sizes)
+            if not self._edges:  # nothing is said of what lies in a slot but that it does
+                sent[rank] += repeats * GLOO_SENDS * len(sizes)
+                sent[other] += repeats * GLOO_GETS * len(sizes)
+        for rank, exchanged in enumerate(self._exchanged):
+            sent[rank] += sum(times * c.wire_bytes for c, times in exchanged.items())
+        for rank in range(len(sent)):
+            sent[rank] += sum(c.wire_bytes for c in self._sums.of(rank))
+            sent[rank] += self._sums.told_bytes(rank, self._rank_of_loss)
+        sent[self._rank_of_loss] += sum(c.wire_bytes for c in self._sums.of_loss())
+        return sent
+
+    def _crossing(self) -> list[tuple[int, int, list[int], list[int]]]:
+        """Each edge from one rank to another: both, the bytes of each value, and of each of those
+        that are copied on their way."""
+        found = []
+        last = len(self._stages) - 1
+        works = {action.work for actions in self._order.ranks for action in actions}
+        back = Work.BACK_TO_INPUTS if Work.BACK_TO_INPUTS in works else Work.BACKWARD
+        for stage in self._stages:
+            index, rank = stage.index, self._rank_of[stage.index]
+            for names, work, other in (
+                (stage.sends, Work.FORWARD, min(index + 1, last)),
+                (stage.sends_back, back, max(index - 1, 0)),
+            ):
+                if names and self._rank_of[other] != rank:
+                    copied = self._sizes(self._copied(stage, work, names))
+                    found.append((rank, self._rank_of[other], self._sizes(names), copied))
+        return found
+
+    @cached_property
+    def _sending(self) -> list[float]:
+        """Seconds in which each rank's messages are on their way."""
+        seconds = [0.0] * len(self._order.ranks)
+        for rank, _, sizes, copied in self._crossing():
+            seconds[rank] += self._program.repeats * self._sent_seconds(sizes, copied)
+        for rank, exchanged in enumerate(self._exchanged):
+            for collective, times in exchanged.items():
+                seconds[rank] += times * self._costs.exchange_seconds(collective).value
+        return [
+            taken + sum(self._costs.exchange_seconds(c).value for c in self._sums.of(rank))
+            for rank, taken in enumerate(seconds)
+        ]
+
+    @cached_property
+    def _exchanged(self) -> list[Counter[Collective]]:
+        """What each rank exchanges within its stages, and how often."""
+        found: list[Counter[Collective]] = [Counter() for _ in self._order.ranks]
+        if self._graph.collectives:
+            works = [parts_of(stage) for stage in self._stages]
+            for exchanged, actions in zip(found, self._order.ranks):
+                for action in actions:
+                    part = works[action.stage][action.work]
+                    exchanged.update(n.collective for n in part.nodes if n.collective)
+        return found
+
+    @cached_property
+    def _flops(self) -> list[int]:
+        flops = [0] * len(self._order.ranks)
+        for stage in self._stages:
+            each = sum(n.flops for part in (stage.forward, stage.backward) for n in part.nodes)
+            flops[self._rank_of[stage.index]] += self._program.repeats * each
+        return flops
+
+    def _explained(self, rank: RankBytes) -> Peak:
+        if rank.is_in_update:
+            assert rank.update is not None
+            update = self._pipeline.updates[rank.number]
+            held = Holding.of(rank.gradients, "gradients", Role.GRADIENT)
+            return told(update, rank.update, rank, extra=[held], phase=Phase.UPDATE)
+        done = self._replay.ranks[rank.number]
+        number = max(range(len(done)), key=lambda i: done[i].held_bytes)
+        action = done[number].action
+        program = Program.plain(parts_of(self._stages[action.stage])[action.work])
+        trained = {d.action.stage for d in done[:number] if d.action.work in GIVE_GRADIENTS}
+        gradients = sum(self._stage_costs[stage].gradient_bytes for stage in trained)
+        working = liveness(program, self._costs, accumulating=action.stage in trained)
+        # What lies there already when the stage begins on this micro-batch.
+        kept = max(0, rank.above - rank.gathered - working.peak_bytes - gradients)
+        under_way = _under_way([d.action for d in done[: number + 1]])
+        what = f"kept for the backward pass of {under_way} micro-batches"
+        extra = [
+            Holding.of(kept, what, Role.ACTIVATION),
+            Holding.of(gradients, "gradients so far", Role.GRADIENT),
+            Holding.of(rank.gathered, "weights gathered for the passes", Role.PARAMETER),
+        ]
+        phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
+        return told(program, working, rank, extra=extra, phase=phase)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Each action of each rank, what it waits for in between, and its update."""
+        found: list[Span] = []
+        for rank, done in enumerate(self._replay.ranks):
+            free = 0.0
+            for action in done:
+                if action.begin_seconds > free:
+                    found.append(_span(rank, WAITING, "for another rank", free, action))
+                name = f"{_WORDS[action.action.work]}, micro-batch {action.action.micro_batch}"
+                begin, free = action.begin_seconds, action.end_seconds
+                where = f"stage {action.action.stage}"
+                found.append(
+                    Span(rank=rank, stream=DEVICE, name=name, where=where, begin_seconds=begin,
+                         seconds=free - begin)
+                )  # fmt: skip
+            if self._pipeline.updates:
+                seconds = durations(self._pipeline.updates[rank], self._costs).step.value
+                begin = self._ends[rank] - seconds
+                found.append(
+                    Span(rank=rank, stream=DEVICE, name="update", where="optimizer",
+                         begin_seconds=begin, seconds=seconds)
+                )  # fmt: skip
+        return tuple(found)
+
+    def _timeline(self, rank: RankBytes) -> Timeline:
+        done = self._replay.ranks[rank.number]
+        phases = [Phase.FORWARD if d.action.work is Work.FORWARD else Phase.BACKWARD for d in done]
+        begins = [d.begin_seconds for d in done]
+        held = [rank.resident + rank.gathered + d.held_bytes for d in done]
+        if rank.update is not None:
+            begins.append(done[-1].end_seconds)
+            held.append(rank.nbytes_in_update)
+            phases.append(Phase.UPDATE)
+        return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))
+
+
+def _later(cost: StageCost, seconds: float) -> StageCost:
+    """The same, whose forward pass begins so much later."""
+    return replace(
+        cost, seconds={**cost.seconds, Work.FORWARD: cost.seconds[Work.FORWARD] + seconds}
+    )
+
+
+_WORDS = {
+    Work.FORWARD: "forward",
+    Work.BACKWARD: "backward",
+    Work.BACK_TO_INPUTS: "backward to inputs",
+    Work.BACK_TO_WEIGHTS: "backward to weights",
+}
+
+
+def _span(rank: int, stream: str, name: str, begin: float, until: Replayed) -> Span:
+    return Span(
+        rank=rank, stream=stream, name=name, where=f"stage {until.action.stage}",
+        begin_seconds=begin, seconds=until.begin_seconds - begin,
+    )  # fmt: skip
+
+
+def _under_way(done: Sequence[Action]) -> int:
+    """Micro-batches that have begun here and whose gradients are not all made."""
+    begun = {(a.stage, a.micro_batch) for a in done if a.work is Work.FORWARD}
+    over = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
+    ended = {(a.stage, a.micro_batch) for a in done[:-1] if a.work in over}
+    return len(begun - ended)
+
+
+def _nothing(estimate: Estimate) -> float:  # noqa: ARG001 - of what is exchanged
+    return 0.0

@@ -1,0 +1,248 @@
+"""Price a program whole: resident bytes and liveness, seconds and bytes sent, the peak explained.
+
+Peak = resident + the larger of the forward/backward pass and the optimizer's step.
+Not for what is alive where (liveness.py), nor when each line begins (timeline.py).
+"""
+
+from dataclasses import dataclass, replace
+
+from steelyard.hardware.cluster import FAR_PIECE_BYTES
+from steelyard.ir.collective import SLOTS
+from steelyard.ir.graph import Phase, Role
+from steelyard.ir.message_slots import rounds_of
+from steelyard.ir.metrics import EXACT, UNKNOWN, Estimate, Quad
+from steelyard.ir.parallel_layout import PIPELINE
+from steelyard.ir.program import Program
+from steelyard.plans.peak_memory import PIECES, Holding, Peak, Timeline
+from steelyard.plans.plan import Prediction
+from steelyard.predict.cost_table import Costs
+from steelyard.predict.liveness import Liveness, alive_at, liveness
+from steelyard.predict.pipeline.step import pipelined
+from steelyard.predict.timeline import Durations, play
+from steelyard.predict.unequal_ranks import kinds, together
+
+# What a predicted peak may miss by; the memory benchmark holds it there on generated Python.
+PEAK_SHARE = 0.01
+
+
+def predict(program: Program, costs: Costs) -> Prediction:
+    costs = costs.on(program.layout.num_ranks)
+    if program.pipeline is not None:
+        return pipelined(program, program.pipeline, costs).prediction()
+    # Of ranks with unequal shares of the batch, the one that holds most.
+    fullest, passes = max(
+        ((one, _passes(one, costs)) for one in (program, *program.beside)),
+        key=lambda found: max(p.nbytes for p in found[1]),
+    )
+    worst = max(passes, key=lambda p: p.nbytes)
+    takes = _durations(program, costs)
+    quad = Quad(
+        accuracy_loss=UNKNOWN if program.is_lossy else EXACT,
+        memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
+        communication_bytes=Estimate.exactly(program.wire_bytes),
+        communication_seconds=takes.communication,
+        exposed_communication_seconds=takes.exposed,
+        computation_seconds=takes.computation,
+        step_seconds=takes.step,
+    )
+    return Prediction(
+        quad=quad,
+        peak=_explained(worst, fullest, costs),
+        flops=program.flops,
+        timeline=_timeline(costs, passes),
+    )
+
+
+def peak_bytes(program: Program, costs: Costs) -> int:
+    """Only the second of the four amounts; what a search asks for thousands of times."""
+    if program.pipeline is not None:
+        on_ranks = costs.on(program.layout.num_ranks)
+        return pipelined(program, program.pipeline, on_ranks).peak_bytes
+    return max(_nbytes(one, costs) for one in (program, *program.beside))
+
+
+def rank_peak_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
+    """What each rank of the layout holds at its peak."""
+    layout = program.layout
+    costs = costs.on(layout.num_ranks)
+    if program.pipeline is not None:
+        priced = pipelined(program, program.pipeline, costs).rank_peak_bytes
+        return tuple(priced[layout.place(r, PIPELINE)] for r in range(layout.num_ranks))
+    of_share = {one.share: _nbytes(one, costs) for one in (program, *program.beside)}
+    return tuple(of_share[layout.share_of(rank)] for rank in range(layout.num_ranks))
+
+
+def kept_gradients_bytes(program: Program, costs: Costs) -> int:
+    """How much higher the peak is where gradients are kept from before, and added into."""
+    planned = _passes(program, costs)
+    if program.earlier is not program:
+        # What is summed up is put by, and added behind the passes.
+        kept = program.graph.resident_bytes(Role.GRADIENT)
+        in_passes = max(p.nbytes for p in planned if p.program is not program.update)
+        return max(0, in_passes + kept - max(p.nbytes for p in planned))
+    later = liveness(program, costs, accumulating=True).peak_bytes
+    held = planned[0].base_bytes + planned[0].liveness.left_bytes
+    return max(0, held + later - max(p.nbytes for p in planned))
+
+
+def step_seconds(program: Program, costs: Costs) -> Estimate:
+    costs = costs.on(program.layout.num_ranks)
+    if program.pipeline is not None:
+        return pipelined(program, program.pipeline, costs).step
+    return _durations(program, costs).step
+
+
+def least_possible_bytes(program: Program, costs: Costs) -> int:
+    """What no recomputation can go below: resident bytes, and the one line that needs most."""
+    graph, resident = program.graph, _resident_bytes(program, costs)
+    inputs = {t.storage for node in graph.inputs() for t in node.outputs}
+    alone = 0
+    for instruction in program.instructions:
+        node = graph.by_name[instruction.node]
+        if instruction.sink is not None or node.is_free:
+            continue
+        names = (node.name, *node.inputs)
+        needed = {s for name in names for s in graph.storages_of(name)} - inputs
+        nbytes = sum(graph.storages[s].nbytes for s in needed)
+        alone = max(alone, nbytes + costs.workspace_bytes(node))
+    update = _update_pass(program, costs, resident)
+    return max(resident + alone, update.nbytes if update else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """One stretch of the step: the first micro-batch, the last one, the optimizer's update."""
+
+    program: Program
+    liveness: Liveness
+    base_bytes: int
+    base: tuple[Holding, ...]
+    accumulating: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.base_bytes + self.liveness.peak_bytes
+
+
+def _nbytes(program: Program, costs: Costs) -> int:
+    return max(p.nbytes for p in _passes(program, costs))
+
+
+def _passes(program: Program, costs: Costs) -> list[_Pass]:
+    resident = _resident_bytes(program, costs)
+    beginning = program.passes[0]
+    first = liveness(beginning, costs)
+    passes = [_Pass(program=beginning, liveness=first, base_bytes=resident, base=())]
+    gradients = first.left_bytes
+    if program.repeats > 1:
+        passes.append(
+            _Pass(
+                program=program,
+                liveness=liveness(program, costs, accumulating=True),
+                base_bytes=resident + gradients,
+                base=(Holding.of(gradients, "gradients so far", Role.GRADIENT),),
+                accumulating=True,
+            )
+        )
+    update = _update_pass(program, costs, resident + gradients)
+    if update is not None:
+        held = Holding.of(gradients, "gradients", Role.GRADIENT)
+        passes.append(replace(update, base=(held,)))
+    return passes
+
+
+def _update_pass(program: Program, costs: Costs, base_bytes: int) -> _Pass | None:
+    if program.update is None:
+        return None
+    alive = liveness(program.update, costs)
+    return _Pass(program=program.update, liveness=alive, base_bytes=base_bytes, base=())
+
+
+def _resident_bytes(program: Program, costs: Costs) -> int:
+    graph = program.graph
+    held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
+    held += graph.resident_bytes(Role.STATE)  # what codes of gradients have lost
+    # The global batch stays whole while its parts are worked on.
+    held += program.batch_bytes
+    if program.update is not None:
+        held += program.update.graph.resident_bytes(Role.STATE)
+    return held + _pieces_bytes(program) + _slots_bytes(program, costs)
+
+
+def _pieces_bytes(program: Program) -> int:
+    """What moving values to far memory and back takes for itself."""
+    return 2 * FAR_PIECE_BYTES if program.is_moving else 0
+
+
+def _slots_bytes(program: Program, costs: Costs) -> int:
+    """Room for what other ranks write here; of another host, for what is written there, too."""
+    held = sum(rounds.held_bytes for rounds in rounds_of(program.graph).values())
+    slots = costs.links.get(SLOTS)
+    return 2 * held if slots is not None and slots.is_remote else held
+
+
+def _durations(program: Program, costs: Costs) -> Durations:
+    """The whole step; each micro-batch has waited for its exchanges before the next begins."""
+    alike = kinds(program, costs)
+    return together(alike) if len(alike) > 1 else alike[0].alone
+
+
+def _explained(worst: _Pass, program: Program, costs: Costs) -> Peak:
+    alive = worst.liveness
+    resident = _resident_bytes(program, costs)
+    if not worst.program.instructions:
+        return Peak(
+            nbytes=worst.nbytes, resident_bytes=resident, workspace_bytes=0, at="", path="",
+            line="", phase=Phase.UPDATE, alive=(*_residents(program, costs), *worst.base),
+        )  # fmt: skip
+    instruction = worst.program.instructions[alive.peak_index]
+    node = worst.program.graph.by_name[instruction.node]
+    holdings = alive_at(worst.program, alive.peak_index, accumulating=worst.accumulating)
+    workspace = alive.peak_bytes - sum(h.nbytes for h in holdings)
+    everything = [*_residents(program, costs), *worst.base, *holdings]
+    return Peak(
+        nbytes=worst.nbytes,
+        resident_bytes=resident,
+        workspace_bytes=workspace,
+        at=node.op,
+        path=node.path,
+        line=node.line,
+        phase=instruction.phase,
+        alive=tuple(sorted((h for h in everything if h.nbytes), key=lambda h: -h.nbytes)),
+    )
+
+
+def _residents(program: Program, costs: Costs) -> list[Holding]:
+    graph = program.graph
+    held = [
+        Holding.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
+        Holding.of(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
+        Holding.of(program.batch_bytes, "the batch", Role.BATCH),
+        Holding.of(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
+        Holding.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
+    ]
+    if lost := graph.resident_bytes(Role.STATE):
+        held.append(Holding.of(lost, "what codes of gradients have lost", Role.STATE))
+    if slots := _slots_bytes(program, costs):
+        held.append(Holding.of(slots, "room for what other ranks write", Role.BUFFER))
+    if pieces := _pieces_bytes(program):
+        held.append(Holding.of(pieces, PIECES, Role.BUFFER))
+    if program.update is not None:
+        state = program.update.graph.resident_bytes(Role.STATE)
+        held.append(Holding.of(state, "optimizer state", Role.STATE))
+    return held
+
+
+def _timeline(costs: Costs, passes: list[_Pass]) -> Timeline:
+    """The first micro-batch, the last one and the update, drawn out."""
+    clock = 0.0
+    begins: list[float] = []
+    held: list[int] = []
+    phases: list[Phase] = []
+    for stretch in passes:
+        played = play(stretch.program, costs)
+        begins += [clock + begin for begin in played.begins]
+        held += [stretch.base_bytes + above for above in stretch.liveness.bytes_at]
+        phases += [instruction.phase for instruction in stretch.program.instructions]
+        clock += played.seconds
+    return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))

@@ -1,0 +1,80 @@
+"""The table of a plan or receipt: the amounts before, without trades, planned and measured.
+
+Not for what is said below it: see document.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from steelyard.plans.plan import Plan
+from steelyard.plans.receipt import Measured
+from steelyard.report.quantities import Cell, Figure, Unit, cell, estimate_of
+
+# A miss smaller than this shows as nothing, and pointing at nothing helps nobody.
+_LEAST_MISS = 0.0005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One of the four amounts, or the step; ``miss`` is measured over predicted, less one."""
+
+    key: str
+    label: str
+    before: Cell
+    unplanned: Cell
+    plan: Cell
+    measured: Cell = "-"
+    miss: float | None = None
+    is_outside: bool = False
+    is_largest: bool = False
+
+
+def rows_of(plan: Plan, measured: Measured | None) -> tuple[Row, ...]:
+    before, bare, after = plan.before.quad, plan.unplanned.quad, plan.predicted.quad
+    found = measured or Measured()
+    rows = [
+        Row(
+            key="accuracy_loss",
+            label="accuracy loss",
+            before=before.accuracy_loss,
+            unplanned=bare.accuracy_loss,
+            # How it was probed is said in a note.
+            plan=after.accuracy_loss.partition(" (")[0],
+        ),
+        _row("memory_bytes", "memory (peak/rank)", plan, found.memory_bytes),
+        _row("communication_seconds", "communication", plan, found.communication_seconds),
+        _row("computation_seconds", "computation", plan, found.computation_seconds),
+        _row("step_seconds", "step, overlapped", plan, found.step_seconds),
+    ]
+    worst = max(rows, key=lambda r: abs(r.miss or 0.0))
+    if abs(worst.miss or 0.0) < _LEAST_MISS:
+        return tuple(rows)
+    return tuple(replace(r, is_largest=r is worst) for r in rows)
+
+
+def _row(key: str, label: str, plan: Plan, measured: float | None) -> Row:
+    unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
+    before, bare, after = (
+        estimate_of(p.quad, key) for p in (plan.before, plan.unplanned, plan.predicted)
+    )
+    has_miss = measured is not None and after.value > 0
+    return Row(
+        key=key,
+        label=label,
+        before=cell(before, unit),
+        unplanned=cell(bare, unit),
+        plan=cell(after, unit),
+        measured="-" if measured is None else Figure(value=measured, unit=unit),
+        miss=measured / after.value - 1 if has_miss and measured is not None else None,
+        is_outside=has_miss and measured is not None and not after.contains(measured),
+    )
+
+
+def outside(rows: Sequence[Row]) -> list[str]:
+    """On one device computation is the whole step; what they missed alike is said once."""
+    labels: dict[str, list[str]] = {}
+    for row in rows:
+        if row.is_outside and isinstance(row.plan, Figure):
+            said = f"measured {row.measured}, predicted {row.plan.interval}"
+            labels.setdefault(said, []).append(row.label)
+    return [f"{' and '.join(names)}: {said}" for said, names in labels.items()]

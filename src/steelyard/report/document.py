@@ -1,0 +1,342 @@
+"""What there is to say about a plan or a receipt, as one tree that every renderer draws.
+
+Holds figures with their units and the words between them; not how they are laid out.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from steelyard.ir.gradient_codec import CODE_TRADES
+from steelyard.ir.parallel_layout import spelled
+from steelyard.ir.rule import Rule
+from steelyard.plans.accuracy import keeps
+from steelyard.plans.peak_memory import Timeline
+from steelyard.plans.plan import Plan, Taken
+from steelyard.plans.receipt import Measured, RankMemory, Receipt
+from steelyard.plans.trade import Left, Refusal
+from steelyard.report.amounts_table import Row, outside, rows_of
+from steelyard.report.frontier import CurvePoint, curve_of
+from steelyard.report.peak_groups import PeakTree, peak_of
+from steelyard.report.quantities import Figure, Unit, amount, cell, exactly
+from steelyard.units import format_bytes, format_seconds
+
+# Two sums of the same times may differ by their rounding; nobody pays or saves that.
+_NO_TIME = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenOffer:
+    trade: str
+    label: str
+    pays: str
+    buys: str
+    rules: tuple[Rule, ...]
+
+    @property
+    def paying(self) -> str:
+        return _with_verb("pays", "saves", self.pays)
+
+    @property
+    def buying(self) -> str:
+        return _with_verb("buys", "takes", self.buys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """``stands_in`` says which machine was measured in place of a declared cluster.
+    ``unplanned_peak`` is that of the graph without trades, where any are struck: what ran out
+    of memory before there was a plan.
+    """
+
+    name: str
+    title: str
+    budget: str
+    budget_bytes: int | None
+    runner: str
+    rows: tuple[Row, ...]
+    is_receipt: bool
+    verdict: str
+    fits: bool
+    baselines: str
+    rules: tuple[Rule, ...]
+    taken: tuple[TakenOffer, ...]
+    taken_is: str
+    num_offers: int
+    refused_is: str
+    refused: tuple[Refusal, ...]
+    as_of: str
+    next_cent: str
+    least: Figure
+    least_within: int
+    least_is: str
+    largest: str
+    fewest: str
+    ran: tuple[str, ...]
+    ranks: tuple[RankMemory, ...]
+    stands_in: str
+    notes: tuple[str, ...]
+    peak: PeakTree
+    unplanned_peak: PeakTree | None
+    curve: tuple[CurvePoint, ...]
+    timeline: Timeline | None
+    unplanned_timeline: Timeline | None
+
+    @property
+    def measured_is(self) -> str:
+        """The head of what was measured, marked where that was not on what was planned for."""
+        return "measured*" if self.stands_in else "measured"
+
+
+_PAID_IN = dict.fromkeys(
+    ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states", "shard_pipeline"),
+    "communication",
+)
+
+# What buys communication, and pays for it with memory.
+_SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients", "pinned_transfer")
+
+
+def tree_of(subject: Plan | Receipt) -> Tree:
+    if isinstance(subject, Plan):
+        return _tree(subject, None)
+    return _tree(subject.plan, subject.measured)
+
+
+def _tree(plan: Plan, measured: Measured | None) -> Tree:
+    rows = rows_of(plan, measured)
+    verdict, fits = _verdict(plan, measured)
+    unplanned = plan.unplanned.quad
+    return Tree(
+        name=plan.decisions.name,
+        title=plan.title,
+        budget=str(plan.decisions.budget),
+        budget_bytes=plan.decisions.budget.memory_bytes,
+        runner=plan.decisions.made_for.runner,
+        rows=rows,
+        is_receipt=measured is not None,
+        verdict=verdict,
+        fits=fits,
+        baselines=(
+            f"before is eager PyTorch; its graph without trades takes "
+            f"{cell(unplanned.memory_bytes, Unit.BYTES)} and "
+            f"{cell(unplanned.step_seconds, Unit.SECONDS)} a step{_slowdown(plan)}"
+        ),
+        rules=plan.decisions.rules,
+        taken=tuple(
+            TakenOffer(
+                trade=t.trade,
+                label=t.label,
+                pays=_paid(t),
+                buys=_bought(t),
+                rules=t.rules,
+            )
+            for t in plan.taken
+        ),
+        taken_is=_taken_is(plan),
+        num_offers=plan.num_offers,
+        refused_is=_refused_is(plan),
+        refused=_refused(plan),
+        as_of=_as_of(plan),
+        next_cent=_next_cent(plan),
+        least=exactly(plan.least_bytes, Unit.BYTES),
+        least_within=plan.least_within,
+        least_is=_least_is(plan),
+        largest=plan.largest,
+        fewest=plan.fewest,
+        ran=_ran(measured) if measured else (),
+        ranks=measured.ranks if measured else (),
+        stands_in=measured.stands_in if measured else "",
+        notes=(*_probe(plan), *plan.notes, *(measured.notes if measured else ()), *outside(rows)),
+        peak=peak_of(plan.predicted.peak),
+        unplanned_peak=peak_of(plan.unplanned.peak) if plan.decisions.rules else None,
+        curve=curve_of(plan),
+        timeline=plan.predicted.timeline,
+        unplanned_timeline=plan.unplanned.timeline,
+    )
+
+
+def _slowdown(plan: Plan) -> str:
+    """The plan beside its own graph without trades: known better than either time."""
+    ratio = plan.slowdown
+    if ratio is None or not plan.decisions.rules:
+        return ""
+    times = f"~{ratio.value:.2f} times as long ({ratio.low:.2f} to {ratio.high:.2f})"
+    # The optimizer's step is in both and changes in neither, so it is not in the ratio.
+    return f"; the plan's forward and backward pass take {times}"
+
+
+def _probe(plan: Plan) -> list[str]:
+    """What stands behind the word for a lossy plan's accuracy."""
+    _, _, probe = plan.predicted.quad.accuracy_loss.partition(" (")
+    said = "how far the loss drifted from that of a twin without; no promise of a final accuracy"
+    return [f"accuracy loss ({probe}: {said}"] if probe else []
+
+
+def _verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
+    """Whether it fits, which is the question most people came with."""
+    said, fits = _memory_verdict(plan, measured)
+    bound = plan.decisions.budget.accuracy_loss
+    lost = plan.predicted.quad.accuracy_loss
+    match keeps(lost, bound):
+        case None:
+            said += "; how much accuracy it loses is not known"
+        case False:
+            short = lost.partition(" (")[0]
+            said = f"DOES NOT FIT: accuracy loss {short}, at most {bound * 100:g} % allowed; {said}"
+            fits = False
+    return said, fits
+
+
+def _memory_verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
+    budget = plan.decisions.budget.memory_bytes
+    if budget is None:
+        return "no bound on memory was given", True
+    held = plan.predicted.quad.memory_bytes.value
+    figure = f"~{format_bytes(held)}"
+    if measured is not None and measured.memory_bytes is not None:
+        held, figure = measured.memory_bytes, format_bytes(measured.memory_bytes)
+    fits = held <= budget
+    said = f"{'fits' if fits else 'DOES NOT FIT'}: {figure} of {format_bytes(budget)}"
+    over = plan.before.quad.memory_bytes.value - budget
+    eager = f"eager PyTorch is ~{format_bytes(over)} over" if over > 0 else "so does eager PyTorch"
+    return f"{said}; {eager}" if over > 0 or fits else said, fits
+
+
+def _with_verb(verb: str, opposite: str, about: str) -> str:
+    """Beside the plan without it a trade may pay less than nothing: cut in parts, a batch may stay
+    in the processor's cache."""
+    return f"{opposite} {about.replace('~-', '~')}" if about[:2] == "~-" else f"{verb} {about}"
+
+
+def _about(value: float, unit: Unit, of: str) -> str:
+    sign = "-" if value < 0 else ""
+    return f"~{sign}{amount(abs(value), unit)} {of}" if abs(value) > _NO_TIME else "nothing"
+
+
+def _paid(taken: Taken) -> str:
+    seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
+    if taken.trade in _SENT_OTHERWISE and taken.buys_bytes < 0:
+        memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
+        # What is saved besides is not paid, and would make the memory look so.
+        return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
+    if taken.trade in _SENT_OTHERWISE and taken.pays_seconds < -_NO_TIME:
+        # What an exchange takes of the processor while it is under way counts as computation.
+        return f"{seconds} (exchanging fewer bytes takes less of the processor)"
+    return seconds
+
+
+def _bought(taken: Taken) -> str:
+    memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
+    if taken.trade in _SENT_OTHERWISE:
+        return _about(taken.buys_seconds, Unit.SECONDS, "communication")
+    if not taken.buys_seconds:
+        return memory
+    return f"{_about(taken.buys_seconds, Unit.SECONDS, 'computation')}, {memory}"
+
+
+def _least_is(plan: Plan) -> str:
+    if not plan.least_within:
+        return "is the least found"
+    most = plan.least_within
+    cut = "with the batch in one piece" if most == 1 else f"in at most {most} micro-batches"
+    return f"is the least found {cut}"
+
+
+def _taken_is(plan: Plan) -> str:
+    """What is taken, what is taken in part and what is not, add up to all that was on offer."""
+    left = Counter(r.left for r in plan.refused)
+    whole = max(0, plan.num_offers - left[Left.WHOLE] - left[Left.REST])
+    in_part = f", and {left[Left.REST]} in part" if left[Left.REST] else ""
+    return f"{whole} of {plan.num_offers} offers{in_part}"
+
+
+def _refused(plan: Plan) -> tuple[Refusal, ...]:
+    """Where gradients go as they are, why not in the fastest of the codes comes first: with ranks
+    to share a step it is what people ask."""
+    is_coded = any(rule.trade in CODE_TRADES for rule in plan.decisions.rules)
+    codes = [r for r in plan.refused if r.trade in CODE_TRADES and r.left is Left.WHOLE]
+    if is_coded or not codes:
+        return plan.refused
+    fastest = codes[0]
+    return fastest, *(refusal for refusal in plan.refused if refusal is not fastest)
+
+
+def _refused_is(plan: Plan) -> str:
+    left = Counter(r.left for r in plan.refused)
+    said = f"{left[Left.WHOLE]} of {plan.num_offers} offers"
+    if left[Left.REST]:
+        said += f", the rest of {left[Left.REST]}"
+    if left[Left.NEVER]:
+        said += f", and {left[Left.NEVER]} that cannot be offered"
+    return said
+
+
+def refused_label(refusal: Refusal) -> str:
+    return f"the rest of {refusal.label}" if refusal.left is Left.REST else refusal.label
+
+
+def _as_of(plan: Plan) -> str:
+    """Of when the reasons are, where they speak of other times than the table does."""
+    if plan.planned_seconds is None:
+        return ""
+    then = format_seconds(plan.planned_seconds)
+    if then == format_seconds(plan.predicted.quad.step_seconds.value):
+        return ""
+    return f"offers, curve and next cent are of when it was planned, at ~{then} a step"
+
+
+def _next_cent(plan: Plan) -> str:
+    cent = plan.next_cent
+    if cent is None or cent.saved_seconds < _NO_TIME:
+        return ""
+    return (
+        f"{format_bytes(cent.more_bytes)} more memory would save "
+        f"~{format_seconds(cent.saved_seconds)} a step"
+    )
+
+
+def _ran(measured: Measured) -> tuple[str, ...]:
+    count = measured.steps - measured.first_step + 1
+    said = [f"{count} step{'s' if count != 1 else ''}"]
+    if measured.passes and measured.passes != count:
+        said[0] += f" ({measured.passes} calls of step.backward)"
+    if measured.first_step > 1 and count:
+        said[0] += f" ({measured.first_step} to {measured.steps})"
+    if measured.first_loss is not None and measured.last_loss is not None:
+        said.append(f"loss {measured.first_loss:.6g} to {measured.last_loss:.6g}")
+    if measured.rss_bytes is not None:
+        said.append(f"the whole process held {format_bytes(measured.rss_bytes)} (RSS)")
+    return tuple(said)
+
+
+def rule_in_words(rule: Rule) -> str:
+    """A decision as one line, for plans whose reasons are not known."""
+    if rule.trade == "accumulate":
+        return f"{rule.trade}: micro_batches {rule.degree}"
+    if rule.trade == "shard_batch":
+        among = f"{rule.degree} ranks" + (f" as {spelled(rule.shares)}" if rule.shares else "")
+        return f"{rule.trade}: {among}, {format_bytes(rule.bucket_bytes)} at a time"
+    if rule.trade == "shard_tensor":
+        return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
+    if rule.trade == "shard_states":
+        twice = ", gathered twice" if rule.times > 1 else ""
+        size = rule.bucket_bytes
+        together = f", {format_bytes(size)} at a time" if size else ""
+        among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
+        return f"{rule.trade}: {among}{twice}{together}"
+    if rule.trade == "pinned_transfer":
+        return f"{rule.trade}: messages of {rule.op}"
+    if rule.trade in _SENT_OTHERWISE:
+        code = f" as {rule.op}" if rule.op else f" of rank {rule.degree}" if rule.degree else ""
+        return f"{rule.trade}: {rule.module} ({rule.count}){code}"
+    if rule.trade == "shard_pipeline":
+        return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"
+    if rule.trade == "overlap":
+        within = f", within the {rule.op}" if rule.op else ""
+        ahead = f", ahead {rule.lead}{within}" if rule.lead else ""
+        return f"{rule.trade}: window {rule.lag}{ahead}"
+    if rule.trade == "offload_state":
+        return f"{rule.trade}: {rule.op} of {rule.module} ({rule.count})"
+    if rule.degree:
+        return f"{rule.trade}: {rule.op} in {rule.module or 'the loss'}, {rule.degree} slices"
+    return f"{rule.trade}: {rule.op} #{rule.nth} in {rule.module or 'the loss'} ({rule.count})"

@@ -1,0 +1,74 @@
+"""The memory-time curve of a plan, with the plan itself on it.
+
+Not for how it is drawn: see svg.py.
+"""
+
+from dataclasses import dataclass
+
+from steelyard.ir.metrics import EXACT
+from steelyard.plans.plan import FrontierPoint, Plan, Prediction
+from steelyard.report.quantities import Figure, Unit, estimate_of, exactly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One plan of the memory-time curve; ``more_flops`` is beside the graph without trades."""
+
+    memory: Figure
+    step: Figure
+    more_flops: float
+    micro_batches: int
+    is_this_plan: bool
+    accuracy_loss: str = EXACT
+
+
+def curve_of(plan: Plan) -> tuple[CurvePoint, ...]:
+    """The curve with this plan on it: few plans stand for many, and it may lie between two."""
+    points = list(plan.frontier)
+    if points and not any(_is_of(plan, p) for p in points):
+        points.append(_as_point(plan))
+    return tuple(_point(p, plan) for p in sorted(points, key=_by_memory))
+
+
+def _is_of(plan: Plan, point: FrontierPoint) -> bool:
+    """By its rules: of one program, the search and a later prediction may count other times."""
+    return sorted(point.rules) == sorted(plan.decisions.rules)
+
+
+def _as_point(plan: Plan) -> FrontierPoint:
+    quad, then, rules = plan.predicted.quad, plan.planned_seconds, plan.decisions.rules
+    return FrontierPoint(
+        memory_bytes=int(quad.memory_bytes.value),
+        step_seconds=quad.step_seconds.value if then is None else then,
+        flops=plan.predicted.flops,
+        micro_batches=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
+        rules=rules,
+        accuracy_loss=quad.accuracy_loss,
+    )
+
+
+def _by_memory(point: FrontierPoint) -> tuple[int, float]:
+    return (-point.memory_bytes, point.step_seconds)
+
+
+def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
+    flops, is_this = plan.unplanned.flops, _is_of(plan, point)
+    this = plan.predicted.quad.accuracy_loss
+    return CurvePoint(
+        memory=_predicted(point.memory_bytes, plan.predicted, "memory_bytes"),
+        step=_predicted(point.step_seconds, plan.predicted, "step_seconds"),
+        more_flops=point.flops / flops - 1 if flops else 0.0,
+        micro_batches=point.micro_batches,
+        is_this_plan=is_this,
+        accuracy_loss=(this if is_this else point.accuracy_loss).partition(" (")[0],
+    )
+
+
+def _predicted(value: float, like: Prediction, key: str) -> Figure:
+    """Points of the curve come from the same predictor, so their intervals are as wide."""
+    around = estimate_of(like.quad, key)
+    unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
+    if not around.value:
+        return exactly(value, unit)
+    scale = value / around.value
+    return Figure(value=value, unit=unit, low=around.low * scale, high=around.high * scale)

@@ -1,0 +1,64 @@
+"""Amounts with their units, predicted and measured ones told apart.
+
+Not for what they are amounts of: see document.py.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from steelyard.ir.metrics import Estimate, Quad
+from steelyard.units import format_bytes, format_seconds
+
+
+class Unit(StrEnum):
+    BYTES = "bytes"
+    SECONDS = "seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """An amount; ``~`` stands before every one that was predicted, nothing before the others."""
+
+    value: float
+    unit: Unit
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_predicted(self) -> bool:
+        return self.low is not None
+
+    def __str__(self) -> str:
+        # A zero that cannot be anything else is a fact, not a prediction.
+        if not self.value and not self.high:
+            return "none"
+        return ("~" if self.is_predicted else "") + amount(self.value, self.unit)
+
+    @property
+    def interval(self) -> str:
+        if self.low is None or self.high is None:
+            return "measured"
+        if self.low == self.high:
+            return "no more and no less"
+        return f"between {amount(self.low, self.unit)} and {amount(self.high, self.unit)}"
+
+
+Cell = Figure | str
+"""A figure, or a word where there is none: ``exact``, or ``-`` for not measured."""
+
+
+def amount(value: float, unit: Unit) -> str:
+    return format_bytes(value) if unit is Unit.BYTES else format_seconds(value)
+
+
+def estimate_of(quad: Quad, key: str) -> Estimate:
+    found: Estimate = getattr(quad, key)
+    return found
+
+
+def cell(estimate: Estimate, unit: Unit) -> Figure:
+    return Figure(value=estimate.value, unit=unit, low=estimate.low, high=estimate.high)
+
+
+def exactly(value: float, unit: Unit) -> Figure:
+    return Figure(value=value, unit=unit, low=value, high=value)

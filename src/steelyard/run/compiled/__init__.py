@@ -1,0 +1,4 @@
+"""The Inductor runner: a program cut into segments, lowered and compiled.
+
+Not for the Python runner: see run/codegen.py.
+"""

@@ -1,0 +1,203 @@
+"""A meeting of ranks that know one secret: what a stranger writes into the store is not believed.
+
+Ranks meet in a store of torch's, which takes orders from whoever reaches its port. Rank 0 and each
+other rank first prove to each other that they know ``STEELYARD_TOKEN``: each draws a challenge, and
+answers the other's with an HMAC over both. What is written from then on carries an HMAC by a key of
+this meeting alone, over key and value, and is checked where it is read. That covers the addresses
+by which gloo and NCCL connect, too.
+
+Not covered: counters, deleted keys (a stranger may stop a meeting, but not join it), and what ranks
+send each other afterwards, which gloo and NCCL send in plain text: see docs/security.md.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
+
+from steelyard.errors import BadInput, RankFailed, RanksDiffer
+from steelyard.run.launch.environment import Who
+from steelyard.run_token import DIGEST_BYTES, VARIABLE, is_proof, proof
+
+_CHALLENGE_BYTES = 32
+# Said in place of a challenge by a rank that was given no token.
+_NO_TOKEN = "no token"
+_FIRST, _OTHER, _KEY = b"first rank", b"other rank", b"key of this meeting"
+
+
+def authenticated(store: Store, who: Who, token: bytes, *, timeout_seconds: float) -> Store:
+    """The store as it may be believed; as it is, where no rank was given a token.
+
+    Raises ``BadInput`` if some ranks have a token and others do not, and ``RankFailed`` if a rank
+    does not come or does not know the token.
+    """
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    meeting = _Meeting(store, who, token, timeout_seconds)
+    return meeting.as_first() if who.rank == 0 else meeting.as_other()
+
+
+class _Meeting:
+    """One rank's part in proving that all know the token."""
+
+    def __init__(self, store: Store, who: Who, token: bytes, timeout_seconds: float) -> None:
+        self._store, self._who, self._token = store, who, token
+        self._timeout_seconds = timeout_seconds
+        # Ranks that believe in more ranks than there are would wait for those in vain.
+        drawn = secrets.token_hex(_CHALLENGE_BYTES)
+        self._own = f"{who.size} {drawn}" if token else _NO_TOKEN
+
+    def as_first(self) -> Store:
+        """Check the proof of each other rank, and prove the same to it."""
+        self._store.set(_challenge(0), self._own)
+        if not self._token:
+            return self._store
+        for rank in range(1, self._who.size):
+            theirs = self._challenge_of(rank)
+            try:
+                self._check(f"proof/{rank}", rank, _OTHER, rank, self._own, theirs)
+            except RankFailed:
+                # Who has another token by mistake is told so at once.
+                self._store.set(f"answer/{rank}", "refused")
+                raise
+            self._store.set(f"answer/{rank}", self._proof(_FIRST, rank, theirs, self._own))
+            self._check_size(rank, theirs)
+        return self._believed(self._own)
+
+    def as_other(self) -> Store:
+        """Prove to rank 0 that this rank knows the token, and check that rank 0 does."""
+        rank = self._who.rank
+        self._store.set(_challenge(rank), self._own)
+        theirs = self._challenge_of(0)
+        if not self._token:
+            return self._store
+        self._store.set(f"proof/{rank}", self._proof(_OTHER, rank, theirs, self._own))
+        self._check(f"answer/{rank}", 0, _FIRST, rank, self._own, theirs)
+        self._check_size(0, theirs)
+        return self._believed(theirs)
+
+    def _believed(self, challenge: str) -> Store:
+        """By a key that only this meeting has: what was written in another one is refused."""
+        return AuthenticStore(self._store, proof(self._token, _KEY, challenge.encode()))
+
+    def _proof(self, side: bytes, rank: int, asked: str, own: str) -> str:
+        return proof(self._token, side, str(rank).encode(), asked.encode(), own.encode()).hex()
+
+    def _check(self, key: str, whose: int, side: bytes, rank: int, asked: str, own: str) -> None:
+        """That what stands under the key proves that rank ``whose`` knows the token."""
+        given = self._read(key, whose)
+        if not secrets.compare_digest(given, self._proof(side, rank, asked, own)):
+            raise self._stranger(whose)
+
+    def _check_size(self, rank: int, theirs: str) -> None:
+        size = theirs.partition(" ")[0]
+        if size != str(self._who.size):
+            raise RanksDiffer(
+                f"rank {rank} differs from rank {self._who.rank} in the number of ranks: {size}, "
+                f"there {self._who.size}",
+                expected="the same number of ranks on all ranks",
+                remedy="start all ranks with the same number of ranks, from one launcher",
+                rank=rank,
+                item="number of ranks",
+            )
+
+    def _challenge_of(self, rank: int) -> str:
+        found = self._read(_challenge(rank), rank)
+        has_token = found != _NO_TOKEN
+        if has_token != bool(self._token):
+            having, lacking = (rank, self._who.rank) if has_token else (self._who.rank, rank)
+            raise BadInput(
+                f"rank {having} has a {VARIABLE}, and rank {lacking} has none",
+                expected="the same secret in the environment of all ranks, or none",
+                remedy=f"export {VARIABLE} on every host before the ranks are started",
+            )
+        return found
+
+    def _read(self, key: str, rank: int) -> str:
+        """What a rank wrote, which nothing is known of yet; other than ASCII it proves nothing."""
+        until = time.monotonic() + self._timeout_seconds
+        try:
+            return self._store.get(key).decode("ascii", errors="ignore")
+        except DistError as error:
+            is_late = time.monotonic() >= until
+            said = f"did not come within {self._timeout_seconds:g} s" if is_late else "has gone"
+            raise RankFailed(
+                f"rank {rank if is_late else 0} of {self._who.size} {said}",
+                expected="all ranks before the first step",
+                remedy=f"look at what rank {rank} wrote, or give the ranks more time",
+                rank=rank,
+                cause="absent",
+            ) from error
+
+    def _stranger(self, rank: int) -> RankFailed:
+        return RankFailed(
+            f"whoever came as rank {rank} does not know this rank's {VARIABLE}",
+            expected="the same secret in the environment of all ranks",
+            remedy=f"export the same {VARIABLE} on all hosts; who else may come: docs/security.md",
+            rank=rank,
+            cause="absent",
+        )
+
+
+class AuthenticStore(Store):
+    """A store whose values carry an HMAC over key and value, checked by whoever reads them."""
+
+    def __init__(self, inner: Store, key: bytes) -> None:
+        super().__init__()
+        # Torch's stores take and have more than their stubs say.
+        self._inner: Any = inner
+        self._key = key
+        # What C++ holds of a Python object ends with it.
+        self._clones: list[AuthenticStore] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        given = value.encode() if isinstance(value, str) else value
+        self._inner.set(key, proof(self._key, key.encode(), given) + given)
+
+    def get(self, key: str) -> bytes:
+        found = bytes(self._inner.get(key))
+        given, value = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        if not is_proof(given, self._key, key.encode(), value):
+            raise RankFailed(
+                f"what stands under {key!r} where ranks meet was written by none of them",
+                expected=f"only processes that know this run's {VARIABLE}",
+                remedy="find out who reaches the port where ranks meet: docs/security.md",
+                cause="absent",
+            )
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._inner.add(key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._inner.check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._inner.wait(list(keys))
+        else:
+            self._inner.wait(list(keys), timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._inner.delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._inner.num_keys())
+
+    def clone(self) -> "AuthenticStore":
+        self._clones.append(AuthenticStore(self._inner.clone(), self._key))
+        return self._clones[-1]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inner.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        found: timedelta = self._inner.timeout
+        return found
+
+
+def _challenge(rank: int) -> str:
+    return f"challenge/{rank}"

@@ -1,0 +1,134 @@
+"""Before the first step every rank tells the others what it holds, and the odd one is named.
+
+Plain text, an item each for the plan, the parameters and so on, put into the store by which ranks
+meet: ranks that disagree on their number or on shapes could not exchange a tensor. Digests are
+compared; the text is read only where two differ.
+Not for what has to be equal: the caller says that, with the help of ``words_for``.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
+
+from steelyard.errors import RankFailed, RanksDiffer
+from steelyard.run.launch.environment import Who
+from steelyard.safe_text import printable
+
+Named = Iterable[tuple[str, torch.Tensor]]
+_SIZE = "number of ranks"
+
+
+def words_for(*, plan_digest: str, parameters: Named, batch: Named) -> dict[str, str]:
+    """What every rank has to hold alike, in the order in which a difference is told."""
+    return {
+        "torch": torch.__version__,
+        "plan": plan_digest,
+        "parameters": _lines(parameters),
+        "batch": _lines(batch),
+    }
+
+
+def _lines(tensors: Named) -> str:
+    return "\n".join(
+        f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        for name, tensor in tensors
+    )
+
+
+def agree(store: Store, who: Who, words: Mapping[str, str], *, timeout_seconds: float) -> None:
+    """Raises ``RanksDiffer`` on every rank alike, or ``RankFailed`` if one does not come."""
+    words = {_SIZE: str(who.size), **words}
+    for item, text in words.items():
+        store.set(_key(who.rank, item), text)
+    store.set(_key(who.rank), json.dumps({item: _digest(text) for item, text in words.items()}))
+    digests: list[Mapping[str, str]] = []
+    for rank in range(who.size):
+        digests.append(_digests_of(rank, store, who, timeout_seconds))
+        # At once: who believes in more ranks than there are would wait for the others in vain.
+        _refuse_difference(_SIZE, digests, store)
+    for item in words:
+        _refuse_difference(item, digests, store)
+
+
+def _digests_of(rank: int, store: Store, who: Who, timeout_seconds: float) -> Mapping[str, str]:
+    try:
+        store.wait([_key(rank)], timedelta(seconds=timeout_seconds))
+    except DistError as error:
+        raise RankFailed(
+            f"rank {rank} of {who.size} did not come within {timeout_seconds:g} s",
+            expected="all ranks before the first step",
+            remedy=f"look at what rank {rank} wrote, or give the ranks more time",
+            rank=rank,
+            cause="absent",
+        ) from error
+    try:
+        found = json.loads(store.get(_key(rank)))
+    except (ValueError, RecursionError):
+        found = None
+    is_ours = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    if not is_ours:
+        raise RankFailed(
+            f"whoever came as rank {rank} says what no rank of steelyard says",
+            expected="digests of what it holds, as JSON",
+            remedy="install one version on all hosts; who may come there: docs/security.md",
+            rank=rank,
+            cause="absent",
+        )
+    return dict(found)
+
+
+def _refuse_difference(item: str, digests: Sequence[Mapping[str, str]], store: Store) -> None:
+    values = [digest.get(item, "") for digest in digests]
+    # What most hold; of two as many, what the lower rank holds.
+    most = Counter(values).most_common(1)[0][0]
+    odd = next((rank for rank, value in enumerate(values) if value != most), None)
+    if odd is None:
+        return
+    other = values.index(most)
+    here, there = (
+        store.get(_key(rank, item)).decode(errors="replace") if values[rank] else ""
+        for rank in (odd, other)
+    )
+    mine, theirs = first_difference(here, there)
+    raise RanksDiffer(
+        f"rank {odd} differs from rank {other} in the {item}: {mine}, there {theirs}",
+        expected=f"the same {item} on all ranks",
+        remedy=_REMEDIES.get(item, "start all ranks with the same script, plan and arguments"),
+        rank=odd,
+        item=item,
+    )
+
+
+_REMEDIES = {
+    _SIZE: "start all ranks with the same number of ranks, from one launcher",
+    "torch": "install the same torch on every host",
+    "plan": "give all ranks the same plan file",
+    "kind of device": "put the model on a processor, or on GPUs of one kind, on all hosts",
+}
+
+
+def first_difference(here: str, there: str) -> tuple[str, str]:
+    """The first line of each in which they part; what has no more lines has nothing there."""
+    ours, others = here.split("\n"), there.split("\n")
+    for i in range(max(len(ours), len(others))):
+        pair = tuple(lines[i] if i < len(lines) else "" for lines in (ours, others))
+        if pair[0] != pair[1]:
+            return _shown(pair[0]), _shown(pair[1])
+    return _shown(ours[0]), _shown(others[0])
+
+
+def _shown(line: str) -> str:
+    return printable(line, most=80) if line else "nothing"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _key(rank: int, item: str = "") -> str:
+    return f"held/{rank}/{item}"

@@ -1,0 +1,170 @@
+"""Which rank of how many this process is, from what its starter put into the environment.
+
+Known are our own launcher, torchrun and whoever sets its variables (RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), and SLURM's srun. Without any of them a process is a world of its own.
+Not for joining the others: see rendezvous.py.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.errors import BadInput, Mismatch
+from steelyard.predict.rank_subsets import STORE_IS_HELD
+from steelyard.run.launch.run_files import FOLDER_VARIABLE, RankPlace
+from steelyard.safe_text import printable
+
+_MASTER = "MASTER_ADDR and MASTER_PORT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Who:
+    """``place`` if our launcher started this; else ``address`` and ``port`` of where to meet.
+
+    ``agent_holds_store``: torchrun's agent listens there, and rank 0 must not. ``hosts`` are those
+    that all ranks are on, as far as the starter says; ``is_one_host`` that it says they are on one.
+    ``store_is_held``: a process that was started with these, and is none of them, holds the store.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    hosts: int = 1
+    is_one_host: bool = False
+    attempt: int = 0
+    place: RankPlace | None = None
+    address: str = ""
+    port: int = 0
+    agent_holds_store: bool = False
+    store_is_held: bool = False
+
+    def check_size(self, planned_ranks: int, *, planned_hosts: int = 1) -> None:
+        """A plan for 4 ranks cannot run on 2, and what one host's ranks take not on two hosts."""
+        if self.size != planned_ranks:
+            raise Mismatch(
+                f"the plan is for {planned_ranks} ranks, and {self.size} were started",
+                expected=f"{planned_ranks} ranks",
+                remedy=f"start {planned_ranks}, or plan again for {self.size}",
+            )
+        if self.hosts != planned_hosts:
+            raise Mismatch(
+                f"the plan is for {hosts_said(planned_hosts)}, and the ranks are on {self.hosts}",
+                expected="as many hosts as the plan was made for: what joins ranks decides it",
+                remedy="plan again where it is to run; see docs/hosts.md",
+            )
+
+
+def hosts_said(hosts: int) -> str:
+    return f"{hosts} hosts" if hosts > 1 else "ranks of one host"
+
+
+def who_am_i(environ: Mapping[str, str]) -> Who:
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _of_torchrun(environ)
+    # A batch script that is not under srun has SLURM_PROCID and SLURM_NTASKS too, but is alone;
+    # only srun sets the number of tasks of a step.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        return _of_slurm(environ)
+    return Who()
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> Who:
+    rank, size = _place_in_line(environ, "RANK", "WORLD_SIZE")
+    folder = environ.get(FOLDER_VARIABLE)
+    meet_at_store = folder is None and size > 1
+    return Who(
+        rank=rank,
+        size=size,
+        local_rank=_number(environ, "LOCAL_RANK", default=rank),
+        hosts=_number(environ, "GROUP_WORLD_SIZE", default=1),
+        is_one_host=size > 1 and environ.get("GROUP_WORLD_SIZE") == "1",
+        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        place=RankPlace(path=Path(folder)) if folder else None,
+        address=_text(environ, "MASTER_ADDR") if meet_at_store else "",
+        port=_port(environ) if meet_at_store else 0,
+        agent_holds_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        store_is_held=STORE_IS_HELD in environ,
+    )
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Who:
+    rank, size = _place_in_line(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    if size == 1:
+        return Who()
+    return Who(
+        rank=rank,
+        size=size,
+        local_rank=_number(environ, "SLURM_LOCALID", default=rank),
+        hosts=_number(environ, "SLURM_STEP_NUM_NODES", default=1),
+        is_one_host=environ.get("SLURM_STEP_NUM_NODES") == "1",
+        attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
+        address=environ.get("MASTER_ADDR") or _first_host(environ),
+        port=_port(environ) if "MASTER_PORT" in environ else _port_of_job(environ),
+        store_is_held=STORE_IS_HELD in environ,
+    )
+
+
+def _place_in_line(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _number(environ, rank_name), _number(environ, size_name)
+    if rank >= size:
+        raise BadInput(
+            f"{rank_name} is {rank} and {size_name} is {size}",
+            expected=f"{rank_name} from 0 to {size_name} - 1",
+            remedy="start the ranks with torchrun, srun or steelyard run, which set both",
+        )
+    return rank, size
+
+
+def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    if default is not None and name not in environ:
+        return default
+    text = _text(environ, name)
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise BadInput(
+            f"{name} is {printable(repr(text), most=40)}",
+            expected="a whole number, 0 or more",
+            remedy=f"unset {name} to run alone, or start with torchrun, srun or steelyard run",
+        )
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    found = environ.get(name, "")
+    if not found:
+        raise BadInput(
+            f"{name} is not set, though other variables say that this is one rank of several",
+            expected=f"RANK, WORLD_SIZE, {_MASTER} together",
+            remedy="start with torchrun, srun or steelyard run, or unset RANK to run alone",
+        )
+    return found
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _number(environ, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise BadInput(
+            f"MASTER_PORT is {port}",
+            expected="a port, 1 to 65535",
+            remedy="set MASTER_PORT to a free port of the first rank's host, the same on all ranks",
+        )
+    return port
+
+
+def _port_of_job(environ: Mapping[str, str]) -> int:
+    """The same on every rank of a step and rarely another step's: nothing has to be agreed on."""
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", default=0)
+    return 20000 + (job * 7 + step) % 10000
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """``node[03-05,9],other`` -> ``node03``: SLURM's short form of a list of hosts."""
+    hosts = _text(environ, "SLURM_STEP_NODELIST")
+    found = re.match(r"([A-Za-z0-9.-]+)(?:\[([0-9]+)[^\]]*\])?([A-Za-z0-9.-]*)(?:,|$)", hosts)
+    if found is None:
+        raise BadInput(
+            f"the first host of SLURM_STEP_NODELIST {printable(repr(hosts), most=60)} is not clear",
+            expected="host, host1,host2 or host[1-4]",
+            remedy=f"set {_MASTER} for all ranks",
+        )
+    return "".join(part or "" for part in found.groups())

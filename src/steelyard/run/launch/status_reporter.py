@@ -1,0 +1,237 @@
+"""Inside a rank: writes down what ended it, and says where it is when its launcher asks.
+
+The launcher asks once others have waited for this rank in vain. A thread answers, so that a rank
+that sleeps or loops answers too; one that holds the interpreter in native code does not, and that
+is an answer as well. torch's flight recorder says which exchange was issued last: it records gloo
+in torch 2.13 too. (Its states stay "scheduled" there; ``retired`` is what tells.)
+Not for judging: see failure_diagnosis.py.
+"""
+
+import contextlib
+import errno
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steelyard.errors import BadInput, NonFinite, RankFailed, RanksDiffer, SteelyardError
+from steelyard.run.launch.environment import Who
+from steelyard.run.launch.rank_status import Issued, Progress, Statement
+from steelyard.run.launch.run_files import RankPlace, write_whole
+from steelyard.safe_text import printable
+
+if TYPE_CHECKING:
+    from steelyard.comm.gloo.point_to_point import Note
+
+# Gloo raises a plain RuntimeError that begins with the place in its own source; but not the one of
+# whoever issues an exchange after another has timed out.
+_OF_GLOO = re.compile(
+    r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
+)
+# Where in gloo's source, and what it guesses of the cause.
+_OF_GLOO_ITSELF = re.compile(r"^\[[^\]]*gloo[^\]]*\] |\.? This is typically caused by .*$")
+_OF_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc|not enough memory|out of memory")
+# torchrun's own reader of error files (ProcessFailure) wants its fields in this variable's file.
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# More than are ever under way at once, from the first that ranks did not make alike to the last.
+_LATELY = 64
+# Longer than the launcher takes; it is there as long as this process is (see orphan_guard.py).
+_VERDICT_SECONDS = 20
+
+
+@contextlib.contextmanager
+def recorded(who: Who) -> Iterator[None]:
+    """Whatever ends this block is written down for the launcher, or for torchrun, and goes on.
+
+    May be nested: what was written first stays. A rank that lost another waits for the launcher's
+    verdict, which ends it: its own complaint would bury the cause.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (0, None)):
+            path = who.place.error if who.place else _path_of(os.environ.get(_ERROR_FILE_VARIABLE))
+            if path is not None and not path.exists():
+                said = statement_of(error)
+                # The error counts, not that it could not be written down (a full disk, say).
+                with contextlib.suppress(OSError):
+                    write_whole(path, _as_error_file(error, said))
+                if who.place is not None and said.of_exchange:
+                    time.sleep(_VERDICT_SECONDS)
+        raise
+
+
+@contextlib.contextmanager
+def told_by_itself(who: Who) -> Iterator[None]:
+    """A rank that nobody watches, as on one of several hosts, says itself that it lost another; our
+    launcher knows more of it, and says that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if who.place is not None or isinstance(error, RankFailed) or not _is_of_exchange(error):
+            raise
+        where = _OF_GLOO_ITSELF.sub("", str(error).splitlines()[0])
+        raise RankFailed(
+            f"rank {who.rank} lost another in the middle of an exchange: {printable(where)}",
+            expected="all ranks, and what joins them, there to the last step",
+            remedy="look at what the other ranks wrote: one that ended by itself says why; start "
+            "all again with --resume, where there is a --checkpoint",
+        ) from error
+
+
+def _path_of(name: str | None) -> Path | None:
+    return Path(name) if name else None
+
+
+def _as_error_file(error: BaseException, said: Statement) -> dict[str, Any]:
+    text = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    return {
+        "message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra},
+        "steelyard": said.to_json(),
+    }
+
+
+def statement_of(error: BaseException) -> Statement:
+    of_exchange = any(map(_is_of_exchange, _chain(error)))
+    ours = error if isinstance(error, SteelyardError) else None
+    failed = error if isinstance(error, RankFailed) else None
+    return Statement(
+        kind=type(error).__name__,
+        text=ours.happened if ours else str(error),
+        line=_line_of_error(error),
+        at_seconds=time.monotonic(),
+        of_input=isinstance(error, BadInput),
+        of_exchange=of_exchange,
+        of_memory=any(map(_is_of_memory, _chain(error))),
+        expected=ours.expected if ours else "",
+        remedy=ours.remedy if ours else "",
+        differs=(error.rank, error.item) if isinstance(error, RanksDiffer) else None,
+        absent=failed.rank if failed and failed.cause == "absent" else None,
+        missed=failed.rank if failed and failed.cause == "exchange" and failed.rank >= 0 else None,
+        not_finite=isinstance(error, NonFinite),
+        progress=progress() if of_exchange else Progress(),
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_exchange(error: BaseException) -> bool:
+    if isinstance(error, RankFailed | torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OF_GLOO.search(str(error)))
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OF_MEMORY.search(str(error)))
+
+
+# --- where the rank is ----------------------------------------------------------------------------
+
+
+def progress(line: str = "") -> Progress:
+    # Only when something went wrong: it brings in much of torch, which a step has long loaded.
+    from steelyard import _torch
+    from steelyard.comm.gloo.point_to_point import LATELY
+
+    entries, notes = _torch.exchanges_issued(), [*LATELY]
+    issued = _numbered(entries, notes)
+    last = {each.group: each for each in issued}
+    return Progress(
+        issued=tuple(each for _, each in sorted(last.items())),
+        lately=tuple(issued[-_LATELY:]),
+        # Where nothing was recorded nothing is known: the recorder can be switched off.
+        is_waiting=not entries
+        or any(not entry["retired"] for entry in entries)
+        or any(not note.is_over for note in notes),
+        line=line,
+    )
+
+
+def _numbered(entries: list[dict[str, Any]], notes: "list[Note]") -> list[Issued]:
+    """In the order of their issue, torch's and ours counted as one: each has numbers for its own.
+    Sends and receives have some, too, which ranks do not share."""
+    made = [(note.at_ns, note.group, "ours", note.number, note.words) for note in notes]
+    for entry in entries:
+        if not entry["is_p2p"]:
+            group, number = str(entry["process_group"][0]), entry["collective_seq_id"]
+            made.append((entry["time_created_ns"], group, "torch's", number, _words_for(entry)))
+    issued, reached = list[Issued](), defaultdict[str, dict[str, int]](dict)
+    for _, group, whose, number, words in sorted(made):
+        reached[group][whose] = number
+        issued.append(Issued(group=group, number=sum(reached[group].values()), words=words))
+    return issued
+
+
+def _words_for(entry: dict[str, Any]) -> str:
+    kind = str(entry["profiling_name"]).removeprefix("gloo:")
+    shapes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    return f"{kind} {', '.join(f'{dtype} {sizes}' for dtype, sizes in shapes)}".rstrip()
+
+
+def answer_when_asked(place: RankPlace) -> None:
+    os.mkfifo(place.ask, mode=0o600)
+    # For writing too: a pipe without a writer would be at its end at once.
+    pipe = os.open(place.ask, os.O_RDWR | os.O_CLOEXEC)
+
+    def answer() -> None:
+        while os.read(pipe, 1):
+            write_whole(place.answer, progress(_line_of_main_thread()).to_json())
+
+    threading.Thread(target=answer, name="steelyard-witness", daemon=True).start()
+
+
+def _line_of_main_thread() -> str:
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _line_of([(f, number) for f, number in traceback.walk_stack(frame)][::-1])
+
+
+def _line_of_error(error: BaseException) -> str:
+    return _line_of(list(traceback.walk_tb(error.__traceback__)))
+
+
+def _line_of(frames: list[tuple[FrameType, int]]) -> str:
+    """The innermost line that is neither torch's, nor Python's, nor ours; else the innermost."""
+    users = [(f, number) for f, number in frames if not _is_library(f.f_code.co_filename)]
+    if not users:
+        return ""
+    frame, number = users[-1]
+    code = linecache.getline(frame.f_code.co_filename, number).strip()
+    return f"{Path(frame.f_code.co_filename).name}:{number}" + (f": {code}" if code else "")
+
+
+_LIBRARIES = tuple(
+    f"{Path(path)}{os.sep}"
+    for path in (
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+        Path(__file__).parents[2],
+    )
+)
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(("<", *_LIBRARIES))

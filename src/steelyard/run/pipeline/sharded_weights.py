@@ -1,0 +1,44 @@
+"""Weights that ranks with the same stages hold in shares: whole while the stages work, once a step.
+
+Not for weights that are gathered line by line: those exchanges are nodes of a program.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from steelyard.comm.gloo.direct_collectives import own_rows_of_sum, put_together
+
+
+class Shares:
+    """Of ``parameters`` each rank of the group has its rows."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], *, group: dist.ProcessGroup) -> None:
+        self._parameters, self._group = parameters, group
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it they are whole, and so are the gradients that they get; behind it a gradient is
+        the rows of the sum over the ranks. They begin without any."""
+        rows = [parameter.data for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.data = self._whole(parameter.data)
+        try:
+            yield
+            gradients = [parameter.grad for parameter in self._parameters]
+        finally:
+            for parameter, own in zip(self._parameters, rows, strict=True):
+                parameter.grad = None
+                parameter.data = own
+        for parameter in self._parameters:
+            parameter.grad = self._own_rows(gradients.pop(0))
+
+    def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+        whole = rows.new_empty((rows.shape[0] * self._group.size(), *rows.shape[1:]))
+        put_together(whole, rows, self._group)
+        return whole
+
+    def _own_rows(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else own_rows_of_sum(gradient, self._group)

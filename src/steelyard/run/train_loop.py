@@ -1,0 +1,389 @@
+"""The training loop: steps, checkpoints, resuming to the same bits, stopping cleanly.
+
+Schedulers and everything else a user may want around a step are not in here: they write their own
+loop round ``step`` and ``step.backward``.
+"""
+
+import contextlib
+import math
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from steelyard.errors import CheckpointError, NonFinite, then
+from steelyard.ir.graph import OutputKind
+from steelyard.run.binding import live_tensors
+from steelyard.run.checkpoint import state
+from steelyard.run.checkpoint.directory import CheckpointFolder, step_of, verify
+from steelyard.run.checkpoint.state import Position
+from steelyard.run.data_feed import Batches, Feed
+from steelyard.run.finite_check import Blamed, blamed
+from steelyard.run.launch.coordination import Alone, Together
+from steelyard.run.rng_state import random_state, seed_everything, set_random_state
+from steelyard.run.step import LiveStep
+
+# Runs what it is given, once, and says how many bytes the allocator held at the peak.
+Meter = Callable[[Callable[[], None]], int]
+# Whether the step that takes this batch may be metered.
+MayMeter = Callable[[Any], bool]
+
+_ALONE = Alone()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step, after it. The metered step has ``peak_bytes`` and, being slowed, no seconds."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float | None
+    peak_bytes: int | None
+    predicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Where to save, how often, and how many to keep; ``resume`` is a checkpoint, or the latest."""
+
+    folder: Path
+    every: int
+    keep: int = 3
+    plan: str = ""
+    resume: Path | bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """How a run ended; ``stopped_by`` names the signal if one did."""
+
+    step: int
+    loss: float | None
+    stopped_by: str
+    exit_code: int
+    checkpoint: Path | None
+
+
+def train(
+    step: LiveStep,
+    batches: Batches,
+    *,
+    steps: int,
+    seed: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    meter: Meter | None = None,
+    may_meter: MayMeter = lambda _: True,
+    predicted_bytes: int = 0,
+    together: Together = _ALONE,
+) -> Finished:
+    """Take steps until ``steps`` are done, counting those of the run that is resumed.
+
+    A checkpoint that cannot be saved on the way (a full disk) is noted, and training goes on with
+    the earlier ones untouched; one that cannot be saved at the end is an error. A batch that cannot
+    be had or used is an error too, and the steps before it are saved. SIGTERM and Ctrl-C let the
+    step end, save and return; a second Ctrl-C does not wait. ``together`` are the ranks that all do
+    this: one saves, and a signal to any of them stops all after the same step.
+    """
+    if seed is not None:
+        seed_everything(seed)
+    run = _Run(step, Feed(batches), checkpoints, on_note, together)
+    stopped_by = ""
+    with run.holding_folder(), run.counting_updates(), _Signals() as signals:
+        run.begin()
+        first, exact = run.step, step.guard.warm_up if step.guard else 0
+        if first >= steps:
+            run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
+        while run.step < steps and not (stopped_by := together.stopping(signals.received)):
+            due = meter if run.step >= first + 1 + exact else None
+            report = _one_step(run, due, may_meter, steps, predicted_bytes)
+            if report.peak_bytes is not None:
+                meter = None
+            run.save_if_due()
+            if on_step is not None:
+                on_step(report)
+        # Of the last step, too, one that was stopped has to say so.
+        stopped_by = stopped_by or signals.received
+        run.save_last()
+    return Finished(
+        step=run.step,
+        loss=run.loss,
+        stopped_by=stopped_by,
+        exit_code=128 + signal.Signals[stopped_by] if stopped_by else 0,
+        checkpoint=run.saved,
+    )
+
+
+def _one_step(
+    run: "_Run", meter: Meter | None, may_meter: MayMeter, steps: int, predicted_bytes: int
+) -> StepReport:
+    losses: list[torch.Tensor] = []
+    peak_bytes = seconds = None
+    with run.saving_what_was_before():
+        batch = run.feed.next()
+        if meter is not None and may_meter(batch):
+            # From a clean level: what an earlier step left behind would be counted into this one.
+            run.live.zero_grad()
+            peak_bytes = meter(lambda: losses.append(run.live(batch)))
+            loss = float(losses.pop())
+        else:
+            start = time.perf_counter()
+            loss = float(run.live(batch))
+            seconds = time.perf_counter() - start
+    run.took(loss)
+    return StepReport(
+        step=run.step,
+        steps=steps,
+        loss=loss,
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+        predicted_bytes=predicted_bytes,
+    )
+
+
+class _Run:
+    """What changes while a run goes on, and its way to and from the disk."""
+
+    def __init__(
+        self,
+        live: LiveStep,
+        feed: Feed,
+        settings: Checkpoints | None,
+        note: Callable[[str], None] | None,
+        together: Together,
+    ) -> None:
+        self.live = live
+        self.feed = feed
+        self.step = 0
+        self.loss: float | None = None
+        self.saved: Path | None = None
+        self._note = note
+        self._together = together
+        self._settings = settings
+        self._folder = CheckpointFolder(settings.folder, keep=settings.keep) if settings else None
+        self._first = 0
+        self._updates = 0
+        outputs = live.program.graph.outputs
+        tensors = live_tensors(live.model, {})
+        written = {o.target for o in outputs if o.kind is OutputKind.UPDATE}
+        self._written = [tensors[name] for name in sorted(written & tensors.keys())]
+
+    def holding_folder(self) -> contextlib.AbstractContextManager[None]:
+        saves = self._folder is not None and self._together.saves
+        return self._folder.locked() if self._folder and saves else contextlib.nullcontext()
+
+    def begin(self) -> None:
+        settings, folder = self._settings, self._folder
+        if settings is None or folder is None:
+            return
+        state.check_savable(self.live.model)
+        if settings.resume is not False:
+            self._resume(self._chosen(settings.resume, folder), folder)
+        elif folder.checkpoints():
+            raise CheckpointError(
+                f"{folder.path} holds checkpoints of an earlier run",
+                expected="an empty folder for a new run",
+                remedy="resume it with --resume, or give another folder",
+            )
+
+    @contextlib.contextmanager
+    def counting_updates(self) -> Iterator[None]:
+        """Counts the optimizer's steps as they begin: before that, no weight has changed."""
+        optimizer = self.live.optimizer
+        if optimizer is None:
+            yield
+            return
+
+        def count(*_: object) -> None:
+            self._updates += 1
+
+        hook = optimizer.register_step_pre_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def saving_what_was_before(self) -> Iterator[None]:
+        """Around a step: if it fails before it changes a weight, the steps before it are saved."""
+        # What ranks hold is put together by all of them, and of these one may have failed.
+        if self._folder is None or not self._together.saves or self.live.needs_all_ranks:
+            yield
+            return
+        before = self._position()
+        buffers = [buffer.clone() for buffer in self._written]
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if self.live.optimizer is None or self._updates == self.step - self._first:
+                with torch.no_grad():
+                    for buffer, value in zip(self._written, buffers, strict=True):
+                        buffer.copy_(value)
+                self._rescue(before, error)
+            raise
+
+    def _rescue(self, before: Position, error: BaseException) -> None:
+        try:
+            self.save_last(before)
+        except CheckpointError as unsaved:
+            then(error, unsaved.happened)
+        else:
+            if self.saved is not None:
+                folder = shlex.quote(str(self.saved.parent))
+                then(error, f"step {self.step} is saved, go on with --resume {folder}")
+
+    def took(self, loss: float) -> None:
+        self.step += 1
+        self.loss = loss
+        if not math.isfinite(loss):
+            raise self._not_finite(loss)
+
+    def _not_finite(self, loss: float) -> NonFinite:
+        """Named is the rank whose own values were not finite before any were exchanged."""
+        finite, first = self.live.finite, Blamed()
+        if finite is not None:
+            codes = self._together.each(finite.code)
+            first = blamed(codes, offset=self.step - finite.step)
+        resume = f"resume from {self.saved}" if self.saved else "start again"
+        mend = "lower the learning rate or clip gradients"
+        if first.is_batch:
+            mend = "look in the data for what is not finite"
+        said = f"; first not finite: {first.words}" if first.words else ""
+        return NonFinite(
+            f"the loss is {loss} at step {self.step}{said}",
+            expected="a finite loss; nothing was saved after it",
+            remedy=f"{mend}, then {resume}",
+            rank=first.rank,
+        )
+
+    def save_if_due(self) -> None:
+        if self._settings is None or self.step % self._settings.every:
+            return
+        try:
+            self._save_whole(is_due=self._together.saves)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            self.tell(f"{error.happened}; training goes on, {error.remedy}")
+
+    def save_last(self, position: Position | None = None) -> None:
+        if self._folder is None or self.step == 0:
+            return
+        is_saved = self.saved is not None and self.saved.name == f"step-{self.step:06d}"
+        self._save_whole(position, is_due=self._together.saves and not is_saved)
+
+    def _save_whole(self, position: Position | None = None, *, is_due: bool) -> None:
+        """By the rank for which it is due; where each holds something of its own, from all."""
+        if self.live.needs_all_ranks and not self._together.same(is_due):
+            return
+        with self.live.whole():
+            lost = self.live.lost()
+            if is_due:
+                self._save(position, lost)
+
+    def _position(self) -> Position:
+        return Position(
+            step=self.step,
+            epoch=self.feed.epoch,
+            taken=self.feed.taken,
+            now=random_state(self.feed.generators),
+            began=self.feed.began,
+        )
+
+    def _save(self, position: Position | None, lost: Mapping[str, torch.Tensor]) -> None:
+        assert self._folder is not None
+        assert self._settings is not None
+        write = partial(
+            state.save,
+            model=self.live.model,
+            optimizer=self.live.optimizer,
+            position=position or self._position(),
+            plan=self._settings.plan,
+            lost=lost,
+        )
+        with self.live.states_near():
+            self.saved = self._folder.add(self.step, write)
+
+    def tell(self, text: str) -> None:
+        if self._note is not None:
+            self._note(text)
+
+    def _chosen(self, resume: Path | bool, folder: CheckpointFolder) -> Path:
+        """All ranks go on from the one that the first finds."""
+        if isinstance(resume, Path):
+            return resume
+        found = folder.latest() if self._together.saves else folder.path
+        return folder.path / f"step-{self._together.same(step_of(found)):06d}"
+
+    def _resume(self, chosen: Path, folder: CheckpointFolder) -> None:
+        try:
+            verify(chosen)
+        except CheckpointError as error:
+            before = folder.before(chosen)
+            if before is not None:
+                error = CheckpointError(
+                    error.happened,
+                    expected=error.expected,
+                    remedy=f"resume from the one before it: --resume {shlex.quote(str(before))}",
+                )
+            raise error from None
+        with self.live.whole(), self.live.states_loading() as empty_for:
+            position = state.load(
+                chosen,
+                model=self.live.model,
+                optimizer=self.live.optimizer,
+                empty_for=empty_for,
+                note=self.tell,
+            )
+        if stays := self.live.put_back_lost(state.lost_in(chosen)):
+            self.tell(
+                f"what codes had lost of {len(stays)} gradients is not made up for: this plan "
+                "leaves no rank all of them"
+            )
+        self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
+        set_random_state(position.now, self.feed.generators)
+        # What was saved is of the first rank, and of its GPU.
+        self._together.draw_alike(self.live.home)
+        self.step = self._first = self.live.taken = position.step
+        self.saved = chosen
+        for path in folder.go_on_from(chosen) if self._together.saves else ():
+            self.tell(f"set aside {path.name}: it is later than {chosen.name}")
+
+
+class _Signals:
+    """Lets SIGTERM and Ctrl-C wait for the end of a step; the second Ctrl-C does not wait.
+
+    Only the main thread may install handlers; elsewhere signals do what they did before.
+    """
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+
+__all__ = ["Checkpoints", "Finished", "Meter", "StepReport", "train"]

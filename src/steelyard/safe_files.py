@@ -1,0 +1,304 @@
+"""Files that anybody may have written: read within bounds, refused in a few lines, written whole.
+
+Every way such a file can be wrong ends in one PlanFileError. Not for what a file means: see
+plans/plan_file.py and plans/prediction_file.py.
+"""
+
+import difflib
+import json
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any, Never, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from steelyard.errors import PlanFileError, SteelyardError
+from steelyard.safe_text import printable
+
+STRICT = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, frozen=True, str_max_length=16_384
+)
+# Five problems tell a reader what is wrong; with what was expected and what to do next they stay
+# within the eight lines that are read.
+_MOST_PROBLEMS = 5
+# tomllib walks each dotted key once per prefix, so that one line of a million dots takes hours.
+_MOST_DOTS = 32
+# Neither kind of file comes near these; beyond them, saying what is wrong costs gigabytes.
+_MOST_KEYS = 64
+_MOST_VALUES = 2_000_000
+_TOML_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|#.*|[^"\'#]+|["\']')
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read_bytes(path: Path, *, most_bytes: int) -> bytes:
+    try:
+        is_file, exists = path.is_file(), path.exists()
+        raw = b""
+        if is_file:
+            with path.open("rb") as file:
+                raw = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        _refuse(path, f"cannot be read: {reason}")
+    if not is_file:
+        _refuse(path, "is not a file" if exists else "does not exist")
+    return raw
+
+
+def toml_tables(raw: bytes | str, *, source: str, most_bytes: int) -> dict[str, Any]:
+    text = _text(raw, source=source, most_bytes=most_bytes)
+    _check_toml_cost(text, source)
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        _refuse(source, "is nested too deeply")
+    except ValueError as error:
+        _refuse(source, f"is not TOML: {printable(str(error), most=160)}")
+    _check_size(tables, source)
+    return tables
+
+
+def json_model(raw: bytes | str, model: type[_Model], *, source: str, most_bytes: int) -> _Model:
+    """The model in ``raw``; the standard parser looks for what pydantic's lets pass."""
+    text = _text(raw, source=source, most_bytes=most_bytes)
+    try:
+        found = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        _check_size(found, source)
+        return model.model_validate_json(text)
+    except RecursionError:
+        _refuse(source, "is nested too deeply")
+    except ValidationError as error:
+        raise refusal(source, problems_of(error, model)) from None
+    except PlanFileError:
+        raise
+    except ValueError as error:
+        _refuse(source, f"is not JSON: {printable(str(error), most=160)}")
+
+
+def refusal(source: str, problems: Sequence[str], *, remedy: str = "") -> PlanFileError:
+    """All problems in one error, the first few spelled out."""
+    name = printable(str(source))
+    if len(problems) == 1:
+        happened = f"{name}: {problems[0]}"
+    else:
+        shown = [*problems[:_MOST_PROBLEMS]]
+        if len(problems) > _MOST_PROBLEMS:
+            shown.append(f"and {len(problems) - _MOST_PROBLEMS} more")
+        happened = "\n  ".join([f"{name} has {len(problems)} problems", *shown])
+    return PlanFileError(
+        happened,
+        expected="a plan file as steelyard writes it, format 1",
+        remedy=remedy or "correct what is named above, or plan again: steelyard plan train.py",
+    )
+
+
+def problems_of(
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    within: tuple[str | int, ...] = (),
+    also: Iterable[str] = (),
+) -> list[str]:
+    """One line each; ``within`` is where ``model`` stands, ``also`` what else may stand there."""
+    return [
+        f"{where((*within, *e['loc']))} {_problem(dict(e), model, also)}"
+        for e in error.errors(include_url=False)
+    ]
+
+
+def close_to(given: str, known: Sequence[str]) -> str:
+    """What was probably meant, or all that could have been; ready to follow a complaint."""
+    close = difflib.get_close_matches(given[:80], known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+def where(location: Sequence[str | int]) -> str:
+    """``("recompute", 1, "nth")`` as a person would say it: ``recompute 2: nth``."""
+    said = ""
+    for part in location:
+        if isinstance(part, int):
+            said += f" {part + 1}:"
+        else:
+            joint = "" if not said else " " if said.endswith(":") else "."
+            said += joint + printable(part, most=60)
+    return said.rstrip(":") or "the file"
+
+
+def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
+    """``path`` holds all of ``content`` or what it held before, also after a power cut."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with scratch.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise PlanFileError(
+            f"{printable(str(path))} cannot be written: {error.strerror}",
+            expected="a folder that can be written to, with room for the file",
+            remedy=f"free space or give another place with {option}",
+        ) from None
+
+
+def write_where_other(path: Path, text: str) -> None:
+    """What the first host has written, on one of the others: a folder that they share has it."""
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_whole(path, text.encode())
+
+
+def _text(raw: bytes | str, *, source: str, most_bytes: int) -> str:
+    try:
+        content = raw.encode("utf-8") if isinstance(raw, str) else raw
+        if len(content) > most_bytes:
+            _refuse(source, f"is larger than {most_bytes // 2**20} MiB")
+        return content.decode("utf-8-sig")
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        _refuse(source, f"is not UTF-8 text: {error.reason}")
+
+
+def _check_toml_cost(text: str, source: str) -> None:
+    """Refuse what would take the parser for ever; line by line, so strings must end on theirs."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        has_triple = '"""' in line or "'''" in line
+        if not has_triple and line.count(".") <= _MOST_DOTS:
+            continue
+        tokens = _TOML_TOKEN.findall(line)
+        for token, following in pairwise(tokens):
+            if token in ('""', "''") and following[0] == token[0]:
+                _refuse(source, f"holds a string over several lines, at line {number}")
+        if sum(t.count(".") for t in tokens if t[0] not in "\"'#") > _MOST_DOTS:
+            _refuse(source, f"holds a key of more than {_MOST_DOTS} parts at line {number}")
+
+
+def _check_size(found: object, source: str) -> None:
+    """Refuse what is far larger than any plan; walked without recursion."""
+    values, left = 0, [found]
+    while left:
+        inner = left.pop()
+        if isinstance(inner, dict):
+            if len(inner) > _MOST_KEYS:
+                _refuse(source, f"holds a table of {len(inner)} keys")
+            left += inner.values()
+        elif isinstance(inner, list):
+            left += inner
+        values += 1
+        if values + len(left) > _MOST_VALUES:
+            _refuse(source, f"holds more than {_MOST_VALUES} values")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {printable(twice, most=60)!r} stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no number")
+
+
+def _refuse(source: str | Path, what: str) -> Never:
+    raise refusal(str(source), [what]) from None
+
+
+def _problem(error: dict[str, Any], model: type[BaseModel], also: Iterable[str]) -> str:
+    kind, given = error["type"], error.get("input")
+    context = error.get("ctx", {})
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        *parents, key = error["loc"]
+        known = [*_keys_at(parents, model), *(() if parents else also)]
+        return f"is not a known key{close_to(str(key), known)}"
+    if kind == "missing":
+        return "is missing"
+    own = context.get("error")
+    if isinstance(own, SteelyardError):
+        return f"cannot be used: {own.happened}"
+    say = _WORDS.get(kind)
+    return f"is {_shown(given)}, not {say(context) if say else printable(error['msg'])}"
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda _: "a whole number",
+    "float_type": lambda _: "a number",
+    "finite_number": lambda _: "a finite number",
+    "bool_type": lambda _: "true or false",
+    "string_type": lambda _: "a text",
+    "string_too_short": lambda _: "a text of at least one character",
+    "string_too_long": lambda c: f"a text of at most {c['max_length']} characters",
+    "greater_than_equal": lambda c: f"{c['ge']} or more",
+    "greater_than": lambda c: f"more than {c['gt']:g}",
+    "less_than_equal": lambda c: f"{c['le']} or less",
+    "list_type": lambda _: "an array",
+    "tuple_type": lambda _: "an array",
+    "too_long": lambda c: f"an array of at most {c['max_length']}",
+    "model_type": lambda _: "a table",
+    "dict_type": lambda _: "a table",
+    "dataclass_type": lambda _: "an object",
+    "assertion_error": lambda _: "an interval that holds its value",
+    "string_pattern_mismatch": lambda _: "64 hexadecimal digits",
+    "enum": lambda c: f"one of {c['expected']}",
+    "literal_error": lambda c: str(c["expected"]),
+}
+
+
+def _shown(given: object) -> str:
+    match given:
+        case bool():
+            return str(given).lower()
+        case int():
+            # Python refuses to spell out a number of thousands of digits.
+            return str(given) if abs(given) < 2**64 else "a number of more than 19 digits"
+        case float():
+            return f"{given!r}"
+        case str():
+            return repr(printable(given, most=40))
+        case list() | tuple():
+            return "an array"
+        case dict():
+            return "a table"
+        case _:
+            return printable(f"a {type(given).__name__}")
+
+
+def _keys_at(location: Sequence[str | int], model: type[Any]) -> list[str]:
+    for part in location:
+        if isinstance(part, str):
+            model = _inside(_fields(model)[part])
+    return list(_fields(model))
+
+
+def _fields(model: type[Any]) -> dict[str, Any]:
+    if issubclass(model, BaseModel):
+        return {f.alias or name: f.annotation for name, f in model.model_fields.items()}
+    return typing.get_type_hints(model)
+
+
+def _inside(annotation: Any) -> type[Any]:
+    """The one model within ``list[Model]``, ``Model | None`` and the like."""
+    if isinstance(annotation, type) and (
+        is_dataclass(annotation) or issubclass(annotation, BaseModel)
+    ):
+        return annotation
+    found = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
+    assert isinstance(annotation, UnionType) or typing.get_origin(annotation), annotation
+    return _inside(found[0])

@@ -1,0 +1,81 @@
+"""The best plans met so far: for every amount of memory the fastest, seconds strictly falling.
+
+Holds all that a search learns, so that each budget is answered from the same plans and a larger one
+is never answered by a slower plan. Not for finding them: see search/single/price_sweep.py and
+improve.py.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    peak_bytes: int
+    seconds: float
+    again: frozenset[int]
+
+
+class Archive:
+    """Points sorted by peak; of two, the one with the larger peak is the faster."""
+
+    def __init__(self) -> None:
+        self._peaks: list[int] = []
+        self._points: list[Point] = []
+        self.accepted = 0
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._points)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def add(self, point: Point) -> bool:
+        """Whether the point belongs here; points it makes pointless are dropped."""
+        at = bisect_right(self._peaks, point.peak_bytes)
+        if at and self._points[at - 1].seconds <= point.seconds:
+            return False
+        start = bisect_left(self._peaks, point.peak_bytes)
+        end = start
+        while end < len(self._points) and self._points[end].seconds >= point.seconds:
+            end += 1
+        self._points[start:end] = [point]
+        self._peaks[start:end] = [point.peak_bytes]
+        self.accepted += 1
+        return True
+
+    def within(self, peak_bytes: int) -> Point | None:
+        """The fastest point that needs no more than this."""
+        at = bisect_right(self._peaks, peak_bytes)
+        return self._points[at - 1] if at else None
+
+    def above(self, peak_bytes: int) -> Point | None:
+        """The next point that needs more."""
+        at = bisect_right(self._peaks, peak_bytes)
+        return self._points[at] if at < len(self._points) else None
+
+    @property
+    def least(self) -> Point:
+        return self._points[0]
+
+    @property
+    def fastest(self) -> Point:
+        return self._points[-1]
+
+    def hull(self) -> list[Point]:
+        """The points on the lower convex curve: what each further byte buys falls along it."""
+        hull: list[Point] = []
+        for point in self._points:
+            while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        return hull
+
+
+def _is_above(left: Point, middle: Point, right: Point) -> bool:
+    run = right.peak_bytes - left.peak_bytes
+    chord = left.seconds + (right.seconds - left.seconds) * (
+        (middle.peak_bytes - left.peak_bytes) / run
+    )
+    return middle.seconds >= chord
