@@ -13,12 +13,12 @@ import torch
 
 def looked_at(make: Callable[[], Any], optimizer: Any, *, ranks: int, title: str) -> Any:
     import steelyard as sy
-    from steelyard.planner.session import Request
+    from steelyard.planner.session import PlanRequest
     from steelyard.plans.budget import Budget
 
     torch.manual_seed(0)
     model, loss, batch = make()
-    return Request(
+    return PlanRequest(
         model=model, loss=loss, batch=batch, optimizer=optimizer, budget=Budget(),
         cluster=sy.Cluster.here(ranks=ranks), runner="python", title=title,
         on_progress=lambda _: None,

@@ -80,11 +80,11 @@ def captured() -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from steelyard.capture.step import StepSource
+    from steelyard.capture.step import CapturedStep
 
     torch.set_num_threads(1)
     linear = torch.nn.Linear(4, 4)
-    StepSource(model=linear, loss=lambda m, x: m(x).sum(), batch=torch.randn(2, 4)).captured()
+    CapturedStep(model=linear, loss=lambda m, x: m(x).sum(), batch=torch.randn(2, 4)).captured()
     config = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
@@ -101,7 +101,7 @@ def captured() -> dict[str, Any]:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
-    source = StepSource(
+    source = CapturedStep(
         model=model,
         loss=lambda model, batch: model(**batch, use_cache=False).loss,
         batch=batch,
@@ -122,11 +122,11 @@ def captured() -> dict[str, Any]:
 def forward_flops(name: str) -> float:
     """Of one picture, as the captured graph counts them."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from steelyard.capture.step import StepSource
+    from steelyard.capture.step import CapturedStep
     from tests.zoo import case
 
     model, loss, batch = case(name).make(0, "small")
-    graph = StepSource(model=model, loss=loss, batch=batch).graph(micro_batches=1)
+    graph = CapturedStep(model=model, loss=loss, batch=batch).graph(micro_batches=1)
     pictures = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else len(batch)
     return sum(n.flops for n in graph.nodes if n.phase == "forward") / pictures
 

@@ -132,9 +132,9 @@ def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
 
 
 def _probed(look: Any, rules: Sequence[Rule]) -> float:
-    from steelyard.planner.lossy import Lossy
+    from steelyard.planner.lossy import LossyPlanner
 
-    seen = Lossy(look=look).drift_of(rules, look.struck(rules), allowed=1.0)
+    seen = LossyPlanner(look=look).drift_of(rules, look.struck(rules), allowed=1.0)
     assert isinstance(seen, Drift), seen
     return seen.largest
 

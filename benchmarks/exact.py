@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from steelyard.search.pareto_front import Point
 from steelyard.search.single.explore import Explored
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 from tests.harness import Trial, trial_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -102,7 +102,7 @@ class Proof:
     Time is counted so that before each late line there is room for every operator, in their order.
     """
 
-    def __init__(self, tally: Tally, limit_bytes: int) -> None:
+    def __init__(self, tally: FastEstimator, limit_bytes: int) -> None:
         self._tally = tally
         self._model = cp_model.CpModel()
         self._first = tally.first_late

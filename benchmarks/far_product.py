@@ -72,10 +72,10 @@ def main() -> None:
         if given.behind:
             measure_behind(folder, given.threads)
         else:
-            measure(sy.Far(folder, rate=given.rate, size="1 GiB"), given.threads)
+            measure(sy.OffloadTier(folder, rate=given.rate, size="1 GiB"), given.threads)
 
 
-def measure(far: sy.Far, threads: int) -> None:
+def measure(far: sy.OffloadTier, threads: int) -> None:
     torch.manual_seed(0)
     model, x = Wide(), torch.randn(ROWS, WIDTH)
     plain = copy.deepcopy(model)
@@ -157,7 +157,7 @@ def measure_behind(folder: str, threads: int) -> None:
     model, x = Behind(), torch.randn(FEW_ROWS, DEPTH)
     twin, plain = copy.deepcopy(model), copy.deepcopy(model)
     computing = median(seconds_of(lambda: loss(plain, x).backward()) for _ in range(5))
-    far = sy.Far(folder, rate=DEPTH * COLUMNS * 4 / computing, size="1 GiB")
+    far = sy.OffloadTier(folder, rate=DEPTH * COLUMNS * 4 / computing, size="1 GiB")
     rule = Rule(trade="offload_state", op="weight", module="wide.weight", degree=SLICES, lead=1)
     with_it, told_with = stepping(model, x, far, rule)
     with mock.patch("steelyard.operators.is_pointwise", return_value=False):
@@ -200,7 +200,7 @@ def measure_behind(folder: str, threads: int) -> None:
     print(json.dumps({**figures[0], "ok": all(f["ok"] for f in figures), "figures": figures}))
 
 
-def stepping(model: nn.Module, x: Tensor, far: sy.Far, rule: Rule) -> tuple[Step, Planned]:
+def stepping(model: nn.Module, x: Tensor, far: sy.OffloadTier, rule: Rule) -> tuple[Step, Planned]:
     """The step with this rule, and what is said of it."""
     planned = sy.plan(model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
     look = planned.look

@@ -42,9 +42,9 @@ from steelyard.errors import Infeasible
 from steelyard.hardware.cluster import Device
 from steelyard.measure.operators.memory import meter_once
 from steelyard.plans.budget import Budget
-from steelyard.search import Found
+from steelyard.search import SearchResult
 from steelyard.search.single.lower_bound import least_seconds
-from steelyard.search.single.min_cut import Cut
+from steelyard.search.single.min_cut import MinCut
 from steelyard.trades.recompute import Recompute
 from tests import zoo
 from tests.harness import UNCOUNTED, Trial, costs_of
@@ -176,14 +176,14 @@ class Ours:
         tally = self._searching.explored().tally
         least = least_seconds(
             tally,
-            Cut(tally),
+            MinCut(tally),
             limit_bytes=peak_bytes + self._resident,
             within_seconds=2 * tally.plain_seconds,
             oftener=True,
         )
         return self.base.flops * least / tally.plain_seconds
 
-    def _run(self, found: Found) -> Reached:
+    def _run(self, found: SearchResult) -> Reached:
         outcome = self._trial.run(found.program)
         return Reached(
             who="ours",

@@ -28,7 +28,7 @@ import steelyard as sy
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
 from steelyard.ir.graph import Phase
 from steelyard.plans.plan import Prediction
-from steelyard.search import Search
+from steelyard.search import StepSearch
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -46,12 +46,12 @@ def main() -> None:
     model = GPT(layers=8, width=512, heads=8, vocabulary=VOCABULARY, length=LENGTH, fused=True)
     batch = tokens(1, LENGTH, VOCABULARY)
 
-    def planned(far: sy.Far | None) -> sy.Planned:
+    def planned(far: sy.OffloadTier | None) -> sy.Planned:
         cluster = sy.Cluster.here(far=far)
         return sy.plan(copy.deepcopy(model), next_token_loss, batch, cluster=cluster)
 
     alone = planned(None)
-    far = sy.Far(folder, rate=half_of(alone.plan.unplanned), size="8 GiB")
+    far = sy.OffloadTier(folder, rate=half_of(alone.plan.unplanned), size="8 GiB")
     both = planned(far)
     print(f"far memory: {far}", file=sys.stderr)
     peak = alone.plan.unplanned.peak.nbytes
@@ -135,7 +135,7 @@ def at_the_ends(both: sy.Planned, limits: list[int]) -> tuple[int, int]:
     for rate in (1.0, 1e18):
         link = Link(kind="declared", latency_seconds=0.0, bytes_per_second=rate, doubt=0.0)
         costs = replace(look.prices.costs, links={FAR_OUT: link, FAR_IN: link})
-        search = Search(look.base, trades=look.request.trades, source=look.source, costs=costs)
+        search = StepSearch(look.base, trades=look.request.trades, source=look.source, costs=costs)
         trade = "offload" if rate == 1.0 else "recompute"
         plans = [search.find(sy.Budget(memory=limit)) for limit in limits]
         found.append(sum(r.count for plan in plans for r in plan.rules if r.trade == trade))

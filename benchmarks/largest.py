@@ -27,7 +27,7 @@ from steelyard.api.planned import planned
 from steelyard.measure.operators.memory import meter
 from steelyard.planner.max_size import IN_ONE_PIECE, largest
 from steelyard.planner.planner import Planner
-from steelyard.planner.session import Request
+from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Maximize
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -44,7 +44,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(layers=12, width=256, heads=8, vocabulary=vocabulary, length=LENGTH)
     theirs = largest_of_eager(copy.deepcopy(model), vocabulary)
-    request = Request(
+    request = PlanRequest(
         model=model,
         loss=next_token_loss,
         batch=tokens(TIMES * theirs, LENGTH, vocabulary),

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import steelyard as sy
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import command_of, context_of, fitted
 from steelyard.plans.plan_file import read_decisions, write_decisions
@@ -169,7 +169,7 @@ def _planned(folder: Path) -> tuple[list[int], dict[str, float]]:
         "plan": planned.predicted, "even": even.predicted, "alone": planned.plan.unplanned.quad,
     }  # fmt: skip
     predicted = {side: round(quad.step_seconds.value, 4) for side, quad in steps.items()}
-    return list(Layout.of(decisions.rules).portions), predicted
+    return list(ParallelLayout.of(decisions.rules).portions), predicted
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def work(folder: Path, rank: int) -> None:
     )
     sides: dict[str, Callable[[], Tensor]] = {}
     for side in ("plan", "even"):
-        assert Layout.of(read_decisions(folder / f"{side}.toml").rules).num_ranks == RANKS
+        assert ParallelLayout.of(read_decisions(folder / f"{side}.toml").rules).num_ranks == RANKS
         model, loss, batch = case()
         planned = sy.load(folder / f"{side}.toml", model, loss, batch, optimizer=OPTIMIZER)
         dist.barrier()

@@ -181,9 +181,9 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
 
 def _is_allowed(look: Any, rules: Sequence[Any]) -> bool:
     """What drifts too far in a probe is faster for nobody."""
-    from steelyard.planner.lossy import Lossy
+    from steelyard.planner.lossy import LossyPlanner
 
-    seen = Lossy(look=look).drift_of(rules, look.struck(rules), ACCURACY_LOSS)
+    seen = LossyPlanner(look=look).drift_of(rules, look.struck(rules), ACCURACY_LOSS)
     return not isinstance(seen, str) and seen.largest <= ACCURACY_LOSS
 
 

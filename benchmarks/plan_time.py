@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from steelyard.ir.program import Program
 from steelyard.plans.budget import Budget
-from steelyard.predict.cost_table import Costs
-from steelyard.search import Search
+from steelyard.predict.cost_table import CostTable
+from steelyard.search import StepSearch
 from steelyard.trades import TRADES
 from tests.capture.stepping import source_of
 from tests.harness import DEVICE
@@ -49,7 +49,7 @@ def measure(nodes: int, most_seconds: float) -> list[dict[str, Any]]:
     program = Program.plain(source.graph(micro_batches=1))
     count = sum(not node.is_input for node in program.graph.nodes)
     start = time.process_time()
-    search = Search(program, trades=_TRADES, source=source, costs=Costs(device=DEVICE))
+    search = StepSearch(program, trades=_TRADES, source=source, costs=CostTable(device=DEVICE))
     found = search.find(Budget(memory_bytes=_half_way(search)))
     seconds = time.process_time() - start
     assert found.gap is not None
@@ -76,7 +76,7 @@ def measure(nodes: int, most_seconds: float) -> list[dict[str, Any]]:
     ]
 
 
-def _half_way(search: Search) -> int:
+def _half_way(search: StepSearch) -> int:
     explored = search.explored()
     return (explored.least.peak_bytes + explored.plain.peak_bytes) // 2
 

@@ -182,8 +182,8 @@ def _ours(
 ) -> Any:
     """The fastest way on two ranks that fits, else the leanest: rank 0 plans, both read it."""
     import steelyard as sy
-    from steelyard.ir.parallel_layout import Layout
-    from steelyard.planner.session import Request
+    from steelyard.ir.parallel_layout import ParallelLayout
+    from steelyard.planner.session import PlanRequest
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
     from steelyard.plans.plan_file import write_decisions
@@ -194,14 +194,14 @@ def _ours(
         # plans on its own core would measure another, of two ranks on that one.
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        look = Request(
+        look = PlanRequest(
             model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
             cluster=sy.Cluster.here(ranks=RANKS), runner=runner, title="",
             on_progress=lambda _: None,
         ).looked_at()  # fmt: skip
         ways = [
             way
-            for way in look.layouts.ways.of(Layout(batch=RANKS))
+            for way in look.layouts.ways.of(ParallelLayout(batch=RANKS))
             if any(rule.trade == "shard_states" for rule in way.rules) == states
         ]
         leanest = min(way.nbytes for way in ways)

@@ -137,18 +137,18 @@ def of_messages() -> Iterator[dict[str, Any]]:
 
 
 def messages(folder: Path, rank: int) -> dict[str, Any]:
-    from steelyard.comm.shared_memory.same_host import Pinned
-    from steelyard.ir.message_slots import Edge
+    from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
+    from steelyard.ir.message_slots import SlotSpec
     from steelyard.measure.operators.memory import meter_once
 
     link, back = _connected(folder / "port", rank), _connected(folder / "back", rank)
     seconds: dict[str, dict[str, dict[str, list[float]]]] = {"that lies there": {}, "made": {}}
     allocated = rings = 0
     for (kind, found), (size, nbytes) in product(seconds.items(), SIZES.items()):
-        edge = Edge(source=0, target=1, sizes=(nbytes,), count=2, holds_all=False)
+        edge = SlotSpec(source=0, target=1, sizes=(nbytes,), count=2, holds_all=False)
         assert dist.group.WORLD is not None
         x = torch.randn(nbytes // 4)
-        slots = Pinned([edge], group=dist.group.WORLD)
+        slots = SharedMemoryTransport([edge], group=dist.group.WORLD)
         slots.begin()
         ways = (_ways if kind == "that lies there" else _making_ways)(slots, x, link, rank)
         took = found[size] = {way: [] for way in ways}

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import steelyard
-from steelyard.hardware.diagnosis import Row, Verdict
+from steelyard.hardware.diagnosis import DoctorRow, Verdict
 from steelyard.ir.trace_span import DEVICE, WAITING, Span
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Plan
@@ -181,12 +181,12 @@ class Fake(ModuleType):
         self._asked("joined_ranks", **asked)
         return contextlib.nullcontext()
 
-    def doctor(self, **asked: object) -> tuple[Row, ...]:
+    def doctor(self, **asked: object) -> tuple[DoctorRow, ...]:
         self._asked("doctor", **asked)
         remedy = "install g++ to use --runner inductor"
         return (
-            Row(name="torch", value="2.13.0+cpu"),
-            Row(name="compiler", value="none", verdict=Verdict.NOTE, remedy=remedy),
+            DoctorRow(name="torch", value="2.13.0+cpu"),
+            DoctorRow(name="compiler", value="none", verdict=Verdict.NOTE, remedy=remedy),
         )
 
     def demo(self, on_line: Callable[[str], None]) -> tuple[bool, Receipt]:

@@ -26,25 +26,25 @@ from torch.utils.flop_counter import (
 )
 
 from steelyard.api.planned import Planned
-from steelyard.capture.step import StepSource
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Far, Link
+from steelyard.capture.step import CapturedStep
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link, OffloadTier
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.measure import offload_bandwidth as far
-from steelyard.measure.links.background_load import Company
+from steelyard.measure.links.background_load import BackgroundLoad
 from steelyard.measure.operators import benchmark as operators
 from steelyard.measure.operators.memory import meter_once
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.tier import OffloadFile
 from steelyard.planner import cost_provider as pricing
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction
 from steelyard.plans.trade import Trade, strike
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
-from steelyard.search import Floor, Search
+from steelyard.search import Floor, StepSearch
 from steelyard.trades import TRADES
 from tests import zoo
 from tests.zoo import reference
@@ -56,14 +56,14 @@ DEVICE = Device(
 _SEED = 11
 
 
-def costs_of(*graphs: Graph, device: Device = DEVICE) -> Costs:
+def costs_of(*graphs: Graph, device: Device = DEVICE) -> CostTable:
     """Declared seconds, but the workspace that the kernels really take. Far memory has a price, and
     a search is offered none."""
-    declared = Costs(device=device)
+    declared = CostTable(device=device)
     computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_far)
     by_signature = {n.signature: n for n in computed}
     _meter(graphs)
-    return Costs(
+    return CostTable(
         device=device,
         operators={
             signature: OperatorCost(
@@ -86,7 +86,7 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
         mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
         mock.patch.object(far, "_ROUNDS", 6),
         # Beside nobody: two workers of tests are at work as it is.
-        mock.patch.object(Company, "at_work", return_value=contextlib.nullcontext()),
+        mock.patch.object(BackgroundLoad, "at_work", return_value=contextlib.nullcontext()),
         looking_less_far(),
     ):
         yield
@@ -173,18 +173,18 @@ class Trial:
         self.model = model
         self.loss = loss
         self.batch = batch
-        self.source = StepSource(model=model, loss=loss, batch=batch, decomposition=decomposition)
+        self.source = CapturedStep(model=model, loss=loss, batch=batch, decomposition=decomposition)
         self._start = copy.deepcopy(model.state_dict())
 
     @property
     def plain(self) -> Program:
         return Program.plain(self.source.graph(micro_batches=1))
 
-    def costs(self, *, micro_batches: Sequence[int] = (1,)) -> Costs:
+    def costs(self, *, micro_batches: Sequence[int] = (1,)) -> CostTable:
         return costs_of(*(self.source.graph(micro_batches=k) for k in micro_batches))
 
-    def searching(self, costs: Costs, *, trades: Sequence[Trade] = TRADES) -> Search:
-        return Search(self.plain, trades=trades, source=self.source, costs=costs)
+    def searching(self, costs: CostTable, *, trades: Sequence[Trade] = TRADES) -> StepSearch:
+        return StepSearch(self.plain, trades=trades, source=self.source, costs=costs)
 
     def struck(self, rules: Sequence[Rule]) -> Program:
         return strike(self.plain, rules, trades=TRADES, source=self.source)
@@ -259,21 +259,21 @@ FAR_LINKS = {FAR_OUT: FAR_LINK, FAR_IN: FAR_LINK}
 
 
 @functools.cache
-def far_memory() -> FarMemory:
-    return FarMemory(Far(tempfile.gettempdir(), rate="1 GB/s", size="1 GiB"))
+def far_memory() -> OffloadFile:
+    return OffloadFile(OffloadTier(tempfile.gettempdir(), rate="1 GB/s", size="1 GiB"))
 
 
 def has_far(program: Program) -> bool:
     return any(node.is_far for node in program.graph.nodes)
 
 
-def predicted_above(program: Program, costs: Costs) -> int:
+def predicted_above(program: Program, costs: CostTable) -> int:
     """Bytes of the predicted peak above what is there before the step begins."""
     prediction: Prediction = predict(program, costs)
     return int(prediction.quad.memory_bytes.value) - prediction.peak.resident_bytes
 
 
-def budgets(searching: Search, count: int) -> list[Budget]:
+def budgets(searching: StepSearch, count: int) -> list[Budget]:
     """Evenly from the least memory the step can run in to what it needs unplanned."""
     explored = searching.explored()
     low, high = explored.least.peak_bytes, explored.plain.peak_bytes

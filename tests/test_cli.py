@@ -19,7 +19,7 @@ import pytest
 
 import steelyard
 from steelyard.cli import main
-from steelyard.cli.rank_launcher import Laid, is_to_start, take_place
+from steelyard.cli.rank_launcher import LaunchSpec, is_to_start, take_place
 from steelyard.errors import (
     CaptureRefused,
     Infeasible,
@@ -243,7 +243,7 @@ def test_ranks_that_several_hosts_have_are_started_as_they_were_planned(
 def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -> None:
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
     write_plan(planned, _among_hosts(3, shared, each=2))
-    laid = Laid.of(planned)
+    laid = LaunchSpec.of(planned)
     assert (laid.ranks, laid.hosts, laid.among) == (2, 1, 6)
     assert is_to_start(laid)
 
@@ -253,7 +253,7 @@ def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(pla
     write_plan(
         planned, _among_hosts(1, Rule(trade="shard_batch", degree=4, bucket_bytes=1), each=2)
     )
-    laid = Laid.of(planned)
+    laid = LaunchSpec.of(planned)
     assert (laid.ranks, laid.hosts, laid.among) == (4, 1, 2)
 
 
@@ -270,7 +270,7 @@ def test_where_all_that_met_are_started_those_that_a_plan_lies_on_take_their_pla
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("STEELYARD_STORE_IS_HELD", "")
     monkeypatch.delenv("STEELYARD_STORE_IS_HELD")
-    laid = Laid.of(planned)
+    laid = LaunchSpec.of(planned)
     assert take_place(laid) == (place is not None)
     now = {name: int(os.environ[name]) for name in started}
     if place is None:

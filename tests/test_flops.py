@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from steelyard.capture.deep.batch_template import SampledStep
-from steelyard.capture.step import StepSource
+from steelyard.capture.deep.batch_template import TruncatedStep
+from steelyard.capture.step import CapturedStep
 from steelyard.ir.graph import Graph
 from steelyard.operators.flops import flops_of_call, format_of_call
 
@@ -101,7 +101,7 @@ def captured(layer: torch.nn.Module, x: torch.Tensor, *, trains_input: bool) -> 
     def loss(model: torch.nn.Module, x: torch.Tensor) -> Any:
         return model(x).square().mean()
 
-    return StepSource(model=Shifted(), loss=loss, batch=x).captured().graph
+    return CapturedStep(model=Shifted(), loss=loss, batch=x).captured().graph
 
 
 def test_products_of_vectors_and_packed_or_complex_matrices_are_counted() -> None:
@@ -168,7 +168,7 @@ def test_mixtral_counts_the_work_of_its_active_parameters() -> None:
     """As it comes, 8x7B: 32 layers, of which three are captured."""
     model = mixtral()
     ids = torch.zeros(256, 4096, dtype=torch.long)
-    step = SampledStep(model=model, loss=loss_of, batch=ids, optimizer=None)
+    step = TruncatedStep(model=model, loss=loss_of, batch=ids, optimizer=None)
     assert step.blocks.count == 32
     graph, tokens = step.whole.graph, step.whole.samples * 4096
     block = sum(n.flops for n in graph.nodes if n.path.startswith("model.layers.1."))
@@ -188,7 +188,7 @@ def test_a_small_mixture_of_experts_that_lies_here_counts_the_same(dtype: torch.
     }  # fmt: skip
     model = mixtral(**sizes).to_empty(device="cpu").to(dtype)
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    graph = StepSource(model=model, loss=loss_of, batch=ids).captured().graph
+    graph = CapturedStep(model=model, loss=loss_of, batch=ids).captured().graph
     each = graph.flops / ids.numel()
     assert each == pytest.approx(closed_form(model.config, LENGTH), rel=0.01)
     assert not any(node.is_uncounted for node in graph.nodes)

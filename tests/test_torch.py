@@ -65,8 +65,8 @@ def joint(dynamo_graph: Any) -> torch.fx.GraphModule:
 
 def test_dtensor_says_which_placements_a_product_takes() -> None:
     """Of one axis and without a mesh: result, left side, right side."""
-    left = _torch.Layout((4, 8), (8, 1), torch.float32)
-    right = _torch.Layout((8, 6), (6, 1), torch.float32)
+    left = _torch.MetaTensor((4, 8), (8, 1), torch.float32)
+    right = _torch.MetaTensor((8, 6), (6, 1), torch.float32)
     found = _torch.dtensor_strategies(aten.mm.default, [left, right], {})
     assert [("sum", 0), ("shard", 1), ("shard", 0)] in found
     assert [("shard", 0), ("shard", 0), ("whole", 0)] in found

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import steelyard as sy
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import CaptureRefused
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.hardware.host_os import this_device
 from steelyard.operators.flops import formula_of
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.missing_flops import notes_on_uncounted
 
 
@@ -110,8 +110,8 @@ def test_its_share_of_what_was_measured_is_said() -> None:
 
 
 def test_it_is_said_where_it_could_not_be_measured() -> None:
-    graph = StepSource(model=mixed(1), loss=loss, batch=BATCH).captured().graph
-    said = list(notes_on_uncounted([graph], Costs(device=this_device())))
+    graph = CapturedStep(model=mixed(1), loss=loss, batch=BATCH).captured().graph
+    said = list(notes_on_uncounted([graph], CostTable(device=this_device())))
     assert said
     assert said[0].endswith("guessed from the bytes that it moves, as it could not be measured")
 

@@ -29,7 +29,7 @@ from benchmarks.published.rows import Row, block_of, peak_bytes, predicted, reac
 from benchmarks.published.sailor import sailor_rows
 from benchmarks.published.scoring import figure, fitted, half, time_figures, with_fitted_ports
 from benchmarks.published.titan import llama_rows
-from steelyard.hardware.software_stack import Stack
+from steelyard.hardware.software_stack import SoftwareStack
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def _layers_from(source: str, found: tuple[float, float]) -> Iterator[dict[str, 
 def _activations() -> Iterator[dict[str, Any]]:
     errors = []
     for row, measured in activation_rows():
-        found = predicted(row, Stack()).stages[0].activation_bytes
+        found = predicted(row, SoftwareStack()).stages[0].activation_bytes
         errors.append(_told(f"activations {row.name}", found, measured))
     yield figure("korthikanti figure 1: mean activation error", mean(errors), 0.03)
 
@@ -114,9 +114,9 @@ def _told(name: str, found: float, measured: float) -> float:
 
 def _quickness() -> Iterator[dict[str, Any]]:
     row = max(megatron_rows(), key=lambda r: r.layout.num_ranks)
-    predicted(row, Stack())
+    predicted(row, SoftwareStack())
     started = time.process_time()
-    predicted(row, Stack())
+    predicted(row, SoftwareStack())
     taken = time.process_time() - started
     yield figure(f"one layout of {row.layout.num_ranks:,} ranks priced, CPU-s", taken, 1.0)
 

@@ -18,8 +18,8 @@ from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
 from benchmarks.published.scoring import figure
 from steelyard.hardware.cluster import Cluster
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import MIXED, DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import MIXED, ClusterLayout
 from steelyard.predict.analytic.sections import sections
 from steelyard.predict.analytic.step import deep_step, tensor_costs
 
@@ -127,9 +127,9 @@ def _row(steps: Steps, seconds: float) -> Row:
         name=f"BERT-0.34B of {steps.sequence} on {steps.devices}",
         graph=partial(_graph, shape, micro_batch=steps.at_once, tensor=1),
         cluster=_machines(steps.devices),
-        layout=DeepLayout(data=steps.devices, micro_batches=steps.times),
+        layout=ClusterLayout(data=steps.devices, micro_batches=steps.times),
         formats=_FORMATS,
-        stack=Stack(),
+        stack=SoftwareStack(),
         num_blocks=shape.layers,
         model_flops=72 * steps.sequences * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)),
         alike="",
@@ -156,10 +156,10 @@ def _phase_seconds(phase: Phase, devices: int, share: float) -> float:
 
 
 def _step_seconds(steps: Steps, share: float) -> float:
-    layout = DeepLayout(data=steps.devices, micro_batches=steps.times)
+    layout = ClusterLayout(data=steps.devices, micro_batches=steps.times)
     shape = replace(_SHAPE, sequence=steps.sequence)
     cluster = _machines(steps.devices)
-    stack = Stack(peak_share=share, bandwidth_share=share)
+    stack = SoftwareStack(peak_share=share, bandwidth_share=share)
     graph = _graph(shape, micro_batch=steps.at_once, tensor=1)
     parts = sections(graph, tensor_costs(cluster, layout), layout, blocks=BLOCKS, stack=stack)
     step = deep_step(parts, cluster, layout, _FORMATS, num_blocks=shape.layers, stack=stack)

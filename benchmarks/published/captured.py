@@ -16,12 +16,12 @@ from benchmarks.published.opt import OPT
 from steelyard.capture.spmd.partition import parted
 from steelyard.capture.spmd.sequence_parallel import sequence_placements
 from steelyard.capture.spmd.shardable_regions import regions
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.ir.collective import Transport
 from steelyard.ir.graph import Graph
 from steelyard.ir.parallel_layout import TENSOR
 from steelyard.ir.placement import Placement
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 
 BLOCKS = "blocks"
 NCCL = Transport(name="nccl")
@@ -55,7 +55,7 @@ def captured_opt(shape: Shape, *, micro_batch: int, tensor: int) -> Graph:
 
 def _whole(model: nn.Module, loss: Loss, micro_batch: int, sequence: int) -> Graph:
     tokens = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
-    return StepSource(model=model, loss=loss, batch=(tokens, tokens)).captured().graph
+    return CapturedStep(model=model, loss=loss, batch=(tokens, tokens)).captured().graph
 
 
 def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool, micro_batch: int) -> Graph:
@@ -67,5 +67,7 @@ def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool, micro_batch: i
         values = sequence_placements(
             graph, found, num_ranks=tensor, holds_samples=lambda size: size == micro_batch
         )
-    choice = Parting(axis=TENSOR, num_ranks=tensor, inputs=tuple(lies.items()), values=values)
+    choice = ShardingChoice(
+        axis=TENSOR, num_ranks=tensor, inputs=tuple(lies.items()), values=values
+    )
     return parted(graph, choice, rank=0, transport=NCCL)

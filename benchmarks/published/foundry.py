@@ -9,8 +9,8 @@ from functools import cache, partial
 from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import MIXED, MIXED_WIDE_GRADIENTS, DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import MIXED, MIXED_WIDE_GRADIENTS, ClusterLayout
 
 _MACHINES = {
     "foundry-a100": "dgx-a100",
@@ -21,8 +21,8 @@ _MACHINES = {
 _FORMATS = {"PURE": MIXED, "DEFAULT": MIXED_WIDE_GRADIENTS}
 # Their kernels of attention were written for the A100, whose instructions reach 62.9 % of an H100's
 # peak (Luo et al., arXiv 2402.13499: remembered). NCCL gathered and scattered around rings only.
-_EAGER = Stack(fuses=False, rings_only=True)
-_EAGER_ON_HOPPER = Stack(fuses=False, rings_only=True, attention_share=0.629)
+_EAGER = SoftwareStack(fuses=False, rings_only=True)
+_EAGER_ON_HOPPER = SoftwareStack(fuses=False, rings_only=True, attention_share=0.629)
 _graph = cache(captured)
 
 
@@ -34,7 +34,7 @@ def foundry_row(line: dict[str, str]) -> Row:
     names = ("hidden", "heads", "layers", "sequence", "vocabulary")
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=True)
     ranks, batch, micro = (int(line[n]) for n in ("gpus", "global_batch", "micro_batch"))
-    layout = DeepLayout(
+    layout = ClusterLayout(
         data=ranks,
         micro_batches=int(line["micro_batches"]),
         state_stage=int(line.get("state_stage") or 3),

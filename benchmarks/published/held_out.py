@@ -12,8 +12,8 @@ from benchmarks.published.foundry import foundry_row
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
 from benchmarks.published.titan import llama_row
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, ClusterLayout
 
 _graph = cache(captured)
 
@@ -31,7 +31,7 @@ def _megatron_core(line: dict[str, str]) -> Row:
     names = ("hidden", "heads", "layers", "sequence", "vocabulary")
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=True)
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
-    layout = DeepLayout(
+    layout = ClusterLayout(
         tensor=int(line["tensor"]),
         pipeline=int(line["pipeline"]),
         data=data,
@@ -59,7 +59,7 @@ def _megatron_core(line: dict[str, str]) -> Row:
         cluster=machines("dgx-h100", layout.num_ranks),
         layout=layout,
         formats=MIXED_WIDE_GRADIENTS,
-        stack=Stack(),
+        stack=SoftwareStack(),
         num_blocks=shape.layers,
         model_flops=model_flops,
         alike="",

@@ -11,8 +11,8 @@ from functools import cache, partial
 from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import MIXED, DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import MIXED, ClusterLayout
 
 _AGAIN = {"none": (), "selective": ("attention.core",), "full": ("",)}
 # "We implemented fused kernels ... for bias + GeLU, bias + dropout + add, scale, mask and softmax"
@@ -20,9 +20,9 @@ _AGAIN = {"none": (), "selective": ("attention.core",), "full": ("",)}
 # gathered again goes beside computing (Korthikanti et al., section 4.2.2), and so do gradients in
 # Megatron's LinearWithGradAccumulationAndAsyncAllreduce of that time.
 _STACKS = {
-    "megatron": Stack(fuses=True),
-    "megatron-2022": Stack(fuses=True, overlaps_tensor=True),
-    "deepspeed": Stack(fuses=True, flat=False, rings_only=True),
+    "megatron": SoftwareStack(fuses=True),
+    "megatron-2022": SoftwareStack(fuses=True, overlaps_tensor=True),
+    "deepspeed": SoftwareStack(fuses=True, flat=False, rings_only=True),
 }
 # Its optimizer, as megatron/optimizer/optimizer.py of NVIDIA/Megatron-LM at b4bc51b1 calls it: the
 # gradient to single precision (2 + 4), unscaled (4 + 4), its norm (4), Adam (16 + 12), and the
@@ -73,7 +73,7 @@ def _row(line: dict[str, str]) -> Row:
     shape = Shape(**{name: int(line[name]) for name in names})
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
     parallel = line["sequence_parallel"] == "yes"
-    layout = DeepLayout(
+    layout = ClusterLayout(
         tensor=int(line["tensor"]),
         pipeline=int(line["pipeline"]),
         data=data,

@@ -10,8 +10,8 @@ from functools import cache, partial
 from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import MIXED, DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import MIXED, ClusterLayout
 
 _PAIR = """
 [link.between-two]
@@ -34,7 +34,7 @@ def _row(line: dict[str, str]) -> Row:
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=flash, bare=True)
     batch, micro = int(line["global_batch"]), int(line["micro_batch"])
     blocks = tuple(int(count) for count in line["stage_blocks"].split("/"))
-    layout = DeepLayout(pipeline=len(blocks), micro_batches=batch // micro, stage_blocks=blocks)
+    layout = ClusterLayout(pipeline=len(blocks), micro_batches=batch // micro, stage_blocks=blocks)
     s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
     return Row(
         family="mist, L4",
@@ -45,7 +45,7 @@ def _row(line: dict[str, str]) -> Row:
         layout=layout,
         formats=MIXED,
         # mist/modules: fused_softmax.py, fused_dense.py, fused_layer_norm.py.
-        stack=Stack(fuses=True),
+        stack=SoftwareStack(fuses=True),
         num_blocks=shape.layers,
         model_flops=72 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)),
         alike="",

@@ -29,7 +29,7 @@ from benchmarks.published.reaches import TABLES
 from benchmarks.published.rows import Row, predicted
 from benchmarks.published.scoring import half
 from benchmarks.published.titan import llama_rows
-from steelyard.hardware.calibration import COVERED, ENOUGH_ROWS, Kind
+from steelyard.hardware.calibration import COVERED, ENOUGH_ROWS, Parallelism
 from steelyard.hardware.software_stack import stack_on
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -134,7 +134,7 @@ def step_of(row: Row, role: str) -> Step:
         family=family,
         model=model,
         parameters=_parameters(model),
-        kind=Kind.of(tensor=row.layout.tensor, pipeline=row.layout.pipeline).value,
+        kind=Parallelism.of(tensor=row.layout.tensor, pipeline=row.layout.pipeline).value,
         precision=precision,
         devices=row.layout.num_ranks,
         measured_seconds=float(f"{row.step_seconds:.6g}"),
@@ -182,7 +182,9 @@ def _device_toml(device: str, steps: Sequence[Step]) -> Iterator[str]:
     yield f"[device.{device}.fitted]"
     yield from _domain_toml(fitted)
     groups = [("", True, inside), ("", False, outside)]
-    groups += [(kind.value, False, [s for s in outside if s.kind == kind.value]) for kind in Kind]
+    groups += [
+        (kind.value, False, [s for s in outside if s.kind == kind.value]) for kind in Parallelism
+    ]
     for kind, is_inside, group in groups:
         if group:
             yield ""

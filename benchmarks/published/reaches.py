@@ -11,7 +11,7 @@ from benchmarks.published.bert import bert_fit
 from benchmarks.published.rows import Row
 from benchmarks.published.scoring import figure, fitted, half
 from steelyard.hardware.cluster_file import decode_tree
-from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.efficiency import AchievedFraction
 
 # Of each device tables of software that fuses; llm-foundry's of 2023 reaches 70 % of an H100.
 TABLES = (
@@ -25,7 +25,7 @@ _OF_BERT = ("V100-SXM2-16GB", "V100-SXM2-32GB")
 def fitted_anew(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
     found = {device: _of_half([r for r in rows if r.table in names]) for device, names in TABLES}
     share, _, _ = bert_fit()
-    return found | dict.fromkeys(_OF_BERT, _figures(Reached(share=share)))
+    return found | dict.fromkeys(_OF_BERT, _figures(AchievedFraction(share=share)))
 
 
 def said_by_presets(devices: Sequence[str]) -> dict[str, dict[str, float | None]]:
@@ -44,10 +44,12 @@ def _of_half(table: Sequence[Row]) -> dict[str, float | None]:
     """How far it is off other steps: see presets.py."""
     share, call_seconds = fitted(half(table))
     attention = table[0].stack.attention_share
-    return _figures(Reached(share=share, attention_share=attention, call_seconds=call_seconds))
+    return _figures(
+        AchievedFraction(share=share, attention_share=attention, call_seconds=call_seconds)
+    )
 
 
-def _figures(reached: Reached) -> dict[str, float | None]:
+def _figures(reached: AchievedFraction) -> dict[str, float | None]:
     """Rounded as presets are written."""
     call = reached.call_seconds
     return {
@@ -57,7 +59,7 @@ def _figures(reached: Reached) -> dict[str, float | None]:
     }
 
 
-def _preset(device: str) -> Reached:
+def _preset(device: str) -> AchievedFraction:
     tree = decode_tree(f"[scope.one]\nmembers = {{ {device} = 1 }}\n")
     reached = tree.device_of(0).reached
     assert reached is not None, device

@@ -13,11 +13,11 @@ from statistics import median
 from benchmarks.published.captured import BLOCKS
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import decode_tree
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import DeepLayout, Formats
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import ClusterLayout, Formats
 from steelyard.ir.graph import Graph
 from steelyard.predict.analytic.sections import Section, Sections, sections
-from steelyard.predict.analytic.step import DeepStep, deep_step, tensor_costs
+from steelyard.predict.analytic.step import AnalyticStep, deep_step, tensor_costs
 
 _HERE = Path(__file__).parent
 
@@ -35,9 +35,9 @@ class Row:
     name: str
     graph: Callable[[], Graph]
     cluster: Cluster
-    layout: DeepLayout
+    layout: ClusterLayout
     formats: Formats
-    stack: Stack
+    stack: SoftwareStack
     num_blocks: int
     model_flops: float
     alike: str
@@ -55,7 +55,7 @@ class Row:
         return self.model_flops / self.layout.num_ranks / self.step_seconds
 
 
-def predicted(row: Row, stack: Stack) -> DeepStep:
+def predicted(row: Row, stack: SoftwareStack) -> AnalyticStep:
     return deep_step(
         _parts(row, stack),
         row.cluster,
@@ -71,11 +71,11 @@ def peak_bytes(row: Row) -> int:
     return predicted(row, row.stack).peak_bytes
 
 
-def block_of(row: Row, stack: Stack) -> Section:
+def block_of(row: Row, stack: SoftwareStack) -> Section:
     return _parts(row, stack).block
 
 
-def _parts(row: Row, stack: Stack) -> Sections:
+def _parts(row: Row, stack: SoftwareStack) -> Sections:
     costs = tensor_costs(row.cluster, row.layout)
     return sections(row.graph(), costs, row.layout, blocks=BLOCKS, stack=stack)
 
@@ -87,7 +87,7 @@ def through_ports(row: Row, ports: int) -> Row:
     return replace(row, cluster=Cluster(tree=replace(tree, members=members)))
 
 
-def reaching(row: Row, share: float, call_seconds: float) -> Stack:
+def reaching(row: Row, share: float, call_seconds: float) -> SoftwareStack:
     """The same share of what it computes and of what it moves."""
     shares = {"peak_share": share, "bandwidth_share": share}
     return replace(row.stack, **shares, call_seconds=call_seconds)

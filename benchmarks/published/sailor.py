@@ -15,8 +15,8 @@ from benchmarks.published.captured import captured_opt
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
 from steelyard.hardware.cluster import Cluster
-from steelyard.hardware.software_stack import Handing, Stack
-from steelyard.ir.cluster_layout import SINGLE, DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
+from steelyard.ir.cluster_layout import SINGLE, ClusterLayout
 
 # Padded to a multiple of 128 for each of four tensor ranks, as Megatron does it.
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=2048, vocabulary=50688)
@@ -72,7 +72,7 @@ def regret(group: Sequence[Row], seconds: dict[Row, float]) -> float:
 def _row(line: dict[str, str]) -> Row:
     names = ("pipeline", "data", "tensor", "micro_batch", "global_batch")
     pipeline, data, tensor, micro, batch = (int(line[n]) for n in names)
-    layout = DeepLayout(
+    layout = ClusterLayout(
         tensor=tensor,
         pipeline=pipeline,
         data=data,
@@ -91,7 +91,7 @@ def _row(line: dict[str, str]) -> Row:
         formats=SINGLE,
         # Single precision has no fused kernels there, and no JIT is asked for. Its engine waits for
         # each send and receive: deepspeed/pipe_engine.py.
-        stack=Stack(fuses=False, handing=Handing.IN_TURN),
+        stack=SoftwareStack(fuses=False, handing=StageSendMode.IN_TURN),
         num_blocks=_SHAPE.layers,
         model_flops=72 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)),
         alike="",

@@ -10,8 +10,8 @@ from benchmarks.published.captured import captured_llama
 from benchmarks.published.llama import LlamaShape
 from benchmarks.published.rows import Row, declared, facts, machines
 from steelyard.hardware.cluster import Cluster
-from steelyard.hardware.software_stack import Handing, Stack
-from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, DeepLayout, Formats
+from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
+from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, ClusterLayout, Formats
 
 # Parts are kept in single precision, and gathered in half: both together are what is kept.
 _SINGLE_GATHERED_HALF = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=10)
@@ -46,7 +46,7 @@ def llama_row(line: dict[str, str]) -> Row:
     shape = LlamaShape(**{name: int(line[name]) for name in names})
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
     again, spared = _AGAIN[line["recompute"]]
-    layout = DeepLayout(
+    layout = ClusterLayout(
         tensor=int(line["tensor"]),
         pipeline=int(line["pipeline"]),
         data=data,
@@ -77,12 +77,12 @@ def llama_row(line: dict[str, str]) -> Row:
         cluster=here,
         layout=layout,
         formats=_SINGLE_GATHERED_HALF if is_titan else MIXED_WIDE_GRADIENTS,
-        stack=Stack(
+        stack=SoftwareStack(
             fuses=line["software"] != "eager",
             rings_only=True,
             attention_share=1.0 if on_a100 else _HOPPER_ATTENTION,
             # "We use asynchronous point-to-point communication in PP" (Llama 3, section 3.3.2).
-            handing=Handing.AT_ONCE if is_titan else Handing.BESIDE,
+            handing=StageSendMode.AT_ONCE if is_titan else StageSendMode.BESIDE,
         ),
         num_blocks=shape.layers,
         model_flops=shape.model_flops(batch),

@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steelyard.api import Planned, Workload, load, plan
     from steelyard.errors import SteelyardError
-    from steelyard.hardware.cluster import Cluster, Far
+    from steelyard.hardware.cluster import Cluster, OffloadTier
     from steelyard.plans.budget import Budget
 
 __version__ = "0.1.0"
-__all__ = ["Budget", "Cluster", "Far", "Planned", "SteelyardError", "Workload", "load", "plan"]
+__all__ = [
+    "Budget",
+    "Cluster",
+    "OffloadTier",
+    "Planned",
+    "SteelyardError",
+    "Workload",
+    "load",
+    "plan",
+]
 
 _HOMES = {
     "Budget": "steelyard.plans.budget",
     "Cluster": "steelyard.hardware.cluster",
-    "Far": "steelyard.hardware.cluster",
+    "OffloadTier": "steelyard.hardware.cluster",
     "Planned": "steelyard.api",
     "SteelyardError": "steelyard.errors",
     "Workload": "steelyard.api",

@@ -468,7 +468,7 @@ def dtensor_strategies(
         return []
 
     def described(value: Any) -> Any:
-        if isinstance(value, Layout):
+        if isinstance(value, MetaTensor):
             return TensorMeta(torch.Size(value.shape), value.stride, value.dtype)
         return [described(v) for v in value] if isinstance(value, list) else value
 
@@ -487,7 +487,7 @@ def dtensor_strategies(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MetaTensor:
     """A tensor among the arguments of a call that nobody carries out."""
 
     shape: tuple[int, ...]

@@ -20,7 +20,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.planner import accuracy_probe as probing
 from steelyard.planner import lossy as accuracy
-from steelyard.planner.lossy import Lossy
+from steelyard.planner.lossy import LossyPlanner
 from steelyard.plans.prediction_file import read_plan
 from steelyard.report.document import tree_of
 from steelyard.report.json import to_json
@@ -351,7 +351,7 @@ def test_the_largest_batch_is_found_without(tight: int) -> None:
 @pytest.fixture(scope="module")
 def beside_far(tight: int, tmp_path_factory: pytest.TempPathFactory) -> sy.Planned:
     model, x = made()
-    far = sy.Far(tmp_path_factory.mktemp("far"), rate="1 GB/s", size="1 GiB")
+    far = sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="1 GB/s", size="1 GiB")
     return sy.plan(
         model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far),
         budget=sy.Budget(memory=tight + 2 * MIB, accuracy_loss="1%"),
@@ -379,7 +379,7 @@ def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> No
         for name in movable(look.base, what)
     )
     assert {rule.op for rule in moved} == set(MOVABLE)
-    lossy = Lossy(look=look)
+    lossy = LossyPlanner(look=look)
     near = lossy.drift_of(coded, look.struck(coded), 1.0)
     away = lossy.drift_of((*coded, *moved), look.struck((*coded, *moved)), 1.0)
     assert near == away
@@ -472,7 +472,7 @@ def test_a_probe_whose_interval_contains_the_budget_goes_on(
 
     monkeypatch.setattr(accuracy, "losses", told)
     look, rules = planned.look, planned.plan.decisions.rules
-    seen = accuracy.Lossy(look=look).drift_of(rules, look.struck(rules), 0.05)
+    seen = accuracy.LossyPlanner(look=look).drift_of(rules, look.struck(rules), 0.05)
     assert not isinstance(seen, str)
     assert (len(seen.shares), seen.keeps(0.05)) == (steps, is_kept)
     assert asked == ([10, 10] if steps == 10 else [10, 10, 30, 30])

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from steelyard.api.replan import Adapting, _Seen
+from steelyard.api.replan import Replanner, _LinkState
 from steelyard.hardware.link import Link
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
-from steelyard.search.ranks.layout_candidates import Way
+from steelyard.search.ranks.layout_candidates import LayoutCandidate
 
 FAST = Link(kind="network", latency_seconds=1e-4, bytes_per_second=118e6)
 SLOW = Link(kind="network", latency_seconds=1e-4, bytes_per_second=5.9e6)
@@ -21,13 +21,13 @@ SLOW = Link(kind="network", latency_seconds=1e-4, bytes_per_second=5.9e6)
 
 def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) -> Any:
     """Build the object of rank 0 without a step, links or measurements."""
-    one: Any = Adapting.__new__(Adapting)
+    one: Any = Replanner.__new__(Replanner)
     one._home, one._is_compiled = torch.device("cpu"), False
     one._hosts, one._num_ranks, one._members = hosts, hosts * each, members
     one._rank = one._weigher = one._unseen = one._left_at = 0
     one._gave_up_codes = False
     one._next_unseen = 3
-    one._seen, one._looked, one._beside = _Seen(link=FAST), None, None
+    one._seen, one._looked, one._beside = _LinkState(link=FAST), None, None
     one._waited = 0.0
     one._look = SimpleNamespace(over=lambda link: link)
     one._together = SimpleNamespace(flagged=0, flag=mock.Mock(), each=lambda n: [n])
@@ -57,32 +57,32 @@ def test_links_that_change_while_plans_are_weighed_are_weighed_anew() -> None:
     own = adapting()
     own._rank = own._weigher = 1  # of the host that stands by
     weighed = mock.Mock(**{"is_done.return_value": False})
-    own._looked, own._beside = (SLOW, _Seen(link=SLOW)), weighed
+    own._looked, own._beside = (SLOW, _LinkState(link=SLOW)), weighed
     with (
-        mock.patch.object(Adapting, "_has_turned_at_once", return_value=True) as turned,
-        mock.patch.object(Adapting, "_links_now", return_value=_Seen(link=SLOW)) as links,
+        mock.patch.object(Replanner, "_has_turned_at_once", return_value=True) as turned,
+        mock.patch.object(Replanner, "_links_now", return_value=_LinkState(link=SLOW)) as links,
     ):
         assert [own.after(number, 0.4) for number in range(4)] == [False] * 4
         assert links.call_count == 1, "links are measured in every third step"
         assert own._beside is weighed, "links are as they were: what is weighed is of use"
-        links.side_effect = [_Seen(link=FAST), _Seen(link=SLOW)]
+        links.side_effect = [_LinkState(link=FAST), _LinkState(link=SLOW)]
         assert [own.after(number, 0.4) for number in (4, 5)] == [False] * 2
         assert own._beside is weighed, "the second look did not confirm the first"
-        links.side_effect = [_Seen(link=FAST)] * 2
+        links.side_effect = [_LinkState(link=FAST)] * 2
         own._members = (0, 1)  # as they are behind a turn to all, which is patched
         own._unseen = 2
-        with mock.patch.object(Adapting, "_is_time_to_look", return_value=True):
+        with mock.patch.object(Replanner, "_is_time_to_look", return_value=True):
             assert own.after(6, 0.4) is True
     weighed.end.assert_called_once()
-    assert own._looked == (FAST, _Seen(link=FAST))
-    assert turned.call_args.args == (6, FAST, _Seen(link=FAST))
+    assert own._looked == (FAST, _LinkState(link=FAST))
+    assert turned.call_args.args == (6, FAST, _LinkState(link=FAST))
 
 
 def test_a_slow_step_is_looked_at_while_plans_are_weighed() -> None:
     own = adapting(members=(0, 1))
     own._rank = 1
-    own._looked, own._together.flagged = (SLOW, _Seen(link=SLOW)), 1
-    with mock.patch.object(Adapting, "_links_now", return_value=_Seen(link=SLOW)) as links:
+    own._looked, own._together.flagged = (SLOW, _LinkState(link=SLOW)), 1
+    with mock.patch.object(Replanner, "_links_now", return_value=_LinkState(link=SLOW)) as links:
         assert own.after(1, 0.4) is False
     links.assert_called_once()
     own._pace.settle.assert_called_once()
@@ -94,7 +94,9 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
     rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
     code = Rule(trade="ternary_gradients", module="a", count=1)
     ways = SimpleNamespace(
-        counted=lambda rules: Way(rules=rules, layout=Layout(batch=2), seconds=0.2, nbytes=9)
+        counted=lambda rules: LayoutCandidate(
+            rules=rules, layout=ParallelLayout(batch=2), seconds=0.2, nbytes=9
+        )
     )
     look = SimpleNamespace(layouts=SimpleNamespace(ways=ways))
     look.settled = lambda: look
@@ -103,19 +105,19 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
     own._together.saves, own._together.words = True, lambda text: text
     own._step.can_stand_by = True
     with (
-        mock.patch.object(Adapting, "_fewer", return_value=[]),
-        mock.patch.object(Adapting, "_worth_trying", lambda *given: given[4]),
-        mock.patch.object(Adapting, "_written", lambda *_, drift: drift),
-        mock.patch.object(Adapting, "_turn_by") as turned,
+        mock.patch.object(Replanner, "_fewer", return_value=[]),
+        mock.patch.object(Replanner, "_worth_trying", lambda *given: given[4]),
+        mock.patch.object(Replanner, "_written", lambda *_, drift: drift),
+        mock.patch.object(Replanner, "_turn_by") as turned,
     ):
-        assert own._has_turned_at_once(7, look, _Seen(link=FAST)) is not gave_up
+        assert own._has_turned_at_once(7, look, _LinkState(link=FAST)) is not gave_up
     if not gave_up:
         turned.assert_called_once_with(7, look, "1 ± 0.1 %")
 
 
 def test_a_turn_says_which_link_became_another() -> None:
     own = adapting()
-    slow, fast = _Seen(link=SLOW), _Seen(link=FAST)
+    slow, fast = _LinkState(link=SLOW), _LinkState(link=FAST)
     assert own._changed(fast, slow) == (
         "host 1's link now carries 5.9 MB/s, 118 MB/s when the plan was made"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from steelyard.api.background import Background
+from steelyard.api.background import BackgroundProcess
 
 
-def ended(beside: Background) -> Background:
+def ended(beside: BackgroundProcess) -> BackgroundProcess:
     until = time.monotonic() + 60
     while not beside.is_done():
         assert time.monotonic() < until
@@ -29,7 +29,7 @@ def test_it_answers_and_changes_nothing_here() -> None:
         torch.manual_seed(7)
         return f"{os.getpid() != pid} {os.nice(0) > own} {'x' * 300_000}"
 
-    found = ended(Background(work))
+    found = ended(BackgroundProcess(work))
     assert found.failure == ""
     assert found.answer is not None
     assert found.answer.startswith("True True xxx")
@@ -39,20 +39,20 @@ def test_it_answers_and_changes_nothing_here() -> None:
 
 
 def test_what_goes_wrong_there_is_told_and_ends_nothing_here() -> None:
-    found = ended(Background(lambda: str(1 // 0)))
+    found = ended(BackgroundProcess(lambda: str(1 // 0)))
     assert found.answer is None
     assert found.failure.startswith("ZeroDivisionError")
 
 
 def test_one_that_is_killed_is_a_failure() -> None:
-    beside = Background(lambda: str(time.sleep(60)))
+    beside = BackgroundProcess(lambda: str(time.sleep(60)))
     assert not beside.is_done()
     os.kill(beside.pid, signal.SIGKILL)
     assert "without an answer" in ended(beside).failure
 
 
 def test_it_is_ended_with_what_began_it() -> None:
-    beside = Background(lambda: str(time.sleep(60)))
+    beside = BackgroundProcess(lambda: str(time.sleep(60)))
     pid = beside.pid
     beside.end()
     assert beside.is_done()
@@ -68,7 +68,7 @@ def test_it_ends_when_its_parent_is_gone() -> None:
     answers, own = os.pipe()
     parent = os.fork()
     if parent == 0:
-        beside = Background(lambda: str(time.sleep(60)))
+        beside = BackgroundProcess(lambda: str(time.sleep(60)))
         os.write(own, str(beside.pid).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(own)

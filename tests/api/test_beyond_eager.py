@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.ir.graph import Phase, Role
 from steelyard.planner.eager_note import note_beyond_eager
-from steelyard.plans.peak_memory import Holding, Peak
+from steelyard.plans.peak_memory import LiveTensor, PeakMemory
 from steelyard.plans.plan import Prediction
 from tests.core.test_planfile import PLAN
 
@@ -15,11 +15,11 @@ MIB = 1 << 20
 
 def predicted(nbytes: int) -> Prediction:
     held = (
-        Holding.of(60 * MIB, "parameters", Role.PARAMETER),
-        Holding.of(12 * MIB, "gradients so far", Role.GRADIENT),
-        Holding.of(4 * MIB, "aten.mm.default", Role.ACTIVATION),
+        LiveTensor.of(60 * MIB, "parameters", Role.PARAMETER),
+        LiveTensor.of(12 * MIB, "gradients so far", Role.GRADIENT),
+        LiveTensor.of(4 * MIB, "aten.mm.default", Role.ACTIVATION),
     )
-    peak = Peak(
+    peak = PeakMemory(
         nbytes=nbytes, resident_bytes=60 * MIB, workspace_bytes=0, at="aten.mm.default",
         path="head", line="", phase=Phase.BACKWARD, alive=held,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import steelyard as sy
 from steelyard import _torch
 from steelyard.ir.gradient_codec import CODED_CALLS, ladder
 from steelyard.ir.metrics import Estimate
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import context_of
@@ -24,10 +24,10 @@ from steelyard.planner import compiled as lowering
 from steelyard.planner import gradient_compression as coded
 from steelyard.planner.gradient_compression import most_in_milder
 from steelyard.planner.session import Runner
-from steelyard.plans.trade import Left
+from steelyard.plans.trade import Remaining
 from steelyard.predict import peak_bytes
 from steelyard.predict.cost_table import OperatorCost
-from steelyard.search.ranks.gradient_compression import CodedWay, Weighing
+from steelyard.search.ranks.gradient_compression import CompressedCandidate, Weighing
 from steelyard.units import format_seconds
 
 # As `measured_ranks` would say of a link.
@@ -91,7 +91,7 @@ _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made_gentler: list[CodedWay] = []
+    made_gentler: list[CompressedCandidate] = []
     gentler = Weighing.gentler
     monkeypatch.setattr(
         Weighing, "gentler", lambda own, way: made_gentler.append(way) or gentler(own, way)
@@ -104,7 +104,7 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
     # All that was on offer was taken or refused.
     left = [refusal.left for refusal in plan.plan.refused]
-    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
     plan.save(tmp_path / "train.plan.toml")
     rules = {rule.trade for rule in plan.plan.decisions.rules}
     assert rules & set(_TRADES)
@@ -134,11 +134,11 @@ def test_codes_are_not_weighed_where_no_accuracy_may_be_lost(
     assert {refusal.trade for refusal in lossy} == set(_TRADES)
     assert all("is lossy and the accuracy budget is 0" in refusal.reason for refusal in lossy)
     waits = plan.predicted.exposed_communication_seconds.value
-    if Layout.of(plan.plan.decisions.rules).batch == 2:
+    if ParallelLayout.of(plan.plan.decisions.rules).batch == 2:
         bound = f"at most the ~{format_seconds(waits)} that ranks wait"
         assert all(bound in refusal.reason for refusal in lossy)
     left = [refusal.left for refusal in plan.plan.refused]
-    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
 
 
 @pytest.mark.xdist_group("coded")

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 import steelyard as sy
-from steelyard.api.planned_cluster import PlannedElsewhere, planned_elsewhere
+from steelyard.api.planned_cluster import PlannedForCluster, planned_elsewhere
 from steelyard.api.scaling_study import scaled
 from steelyard.api.train import run_workload
-from steelyard.capture.deep.batch_template import SampledStep
+from steelyard.capture.deep.batch_template import TruncatedStep
 from steelyard.errors import BadInput, Infeasible, Mismatch
 from steelyard.hardware.calibration import DECLARED_DOUBT
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.ir.gradient_codec import CODE_TRADES
 from steelyard.planner import declared_cluster as elsewhere
-from steelyard.planner.declared_cluster import Elsewhere
-from steelyard.planner.session import Request
+from steelyard.planner.declared_cluster import DeclaredClusterPlanner
+from steelyard.planner.session import PlanRequest
 from steelyard.plans.plan_file import read_decisions
 from steelyard.plans.prediction_file import read_plan, write_explanation, write_plan
 from steelyard.predict.analytic import step as deep
@@ -69,21 +69,21 @@ _GPT = GPT(layers=7, width=32, heads=2, vocabulary=64, length=32)
 @pytest.fixture(scope="module", autouse=True)
 def _captured_once() -> Iterator[None]:
     """What is captured of the model hangs on no cluster, and is asked for by most tests."""
-    captured: list[SampledStep] = []
+    captured: list[TruncatedStep] = []
 
-    def step(**asked: Any) -> SampledStep:
+    def step(**asked: Any) -> TruncatedStep:
         if asked["model"] is not _GPT:
-            return SampledStep(**asked)
+            return TruncatedStep(**asked)
         if not captured:
-            captured.append(SampledStep(**asked))
+            captured.append(TruncatedStep(**asked))
         return captured[0]
 
-    with mock.patch.object(elsewhere, "SampledStep", step):
+    with mock.patch.object(elsewhere, "TruncatedStep", step):
         yield
 
 
-def _request(**changed: Any) -> Request:
-    request = Request(
+def _request(**changed: Any) -> PlanRequest:
+    request = PlanRequest(
         model=_GPT,
         loss=next_token_loss,
         batch=tokens(16, 32, 64),
@@ -98,18 +98,18 @@ def _request(**changed: Any) -> Request:
 
 
 @pytest.fixture(scope="module")
-def where() -> Elsewhere:
-    return Elsewhere(request=_request())
+def where() -> DeclaredClusterPlanner:
+    return DeclaredClusterPlanner(request=_request())
 
 
 @pytest.fixture(scope="module")
-def planned(where: Elsewhere) -> PlannedElsewhere:
+def planned(where: DeclaredClusterPlanner) -> PlannedForCluster:
     return planned_elsewhere(where, sy.Budget())
 
 
 @pytest.mark.parametrize("is_deep", [True, False])
 def test_no_accuracy_is_lost_where_nobody_can_probe_it_and_the_plan_says_so(
-    is_deep: bool, where: Elsewhere
+    is_deep: bool, where: DeclaredClusterPlanner
 ) -> None:
     lossy, exact = sy.Budget(accuracy_loss="1%"), sy.Budget()
     if is_deep:
@@ -132,7 +132,7 @@ def test_no_accuracy_is_lost_where_nobody_can_probe_it_and_the_plan_says_so(
             assert "cannot be run here cannot be probed" in plan.why_not(trade)
 
 
-def test_the_public_call_plans_a_deep_model_so(planned: PlannedElsewhere) -> None:
+def test_the_public_call_plans_a_deep_model_so(planned: PlannedForCluster) -> None:
     request = _request()
     found = sy.plan(
         request.model,
@@ -142,11 +142,11 @@ def test_the_public_call_plans_a_deep_model_so(planned: PlannedElsewhere) -> Non
         cluster=_cluster(),
         title="gpt",
     )
-    assert isinstance(found, PlannedElsewhere)
+    assert isinstance(found, PlannedForCluster)
     assert str(found) == str(planned)
 
 
-def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedElsewhere) -> None:
+def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedForCluster) -> None:
     assert planned.predicted.memory_bytes.value <= 1100 * 1024
     assert planned.baseline.memory_bytes.value > 1100 * 1024
     said = str(planned)
@@ -165,7 +165,7 @@ def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedElsewher
 
 
 def test_the_next_cent_is_what_larger_devices_would_save(
-    where: Elsewhere, planned: PlannedElsewhere
+    where: DeclaredClusterPlanner, planned: PlannedForCluster
 ) -> None:
     """Also where the plan may hold all that a device has."""
     cent, limit = planned.plan.next_cent, 1100 * 1024
@@ -196,7 +196,9 @@ latency = "5 us"
 members = { d = 2, old = 2 }
 link = "l"
 """
-    mixed = Elsewhere(request=_request(cluster=sy.Cluster(tree=decode_tree(old + tree))))
+    mixed = DeclaredClusterPlanner(
+        request=_request(cluster=sy.Cluster(tree=decode_tree(old + tree)))
+    )
     laid = mixed.best(sy.Budget(), 4)
     said = str(planned_elsewhere(mixed, sy.Budget()))
     places = mixed.search._places.of(laid.layout)
@@ -206,9 +208,9 @@ link = "l"
     assert "700 KiB where its device has no more" in said
 
 
-def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedElsewhere) -> None:
+def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedForCluster) -> None:
     half = _request(cluster=_cluster(more='reached = { share = "50 %" }'))
-    found = [planned_elsewhere(Elsewhere(request=half), sy.Budget()), planned]
+    found = [planned_elsewhere(DeclaredClusterPlanner(request=half), sy.Budget()), planned]
     computing = [plan.predicted.computation_seconds.value for plan in found]
     assert computing[0] > computing[1]
     said = [" ".join(str(plan).split()) for plan in found]
@@ -228,7 +230,7 @@ def test_the_error_outside_of_what_was_fitted_is_said_and_widens_the_interval() 
     link = "nvlink-h100"
     """
     cluster = sy.Cluster(tree=decode_tree(joined))
-    plan = planned_elsewhere(Elsewhere(request=_request(cluster=cluster)), sy.Budget())
+    plan = planned_elsewhere(DeclaredClusterPlanner(request=_request(cluster=cluster)), sy.Budget())
     said = " ".join(str(plan).split())
     assert "outside of what was fitted" in said
     assert "products in float32" in said
@@ -251,8 +253,8 @@ def test_what_hosts_hold_makes_room_on_fewer_devices(
     """Both kinds of what may lie there; plans say so, and read back."""
     # All that this model's optimizer keeps is less than three pieces.
     monkeypatch.setattr(deep, "FAR_PIECE_BYTES", 1 << 10)
-    behind = Elsewhere(request=_request(cluster=_cluster(memory="5 MiB", more=_HOST)))
-    alone = Elsewhere(request=_request(cluster=_cluster(memory="5 MiB")))
+    behind = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB", more=_HOST)))
+    alone = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB")))
     limit = sy.Budget(memory="1 MiB")
     few, more = (planned_elsewhere(each, limit, "devices") for each in (behind, alone))  # type: ignore[arg-type]
     assert int(few.plan.fewest.split()[0]) < int(more.plan.fewest.split()[0])
@@ -270,7 +272,7 @@ def test_what_hosts_hold_makes_room_on_fewer_devices(
         assert few.why_not(trade)
 
 
-def test_its_file_reads_back(planned: PlannedElsewhere, tmp_path: Path) -> None:
+def test_its_file_reads_back(planned: PlannedForCluster, tmp_path: Path) -> None:
     planned.save(tmp_path / "gpt.plan.toml")
     found = read_decisions(tmp_path / "gpt.plan.toml")
     assert found == replace(
@@ -279,13 +281,13 @@ def test_its_file_reads_back(planned: PlannedElsewhere, tmp_path: Path) -> None:
     assert found.made_for.ranks == 8
 
 
-def test_it_cannot_be_run_here(planned: PlannedElsewhere) -> None:
+def test_it_cannot_be_run_here(planned: PlannedForCluster) -> None:
     with pytest.raises(BadInput, match="is for 8 devices of cluster, and cannot be"):
         planned.apply()
 
 
 def test_its_file_is_checked_drawn_and_held_to_its_cluster(
-    planned: PlannedElsewhere, tmp_path: Path
+    planned: PlannedForCluster, tmp_path: Path
 ) -> None:
     path, request = tmp_path / "gpt.plan.toml", _request()
     planned.save(path)
@@ -295,7 +297,7 @@ def test_its_file_is_checked_drawn_and_held_to_its_cluster(
         return sy.load(path, request.model, request.loss, request.batch, **asked)
 
     found = loaded()
-    assert isinstance(found, PlannedElsewhere)
+    assert isinstance(found, PlannedForCluster)
     assert found.predicted == planned.predicted
     assert found.simulated() == planned.simulated()
     ends = max(span.end_seconds for span in found.simulated())
@@ -310,7 +312,7 @@ def test_its_file_is_checked_drawn_and_held_to_its_cluster(
     assert any(note.startswith("does not fit") for note in loaded().plan.notes)
 
 
-def test_no_fewer_devices_would_do(where: Elsewhere) -> None:
+def test_no_fewer_devices_would_do(where: DeclaredClusterPlanner) -> None:
     fewest = planned_elsewhere(where, sy.Budget(), "devices")  # type: ignore[arg-type]
     (title,) = (fewest.plan.fewest,)
     ranks = int(title.split()[0])
@@ -332,12 +334,12 @@ def test_a_refusal_of_memory_says_that_the_batch_cannot_be_cut_and_why() -> None
         return (out @ out.T).square().mean()
 
     model = GPT(layers=7, width=32, heads=2, vocabulary=64, length=32)
-    where = Elsewhere(request=_request(model=model, loss=pairing))
+    where = DeclaredClusterPlanner(request=_request(model=model, loss=pairing))
     with pytest.raises(Infeasible, match="cannot be cut into micro-batches: mm pairs samples"):
         planned_elsewhere(where, sy.Budget(memory="100 KiB"))
 
 
-def test_another_budget_is_another_plan(planned: PlannedElsewhere) -> None:
+def test_another_budget_is_another_plan(planned: PlannedForCluster) -> None:
     tighter = planned.what_if(memory="900 KiB")
     assert tighter.predicted.memory_bytes.value <= 900 * 1024
     assert tighter.predicted.step_seconds.value >= planned.predicted.step_seconds.value
@@ -353,16 +355,16 @@ def test_another_budget_is_another_plan(planned: PlannedElsewhere) -> None:
     ],
 )
 def test_what_cannot_be_is_said_with_what_could(
-    where: Elsewhere, budget: sy.Budget, said: str
+    where: DeclaredClusterPlanner, budget: sy.Budget, said: str
 ) -> None:
     with pytest.raises(Infeasible, match=said):
         planned_elsewhere(where, budget)
 
 
-def test_a_number_of_devices_that_divides_nothing_is_said(where: Elsewhere) -> None:
+def test_a_number_of_devices_that_divides_nothing_is_said(where: DeclaredClusterPlanner) -> None:
     # 11 divides neither the batch nor any tensor, and there are only 7 blocks.
     assert where.search.leanest_bytes(11) is None
-    other = Elsewhere(request=_request(cluster=_cluster(12)))
+    other = DeclaredClusterPlanner(request=_request(cluster=_cluster(12)))
     with pytest.raises(Infeasible, match="divides the 16 samples of the batch and the 7 blocks"):
         other.best(sy.Budget(), 11)
 
@@ -390,7 +392,7 @@ def test_a_wish_that_makes_no_sense_is_refused(wish: dict[str, Any], said: str) 
         sy.plan(request.model, request.loss, request.batch, **wish)
 
 
-def test_more_and_more_devices_beside_two_laws(where: Elsewhere) -> None:
+def test_more_and_more_devices_beside_two_laws(where: DeclaredClusterPlanner) -> None:
     request = _request(cluster=_cluster(memory="8 MiB"))
     found = scaled(request, fewest=1, most=8, tokens=32 * 16 * 3600)
     assert [p.devices for p in found.points] == [1, 2, 4, 8]

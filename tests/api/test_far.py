@@ -60,12 +60,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def planned(folder: Path) -> sy.Planned:
     model, x = made()
-    far = sy.Far(folder, rate="1 GB/s", size="1 GiB")
+    far = sy.OffloadTier(folder, rate="1 GB/s", size="1 GiB")
     whole = sy.plan(model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far))
     return whole.what_if(memory=_between(model, x, far))
 
 
-def _between(model: nn.Module, x: Tensor, far: sy.Far) -> int:
+def _between(model: nn.Module, x: Tensor, far: sy.OffloadTier) -> int:
     """Less than can be had without far memory, more than with it."""
     least = []
     for cluster in (sy.Cluster.here(), sy.Cluster.here(far=far)):
@@ -195,7 +195,7 @@ def test_whether_it_fits_does_not_hang_on_the_rate(
 ) -> None:
     model, x = made()
     budget = planned.plan.decisions.budget
-    far = sy.Far(folder, rate=rate, size="1 GiB")
+    far = sy.OffloadTier(folder, rate=rate, size="1 GiB")
     other = sy.plan(model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far), budget=budget)
     assert {t.trade for t in other.plan.taken} >= {"offload"}
 
@@ -219,12 +219,12 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
 )
 def test_an_amount_that_is_none_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        sy.Far("/scratch", **given)
+        sy.OffloadTier("/scratch", **given)
 
 
 def test_inductor_moves_nothing_and_says_why(folder: Path) -> None:
     model, x = made()
-    far = sy.Far(folder, rate="1 GB/s", size="1 GiB")
+    far = sy.OffloadTier(folder, rate="1 GB/s", size="1 GiB")
     planned = sy.plan(model, loss, x, cluster=sy.Cluster.here(far=far), runner="inductor")
     assert "Inductor compiles each pass as one" in planned.why_not("offload")
     assert not planned.plan.decisions.rules

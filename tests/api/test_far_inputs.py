@@ -206,11 +206,11 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.Far:
-    return sy.Far(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
+    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
-def least(far: sy.Far) -> tuple[sy.Planned, int]:
+def least(far: sy.OffloadTier) -> tuple[sy.Planned, int]:
     model, x = pooled()
     planned = sy.plan(model, square, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
     with pytest.raises(Infeasible) as refusal:
@@ -220,7 +220,7 @@ def least(far: sy.Far) -> tuple[sy.Planned, int]:
 
 
 @pytest.fixture(scope="module")
-def fitting(far: sy.Far) -> sy.Planned:
+def fitting(far: sy.OffloadTier) -> sy.Planned:
     """In the least memory, which takes slices."""
     planned, nbytes = least(far)
     return planned.what_if(memory=nbytes)
@@ -232,7 +232,7 @@ def sliced_rule(planned: sy.Planned) -> Any:
 
 
 def test_where_what_comes_back_is_the_peak_less_is_enough(
-    fitting: sy.Planned, far: sy.Far, monkeypatch: pytest.MonkeyPatch
+    fitting: sy.Planned, far: sy.OffloadTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "_LEAST_SLICED_BYTES", 1 << 40)
     _, whole = least(far)
@@ -243,7 +243,9 @@ def test_where_what_comes_back_is_the_peak_less_is_enough(
     assert "in 4 slices" in str(fitting)
 
 
-def test_it_trains_as_without_and_holds_what_was_said(fitting: sy.Planned, far: sy.Far) -> None:
+def test_it_trains_as_without_and_holds_what_was_said(
+    fitting: sy.Planned, far: sy.OffloadTier
+) -> None:
     ours, x = pooled()
     theirs = copy.deepcopy(ours)
     step, plain = fitting.apply(ours), fitting.what_if().apply(theirs)

@@ -26,8 +26,8 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.ir.saved_activations import waiting
 from steelyard.measure.operators.memory import meter_once
-from steelyard.offload.optimizer_state import FarStates
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.optimizer_state import OffloadedStates
+from steelyard.offload.tier import OffloadFile
 from steelyard.operators import call
 from steelyard.operators import sliced as carried_out
 from steelyard.passes.offload.sliced_activation_matmuls import sliceable_inputs
@@ -47,8 +47,8 @@ WIDTH, INNER, SLICES = 128, 512, 4
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[FarMemory]:
-    memory = FarMemory(sy.Far(tmp_path, rate="4 GB/s", size="1 GiB"))
+def memory(tmp_path: Path) -> Iterator[OffloadFile]:
+    memory = OffloadFile(sy.OffloadTier(tmp_path, rate="4 GB/s", size="1 GiB"))
     yield memory
     memory.close()
 
@@ -174,7 +174,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_behind_a_product_goes_through_its_slices(name: str, memory: FarMemory) -> None:
+def test_what_is_behind_a_product_goes_through_its_slices(name: str, memory: OffloadFile) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = Block(case.between, bias=case.bias, up=case.up).to(case.dtype)
@@ -226,10 +226,12 @@ def told(node: Node) -> tuple[str, ...]:
     return tuple(name for name in names if name != "t")
 
 
-def live(model: nn.Module, program: Program, memory: FarMemory, **settings: Any) -> LiveStep:
+def live(model: nn.Module, program: Program, memory: OffloadFile, **settings: Any) -> LiveStep:
     trained = (p for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.SGD(trained, lr=1e-2)
-    states = FarStates(optimizer, program, parameters=dict(model.named_parameters()), memory=memory)
+    states = OffloadedStates(
+        optimizer, program, parameters=dict(model.named_parameters()), memory=memory
+    )
     return LiveStep(
         model, program, optimizer=optimizer, states=states,
         runner=partial(emit, far=memory, tensors=states.tensors), **settings,
@@ -252,7 +254,7 @@ class Tower(nn.Module):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_copies_and_transfers_at_random_it_trains_the_same(
-    seed: int, memory: FarMemory
+    seed: int, memory: OffloadFile
 ) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -293,7 +295,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
             assert (a.grad - b.grad).abs().max() <= 1e-5 * b.grad.abs().max() + 1e-9, name
 
 
-def test_what_nothing_else_reads_is_never_whole(memory: FarMemory) -> None:
+def test_what_nothing_else_reads_is_never_whole(memory: OffloadFile) -> None:
     """Behind frozen layers alone no backward pass reads what is between product and result."""
     torch.manual_seed(0)
     model, batch = Block(gated), torch.randn(512, WIDTH)
@@ -317,7 +319,7 @@ def test_what_nothing_else_reads_is_never_whole(memory: FarMemory) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
-def test_a_frozen_transformer(name: str, memory: FarMemory) -> None:
+def test_a_frozen_transformer(name: str, memory: OffloadFile) -> None:
     """What is trained are its norms and what stands before and behind it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

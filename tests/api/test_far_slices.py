@@ -18,8 +18,8 @@ from steelyard.api.step import Step
 from steelyard.capture.tracing.optimizer import capture_update
 from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.rule import Rule
-from steelyard.offload.optimizer_state import FarStates, why_uncut
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.optimizer_state import OffloadedStates, why_uncut
+from steelyard.offload.tier import OffloadFile
 from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
 from steelyard.run.codegen import emit
@@ -57,8 +57,8 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.Far:
-    return sy.Far(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
+    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
 class Trained(nn.Module):
@@ -80,14 +80,16 @@ def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
     return Trained().to(dtype), torch.randn(8, 4, 64, dtype=dtype)
 
 
-def plan(make: Any, far: sy.Far, model: nn.Module | None = None, x: Any = None) -> sy.Planned:
+def plan(
+    make: Any, far: sy.OffloadTier, model: nn.Module | None = None, x: Any = None
+) -> sy.Planned:
     if model is None:
         model, x = made()
     return sy.plan(model, loss, x, optimizer=make, cluster=sy.Cluster.here(far=far))
 
 
 @pytest.fixture(scope="module")
-def adam(far: sy.Far) -> sy.Planned:
+def adam(far: sy.OffloadTier) -> sy.Planned:
     return plan(ADAM, far)
 
 
@@ -169,7 +171,7 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_in_slices_comes_to_the_same_bits(name: str, far: sy.Far) -> None:
+def test_an_update_in_slices_comes_to_the_same_bits(name: str, far: sy.OffloadTier) -> None:
     torch.manual_seed(0)
     model, x = First(), torch.randn(16, 128)
     planned = plan(OPTIMIZERS[name], far, model, x)
@@ -211,7 +213,7 @@ def test_micro_batches_add_slices_to_what_was_sent(adam: sy.Planned) -> None:
         assert_as_said(planned, a)
 
 
-def test_half_precision_is_rounded_as_ever(far: sy.Far) -> None:
+def test_half_precision_is_rounded_as_ever(far: sy.OffloadTier) -> None:
     model, x = made(torch.bfloat16)
     planned = plan(partial(torch.optim.SGD, lr=1e-2, momentum=0.9), far, model, x)
     twin = copy.deepcopy(model)
@@ -293,7 +295,7 @@ def test_it_is_read_written_and_loaded_between_steps_as_ever(adam: sy.Planned) -
 
 
 def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
-    far: sy.Far, tmp_path: Path
+    far: sy.OffloadTier, tmp_path: Path
 ) -> None:
     """Of one layer whose products are alike to the bit in slices and whole."""
     torch.manual_seed(0)
@@ -307,7 +309,7 @@ def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
     assert_same_checkpoints(ours, theirs, x, tmp_path)
 
 
-def test_hooks_are_refused_before_the_step_begins(adam: sy.Planned, far: sy.Far) -> None:
+def test_hooks_are_refused_before_the_step_begins(adam: sy.Planned, far: sy.OffloadTier) -> None:
     ours, theirs, x = pair(adam, ALL)
     bare = ours.live.model.get_parameter("bare.weight")
     for register in (bare.register_hook, bare.register_post_accumulate_grad_hook):
@@ -386,7 +388,9 @@ class Sized(torch.optim.SGD):
         (torch.optim.Rprop, "of its update reads more than"),
     ],
 )
-def test_an_update_that_is_another_in_slices_is_refused(make: Any, said: str, far: sy.Far) -> None:
+def test_an_update_that_is_another_in_slices_is_refused(
+    make: Any, said: str, far: sy.OffloadTier
+) -> None:
     planned = plan(partial(make, lr=1e-3), far)
     with pytest.raises(Mismatch, match=said):
         told(
@@ -444,7 +448,7 @@ class Twice(nn.Module):
         return out
 
 
-def test_a_gradient_that_is_no_single_product_stays_whole(far: sy.Far) -> None:
+def test_a_gradient_that_is_no_single_product_stays_whole(far: sy.OffloadTier) -> None:
     """The update is in slices all the same."""
     torch.manual_seed(0)
     model, x = Twice(), torch.randint(300, (4, 8))
@@ -475,7 +479,9 @@ class Head(nn.Module):
         return out
 
 
-def test_a_layer_larger_than_the_budget_is_trained_within_it(far: sy.Far, tmp_path: Path) -> None:
+def test_a_layer_larger_than_the_budget_is_trained_within_it(
+    far: sy.OffloadTier, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model, x = Head(), torch.randn(4, 256)
     planned = plan(ADAM, far, model, x)
@@ -506,7 +512,7 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(far: sy.Far, tmp_pa
     assert whole.predicted.memory_bytes.value > 64 * MIB
 
 
-def test_why_a_large_layer_is_whole_is_said(far: sy.Far) -> None:
+def test_why_a_large_layer_is_whole_is_said(far: sy.OffloadTier) -> None:
     torch.manual_seed(0)
     planned = plan(partial(Normed, lr=1e-2), far, Head(), torch.randn(4, 256))
     assert "head.weight in slices: aten.linalg_vector_norm" in planned.why_not("offload_state")
@@ -549,10 +555,10 @@ def test_every_model_trains_alike_with_all_in_slices_that_can_be(
     ]
     program = OffloadState().rewrite(before, chosen, source)
     assert program.problems() == []
-    memory = FarMemory(sy.Far(tmp_path, rate="4 GB/s", size="1 GiB"))
+    memory = OffloadFile(sy.OffloadTier(tmp_path, rate="4 GB/s", size="1 GiB"))
     optimizer = SGD(p for p in model.parameters() if p.requires_grad)
     named = dict(model.named_parameters())
-    states = FarStates(optimizer, program, parameters=named, memory=memory)
+    states = OffloadedStates(optimizer, program, parameters=named, memory=memory)
     ours = LiveStep(
         model, program, constants=constants, batch=batch, optimizer=optimizer, states=states,
         runner=partial(emit, far=memory, tensors=states.tensors), reads=reads,

@@ -79,18 +79,18 @@ def made() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.Far:
-    return sy.Far(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
+    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
-def plan(make: Any, far: sy.Far | None, **budget: Any) -> sy.Planned:
+def plan(make: Any, far: sy.OffloadTier | None, **budget: Any) -> sy.Planned:
     model, x = made()
     cluster = sy.Cluster.here(far=far)
     return sy.plan(model, loss, x, optimizer=make, cluster=cluster, budget=sy.Budget(**budget))
 
 
 @pytest.fixture(scope="module")
-def adam(far: sy.Far) -> sy.Planned:
+def adam(far: sy.OffloadTier) -> sy.Planned:
     return plan(ADAM, far)
 
 
@@ -144,7 +144,7 @@ def assert_same_weights(ours: Step, theirs: Step) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_comes_to_the_same_bits_in_the_bytes_that_were_said(
-    name: str, far: sy.Far
+    name: str, far: sy.OffloadTier
 ) -> None:
     planned = plan(OPTIMIZERS[name], far)
     for lead in (0, 1, 2) if name == "AdamW" else (1,):
@@ -380,7 +380,7 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_told_from_others(
         (None, "there is no optimizer in the plan"),
     ],
 )
-def test_why_it_is_not_offered_is_said(make: Any, said: str, far: sy.Far) -> None:
+def test_why_it_is_not_offered_is_said(make: Any, said: str, far: sy.OffloadTier) -> None:
     planned = plan(make, far)
     assert said in planned.why_not("offload_state")
     with pytest.raises(Mismatch):

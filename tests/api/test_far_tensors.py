@@ -23,8 +23,8 @@ from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, to_rules
 from steelyard.ir.saved_activations import waiting
-from steelyard.offload.optimizer_state import FarStates
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.optimizer_state import OffloadedStates
+from steelyard.offload.tier import OffloadFile
 from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades.offload import with_transfers
@@ -60,12 +60,12 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.Far:
-    return sy.Far(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
+    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
 @pytest.fixture(scope="module")
-def adam(far: sy.Far) -> sy.Planned:
+def adam(far: sy.OffloadTier) -> sy.Planned:
     return plan(ADAM, far)
 
 
@@ -139,11 +139,11 @@ def test_with_copies_and_transfers_at_random_every_model_trains_the_same(
     before, constants, reads = captured(model, criterion, batch, micro_batches=parts)
     without = frozenset(before.graph.unused)
     before = replace(before, update=capture_update(model, ADAM, without_gradient=without))
-    memory = FarMemory(sy.Far(tmp_path, rate="4 GB/s", size="1 GiB"))
+    memory = OffloadFile(sy.OffloadTier(tmp_path, rate="4 GB/s", size="1 GiB"))
     program = _at_random(before, rng)
     optimizer = ADAM(p for p in model.parameters() if p.requires_grad)
     named = dict(model.named_parameters())
-    states = FarStates(optimizer, program, parameters=named, memory=memory)
+    states = OffloadedStates(optimizer, program, parameters=named, memory=memory)
     ours = LiveStep(
         model, program, constants=constants, batch=batch, optimizer=optimizer, states=states,
         runner=partial(emit, far=memory, tensors=states.tensors), reads=reads,
@@ -241,7 +241,7 @@ def test_hooks_of_parameters_run_and_change_what_they_change(adam: sy.Planned) -
     assert_same_weights(ours, theirs)
 
 
-def test_frozen_weights_need_no_optimizer(far: sy.Far) -> None:
+def test_frozen_weights_need_no_optimizer(far: sy.OffloadTier) -> None:
     model, x = made()
     assert isinstance(model, Wide)
     for layer in model.layers:
@@ -307,7 +307,7 @@ class Twice(Wide):
         return out
 
 
-def test_what_8_bits_would_buy_is_said_beside_it(far: sy.Far) -> None:
+def test_what_8_bits_would_buy_is_said_beside_it(far: sy.OffloadTier) -> None:
     torch.manual_seed(0)
     model, cluster = Twice(), sy.Cluster.here(far=far)
     planned = sy.plan(model, loss, torch.randn(16, 256), optimizer=ADAM, cluster=cluster)
@@ -363,20 +363,20 @@ def test_an_update_that_is_broken_off_leaves_nothing_on_its_way(
         optimizer_of(step).step()
         step.backward(x)
     optimizer_of(theirs).step()
-    write, wait = os.pwrite, FarMemory.await_sent
+    write, wait = os.pwrite, OffloadFile.await_sent
     waits = iter([KeyboardInterrupt])
 
     def late(*arguments: Any) -> int:
         time.sleep(0.05)
         return write(*arguments)
 
-    def interrupted(memory: FarMemory, transfer: Any) -> None:
+    def interrupted(memory: OffloadFile, transfer: Any) -> None:
         for interrupt in waits:
             raise interrupt
         wait(memory, transfer)
 
     monkeypatch.setattr(os, "pwrite", late)
-    monkeypatch.setattr(FarMemory, "await_sent", interrupted)
+    monkeypatch.setattr(OffloadFile, "await_sent", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer_of(ours).step()
     updated = 0
@@ -418,7 +418,7 @@ def frozen(*names: str, slices: int) -> tuple[Rule, ...]:
 
 
 @pytest.fixture(scope="module")
-def thawed(far: sy.Far) -> sy.Planned:
+def thawed(far: sy.OffloadTier) -> sy.Planned:
     """A step whose weights are mostly frozen."""
     torch.manual_seed(0)
     cluster = sy.Cluster.here(far=far)
@@ -459,7 +459,7 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     assert planned.predicted.communication_bytes.value == ours.far.moved_bytes - moved_bytes
 
 
-def test_slices_in_half_precision_take_the_bytes_that_were_said(far: sy.Far) -> None:
+def test_slices_in_half_precision_take_the_bytes_that_were_said(far: sy.OffloadTier) -> None:
     torch.manual_seed(0)
     model, x = Frozen().to(torch.bfloat16), torch.randn(64, 1024, dtype=torch.bfloat16)
     whole = sy.plan(model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
@@ -472,7 +472,7 @@ def test_slices_in_half_precision_take_the_bytes_that_were_said(far: sy.Far) -> 
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
 
 
-def test_what_not_only_products_read_is_fetched_whole(far: sy.Far) -> None:
+def test_what_not_only_products_read_is_fetched_whole(far: sy.OffloadTier) -> None:
     class Both(Frozen):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.turned.sum()
@@ -491,7 +491,7 @@ def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path
     assert {r.degree for r in states_offered(thawed)} == {0}
     torch.manual_seed(0)
     model, x = Frozen(rows=4096), torch.randn(16, 1024)
-    cluster = sy.Cluster.here(far=sy.Far(tmp_path, rate="2 GB/s", size="1 GiB"))
+    cluster = sy.Cluster.here(far=sy.OffloadTier(tmp_path, rate="2 GB/s", size="1 GiB"))
     large = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
     found = {(r.module, r.degree) for r in states_offered(large) if r.op == "weight"}
     names = ("biased.weight", "bare.weight", "turned")
@@ -557,7 +557,7 @@ def test_no_page_of_what_a_step_moved_stays_in_memory(adam: sy.Planned) -> None:
     assert cached_bytes(ours.far) >= tall.nbytes
 
 
-def cached_bytes(memory: FarMemory) -> int:
+def cached_bytes(memory: OffloadFile) -> int:
     """How much of its file the system holds in memory, by mincore."""
     import ctypes
     import mmap

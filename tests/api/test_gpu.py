@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import steelyard as sy
 from steelyard.comm.devices import CPU, home_of
 from steelyard.errors import BadInput
-from steelyard.hardware.cluster import Cluster, Far
+from steelyard.hardware.cluster import Cluster, OffloadTier
 from steelyard.measure.cache import CostCache
 from steelyard.planner.local_cluster import MAY_SHARE, cluster_at
 from tests.zoo.case import next_token_loss, tokens
@@ -92,7 +92,7 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
 
 def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     there, cache = torch.device("cuda", 0), CostCache()
-    far = Far(tmp_path, "1GB/s", "1MiB")
+    far = OffloadTier(tmp_path, "1GB/s", "1MiB")
     with pytest.raises(BadInput, match="is on cuda:0, and far memory was given"):
         cluster_at(there, Cluster.here(far=far), cache=cache)
     with pytest.raises(BadInput, match="its step is to be compiled by inductor"):

@@ -28,9 +28,9 @@ from steelyard.hardware.host_os import this_device
 from steelyard.hardware.link import Link
 from steelyard.ir.graph import Node
 from steelyard.ir.metrics import Estimate
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links.background_load import Company
+from steelyard.measure.links.background_load import BackgroundLoad
 from steelyard.measure.links.host_pairs import latency_of, name_of, rate_of
 from steelyard.measure.links.probe import (
     BETWEEN_HOSTS,
@@ -40,9 +40,9 @@ from steelyard.measure.links.probe import (
 )
 from steelyard.measure.links.worker import SIZES
 from steelyard.planner.compatibility import other_than_planned
-from steelyard.planner.cost_provider import Prices
+from steelyard.planner.cost_provider import CostProvider
 from steelyard.planner.multi_host import (
-    Meeting,
+    HostRendezvous,
     _is_as_it_was,
     check_neighbours,
     check_seen_by_all,
@@ -50,9 +50,9 @@ from steelyard.planner.multi_host import (
     on_own_cores,
     planner_of,
 )
-from steelyard.plans.plan import MadeFor
-from steelyard.predict.cost_table import Costs, OperatorCost, Survey
-from steelyard.run.launch.environment import Who
+from steelyard.plans.plan import Target
+from steelyard.predict.cost_table import CostTable, OperatorCost, Survey
+from steelyard.run.launch.environment import RankInfo
 from tests.harness import in_a_hurry
 from tests.measure.test_exchanges import said_of
 
@@ -115,7 +115,8 @@ def test_the_fastest_host_measures_and_plans(
 def test_another_than_the_first_may_plan_and_all_hear_it() -> None:
     store = HashStore()
     one, two, three = (
-        Meeting(who=Who(rank=n, size=3, hosts=3), store=store, planner=1) for n in range(3)
+        HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store, planner=1)
+        for n in range(3)
     )
     assert [met.is_planner for met in (one, two, three)] == [False, True, False]
     heard: list[str] = []
@@ -123,7 +124,7 @@ def test_another_than_the_first_may_plan_and_all_hear_it() -> None:
     for thread in hearing:
         thread.start()
     with two.in_company(), mock.patch("steelyard.planner.multi_host.work_until"):
-        beside = Company(1, this_device(ranks=1), hosts=3)
+        beside = BackgroundLoad(1, this_device(ranks=1), hosts=3)
         with beside.at_work():
             pass
     two.tell("a plan")
@@ -143,9 +144,9 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
         monkeypatch.setenv("STEELYARD_CACHE", str(path))
         said = [{**said_of(LINK, 2), "product": product} for product in products]
         remember_hosts(said, ["a", "b"], hosts=2, look=LOOK, cache=CostCache(path))
-        prices.append(Prices(Cluster.here(ranks=2, hosts=2), on_progress=lambda _: None))
+        prices.append(CostProvider(Cluster.here(ranks=2, hosts=2), on_progress=lambda _: None))
     node = SimpleNamespace(is_free=False, is_far=False, signature="s", phase=None, collective=None)
-    measured = Costs(
+    measured = CostTable(
         device=prices[0].costs.device,
         operators={"s": OperatorCost(seconds=Estimate.exactly(0.2), workspace_bytes=0)},
     )
@@ -232,7 +233,7 @@ def test_cores_are_a_ranks_own_while_it_measures_and_all_of_them_later() -> None
     cores = os.sched_getaffinity(0)
     own = []
     for local_rank in range(2):
-        with on_own_cores(Who(rank=2 + local_rank, size=4, local_rank=local_rank, hosts=2)):
+        with on_own_cores(RankInfo(rank=2 + local_rank, size=4, local_rank=local_rank, hosts=2)):
             own.append(os.sched_getaffinity(0))
         assert os.sched_getaffinity(0) == cores
     assert all(len(part) == max(1, len(cores) // 2) for part in own)
@@ -251,7 +252,7 @@ def test_cores_are_a_ranks_own_while_it_measures_and_all_of_them_later() -> None
 def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
     places: tuple[int, ...], cores: tuple[set[int], ...], said: str
 ) -> None:
-    who = Who(rank=1, size=4, local_rank=0, hosts=2)
+    who = RankInfo(rank=1, size=4, local_rank=0, hosts=2)
     everyones = list(zip(places, cores, strict=True))
     with (
         mock.patch("steelyard.planner.multi_host.gathered", return_value=everyones),
@@ -261,12 +262,12 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
 
 
 def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
-    Who(size=2, hosts=2).check_size(2, planned_hosts=2)
-    Who(size=2).check_size(2)
+    RankInfo(size=2, hosts=2).check_size(2, planned_hosts=2)
+    RankInfo(size=2).check_size(2)
     with pytest.raises(Mismatch, match="for 2 hosts, and the ranks are on 1"):
-        Who(size=2).check_size(2, planned_hosts=2)
+        RankInfo(size=2).check_size(2, planned_hosts=2)
     with pytest.raises(Mismatch, match="for ranks of one host, and the ranks are on 2"):
-        Who(size=2, hosts=2).check_size(2)
+        RankInfo(size=2, hosts=2).check_size(2)
 
 
 def _on_gpus(cluster: Cluster) -> Cluster:
@@ -281,14 +282,14 @@ def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met(
     at: Callable[[Cluster], Cluster], ranks: int
 ) -> None:
     """Also on GPUs, which Cluster.here() knows nothing of; one rank has all cores of its host."""
-    planned = MadeFor(
+    planned = Target(
         model="m", graph="g", decomposition="python-2", runner="python", torch="2.13", batch=(),
         cluster=at(Cluster.here(4, hosts=2, speeds=(1,) * 4)).fingerprint, ranks=4, hosts=2,
     )  # fmt: skip
     here = at(Cluster.here(ranks, speeds=(1,) * ranks)).fingerprint
     run = replace(planned, ranks=ranks, hosts=1, cluster=here)
 
-    def notes(theirs: MadeFor) -> list[str]:
+    def notes(theirs: Target) -> list[str]:
         with mock.patch("steelyard.planner.compatibility.cluster_at", lambda home, c, cache: at(c)):
             return list(other_than_planned(run, theirs))
 
@@ -319,7 +320,9 @@ def test_ranks_of_one_host_or_of_some_more_than_of_others_are_not_planned_for(
 
 def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
     store = HashStore()
-    first, second = (Meeting(who=Who(rank=n, size=2, hosts=2), store=store) for n in range(2))
+    first, second = (
+        HostRendezvous(who=RankInfo(rank=n, size=2, hosts=2), store=store) for n in range(2)
+    )
     heard: list[str] = []
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
     hearing.start()
@@ -328,7 +331,7 @@ def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
         first.tell(plan)
     hearing.join()
     assert heard == [plan]
-    silent = Meeting(who=Who(rank=1, size=2, hosts=2), store=HashStore())
+    silent = HostRendezvous(who=RankInfo(rank=1, size=2, hosts=2), store=HashStore())
     with (
         mock.patch("steelyard.planner.multi_host._PLANNING_SECONDS", 0.1),
         pytest.raises(RankFailed, match="rank 0 has told nothing"),
@@ -356,7 +359,7 @@ def _packed(text: bytes) -> str:
 )
 def test_what_no_first_host_tells_is_refused_in_three_lines(count: str, piece: str) -> None:
     store = HashStore()
-    second = Meeting(who=Who(rank=1, size=2, hosts=2), store=store)
+    second = HostRendezvous(who=RankInfo(rank=1, size=2, hosts=2), store=store)
     store.set("told/0", piece)
     store.set("told", count)
     with (
@@ -370,7 +373,7 @@ def test_what_no_first_host_tells_is_refused_in_three_lines(count: str, piece: s
 def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None:
     store = HashStore()
     first, second, third = (
-        Meeting(who=Who(rank=n, size=3, hosts=3), store=store) for n in range(3)
+        HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store) for n in range(3)
     )
     at_work = [threading.Semaphore(0) for _ in range(2)]
     rested = [threading.Semaphore(0) for _ in range(2)]
@@ -391,7 +394,7 @@ def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None
         for one in hearing:
             one.start()
         with first.in_company():
-            beside = Company(1, this_device(ranks=1), hosts=3)
+            beside = BackgroundLoad(1, this_device(ranks=1), hosts=3)
             for _ in range(2):
                 with beside.at_work():
                     assert all(one.acquire(timeout=_SECONDS) for one in at_work)
@@ -402,7 +405,7 @@ def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None
             one.join()
     assert heard == ["a plan"] * 2
     assert (beside.hosts, beside.notes) == (3, ())
-    alone = Company(1, this_device(ranks=1), hosts=3)
+    alone = BackgroundLoad(1, this_device(ranks=1), hosts=3)
     assert alone.hosts == 1, "what is measured then is remembered as what it is"
     assert alone.notes
 
@@ -411,17 +414,19 @@ def test_all_measure_what_joins_them_once_the_first_asks_and_once_for_a_kind_of_
     tmp_path: Path,
 ) -> None:
     store, cache = HashStore(), CostCache(tmp_path / "costs.sqlite")
-    first, second = (Meeting(who=Who(rank=n, size=2, hosts=2), store=store) for n in range(2))
+    first, second = (
+        HostRendezvous(who=RankInfo(rank=n, size=2, hosts=2), store=store) for n in range(2)
+    )
     measuring: list[tuple[int, int, str]] = []
 
-    def measured(one: Meeting, number: int, home: torch.device) -> None:
+    def measured(one: HostRendezvous, number: int, home: torch.device) -> None:
         measuring.append((one.who.rank, number, home.type))
         said = [said_of(LINK, 2)] * 2
         remember_hosts(said, ["a", "b"], hosts=2, home=home, look=LOOK, cache=cache)
 
     heard: list[str] = []
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
-    with mock.patch.object(Meeting, "_measure", measured):
+    with mock.patch.object(HostRendezvous, "_measure", measured):
         hearing.start()
         with first.in_company():
             for _ in range(2):
@@ -434,7 +439,9 @@ def test_all_measure_what_joins_them_once_the_first_asks_and_once_for_a_kind_of_
 
 def test_who_could_not_measure_says_so_when_the_first_has_told() -> None:
     store = HashStore()
-    first, second = (Meeting(who=Who(rank=n, size=2, hosts=2), store=store) for n in range(2))
+    first, second = (
+        HostRendezvous(who=RankInfo(rank=n, size=2, hosts=2), store=store) for n in range(2)
+    )
     differs = RanksDiffer(
         "rank 1 differs from rank 0 in the kind of device",
         expected="the same",
@@ -451,7 +458,7 @@ def test_who_could_not_measure_says_so_when_the_first_has_told() -> None:
             raised.append(error)
 
     hearing = threading.Thread(target=hear)
-    with mock.patch.object(Meeting, "_measure", side_effect=differs):
+    with mock.patch.object(HostRendezvous, "_measure", side_effect=differs):
         hearing.start()
         with first.in_company(), pytest.raises(RanksDiffer):
             measured_ranks(2, hosts=2)
@@ -481,7 +488,9 @@ def test_what_goes_between_gpus_of_hosts_is_of_sizes_that_a_network_carries(tmp_
 @pytest.mark.parametrize("failure", ["absent", "stopped"])
 def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> None:
     store = HashStore()
-    first, second = (Meeting(who=Who(rank=n, size=3, hosts=3), store=store) for n in range(2))
+    first, second = (
+        HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store) for n in range(2)
+    )
     heard: list[str] = []
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
     hearing.start()
@@ -491,7 +500,7 @@ def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> N
         store.set("at work/1/2", "")
     with mock.patch.multiple("steelyard.planner.multi_host", **settings):
         with first.in_company():
-            company = Company(1, this_device(ranks=1), hosts=3)
+            company = BackgroundLoad(1, this_device(ranks=1), hosts=3)
             with pytest.raises(expected), company.at_work():
                 raise KeyboardInterrupt
         first.tell("it failed")
@@ -501,13 +510,15 @@ def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> N
 
 def test_who_came_to_measure_hears_that_another_did_not() -> None:
     store = HashStore()
-    first, second = (Meeting(who=Who(rank=n, size=3, hosts=3), store=store) for n in range(2))
+    first, second = (
+        HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store) for n in range(2)
+    )
     heard: list[str] = []
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
     settings = {"_BEGINNING_SECONDS": 1.0, "_HEARING_SECONDS": 1.0}
     with (
         mock.patch.multiple("steelyard.planner.multi_host", **settings),
-        mock.patch.object(Meeting, "_measure") as measure,
+        mock.patch.object(HostRendezvous, "_measure") as measure,
     ):
         hearing.start()
         with first.in_company(), pytest.raises(RankFailed, match="does not come"):
@@ -656,7 +667,7 @@ def test_a_plan_lies_on_the_two_hosts_that_are_well_joined_and_names_the_third(
         cluster = Cluster.here(ranks=3, hosts=3, speeds=(1, 1, 1))
         planned = sy.plan(model, loss, batch, cluster=cluster)
         decisions = planned.plan.decisions
-        assert Layout.of(decisions.rules).num_ranks == 2
+        assert ParallelLayout.of(decisions.rules).num_ranks == 2
         assert decisions.used_ranks == (0, 2)
         (note,) = (n for n in planned.plan.notes if "link carries" in n)
         assert note.startswith("host 1's link carries 3.53 MiB/s, the others 113 MiB/s: with it a ")

@@ -16,7 +16,7 @@ from steelyard.hardware.cluster import Cluster
 from steelyard.ir.graph import Graph
 from steelyard.planner import max_size as largest_module
 from steelyard.planner.max_size import largest
-from steelyard.planner.session import Request
+from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget, Maximize
 from tests.harness import in_a_hurry
 from tests.report.sample import PLAN
@@ -42,7 +42,7 @@ def test_few_sizes_are_tried(
     budget = 467_500_000
     tried: list[int] = []
 
-    def looked_at(request: Request) -> Any:
+    def looked_at(request: PlanRequest) -> Any:
         size = request.batch.shape[1]
         tried.append(size)
         if size > possible:
@@ -51,9 +51,9 @@ def test_few_sizes_are_tried(
         search = SimpleNamespace(least_bytes=lambda *, enough_bytes: least)
         return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
 
-    monkeypatch.setattr(Request, "looked_at", looked_at)
+    monkeypatch.setattr(PlanRequest, "looked_at", looked_at)
     monkeypatch.setattr(largest_module, "Planner", lambda _: SimpleNamespace(plan=lambda _: PLAN))
-    request = Request(
+    request = PlanRequest(
         model=nn.Linear(1, 1), loss=lambda *_: torch.zeros(()), optimizer=None, title="",
         batch=torch.zeros(2, 48, dtype=torch.long), cluster=Cluster.here(), runner="python",
         budget=Budget(memory=budget), on_progress=lambda _: None,
@@ -67,15 +67,15 @@ def test_few_sizes_are_tried(
 def test_where_nothing_fits_the_least_is_said_and_why_nothing_smaller_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def looked_at(request: Request) -> Any:
+    def looked_at(request: PlanRequest) -> Any:
         size = request.batch.shape[0]
         if size < 2:
             raise CaptureRefused("one sample has no variance", expected="more", remedy="more")
         search = SimpleNamespace(least_bytes=lambda *, enough_bytes: size << 20)
         return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
 
-    monkeypatch.setattr(Request, "looked_at", looked_at)
-    request = Request(
+    monkeypatch.setattr(PlanRequest, "looked_at", looked_at)
+    request = PlanRequest(
         model=nn.Linear(1, 1), loss=lambda *_: torch.zeros(()), optimizer=None, title="",
         batch=torch.zeros(8, 3), cluster=Cluster.here(), runner="python",
         budget=Budget(memory="1 MiB"), on_progress=lambda _: None,

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 import steelyard as sy
 from steelyard.api import Step
 from steelyard.measure.operators.memory import is_profiled
-from steelyard.plans.receipt import Measured
+from steelyard.plans.receipt import RunMeasurement
 from steelyard.report.document import tree_of
 from steelyard.units import format_bytes
 
@@ -45,7 +45,7 @@ def trained(
     steps: int = 6,
     accumulated: int = 1,
     set_to_none: bool = True,
-) -> Measured:
+) -> RunMeasurement:
     for _ in range(steps):
         for _ in range(accumulated):
             step.backward(BATCH, 1 / accumulated)
@@ -55,7 +55,7 @@ def trained(
     return step.receipt().measured
 
 
-def note_of(measured: Measured, start: str) -> str:
+def note_of(measured: RunMeasurement, start: str) -> str:
     (found,) = (note for note in measured.notes if start in note)
     return found
 

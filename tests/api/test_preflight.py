@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import BadInput, Infeasible
 from steelyard.ir.program import Program
 from steelyard.planner import cost_provider as pricing
 from steelyard.planner import session as look
 from steelyard.planner.preflight import floor_of
-from steelyard.search import Floor, Search
+from steelyard.search import Floor, StepSearch
 from tests import zoo
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -43,7 +43,7 @@ def never(what: str) -> Callable[..., Any]:
 def test_a_budget_below_the_weights_is_refused_before_the_capture(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepSource, "graph", never("captured"))
+    monkeypatch.setattr(CapturedStep, "graph", never("captured"))
     with pytest.raises(Infeasible, match="what stays for the whole step") as refused:
         sy.plan(*_asked(), optimizer=ADAM, budget=sy.Budget(memory=memory))
     assert "parameters 129 KiB, the batch 2.00 KiB" in refused.value.expected
@@ -52,7 +52,7 @@ def test_a_budget_below_the_weights_is_refused_before_the_capture(
 def test_a_budget_below_the_optimizer_state_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(look, "Prices", never("measured"))
+    monkeypatch.setattr(look, "CostProvider", never("measured"))
     with pytest.raises(Infeasible, match="what stays for the whole step") as refused:
         sy.plan(*_asked(), optimizer=ADAM, budget=sy.Budget(memory="400 KiB"))
     assert "gradients 129 KiB, optimizer state 259 KiB" in refused.value.expected
@@ -64,7 +64,7 @@ def test_another_budget_for_the_same_step_is_refused_without_a_search(
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     monkeypatch.setattr(pricing, "_CHECK_SECONDS", 1.0)
     planned = sy.plan(*_asked(), optimizer=ADAM)
-    monkeypatch.setattr(Search, "find", never("searched"))
+    monkeypatch.setattr(StepSearch, "find", never("searched"))
     with pytest.raises(Infeasible, match="what stays for the whole step"):
         planned.what_if(memory="400 KiB")
 
@@ -78,7 +78,7 @@ def _asked() -> tuple[nn.Module, Any, Tensor]:
 @pytest.mark.parametrize("name", [case.name for case in zoo.OWN + zoo.EDGE[::5]])
 def test_what_is_known_before_the_capture_is_part_of_what_is_known_after(name: str) -> None:
     model, their_loss, batch = zoo.case(name).make()
-    graph = StepSource(model=model, loss=their_loss, batch=batch).graph(micro_batches=1)
+    graph = CapturedStep(model=model, loss=their_loss, batch=batch).graph(micro_batches=1)
     before, after = floor_of(model, batch), Floor.of(Program.plain(graph))
     assert before.parameter_bytes <= after.parameter_bytes
     assert before.buffer_bytes <= after.buffer_bytes
@@ -98,7 +98,7 @@ def test_tensors_that_share_memory_count_once() -> None:
 def test_a_far_memory_larger_than_its_disk_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepSource, "graph", never("captured"))
-    far = sy.Far(tmp_path, rate="500 MB/s", size="999 TiB")
+    monkeypatch.setattr(CapturedStep, "graph", never("captured"))
+    far = sy.OffloadTier(tmp_path, rate="500 MB/s", size="999 TiB")
     with pytest.raises(BadInput, match=r"far memory of 999 TiB in .*, whose disk has .* free"):
         sy.plan(*_asked(), cluster=sy.Cluster.here(far=far))

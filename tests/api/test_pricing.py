@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import steelyard as sy
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.hardware.host_os import this_device
 from steelyard.ir.graph import Graph
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.planner.cost_provider import Prices
+from steelyard.planner.cost_provider import CostProvider
 from steelyard.plans.trade import strike
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
 from tests.trades.test_shard_pipeline import plain
 from tests.zoo.case import next_token_loss, tokens
@@ -33,9 +33,9 @@ def said(
 ) -> dict[int, float]:
     """The time of a step in so many parts, as a share of the uncut step's, where checks find these
     beside it and the operators of a cut alone add up to ``operators``."""
-    prices = Prices.__new__(Prices)
+    prices = CostProvider.__new__(CostProvider)
     prices._cuts, prices._cut_times, prices._base = {}, {}, plain()
-    prices.costs = Costs(device=this_device(), whole_step=Estimate.exactly(1.0))
+    prices.costs = CostTable(device=this_device(), whole_step=Estimate.exactly(1.0))
     found = {parts: Estimate(value=v, low=lo, high=hi) for parts, (lo, v, hi) in checks.items()}
     current = 0
 
@@ -43,7 +43,7 @@ def said(
         return found[current]
 
     with mock.patch.multiple(
-        Prices,
+        CostProvider,
         _can_run=mock.Mock(return_value=True),
         _operator_seconds=lambda _, program: operators if program.repeats > 1 else 1.0,
         _checked=mock.Mock(side_effect=checked),
@@ -94,7 +94,7 @@ def test_a_cut_is_no_faster_where_its_operators_alone_are_not() -> None:
 def test_what_is_timed_by_the_processor_takes_longer_where_it_is_withheld(
     quota: float, threads: int, ranks: int, longer: float
 ) -> None:
-    prices = Prices.__new__(Prices)
+    prices = CostProvider.__new__(CostProvider)
     prices._is_here, prices._threads, prices.notes = True, threads, []
     with mock.patch("steelyard.planner.cost_provider.quota_cores", return_value=quota):
         assert prices._longer_than_processor_time(ranks) == pytest.approx(longer)
@@ -123,7 +123,7 @@ def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
     """``run --adapt`` compares plans with other buckets, and measures nothing for them."""
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
-    source = StepSource(
+    source = CapturedStep(
         model=model, loss=next_token_loss, batch=tokens(12, 16, 96),
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
         lag = Rule(trade="overlap", lag=1)
         return strike(plain, [batch, lag, *rules], trades=TRADES, source=source).graph
 
-    prices = Prices.__new__(Prices)
+    prices = CostProvider.__new__(CostProvider)
     prices._known = {node.signature for node in sent(1 << 20).nodes}
     other = sent(1 << 16)
     assert {node.signature for node in other.nodes} - prices._known

@@ -13,7 +13,7 @@ import steelyard as sy
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import context_of
 from steelyard.plans.plan_file import read_decisions
-from steelyard.plans.trade import Left
+from steelyard.plans.trade import Remaining
 from tests.api.test_coded import LINK
 
 _OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
@@ -60,7 +60,7 @@ def test_few_rows_of_a_large_table_are_sent_by_themselves(
     assert plan.predicted.communication_bytes.value < 4e6
     assert "rows of 1 tensor, 2 ranks'" in str(plan)
     left = [refusal.left for refusal in plan.plan.refused]
-    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
     (other,) = (r for r in plan.plan.refused if r.trade == "sparse_gradients")
     assert other.label == "rows of places.weight"
     assert other.reason == "2 ranks look 32 rows up each, and the table has 32"

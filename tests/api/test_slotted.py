@@ -13,7 +13,7 @@ from steelyard.ir.rule import Rule
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import context_of
 from steelyard.plans.plan_file import read_decisions
-from steelyard.plans.trade import Left
+from steelyard.plans.trade import Remaining
 from tests.api.test_coded import LINK
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -56,7 +56,7 @@ def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
     assert taken.buys_seconds > 1e-3
     assert taken.buys_bytes < 0, "the slots are there all the time"
     left = [refusal.left for refusal in plan.plan.refused]
-    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
     peak = plan.plan.predicted.peak
     assert any(h.what == "room for what other ranks write" for h in peak.alive)
     plan.save(path := tmp_path / "train.plan.toml")
@@ -70,11 +70,11 @@ def test_where_it_is_slower_the_plan_says_by_how_much(
     plan = _planned(folder, monkeypatch, _SLOW)
     assert _RULE not in plan.plan.decisions.rules
     (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
-    assert refusal.left is Left.WHOLE
+    assert refusal.left is Remaining.WHOLE
     assert "would take ~" in refusal.reason
     assert "without them ~" in refusal.reason
     left = [r.left for r in plan.plan.refused]
-    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Left.WHOLE)
+    assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
 
 
 def test_ranks_that_share_no_memory_are_told_so(
@@ -82,5 +82,5 @@ def test_ranks_that_share_no_memory_are_told_so(
 ) -> None:
     plan = _planned(folder, monkeypatch, {})
     (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
-    assert refusal.left is Left.NEVER
+    assert refusal.left is Remaining.NEVER
     assert refusal.reason.startswith("these ranks are not known to share memory")

@@ -55,7 +55,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*args: Any, **how: Any) -> Any:
         raise AssertionError("something is measured to start a finished plan")
 
-    monkeypatch.setattr(look, "Prices", measured)
+    monkeypatch.setattr(look, "CostProvider", measured)
 
 
 @pytest.mark.usefixtures("unmeasured")

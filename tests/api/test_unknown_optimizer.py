@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.optimizer import capture_update
 from steelyard.hardware.cluster import Device
 from steelyard.ir.graph import Role
@@ -15,10 +15,10 @@ from steelyard.ir.program import Program
 from steelyard.planner.optimizer_note import note_on_state
 from steelyard.plans.plan import Prediction
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.units import format_bytes
 
-COSTS = Costs(
+COSTS = CostTable(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 40)
 )
 
@@ -45,7 +45,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def planned() -> tuple[nn.Module, Program, Prediction]:
     model = Partly()
-    source = StepSource(model=model, loss=loss, batch=torch.randn(4, 64))
+    source = CapturedStep(model=model, loss=loss, batch=torch.randn(4, 64))
     program = Program.plain(source.graph(micro_batches=1))
     return model, program, predict(program, COSTS)
 

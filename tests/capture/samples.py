@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.capture.batch.independence_proof import Splitting
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from tests.zoo.case import Sample
 
 
 def verdict(sample: Sample) -> Splitting:
     model, loss, batch = sample
-    return StepSource(model=model, loss=loss, batch=batch).splitting()
+    return CapturedStep(model=model, loss=loss, batch=batch).splitting()
 
 
 def net() -> nn.Module:
@@ -63,4 +63,4 @@ class Counting(nn.Module):
 
 def shared(sample: Sample) -> Splitting:
     model, loss, batch = sample
-    return StepSource(model=model, loss=loss, batch=batch).sharing()
+    return CapturedStep(model=model, loss=loss, batch=batch).sharing()

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.hardware.cluster import Device
 from steelyard.ir.program import Program
 from steelyard.measure.operators.memory import Metered, meter_once
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.run.step import LiveStep
 from tests.zoo import Case, Sample, Scale, reference
 
@@ -28,18 +28,18 @@ from tests.zoo import Case, Sample, Scale, reference
 DEVICE = Device(
     kind="declared for tests", flops_per_second=80e9, bytes_per_second=16e9, memory_bytes=1 << 40
 )
-COSTS = Costs(device=DEVICE)
+COSTS = CostTable(device=DEVICE)
 SEED = 7
 
 Answers = tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]
 
 
-def source_of(sample: Sample, **settings: Any) -> StepSource:
+def source_of(sample: Sample, **settings: Any) -> CapturedStep:
     model, loss, batch = sample
-    return StepSource(model=model, loss=loss, batch=batch, **settings)
+    return CapturedStep(model=model, loss=loss, batch=batch, **settings)
 
 
-def live(source: StepSource, *, micro_batches: int = 1) -> LiveStep:
+def live(source: CapturedStep, *, micro_batches: int = 1) -> LiveStep:
     captured = source.captured(micro_batches=micro_batches)
     return LiveStep(
         source.model,
@@ -111,7 +111,7 @@ def undisturbed() -> Iterator[None]:
         gc.enable()
 
 
-def predicted_above(program: Program, costs: Costs) -> int:
+def predicted_above(program: Program, costs: CostTable) -> int:
     """The predicted peak above what is there before the step."""
     prediction = predict(program, costs)
     return prediction.peak.nbytes - prediction.peak.resident_bytes

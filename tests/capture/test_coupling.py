@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.capture.checks.batch_independence import coupling
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.ir.graph import Graph
 from tests import zoo
 from tests.capture.samples import (
@@ -80,7 +80,7 @@ def test_operators_show_what_the_numbers_of_one_batch_do_not(loss: Any) -> None:
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     """For its sizes, which samples are told apart from; the terms below bring no others."""
-    return StepSource(model=net(), loss=class_loss, batch=data()).graph(micro_batches=1)
+    return CapturedStep(model=net(), loss=class_loss, batch=data()).graph(micro_batches=1)
 
 
 def next_to_each_other(h: Tensor) -> Tensor:

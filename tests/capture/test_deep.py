@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.capture.deep.truncate import cut
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.ir.graph import Graph, OutputKind
 from steelyard.ir.program import Program
 from steelyard.predict import predict
@@ -83,7 +83,7 @@ CUT: dict[str, tuple[Callable[[], Sample], dict[str, tuple[int, int]]]] = {
 
 
 @cache
-def sources(name: str) -> tuple[StepSource, StepSource]:
+def sources(name: str) -> tuple[CapturedStep, CapturedStep]:
     """To be traced whole and to be planned: each captured once for all that is asked of it."""
     sample = CUT[name][0]()
     return source_of(sample), source_of(sample, for_planning=True)

@@ -31,7 +31,7 @@ from steelyard.ir.graph import Phase, Role
 from steelyard.ir.program import Program
 from steelyard.measure.operators import benchmark as operators
 from steelyard.measure.operators.memory import meter_once
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from tests.capture.stepping import DEVICE
 
@@ -61,7 +61,7 @@ def small(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 32))
 
 
-def updated(make: Callable[..., Any]) -> tuple[Program, Costs]:
+def updated(make: Callable[..., Any]) -> tuple[Program, CostTable]:
     program = capture_update(small(), make)
     costs, survey = operators.measure_operators([program.graph], DEVICE, seconds_budget=60.0)
     assert not survey.unmeasured, survey.unmeasured[0]
@@ -101,7 +101,7 @@ def test_what_the_last_update_holds_is_held_until_the_optimizer_returns() -> Non
     """As what any other holds, until the next begins: here a decayed gradient."""
     model = nn.Linear(64, 64, bias=False)
     program = capture_update(model, OPTIMIZERS["adam maximizing"])
-    assert liveness(program, Costs(device=DEVICE)).peak_bytes == 3 * model.weight.nbytes
+    assert liveness(program, CostTable(device=DEVICE)).peak_bytes == 3 * model.weight.nbytes
 
 
 def test_the_update_reads_gradients_and_belongs_to_the_optimizer() -> None:
@@ -197,7 +197,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_captured
     def looked_at(_: object) -> Any:
         raise AssertionError("the step was captured")
 
-    monkeypatch.setattr(planning.Request, "looked_at", looked_at)
+    monkeypatch.setattr(planning.PlanRequest, "looked_at", looked_at)
     batch = torch.ones(2, 4)
     for plan in (planning.plan, partial(planning.load, "none.plan.toml")):
         with pytest.raises(CaptureRefused, match="optimizer= "):

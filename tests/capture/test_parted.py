@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from steelyard import _torch
 from steelyard.capture.spmd.partition import parted
-from steelyard.capture.step import Captured, StepSource
+from steelyard.capture.step import Captured, CapturedStep
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput
 from steelyard.ir.collective import GLOO, Exchange
 from steelyard.ir.graph import Argument, Graph, Node, OutputKind, Phase, Role, Symbol
 from steelyard.ir.placement import PARTIAL, REPLICATE, Placement, Shard, fits
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.operators import torch_object
 from tests import zoo
 from tests.capture import in_step
@@ -45,7 +45,7 @@ class Whole:
     def __init__(self, model: nn.Module, loss: Any, batch: Any) -> None:
         self.model = copy.deepcopy(model).double()
         self.batch = _torch.tree_map(_widened, batch)
-        self.captured: Captured = StepSource(
+        self.captured: Captured = CapturedStep(
             model=self.model, loss=loss, batch=self.batch
         ).captured()
         self.graph: Graph = self.captured.graph
@@ -53,11 +53,11 @@ class Whole:
         self.given = in_step.given(self.graph, self.model, self.batch, constants)
         (self.left,) = in_step.run([self.graph], [self.given])
 
-    def in_parts(self, choice: Parting) -> list[Graph]:
+    def in_parts(self, choice: ShardingChoice) -> list[Graph]:
         ranks = range(choice.num_ranks)
         return [parted(self.graph, choice, rank=rank, transport=GLOO) for rank in ranks]
 
-    def error(self, choice: Parting, graphs: list[Graph]) -> float:
+    def error(self, choice: ShardingChoice, graphs: list[Graph]) -> float:
         """The largest difference of what leaves the step, as a share of the largest there is."""
         placed: dict[str, Placement] = dict(choice.inputs)
         inputs = [
@@ -78,7 +78,7 @@ class Whole:
             worst = max(worst, float((got - expected).abs().max()) / scale)
         return worst
 
-    def at_random(self, seed: int, num_ranks: int) -> Parting:
+    def at_random(self, seed: int, num_ranks: int) -> ShardingChoice:
         """Any placement of most parameters and buffers, and of some values on their way."""
         chance = random.Random(seed)
         inputs, values = [], []
@@ -101,7 +101,7 @@ class Whole:
                     shards.append(PARTIAL)
                 if shards:
                     values.append((node.name, chance.choice(shards)))
-        return Parting(
+        return ShardingChoice(
             axis="tensor", num_ranks=num_ranks, inputs=tuple(inputs), values=tuple(values)
         )
 
@@ -125,7 +125,7 @@ def test_however_the_parts_lie_the_step_is_the_same(name: str) -> None:
 
 def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
     whole = Whole.named("gpt")
-    choice = Parting(axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=2)))
+    choice = ShardingChoice(axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=2)))
     graphs = whole.in_parts(choice)
     assert whole.error(choice, graphs) < ROUNDING
     nodes = [graphs[0].by_name[name] for name in graphs[0].collectives]
@@ -144,8 +144,8 @@ def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
     """Chosen for two values only, sequence parallelism follows (Korthikanti et al. 2022)."""
     whole = Whole.named("gpt")
     weights = tuple(_columns_then_rows(layers=2))
-    plain = Parting(axis="tensor", num_ranks=2, inputs=weights)
-    cut = Parting(
+    plain = ShardingChoice(axis="tensor", num_ranks=2, inputs=weights)
+    cut = ShardingChoice(
         axis="tensor", num_ranks=2, inputs=weights, values=(("add", Shard(1)), ("add_1", Shard(1)))
     )
     graphs = whole.in_parts(cut)
@@ -162,7 +162,9 @@ def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
 
 def test_a_split_vocabulary_never_gathers_its_scores() -> None:
     whole = Whole.named("gpt")
-    choice = Parting(axis="tensor", num_ranks=2, inputs=(("parameter:token.weight", Shard(0)),))
+    choice = ShardingChoice(
+        axis="tensor", num_ranks=2, inputs=(("parameter:token.weight", Shard(0)),)
+    )
     graphs = whole.in_parts(choice)
     assert whole.error(choice, graphs) < ROUNDING
     gathered = [
@@ -199,7 +201,7 @@ def test_what_is_written_over_in_place_stays_in_parts() -> None:
     whole = Whole(Masked(), lambda model, x: model(x).square().sum(), batch)
     columns = [(f"parameter:{n}.weight", Shard(0)) for n in ("query", "key", "value")]
     biases = [(f"parameter:{n}.bias", Shard(0)) for n in ("query", "key", "value")]
-    choice = Parting(
+    choice = ShardingChoice(
         axis="tensor",
         num_ranks=2,
         inputs=(*columns, *biases, ("parameter:out.weight", Shard(1))),
@@ -219,7 +221,7 @@ def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
     whole = Whole.named("gpt")
     assert whole.graph.runs
     for layers, left in ((1, ()), (2, whole.graph.runs)):
-        choice = Parting(
+        choice = ShardingChoice(
             axis="tensor", num_ranks=2, inputs=tuple(_columns_then_rows(layers=layers))
         )
         assert whole.in_parts(choice)[0].runs == left
@@ -227,7 +229,7 @@ def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
 
 def test_nothing_in_parts_is_the_captured_step() -> None:
     whole = Whole.named("gpt")
-    (graph, _) = whole.in_parts(Parting(axis="tensor", num_ranks=2))
+    (graph, _) = whole.in_parts(ShardingChoice(axis="tensor", num_ranks=2))
     assert [(n.name, n.op, n.signature, n.nth) for n in graph.nodes] == [
         (n.name, n.op, n.signature, n.nth) for n in whole.graph.nodes
     ]
@@ -238,8 +240,8 @@ def test_nothing_in_parts_is_the_captured_step() -> None:
 def test_what_does_not_divide_is_refused_in_three_lines() -> None:
     whole = Whole.named("mlp")
     for choice in (
-        Parting(axis="tensor", num_ranks=3, inputs=(("parameter:0.weight", Shard(0)),)),
-        Parting(axis="tensor", num_ranks=2, inputs=(("parameter:0.wieght", Shard(0)),)),
+        ShardingChoice(axis="tensor", num_ranks=3, inputs=(("parameter:0.weight", Shard(0)),)),
+        ShardingChoice(axis="tensor", num_ranks=2, inputs=(("parameter:0.wieght", Shard(0)),)),
     ):
         with pytest.raises(BadInput):
             whole.in_parts(choice)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.checks.python_state_guards import Reads
-from steelyard.capture.step import StepSource
+from steelyard.capture.checks.python_state_guards import StateGuards
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import CaptureRefused, Mismatch
 from tests.capture import schedule
 
@@ -100,8 +100,8 @@ class Trainer:
         return result
 
 
-def captured(trainer: Trainer, model: nn.Module) -> Reads:
-    step = StepSource(model=model, loss=trainer.loss, batch=torch.ones(3, 2))
+def captured(trainer: Trainer, model: nn.Module) -> StateGuards:
+    step = CapturedStep(model=model, loss=trainer.loss, batch=torch.ones(3, 2))
     return step.captured().reads
 
 
@@ -168,14 +168,14 @@ READ: dict[str, tuple[Change, str]] = {
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Trainer, Layered, Reads]:
+def made() -> tuple[Trainer, Layered, StateGuards]:
     trainer, model = Trainer(), Derived()
     return trainer, model, captured(trainer, model)
 
 
 @pytest.mark.parametrize("change", READ)
 def test_what_was_read_may_not_change(
-    change: str, made: tuple[Trainer, Layered, Reads], monkeypatch: pytest.MonkeyPatch
+    change: str, made: tuple[Trainer, Layered, StateGuards], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, model, reads = made
     reads.check()
@@ -192,7 +192,7 @@ def test_what_was_read_may_not_change(
     reads.check()
 
 
-def test_what_was_not_read_may_change(made: tuple[Trainer, Layered, Reads]) -> None:
+def test_what_was_not_read_may_change(made: tuple[Trainer, Layered, StateGuards]) -> None:
     trainer, model, reads = made
     trainer.global_step += 1
     model.steps += 1
@@ -232,7 +232,7 @@ def test_closures_partials_and_losses_that_are_modules_are_read_too() -> None:
     losses: list[Any] = [closed, module, functools.partial(given, extra=extra)]
     model = nn.Linear(2, 2)
     found = [
-        StepSource(model=model, loss=loss, batch=torch.ones(3, 2)).captured().reads
+        CapturedStep(model=model, loss=loss, batch=torch.ones(3, 2)).captured().reads
         for loss in losses
     ]
     for reads in found:
@@ -260,7 +260,7 @@ def test_random_numbers_of_other_generators_are_refused(draw: Callable[[], Any])
         return result
 
     with pytest.raises(CaptureRefused, match="random") as refused:
-        StepSource(model=nn.Linear(2, 2), loss=loss, batch=torch.ones(3, 2)).captured()
+        CapturedStep(model=nn.Linear(2, 2), loss=loss, batch=torch.ones(3, 2)).captured()
     assert "or draw with torch (torch.rand)" in str(refused.value)
 
 
@@ -277,5 +277,5 @@ def test_keys_of_a_batch_that_nothing_looks_at_are_known() -> None:
         "files": ["c"],
         "y": torch.ones(3),
     }
-    source = StepSource(model=nn.Linear(2, 2), loss=loss, batch=batch)
+    source = CapturedStep(model=nn.Linear(2, 2), loss=loss, batch=batch)
     assert source.captured().reads.unread == {"step", "files"}

@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.ir.placement import Shard
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 from tests.capture.test_parted import ROUNDING, ROUNDING_SINGLE, Whole
 
 
@@ -17,7 +17,7 @@ def test_a_region_cut_sends_what_it_says_and_computes_the_same(name: str) -> Non
     bound = ROUNDING_SINGLE if name == "hf_llama" else ROUNDING
     found = regions(whole.graph, num_ranks=2)
     for region in found:
-        choice = Parting(axis="tensor", num_ranks=2, inputs=region.inputs)
+        choice = ShardingChoice(axis="tensor", num_ranks=2, inputs=region.inputs)
         graphs = whole.in_parts(choice)
         assert whole.error(choice, graphs) < bound, region
         exchanges = [graphs[0].by_name[n].collective for n in graphs[0].collectives]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.capture.deep.batch_template import SampledStep
-from steelyard.capture.step import StepSource
+from steelyard.capture.deep.batch_template import TruncatedStep
+from steelyard.capture.step import CapturedStep
 from steelyard.ir.batch_template import telling_number
 from steelyard.ir.graph import Graph, Role
 from tests.zoo.case import next_token_loss, tokens
@@ -23,9 +23,9 @@ def _gpt(layers: int) -> GPT:
     return GPT(layers=layers, width=32, heads=2, vocabulary=64, length=16)
 
 
-def _step(layers: int = 7, samples: int = 8) -> SampledStep:
+def _step(layers: int = 7, samples: int = 8) -> TruncatedStep:
     batch = tokens(samples, 16, 64)
-    return SampledStep(model=_gpt(layers), loss=next_token_loss, batch=batch, optimizer=_ADAMW)
+    return TruncatedStep(model=_gpt(layers), loss=next_token_loss, batch=batch, optimizer=_ADAMW)
 
 
 def _figures(graph: Graph) -> list[Any]:
@@ -36,15 +36,15 @@ def _figures(graph: Graph) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def step() -> SampledStep:
+def step() -> TruncatedStep:
     return _step()
 
 
 @pytest.mark.parametrize("samples", [2, 3, 8])
 def test_operators_are_those_of_a_capture_of_so_many_samples(
-    step: SampledStep, samples: int
+    step: TruncatedStep, samples: int
 ) -> None:
-    short = StepSource(model=_gpt(3), loss=next_token_loss, batch=tokens(samples, 16, 64))
+    short = CapturedStep(model=_gpt(3), loss=next_token_loss, batch=tokens(samples, 16, 64))
     captured, said = short.captured().graph, step.whole.at(samples)
     assert _figures(said) == _figures(captured)
     assert [s.nbytes for s in said.storages] == [s.nbytes for s in captured.storages]
@@ -53,9 +53,9 @@ def test_operators_are_those_of_a_capture_of_so_many_samples(
 # Numbers that no size in the step is a multiple of, so that a capture tells the batch from the
 # sequence, which is cut; of fewer samples the gradient of the words would be sent otherwise.
 @pytest.mark.parametrize("samples", [11, 13])
-def test_parts_exchange_what_parts_of_so_many_samples_do(step: SampledStep, samples: int) -> None:
+def test_parts_exchange_what_parts_of_so_many_samples_do(step: TruncatedStep, samples: int) -> None:
     said = step.in_parts(2).at(samples)
-    other = SampledStep(
+    other = TruncatedStep(
         model=_gpt(7), loss=next_token_loss, batch=tokens(samples, 16, 64), optimizer=None
     )
     other.__dict__["_samples"] = samples  # captured at just so many
@@ -66,7 +66,7 @@ def test_parts_exchange_what_parts_of_so_many_samples_do(step: SampledStep, samp
     assert [n.flops for n in said.nodes] == [n.flops for n in captured.nodes]
 
 
-def test_the_blocks_are_found_and_the_bytes_of_their_optimizer(step: SampledStep) -> None:
+def test_the_blocks_are_found_and_the_bytes_of_their_optimizer(step: TruncatedStep) -> None:
     assert (step.blocks.path, step.blocks.first, step.blocks.count) == ("blocks", 0, 7)
     formats = step.formats
     assert (formats.weight_bytes, formats.gradient_bytes, formats.state_bytes) == (4, 4, 8)
@@ -74,7 +74,7 @@ def test_the_blocks_are_found_and_the_bytes_of_their_optimizer(step: SampledStep
     assert step.why_together == ""
 
 
-def test_no_tensor_is_cut_twice_and_each_is_a_parameter(step: SampledStep) -> None:
+def test_no_tensor_is_cut_twice_and_each_is_a_parameter(step: TruncatedStep) -> None:
     names = [name for region in step.regions(2) for name, _ in region.inputs]
     assert len(names) == len(set(names)) > 6
     graph = step.whole.graph
@@ -92,7 +92,7 @@ def test_samples_that_see_each_other_are_told() -> None:
             y: torch.Tensor = self.linear(x)
             return y - y.mean(0)
 
-    step = SampledStep(
+    step = TruncatedStep(
         model=Centred(), loss=lambda m, b: m(b).square().mean(), batch=torch.randn(8, 4),
         optimizer=None,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_samples_that_see_each_other_are_told() -> None:
 
 def test_a_batch_without_a_common_dim_stays_as_it_is() -> None:
     batch = {"x": torch.randn(6, 4), "weight": torch.randn(4)}
-    step = SampledStep(
+    step = TruncatedStep(
         model=nn.Linear(4, 4), loss=lambda m, b: (m(b["x"]) * b["weight"]).mean(), batch=batch,
         optimizer=None,
     )  # fmt: skip

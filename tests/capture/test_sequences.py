@@ -12,13 +12,13 @@ from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.ir.collective import GLOO, Exchange
 from steelyard.ir.graph import Graph, Phase
 from steelyard.ir.placement import REPLICATE, Shard
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 from tests.capture.test_parted import ROUNDING_SINGLE, Whole
 
 _RANKS = 2
 
 
-def _choices(graph: Graph, samples: int) -> tuple[Parting, Parting]:
+def _choices(graph: Graph, samples: int) -> tuple[ShardingChoice, ShardingChoice]:
     """Tensor parallelism without and with sequence parallelism; no tensor is cut twice."""
     found = regions(graph, num_ranks=_RANKS)
     lies = {name: at for region in reversed(found) for name, at in region.inputs}
@@ -27,8 +27,8 @@ def _choices(graph: Graph, samples: int) -> tuple[Parting, Parting]:
     )
     assert values
     inputs = tuple(lies.items())
-    plain = Parting(axis="tensor", num_ranks=_RANKS, inputs=inputs)
-    return plain, Parting(axis="tensor", num_ranks=_RANKS, inputs=inputs, values=values)
+    plain = ShardingChoice(axis="tensor", num_ranks=_RANKS, inputs=inputs)
+    return plain, ShardingChoice(axis="tensor", num_ranks=_RANKS, inputs=inputs, values=values)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from steelyard import _torch
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import CaptureRefused, SteelyardError
 from steelyard.ir.program import Program
 from steelyard.measure.operators import benchmark as operators
@@ -79,7 +79,7 @@ def test_a_step_is_that_of_plain_pytorch_and_its_peak_is_the_predicted_one(
     _check_peak(source, monkeypatch)
 
 
-def _check_peak(source: StepSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def _check_peak(source: CapturedStep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of workspace one call tells all; the rounds that follow it only tell the time."""
     monkeypatch.setattr(operators, "_FEWEST_ROUNDS", 1)
     monkeypatch.setattr(operators, "_ROUNDS_SECONDS", 0.0)

@@ -9,16 +9,16 @@ import pytest
 from steelyard.hardware.calibration import (
     DECLARED_DOUBT,
     Calibration,
-    Case,
+    CalibrationCase,
     Domain,
-    Kind,
     Pairs,
+    Parallelism,
     Score,
     percent,
 )
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.hardware.presets import preset_tables
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.ir.cluster_layout import ClusterLayout
 
 _FITTED = Domain(
     rows=2,
@@ -29,7 +29,9 @@ _FITTED = Domain(
     parameters=(8_000_000_000, 8_000_000_000),
     devices=(8, 128),
 )
-_CASE = Case(kind=Kind.DATA, precision="bfloat16", parameters=8_030_261_248, devices=64)
+_CASE = CalibrationCase(
+    kind=Parallelism.DATA, precision="bfloat16", parameters=8_030_261_248, devices=64
+)
 
 
 def _score(kind: str, *, inside: bool, doubt: float | None, rows: int = 20) -> Score:
@@ -52,7 +54,7 @@ def _calibration(*scores: Score) -> Calibration:
 def test_a_case_is_outside_by_layout_precision_size_and_scale() -> None:
     known = _calibration()
     assert known.outside(_CASE) == ()
-    assert known.outside(replace(_CASE, kind=Kind.TENSOR)) == ("tensor parallel",)
+    assert known.outside(replace(_CASE, kind=Parallelism.TENSOR)) == ("tensor parallel",)
     assert known.outside(replace(_CASE, precision="float32")) == ("products in float32",)
     assert known.outside(replace(_CASE, parameters=70_600_000_000)) == ("70.6B parameters",)
     assert known.outside(replace(_CASE, devices=1024)) == ("1,024 devices",)
@@ -68,10 +70,10 @@ def test_outside_the_error_outside_is_taken_and_inside_that_inside() -> None:
     known = _calibration(*scores)
     assert known.doubt_of(_CASE) == 0.03
     assert known.doubt_of(replace(_CASE, devices=1024)) == 0.25
-    assert known.doubt_of(replace(_CASE, kind=Kind.TENSOR)) == 0.4
+    assert known.doubt_of(replace(_CASE, kind=Parallelism.TENSOR)) == 0.4
     # No published step says how fast single precision is, or stages alone.
     assert known.doubt_of(replace(_CASE, precision="float32")) == DECLARED_DOUBT
-    assert known.doubt_of(replace(_CASE, kind=Kind.PIPELINE)) == DECLARED_DOUBT
+    assert known.doubt_of(replace(_CASE, kind=Parallelism.PIPELINE)) == DECLARED_DOUBT
 
 
 def test_too_few_steps_narrow_nothing() -> None:
@@ -92,22 +94,25 @@ def test_software_that_lies_beyond_the_interval_is_named() -> None:
 
 def test_layouts_of_one_kind_are_told_apart_sooner() -> None:
     known = _calibration()
-    assert known.between(Kind.DATA, Kind.DATA) == 0.05
-    assert known.between(Kind.DATA, Kind.TENSOR) == 0.3
-    assert replace(known, alike=None, unlike=None).between(Kind.DATA, Kind.DATA) == DECLARED_DOUBT
+    assert known.between(Parallelism.DATA, Parallelism.DATA) == 0.05
+    assert known.between(Parallelism.DATA, Parallelism.TENSOR) == 0.3
+    assert (
+        replace(known, alike=None, unlike=None).between(Parallelism.DATA, Parallelism.DATA)
+        == DECLARED_DOUBT
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (DeepLayout(data=8, state_stage=3), Kind.DATA),
-        (DeepLayout(data=8, tensor=8), Kind.TENSOR),
-        (DeepLayout(pipeline=4), Kind.PIPELINE),
-        (DeepLayout(tensor=8, pipeline=4), Kind.BOTH),
+        (ClusterLayout(data=8, state_stage=3), Parallelism.DATA),
+        (ClusterLayout(data=8, tensor=8), Parallelism.TENSOR),
+        (ClusterLayout(pipeline=4), Parallelism.PIPELINE),
+        (ClusterLayout(tensor=8, pipeline=4), Parallelism.BOTH),
     ],
 )
-def test_layouts_are_of_four_kinds(layout: DeepLayout, kind: Kind) -> None:
-    assert Kind.of(tensor=layout.tensor, pipeline=layout.pipeline) is kind
+def test_layouts_are_of_four_kinds(layout: ClusterLayout, kind: Parallelism) -> None:
+    assert Parallelism.of(tensor=layout.tensor, pipeline=layout.pipeline) is kind
 
 
 def test_every_preset_says_what_its_share_is_worth() -> None:

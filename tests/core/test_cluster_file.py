@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from steelyard.errors import BadInput, ClusterFileError
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import MOST_BYTES, decode_tree
-from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.efficiency import AchievedFraction
 from steelyard.hardware.presets import preset_tables
 
 GIB = 1 << 30
@@ -227,7 +227,7 @@ def test_what_is_reached_is_the_presets_unless_the_file_says_it() -> None:
     assert preset.reached is not None
     assert preset.reached.calibration is not None
     # Nothing of a fit is left where another share is said.
-    assert mine.reached == Reached(share=0.55)
+    assert mine.reached == AchievedFraction(share=0.55)
     assert unknown.reached is None
     assert "which was fitted on" in preset.rates_said
     assert "Megatron-LM" in preset.rates_said
@@ -235,11 +235,11 @@ def test_what_is_reached_is_the_presets_unless_the_file_says_it() -> None:
     assert "which no program reaches" in unknown.rates_said
     assert mine.identity != replace(mine, reached=None).identity
     # What nobody said of it changes no plan's fingerprint.
-    known = replace(unknown, reached=Reached(share=1.0)).identity
+    known = replace(unknown, reached=AchievedFraction(share=1.0)).identity
     assert known.startswith(unknown.identity.removesuffix(")"))
     for share in (0.0, 1.5):
         with pytest.raises(BadInput, match="shares above 0, and of 1 at most"):
-            Reached(share=share)
+            AchievedFraction(share=share)
 
 
 def test_machines_of_unlike_networks_go_out_by_their_own() -> None:

@@ -16,7 +16,7 @@ from steelyard.errors import BadInput, PlanFileError
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import BatchEntry, Decisions, MadeFor, Plan
+from steelyard.plans.plan import BatchEntry, Decisions, Plan, Target
 from steelyard.plans.plan_file import (
     MOST_BYTES,
     decode_decisions,
@@ -76,7 +76,7 @@ BATCH = st.lists(
 ).map(tuple)  # fmt: skip
 
 
-def _on_hosts(made_for: MadeFor) -> st.SearchStrategy[MadeFor]:
+def _on_hosts(made_for: Target) -> st.SearchStrategy[Target]:
     """As many of its ranks on each."""
     divisors = [n for n in range(1, 13) if made_for.ranks % n == 0]
     return st.sampled_from(divisors).map(lambda hosts: replace(made_for, hosts=hosts))
@@ -85,7 +85,7 @@ def _on_hosts(made_for: MadeFor) -> st.SearchStrategy[MadeFor]:
 ANY_DECISIONS = st.builds(
     Decisions,
     made_for=st.builds(
-        MadeFor,
+        Target,
         model=WORDS, graph=WORDS, decomposition=WORDS, runner=WORDS, cluster=WORDS, torch=WORDS,
         batch=BATCH, ranks=st.integers(1, MOST_RANKS),
     ).flatmap(_on_hosts),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import BlockRun, Graph, Node, Phase, Role, Storage, Tensor
-from steelyard.ir.rule import Rule, Spot, matching, spots, starred, to_rules
+from steelyard.ir.rule import CallSite, Rule, matching, spots, starred, to_rules
 
 
 def model(lists: dict[str, int], *, ops: tuple[str, ...] = ("aten.mm", "aten.gelu")) -> Graph:
@@ -48,10 +48,10 @@ def run(prefix: str, count: int, *, first: int = 0) -> BlockRun:
 def test_spots_are_values_and_not_views_nor_whole_tuples() -> None:
     found = spots(model({"blocks": 1}))
     assert set(found) == {
-        Spot("blocks.0", "aten.mm", 0),
-        Spot("blocks.0", "aten.gelu", 0),
-        Spot("blocks.0", "aten.pair#0", 0),
-        Spot("blocks.0", "aten.pair#1", 0),
+        CallSite("blocks.0", "aten.mm", 0),
+        CallSite("blocks.0", "aten.gelu", 0),
+        CallSite("blocks.0", "aten.pair#0", 0),
+        CallSite("blocks.0", "aten.pair#1", 0),
     }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import BadInput
-from steelyard.hardware.cluster import Cluster, Device, Link, Member, Scope
+from steelyard.hardware.cluster import Cluster, Device, LevelMember, Link, TopologyLevel
 from steelyard.predict.collectives.group_topology import Level, group_of, levels
 from tests.core.trees import ANY, DEVICES, even, flat, member
 
@@ -19,7 +19,7 @@ LARGE = even(8, 4, 512, links=(LINK,) * 3, ports=(1, 8, 16))
 
 
 @given(ANY)
-def test_every_rank_is_a_device_and_each_is_counted(tree: Scope) -> None:
+def test_every_rank_is_a_device_and_each_is_counted(tree: TopologyLevel) -> None:
     kinds = Counter(tree.device_of(rank).kind for rank in range(tree.num_devices))
     counted: Counter[str] = Counter()
     for device, count in tree.classes:
@@ -29,13 +29,13 @@ def test_every_rank_is_a_device_and_each_is_counted(tree: Scope) -> None:
 
 
 @given(ANY)
-def test_the_way_to_a_rank_is_the_way_depth_first(tree: Scope) -> None:
+def test_the_way_to_a_rank_is_the_way_depth_first(tree: TopologyLevel) -> None:
     for rank, way in enumerate(flat(tree)):
         assert [id(m) for m in tree.path_to(rank)] == [identity for _, identity in way]
 
 
 @given(ANY, st.data())
-def test_the_smallest_scope_that_holds_two_ranks(tree: Scope, data: st.DataObject) -> None:
+def test_the_smallest_scope_that_holds_two_ranks(tree: TopologyLevel, data: st.DataObject) -> None:
     ranks = st.integers(0, tree.num_devices - 1)
     first, last = sorted((data.draw(ranks), data.draw(ranks)))
     place = tree.holding(first, last)
@@ -54,7 +54,7 @@ def test_the_smallest_scope_that_holds_two_ranks(tree: Scope, data: st.DataObjec
 
 
 @given(ANY, st.data())
-def test_levels_count_as_one_does_by_hand(tree: Scope, data: st.DataObject) -> None:
+def test_levels_count_as_one_does_by_hand(tree: TopologyLevel, data: st.DataObject) -> None:
     ranks = data.draw(
         st.sets(st.integers(0, tree.num_devices - 1), min_size=1)
         | st.builds(
@@ -77,13 +77,13 @@ def test_levels_count_as_one_does_by_hand(tree: Scope, data: st.DataObject) -> N
         assert all(1 <= gate.ranks <= gate.devices for gate in level.gates)
 
 
-def _count_by_hand(scope: Scope, ranks: set[int], found: dict[int, list[int]]) -> int:
+def _count_by_hand(scope: TopologyLevel, ranks: set[int], found: dict[int, list[int]]) -> int:
     begin, joined, height = 0, 0, 1
     for inner in scope.members:
         for _ in range(inner.count):
             held = {rank - begin for rank in ranks if begin <= rank < begin + inner.size}
             joined += bool(held)
-            if held and isinstance(inner.of, Scope):
+            if held and isinstance(inner.of, TopologyLevel):
                 height = max(height, 1 + _count_by_hand(inner.of, held, found))
             begin += inner.size
     found.setdefault(height, []).append(joined)
@@ -91,7 +91,7 @@ def _count_by_hand(scope: Scope, ranks: set[int], found: dict[int, list[int]]) -
 
 
 @given(ANY, st.data())
-def test_a_range_is_what_it_holds(tree: Scope, data: st.DataObject) -> None:
+def test_a_range_is_what_it_holds(tree: TopologyLevel, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, tree.num_devices - 1))
     ranks = range(start, tree.num_devices, data.draw(st.integers(1, 9)))
     assert _as_sets(levels(tree, ranks)) == _as_sets(levels(tree, list(ranks)[::-1]))
@@ -136,23 +136,25 @@ def test_one_device_keeps_its_fingerprint() -> None:
     device = Device(
         kind="cpu x", flops_per_second=1, bytes_per_second=1, memory_bytes=1, threads=2
     )  # fmt: skip
-    alone = Cluster(tree=Scope(name="here", members=(Member(of=device, count=1, link=None),)))
+    alone = Cluster(
+        tree=TopologyLevel(name="here", members=(LevelMember(of=device, count=1, link=None),))
+    )
     assert alone.fingerprint == "57ccc5c565c0f764"
     assert alone.device is device
 
 
 @given(ANY)
-def test_the_fingerprint_is_of_what_is_there(tree: Scope) -> None:
+def test_the_fingerprint_is_of_what_is_there(tree: TopologyLevel) -> None:
     said = Cluster(tree=tree).fingerprint
     assert said == Cluster(tree=tree).fingerprint
-    doubled = Scope(name=tree.name, members=(member(tree, 2, LINK),))
+    doubled = TopologyLevel(name=tree.name, members=(member(tree, 2, LINK),))
     assert Cluster(tree=doubled).fingerprint != said
 
 
 def test_the_fingerprint_knows_links_and_not_prices() -> None:
     def of(rate: float, price: float | None = None) -> str:
         link = Link(kind="x", latency_seconds=1e-6, bytes_per_second=rate)
-        tree = Scope(
+        tree = TopologyLevel(
             name="x", members=(member(DEVICES[0], 2, link),), own_usd_per_hour=price
         )  # fmt: skip
         return Cluster(tree=tree).fingerprint
@@ -180,7 +182,7 @@ def test_no_ranks_are_refused(ranks: int) -> None:
 
 def test_a_mixed_cluster_has_no_one_device() -> None:
     quick, slow = DEVICES
-    tree = Scope(name="x", members=(member(quick, 2, LINK), member(slow, 3, LINK)))
+    tree = TopologyLevel(name="x", members=(member(quick, 2, LINK), member(slow, 3, LINK)))
     with pytest.raises(BadInput, match="2 quick, 3 slow"):
         _ = Cluster(tree=tree).device
 
@@ -189,11 +191,13 @@ def test_prices_add_up_where_all_are_known() -> None:
     priced = Device(
         kind="p", flops_per_second=1, bytes_per_second=1, memory_bytes=1, usd_per_hour=2.0
     )  # fmt: skip
-    node = Scope(name="node", members=(member(priced, 4, LINK),))
-    hired = Scope(name="hired", members=(member(DEVICES[0], 4, LINK),), own_usd_per_hour=5.0)
-    both = Scope(name="both", members=(member(node, 2, LINK), member(hired, 1, LINK)))
+    node = TopologyLevel(name="node", members=(member(priced, 4, LINK),))
+    hired = TopologyLevel(
+        name="hired", members=(member(DEVICES[0], 4, LINK),), own_usd_per_hour=5.0
+    )
+    both = TopologyLevel(name="both", members=(member(node, 2, LINK), member(hired, 1, LINK)))
     assert both.usd_per_hour == 2 * 4 * 2.0 + 5.0
-    unknown = Scope(name="x", members=(member(both, 1, LINK), member(DEVICES[0], 1, LINK)))
+    unknown = TopologyLevel(name="x", members=(member(both, 1, LINK), member(DEVICES[0], 1, LINK)))
     assert unknown.usd_per_hour is None
 
 
@@ -224,12 +228,12 @@ def test_the_first_devices_cost_what_they_are_of() -> None:
         )
         for kind, price in (("quick", 4.0), ("slow", 1.0))
     )
-    node = Scope(name="node", members=(member(quick, 2, LINK), member(slow, 2, LINK)))
-    hired = Scope(name="hired", members=(member(slow, 4, LINK),), own_usd_per_hour=6.0)
-    whole = Scope(name="whole", members=(member(node, 2, LINK), member(hired, 1, LINK)))
+    node = TopologyLevel(name="node", members=(member(quick, 2, LINK), member(slow, 2, LINK)))
+    hired = TopologyLevel(name="hired", members=(member(slow, 4, LINK),), own_usd_per_hour=6.0)
+    whole = TopologyLevel(name="whole", members=(member(node, 2, LINK), member(hired, 1, LINK)))
     costs = [whole.usd_per_hour_of(n) for n in range(1, 13)]
     assert costs == [4, 8, 9, 10, 14, 18, 19, 20, 21.5, 23, 24.5, 26]
     assert costs[-1] == whole.usd_per_hour
     free = Device(kind="f", flops_per_second=1, bytes_per_second=1, memory_bytes=1)
-    some = Scope(name="some", members=(member(quick, 1, LINK), member(free, 1, LINK)))
+    some = TopologyLevel(name="some", members=(member(quick, 1, LINK), member(free, 1, LINK)))
     assert [some.usd_per_hour_of(n) for n in (1, 2)] == [4, None]

@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.hardware.cluster import Cluster
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import Decisions, MadeFor
+from steelyard.plans.plan import Decisions, Target
 from steelyard.plans.plan_file import decode_decisions, encode_decisions
 
 _SHARES = st.lists(st.integers(1, 50), min_size=2, max_size=6).map(tuple)
-_MADE_FOR = MadeFor(
+_MADE_FOR = Target(
     model="m", graph="g", decomposition="d", runner="python", cluster="c", torch="2.13.0", batch=()
 )
 
 
 @given(_SHARES, st.integers(1, 5))
 def test_a_way_to_share_is_one_value(shares: tuple[int, ...], times: int) -> None:
-    layout = Layout(batch=len(shares), shares=shares)
-    assert layout == Layout(batch=len(shares), shares=tuple(times * n for n in shares))
+    layout = ParallelLayout(batch=len(shares), shares=shares)
+    assert layout == ParallelLayout(batch=len(shares), shares=tuple(times * n for n in shares))
     assert (layout.shares == ()) == (len({*shares}) == 1)
     assert layout.units == sum(layout.portions)
     pairs = zip(layout.portions, shares, strict=True)
@@ -31,16 +31,16 @@ def test_a_way_to_share_is_one_value(shares: tuple[int, ...], times: int) -> Non
 
 
 def test_the_ranks_of_each_share_are_known_the_largest_first() -> None:
-    layout = Layout(batch=4, shares=(1, 3, 1, 2))
+    layout = ParallelLayout(batch=4, shares=(1, 3, 1, 2))
     assert [layout.share_of(rank) for rank in range(4)] == [1, 3, 1, 2]
     assert layout.unlike_ranks == (1, 3, 0)
-    assert Layout(batch=2, tensor=2).unlike_ranks == (0,)
+    assert ParallelLayout(batch=2, tensor=2).unlike_ranks == (0,)
 
 
 @pytest.mark.parametrize("shares", [(2, 1, 1), (2,), (2, 0), (2, -1)])
 def test_shares_that_are_none_are_refused(shares: tuple[int, ...]) -> None:
     with pytest.raises(BadInput, match="a share for each rank, each a whole number above 0"):
-        Layout(batch=2, shares=shares)
+        ParallelLayout(batch=2, shares=shares)
 
 
 def _text(line: str, *, more: str = "") -> str:
@@ -56,7 +56,7 @@ def test_a_plan_reads_back_as_it_was_written(
     shares: tuple[int, ...], speeds: tuple[float, ...]
 ) -> None:
     rule = Rule(trade="shard_batch", degree=len(shares), bucket_bytes=1 << 20, shares=shares)
-    made_for = MadeFor(
+    made_for = Target(
         model="m", graph="g", decomposition="d", runner="python", cluster="c", torch="2.13.0",
         batch=(), ranks=len(shares), speeds=speeds,
     )  # fmt: skip

@@ -14,9 +14,9 @@ from steelyard.hardware.link import Link
 from steelyard.ir.parallel_layout import DATA, TENSOR
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import Decisions, MadeFor
+from steelyard.plans.plan import Decisions, Target
 from steelyard.plans.plan_file import decode_decisions, encode_decisions
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.rank_subsets import (
     ALIKE,
     Subset,
@@ -29,7 +29,7 @@ from steelyard.predict.rank_subsets import (
 from steelyard.search.ranks.slow_link_note import note_on_links, slow_hosts
 
 _TIMES = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
-_MADE_FOR = MadeFor(
+_MADE_FOR = Target(
     model="m", graph="g", decomposition="d", runner="python", cluster="c", torch="2.13.0",
     batch=(), ranks=6, hosts=3,
 )  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_step_is_priced_by_the_devices_and_links_of_the_ranks_that_it_lies_on(
     whole = Device(kind="", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1)
     half = whole.at_speed(0.5)
     slow, fast = (Link(kind="", latency_seconds=1e-4, bytes_per_second=rate) for rate in (1e6, 1e9))
-    costs = Costs(
+    costs = CostTable(
         device=whole,
         devices=(whole, half, whole),
         links=dict.fromkeys((DATA, TENSOR), slow),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from steelyard.hardware.cluster import Device, Link, Member, Scope
+from steelyard.hardware.cluster import Device, LevelMember, Link, TopologyLevel
 
 DEVICES = tuple(
     Device(kind=kind, flops_per_second=rate, bytes_per_second=rate, memory_bytes=1 << 30)
@@ -35,27 +35,29 @@ CURVED = st.builds(
 LINKS = PLAIN | CURVED
 
 
-def member(of: Device | Scope, count: int, link: Link, ports: int = 1) -> Member:
-    return Member(of=of, count=count, link=link, ports=ports)
+def member(of: Device | TopologyLevel, count: int, link: Link, ports: int = 1) -> LevelMember:
+    return LevelMember(of=of, count=count, link=link, ports=ports)
 
 
-def even(*counts: int, links: tuple[Link, ...], ports: tuple[int, ...] = ()) -> Scope:
+def even(*counts: int, links: tuple[Link, ...], ports: tuple[int, ...] = ()) -> TopologyLevel:
     """Equal members all the way: ``even(8, 4, ...)`` is four nodes of eight devices."""
-    of: Device | Scope = DEVICES[0]
+    of: Device | TopologyLevel = DEVICES[0]
     for level, (count, link) in enumerate(zip(counts, links, strict=True)):
         many = ports[level] if ports else 1
-        of = Scope(name=f"level {level}", members=(member(of, count, link, many),))
-    assert isinstance(of, Scope)
+        of = TopologyLevel(name=f"level {level}", members=(member(of, count, link, many),))
+    assert isinstance(of, TopologyLevel)
     return of
 
 
-def _scopes(inner: st.SearchStrategy[Device | Scope]) -> st.SearchStrategy[Scope]:
+def _scopes(inner: st.SearchStrategy[Device | TopologyLevel]) -> st.SearchStrategy[TopologyLevel]:
     members = st.lists(
-        st.builds(Member, of=inner, count=st.integers(1, 4), link=LINKS, ports=st.integers(1, 4)),
+        st.builds(
+            LevelMember, of=inner, count=st.integers(1, 4), link=LINKS, ports=st.integers(1, 4)
+        ),
         min_size=1,
         max_size=3,
     ).map(tuple)
-    return st.builds(Scope, name=st.sampled_from(["x", "y"]), members=members)
+    return st.builds(TopologyLevel, name=st.sampled_from(["x", "y"]), members=members)
 
 
 ANY = _scopes(st.sampled_from(DEVICES) | _scopes(st.sampled_from(DEVICES) | _scopes(
@@ -63,7 +65,7 @@ ANY = _scopes(st.sampled_from(DEVICES) | _scopes(st.sampled_from(DEVICES) | _sco
 )))  # fmt: skip
 
 
-def flat(scope: Scope) -> list[tuple[tuple[str, int], ...]]:
+def flat(scope: TopologyLevel) -> list[tuple[tuple[str, int], ...]]:
     """Each device by rank, as the way to it: written out, where the code counts."""
     found: list[tuple[tuple[str, int], ...]] = []
     for nth_class, inner in enumerate(scope.members):

@@ -24,8 +24,8 @@ from torch import nn
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
 from steelyard.api import replan as adapting
-from steelyard.api.background import Background
-from steelyard.planner.session import Look, Request, Runner
+from steelyard.api.background import BackgroundProcess
+from steelyard.planner.session import PlanningSession, PlanRequest, Runner
 from steelyard.api.train import run_workload
 from steelyard.plans.budget import Budget
 from steelyard.ir.gradient_codec import CODE_TRADES
@@ -179,7 +179,7 @@ def _run(
         mock.patch.object(adapting, "measured_now", link),
         # How quick this machine is just now is not what is tested.
         mock.patch.object(Pace, "add", _off_after(EVERY)),
-        mock.patch.object(adapting, "Background", Awaited),
+        mock.patch.object(adapting, "BackgroundProcess", Awaited),
     ):
         receipt = run_workload(
             planned, workload, steps=STEPS, adapt=path,
@@ -202,7 +202,7 @@ def _run(
     }
 
 
-class Awaited(Background):
+class Awaited(BackgroundProcess):
     """So few steps are over before anything beside them is."""
 
     def is_done(self) -> bool:
@@ -233,8 +233,8 @@ def _for_a_slow_link(planned: Any) -> Any:
     return Planned(Planner(look), replace(planned.plan, predicted=predicted))
 
 
-def _look(workload: sy.Workload, runner: Runner) -> Look:
-    return Request(
+def _look(workload: sy.Workload, runner: Runner) -> PlanningSession:
+    return PlanRequest(
         model=workload.model, loss=workload.loss, batch=workload.first_batch(),
         optimizer=OPTIMIZER, budget=Budget(), cluster=sy.Cluster.here(ranks=2), runner=runner,
         title="", on_progress=lambda _: None,

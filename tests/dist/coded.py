@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
-from steelyard.planner.session import Look, Request, Runner
+from steelyard.planner.session import PlanningSession, PlanRequest, Runner
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Decisions
 from steelyard.plans.plan_file import write_decisions
@@ -140,11 +140,11 @@ def _made(*, is_compiled: bool) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @functools.cache
-def _look(count: int, *, is_compiled: bool) -> Look:
+def _look(count: int, *, is_compiled: bool) -> PlanningSession:
     """One for all cases of a runner: they are of the same step."""
     model, batch = _made(is_compiled=is_compiled)
     runner: Runner = "inductor" if is_compiled else "python"
-    return Request(
+    return PlanRequest(
         model=model, loss=next_token_loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=count), runner=runner, title="",
         on_progress=lambda _: None,
@@ -152,7 +152,7 @@ def _look(count: int, *, is_compiled: bool) -> Look:
 
 
 def _decided(
-    look: Look, codec: str, micro_batches: int, bucket: int, lead: int, shares: tuple[int, ...] = ()
+    look: PlanningSession, codec: str, micro_batches: int, bucket: int, lead: int, shares: tuple[int, ...] = ()
 ) -> Decisions:
     count = look.request.cluster.num_devices
     rules: tuple[Rule, ...] = (

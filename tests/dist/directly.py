@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from steelyard.comm.gloo.direct_collectives import Directly
+from steelyard.comm.gloo.direct_collectives import DirectCollectives
 from tests.dist.slotted import EACH_TO_EACH, GATHER, REDUCE, SCATTER, by_torch, channel, values
 
 
@@ -20,7 +20,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
     """All under way at one time, waited for in another order than that of their issue, some times
     over; sums among them go on by torch."""
     over = channel()
-    directly = Directly(over)
+    directly = DirectCollectives(over)
     through, alike, held = directly.channel, [], []
     for step in range(4):
         directly.begin()
@@ -45,7 +45,7 @@ def many(rank: int) -> dict[str, int]:
     kept by nobody else."""
     over = channel()
     ranks, own, alike = over.num_ranks, random.Random(rank), random.Random(99)
-    carriers = [Directly(over), Directly(over)]
+    carriers = [DirectCollectives(over), DirectCollectives(over)]
     done = wrong = 0
     while done < 10_000:
         directly = carriers[done % 24 == 0]
@@ -89,7 +89,7 @@ def _made(
 def otherwise_laid_out(rank: int) -> list[bool]:
     """Column by column, as some kernels leave what they make."""
     over = channel()
-    through, found = Directly(over).channel, []
+    through, found = DirectCollectives(over).channel, []
     group, even = over.group, (1,) * over.num_ranks
     for op, rest in ((GATHER, (over.num_ranks, group)), (EACH_TO_EACH, (even, even, group)),
                      (SCATTER, ("sum", over.num_ranks, group))):
@@ -112,7 +112,7 @@ def asked_first(rank: int) -> list[list[str]]:
         return call
 
     over, found = channel(), []
-    through, ranks = Directly(over).channel, over.num_ranks
+    through, ranks = DirectCollectives(over).channel, over.num_ranks
     kinds = [
         (GATHER, torch.ones(2), (ranks, "")),
         (EACH_TO_EACH, torch.ones(ranks), ((), (), "")),
@@ -130,14 +130,14 @@ def broken_off(rank: int) -> list[float]:
     """A step that all give up, after they have sent unlike many; what the next gathers is its own,
     also of another program over the same group."""
     over = channel()
-    directly = Directly(over)
+    directly = DirectCollectives(over)
     gather, wait = directly.channel.calls[GATHER], directly.channel.waiting
     directly.begin()
     # Not all came as far.
     for _ in range(3 + rank):
         gather(torch.full((1 << 20,), -1.0), over.num_ranks, "")
     directly.begin()
-    other = Directly(over)
+    other = DirectCollectives(over)
     other.begin()
     directly.begin()
     return [float(x) for x in wait(gather(torch.tensor([float(rank)]), over.num_ranks, ""))]

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.api.rank_context import Ranks
-from steelyard.capture.step import StepSource
+from steelyard.api.rank_context import RankContext
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import NonFinite
-from steelyard.ir.parallel_layout import DATA, Layout
+from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import strike
@@ -97,7 +97,7 @@ def _trained(layout: str, fault: str) -> dict[str, Any]:
 
 def _live(layout: str) -> LiveStep:
     model, loss, batch = _made()
-    source = StepSource(model=model, loss=loss, batch=batch)
+    source = CapturedStep(model=model, loss=loss, batch=batch)
     if layout == "in stages":
         program = _in_stages(source, "1F1B", ("1",))
     else:
@@ -105,7 +105,7 @@ def _live(layout: str) -> LiveStep:
         program = strike(base, LAYOUTS[layout], trades=TRADES, source=source)
     captured = source.captured(micro_batches=program.units, share=program.share)
     reduction = source.reduction().value
-    ranks, watch = Ranks.of(program.layout, home_of(model)), FiniteWatch()
+    ranks, watch = RankContext.of(program.layout, home_of(model)), FiniteWatch()
     return LiveStep(
         model,
         program,
@@ -124,7 +124,7 @@ def _live(layout: str) -> LiveStep:
 
 def in_ones_own_loop(rank: int) -> list[str]:
     """Of passes that add up, gradients of which one is not finite are found a step later."""
-    case, cache = Case(_made, Layout(batch=2)), Path(os.environ["STEELYARD_CACHE"])
+    case, cache = Case(_made, ParallelLayout(batch=2)), Path(os.environ["STEELYARD_CACHE"])
     with tempfile.TemporaryDirectory() as folder, in_a_hurry(cache):
         first = Path(InGroup().words(folder))
         torch.manual_seed(0)

@@ -11,11 +11,11 @@ from pathlib import Path
 from unittest import mock
 
 from steelyard.cli import main
-from steelyard.measure.links.background_load import Company
+from steelyard.measure.links.background_load import BackgroundLoad
 from tests.harness import in_a_hurry
 
 # Hosts are at work beside one another all the same.
-_AT_WORK = Company.at_work
+_AT_WORK = BackgroundLoad.at_work
 
 
 def hurried(arguments: list[str]) -> int:
@@ -23,7 +23,7 @@ def hurried(arguments: list[str]) -> int:
     with (
         in_a_hurry(costs),
         mock.patch("steelyard.measure.links.worker._COMPUTING_SECONDS", 0.2),
-        mock.patch.object(Company, "at_work", _AT_WORK),
+        mock.patch.object(BackgroundLoad, "at_work", _AT_WORK),
     ):
         return main(arguments)
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 
-from steelyard.planner.multi_host import Meeting, own_device
+from steelyard.planner.multi_host import HostRendezvous, own_device
 from steelyard.errors import RanksDiffer
 from steelyard.measure.links.probe import measured_ranks
-from steelyard.run.launch.environment import Who
+from steelyard.run.launch.environment import RankInfo
 
 
 def measuring(rank: int) -> dict[str, Any]:
@@ -54,16 +54,16 @@ def of_other_kinds(rank: int) -> str:
 
 
 @contextlib.contextmanager
-def _met(rank: int) -> Iterator[Meeting]:
+def _met(rank: int) -> Iterator[HostRendezvous]:
     """In no group meanwhile, as hosts are."""
     dist.destroy_process_group()
     with tempfile.TemporaryDirectory() as own:
         os.environ["STEELYARD_CACHE"] = f"{own}/costs.sqlite"
         shared = Path(tempfile.gettempdir()) / f"met-by-children-of-{os.getppid()}"
-        who = Who(rank=rank, size=2, hosts=2, address="127.0.0.1")
+        who = RankInfo(rank=rank, size=2, hosts=2, address="127.0.0.1")
         # How fast each computes takes a while.
         with mock.patch("steelyard.measure.links.worker._COMPUTING_SECONDS", 0.1):
-            yield Meeting(who=who, store=FileStore(str(shared), 2))
+            yield HostRendezvous(who=who, store=FileStore(str(shared), 2))
         again = f"file://{shared}-again"
         dist.init_process_group("gloo", init_method=again, rank=rank, world_size=2)
         dist.barrier()

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steelyard.capture.spmd.partition import parted
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.ir.collective import GLOO
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.ir.graph import Node, Role
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.ir.placement import REPLICATE, Placement, Shard
 from steelyard.ir.program import Program
 from steelyard.comm.channel import Channel
@@ -64,7 +64,7 @@ def _reported(
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model, loss, batch = zoo.case(name).make()
-    captured = StepSource(model=model, loss=loss, batch=batch).captured()
+    captured = CapturedStep(model=model, loss=loss, batch=batch).captured()
     graph = captured.graph
     live = {f"parameter:{n}": p for n, p in model.named_parameters()}
     live |= {f"buffer:{n}": b for n, b in model.named_buffers()}
@@ -73,7 +73,7 @@ def _reported(
         for node in graph.inputs()
         if graph.storages[node.outputs[0].storage].role in (Role.PARAMETER, Role.BUFFER)
     }
-    choice = Parting(
+    choice = ShardingChoice(
         axis="tensor", num_ranks=NUM_RANKS, inputs=tuple(inputs.items()), values=values
     )
     program = Program.plain(parted(graph, choice, rank=rank, transport=GLOO))
@@ -104,7 +104,7 @@ def _reported(
     }
 
 
-def _with_workspace(program: Program) -> Costs:
+def _with_workspace(program: Program) -> CostTable:
     """Convolutions take memory for themselves, which is metered, each call alone."""
     graph = program.graph
     nodes = [_arrived(n) if n.collective or n.waits_for else n for n in graph.nodes]

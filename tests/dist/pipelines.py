@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from steelyard import _torch
-from steelyard.api.rank_context import Ranks
-from steelyard.capture.step import StepSource
-from steelyard.ir.parallel_layout import PIPELINE, Layout
+from steelyard.api.rank_context import RankContext
+from steelyard.capture.step import CapturedStep
+from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
 from steelyard.ir.placement import Shard
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.comm.devices import generator_of, home_of
-from steelyard.run.sharded_model.tensors import Way
-from steelyard.comm.shared_memory.same_host import Pinned
+from steelyard.run.sharded_model.tensors import ShardSpec
+from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
 from steelyard.comm.shared_memory.slots import Like
 from steelyard.measure.operators.memory import meter_once
 from steelyard.predict.pipeline.replay import replay
@@ -154,7 +154,7 @@ def parts_of_resnet(rank: int) -> Any:
 def failed_of_gpt(rank: int) -> bool:
     """Whether a call that fails leaves what an earlier one found of the tied embedding."""
     model, loss, batch = _gpt()
-    source = StepSource(model=model, loss=loss, batch=batch)
+    source = CapturedStep(model=model, loss=loss, batch=batch)
     step = _live(
         model,
         _in_stages(source, "1F1B", CASES["gpt"].ends[2]),
@@ -177,7 +177,7 @@ def failed_of_gpt(rank: int) -> bool:
 def without_gradients_of_gpt(rank: int) -> tuple[float, float, bool]:
     """The loss under ``no_grad`` and outside of it, and whether gradients are alike."""
     model, loss, batch = _gpt()
-    source = StepSource(model=model, loss=loss, batch=batch)
+    source = CapturedStep(model=model, loss=loss, batch=batch)
     step = _live(
         model,
         _in_stages(source, "1F1B", CASES["gpt"].ends[2]),
@@ -214,17 +214,17 @@ def _run(
 def _counting_places() -> Iterator[list[int]]:
     """Values that are made in the slots in which they are sent."""
     places: list[int] = []
-    place = Pinned.place
+    place = SharedMemoryTransport.place
 
     def counting(
-        pinned: Pinned, index: int, number: int, position: int, like: Like
+        pinned: SharedMemoryTransport, index: int, number: int, position: int, like: Like
     ) -> torch.Tensor | None:
         found = place(pinned, index, number, position, like)
         if found is not None:
             places.append(found.data_ptr())
         return found
 
-    with mock.patch.object(Pinned, "place", counting):
+    with mock.patch.object(SharedMemoryTransport, "place", counting):
         yield places
 
 
@@ -243,7 +243,7 @@ class _OneDevice:
         self.batch = _torch.tree_map(
             lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch
         )
-        source = StepSource(model=model, loss=loss, batch=self.batch)
+        source = CapturedStep(model=model, loss=loss, batch=self.batch)
         self.source, self.captured = source, source.captured(micro_batches=MICRO_BATCHES)
         self.reduction = source.reduction().value
         self.after = copy.deepcopy(model)
@@ -304,7 +304,7 @@ class _OneDevice:
 
 
 def _in_stages(
-    source: StepSource,
+    source: CapturedStep,
     schedule: str,
     ends: Sequence[str],
     *,
@@ -313,7 +313,7 @@ def _in_stages(
 ) -> Program:
     """Each on ``tensor`` ranks; with messages through slots."""
     graph, ranks = source.graph(micro_batches=MICRO_BATCHES), dist.get_world_size() // tensor
-    layout = Layout(pipeline=ranks, tensor=tensor)
+    layout = ParallelLayout(pipeline=ranks, tensor=tensor)
     plain = replace(
         Program.plain(graph, rank=dist.get_rank()).repeated(MICRO_BATCHES), layout=layout
     )
@@ -324,7 +324,7 @@ def _in_stages(
     return replace(plain.with_graph(pipeline.stages.graph), pipeline=pipeline)
 
 
-def cut_most(plain: Program, source: StepSource) -> list[Rule]:
+def cut_most(plain: Program, source: CapturedStep) -> list[Rule]:
     """What goes together, region by region, no tensor twice."""
     rules: list[Rule] = []
     for offer in ShardTensor().offers(plain, source)[0]:
@@ -338,7 +338,7 @@ def _parting(program: Program) -> Callable[[str, torch.Tensor], torch.Tensor]:
     group = dist.group.WORLD
     assert group is not None
     ways = {
-        name: Way(shard=lies, num_ranks=each.num_ranks, group=group,
+        name: ShardSpec(shard=lies, num_ranks=each.num_ranks, group=group,
                   rank=program.layout.place(dist.get_rank(), each.axis))
         for each in program.partings
         for name, lies in each.inputs
@@ -358,7 +358,7 @@ def _held(program: Program) -> frozenset[str]:
 
 
 def _live(model: nn.Module, program: Program, **settings: Any) -> LiveStep:
-    ranks = Ranks.of(program.layout, home_of(model))
+    ranks = RankContext.of(program.layout, home_of(model))
     parts = ranks.parts_of(model, program)
     return LiveStep(
         model,
@@ -404,7 +404,7 @@ def _peaks(
     rank: int, model: nn.Module, loss: Any, batch: Any, ends_of: dict[int, tuple[str, ...]]
 ) -> dict[str, tuple[int, int]]:
     """Of each schedule, the bytes predicted and metered above what is there between steps."""
-    source = StepSource(model=model, loss=loss, batch=batch)
+    source = CapturedStep(model=model, loss=loss, batch=batch)
     captured = source.captured(micro_batches=MICRO_BATCHES)
     found = {}
     for schedule, count in _OF_TWO.items():

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
-from steelyard.planner.session import Look, Request, Runner
+from steelyard.planner.session import PlanningSession, PlanRequest, Runner
 from steelyard.plans.budget import Budget
 from steelyard.errors import BadInput, Mismatch
-from steelyard.ir.parallel_layout import PIPELINE, Layout
+from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
 from steelyard.plans.plan import Decisions
 from steelyard.plans.plan_file import write_decisions
 from steelyard.ir.program import Program
@@ -53,7 +53,7 @@ class Case:
     lies between exchanges."""
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
-    layout: Layout
+    layout: ParallelLayout
     share_of_plain: float | None = None
     micro_batches: int = 1
     with_states: bool = False
@@ -133,7 +133,7 @@ def _normalised() -> tuple[nn.Module, Loss, Any]:
     return model, class_loss, images(8, 16, 10)
 
 
-_BATCH, _TENSOR, _STAGES = Layout(batch=2), Layout(tensor=2), Layout(pipeline=2)
+_BATCH, _TENSOR, _STAGES = ParallelLayout(batch=2), ParallelLayout(tensor=2), ParallelLayout(pipeline=2)
 # Each is captured, planned for and loaded, on all ranks: seconds of each.
 SHARED = {
     "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
@@ -154,10 +154,10 @@ GATHERED_AGAIN = {
 }
 UNEQUAL = {
     "random and summed, in less memory": Case(
-        partial(_random_and_summed, 12), Layout(batch=2, shares=(2, 1)), share_of_plain=0.8
+        partial(_random_and_summed, 12), ParallelLayout(batch=2, shares=(2, 1)), share_of_plain=0.8
     ),
     "padded, with states in shares, in micro-batches": Case(
-        partial(_padded, 12), Layout(batch=2, shares=(2, 1)), micro_batches=2, with_states=True
+        partial(_padded, 12), ParallelLayout(batch=2, shares=(2, 1)), micro_batches=2, with_states=True
     ),
 }
 THROUGH_SLOTS = {
@@ -174,10 +174,10 @@ THROUGH_SLOTS = {
 }
 THROUGH_SLOTS_ON_THREE = {
     "padded, unequal": Case(
-        partial(_padded, 12), Layout(batch=3, shares=(1, 3, 2)), in_slots=True
+        partial(_padded, 12), ParallelLayout(batch=3, shares=(1, 3, 2)), in_slots=True
     ),
     "random and padded, with states in shares": Case(
-        partial(_random_and_padded, 12), Layout(batch=3), with_states=True, in_slots=True
+        partial(_random_and_padded, 12), ParallelLayout(batch=3), with_states=True, in_slots=True
     ),
 }
 COMPILED = {
@@ -190,17 +190,17 @@ COMPILED = {
 # By themselves: four compiled plans take two cores as long as ranks are given.
 COMPILED_TOO = {
     "padded, in unequal shares": Case(
-        partial(_padded, 12), Layout(batch=2, shares=(2, 1)), runner="inductor"
+        partial(_padded, 12), ParallelLayout(batch=2, shares=(2, 1)), runner="inductor"
     ),
     "padded tensors in parts, in slots and micro-batches": Case(
         _padded, _TENSOR, micro_batches=2, in_slots=True, runner="inductor"
     ),
 }  # fmt: skip
 UNEQUAL_ON_THREE = {
-    "mean": Case(partial(_mean, 12), Layout(batch=3, shares=(3, 2, 1))),
-    "padded": Case(partial(_padded, 12), Layout(batch=3, shares=(1, 3, 2))),
+    "mean": Case(partial(_mean, 12), ParallelLayout(batch=3, shares=(3, 2, 1))),
+    "padded": Case(partial(_padded, 12), ParallelLayout(batch=3, shares=(1, 3, 2))),
     # Nearly equal ones, of a batch that three ranks do not divide.
-    "of eight": Case(partial(_mean, 8), Layout(batch=3, shares=(3, 3, 2))),
+    "of eight": Case(partial(_mean, 8), ParallelLayout(batch=3, shares=(3, 3, 2))),
 }
 IN_PARTS = {
     "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),
@@ -217,26 +217,26 @@ IN_STAGES = {
 }
 STAGES_BY_TENSORS = {
     "random and tied": Case(
-        _random_and_tied, Layout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4
+        _random_and_tied, ParallelLayout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4
     ),
     "padded, backward in two parts": Case(
-        _padded, Layout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4,
+        _padded, ParallelLayout(pipeline=2, tensor=2), share_of_plain=0.8, micro_batches=4,
         schedule="ZBVZeroBubble",
     ),
 }  # fmt: skip
 STAGES_OF_GROUPS = {
     "random and tied, in stages, of two groups": Case(
-        _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
+        _random_and_tied, ParallelLayout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
     ),
     "random and tied, in stages, of two groups with states in shares": Case(
-        _random_and_tied, Layout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2,
+        _random_and_tied, ParallelLayout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2,
         with_states=True,
     ),
 }
 ON_FOUR = {
-    "normalised batch, channels in parts": Case(_normalised, Layout(batch=2, tensor=2)),
+    "normalised batch, channels in parts": Case(_normalised, ParallelLayout(batch=2, tensor=2)),
     "random and padded batch, tensors and states, in micro-batches": Case(
-        _random_and_padded, Layout(batch=2, tensor=2), micro_batches=2, with_states=True
+        _random_and_padded, ParallelLayout(batch=2, tensor=2), micro_batches=2, with_states=True
     ),
 }
 
@@ -340,8 +340,8 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     receipt = step.receipt()
     again = _added_up(step, batch) if case.micro_batches > 1 else 0.0
     return {
-        "axes": Layout.of(planned.plan.decisions.rules).axes,
-        "shares": Layout.of(planned.plan.decisions.rules).shares,
+        "axes": ParallelLayout.of(planned.plan.decisions.rules).axes,
+        "shares": ParallelLayout.of(planned.plan.decisions.rules).shares,
         "rules": sorted({rule.trade for rule in planned.plan.decisions.rules}),
         "losses": losses,
         "expected": expected,
@@ -403,7 +403,7 @@ def _planned(
 
 def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     """On all ranks, also where one alone would be faster: these models are tiny."""
-    look = Request(
+    look = PlanRequest(
         model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner=case.runner, title="",
         on_progress=lambda _: None,
@@ -439,12 +439,12 @@ def _gathers(rules: Sequence[Rule]) -> int:
     return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
 
 
-def _staged(case: Case, look: Look) -> tuple[Rule, ...]:
+def _staged(case: Case, look: PlanningSession) -> tuple[Rule, ...]:
     """With something computed again in each stage, and as much cut as can be."""
     groups, ranks = case.layout.batch, case.layout.tensor
-    shared, _ = ShardStates().offers(replace(look.base, layout=Layout(batch=groups)), look.source)
+    shared, _ = ShardStates().offers(replace(look.base, layout=ParallelLayout(batch=groups)), look.source)
     return (
-        *cut_most(replace(look.base, layout=Layout(tensor=ranks)), look.source),
+        *cut_most(replace(look.base, layout=ParallelLayout(tensor=ranks)), look.source),
         *(rule for offer in shared if case.with_states for rule in offer.rules),
         *([Rule(trade="shard_batch", degree=groups, bucket_bytes=2**20)] if groups > 1 else []),
         Rule(trade="accumulate", degree=case.micro_batches),

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from steelyard.errors import BadInput
 from steelyard.comm.shared_memory import transport as among
 from steelyard.comm.shared_memory import remote_host as between
-from steelyard.comm.shared_memory.remote_host import BetweenHosts
+from steelyard.comm.shared_memory.remote_host import RdmaTransport
 from steelyard.measure.links.worker import figures_of_this_rank
 from tests.dist import pipelines, slots
 
 
 def _there(scenario: Callable[[int], Any]) -> Callable[[int], Any]:
     def scenario_there(rank: int) -> Any:
-        with mock.patch.object(slots, "Pinned", BetweenHosts):
+        with mock.patch.object(slots, "Pinned", RdmaTransport):
             return scenario(rank)
 
     return scenario_there
@@ -63,13 +63,13 @@ def refused(rank: int) -> dict[str, str]:
         "no agent": mock.patch.dict(os.environ, UCX_TLS="nothing"),
         "no way": mock.patch.object(between, "_own_address", lambda: "192.0.2.1"),
     }
-    with mock.patch.object(slots, "Pinned", BetweenHosts):
+    with mock.patch.object(slots, "Pinned", RdmaTransport):
         return slots.said_of(faults, rank)
 
 
 def asked_to_stop(rank: int) -> bool:
     """As all processes of a rank's group are, and the rank takes its step to the end."""
-    made = BetweenHosts([slots.edge(0, 64), slots.edge(1, 64)], group=_everyone())
+    made = RdmaTransport([slots.edge(0, 64), slots.edge(1, 64)], group=_everyone())
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(made._carrier._process.pid, number)
     made.begin()
@@ -106,5 +106,5 @@ def _everyone() -> dist.ProcessGroup:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(slots, "Pinned", BetweenHosts):
+    with mock.patch.object(slots, "Pinned", RdmaTransport):
         slots.main(sys.argv[1], int(sys.argv[2]))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
-from steelyard.planner.session import Look, Request
+from steelyard.planner.session import PlanningSession, PlanRequest
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Decisions
 from steelyard.plans.plan_file import write_decisions
@@ -41,11 +41,11 @@ def in_rows(rank: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _look(count: int) -> Look:
+def _look(count: int) -> PlanningSession:
     """One for both numbers of parts: they are of the same step."""
     torch.manual_seed(0)
     model = Words()
-    return Request(
+    return PlanRequest(
         model=model, loss=_loss, batch=_source(model).batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=count), runner="python", title="",
         on_progress=lambda _: None,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.ir.collective import GLOO, Exchange
-from steelyard.comm.tcp_counters import Wire, connections, give_back
-from steelyard.comm.gloo.direct_collectives import Directly
+from steelyard.comm.tcp_counters import SentBytesCounter, connections, give_back
+from steelyard.comm.gloo.direct_collectives import DirectCollectives
 from steelyard.run.launch.coordination import InGroup
 from tests.dist.slotted import EACH_TO_EACH, GATHER, SCATTER, channel
 
@@ -64,7 +64,7 @@ def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:
     """Of one time, in the mean; connections come about when they are first used."""
     exchange(given)
     dist.barrier()
-    wire = Wire()
+    wire = SentBytesCounter()
     wire.look()
     before = wire.sent_bytes
     for _ in range(_TIMES):
@@ -90,7 +90,7 @@ def _waiting_bytes(connection: socket.socket) -> int:
 
 
 def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]:
-    through = Directly(channel()).channel
+    through = DirectCollectives(channel()).channel
     calls, wait = through.calls, through.waiting
     return {
         Exchange.ALL_REDUCE: (dist.all_reduce, 1),

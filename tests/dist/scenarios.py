@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steelyard import _torch
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.hardware.cluster import Device, Link
 from steelyard.ir.collective import GLOO, Exchange
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.comm.gloo import direct_collectives as directly
 from steelyard.comm.channel import Channel
 from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
 from steelyard.passes.data_parallel.shard_parameters import gathered
-from steelyard.comm.shared_memory.same_host import Pinned
-from steelyard.comm.tcp_quickack import Receipts
+from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
+from steelyard.comm.tcp_quickack import QuickAcks
 from steelyard.comm.gloo.thread_scheduling import LISTENER, take_turns
 from steelyard.passes.data_parallel.overlap import issued_ahead, waits_within
 from steelyard.measure.operators.memory import meter_once
@@ -42,7 +42,7 @@ from tests.dist.ranks import NUM_RANKS
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-COSTS = Costs(
+COSTS = CostTable(
     device=Device(
         kind="declared", flops_per_second=1e10, bytes_per_second=1e10, memory_bytes=1 << 40
     ),
@@ -70,7 +70,7 @@ class Ranks:
         alone = copy.deepcopy(self.model)
         next_token_loss(alone, whole).backward()
         self.expected = _gradients(alone)
-        self._captured = StepSource(
+        self._captured = CapturedStep(
             model=self.model, loss=next_token_loss, batch=self.batch
         ).captured()
         assert dist.group.WORLD is not None
@@ -156,7 +156,7 @@ def reductions(rank: int) -> dict[str, Any]:
         for window in (0, None)
     }
     take_turns()
-    connections = len(Receipts()._connections)
+    connections = len(QuickAcks()._connections)
     return {
         "programs": found,
         "listening": _listening(),
@@ -210,21 +210,21 @@ class Sends:
     """The bytes of what this rank's stages send to others, over the link or through slots."""
 
     def __enter__(self) -> Self:
-        self.nbytes, self._made, self._sent = 0, dist.P2POp.__init__, Pinned.send
+        self.nbytes, self._made, self._sent = 0, dist.P2POp.__init__, SharedMemoryTransport.send
 
         def counted(operation: dist.P2POp, op: Any, tensor: Tensor, *more: Any, **named: Any) -> None:
             self.nbytes += tensor.nbytes if op is dist.isend else 0
             self._made(operation, op, tensor, *more, **named)
 
-        def put(slots: Pinned, index: int, number: int, values: Sequence[Tensor]) -> None:
+        def put(slots: SharedMemoryTransport, index: int, number: int, values: Sequence[Tensor]) -> None:
             self.nbytes += sum(value.nbytes for value in values)
             self._sent(slots, index, number, values)
 
-        dist.P2POp.__init__, Pinned.send = counted, put
+        dist.P2POp.__init__, SharedMemoryTransport.send = counted, put
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.P2POp.__init__, Pinned.send = self._made, self._sent
+        dist.P2POp.__init__, SharedMemoryTransport.send = self._made, self._sent
 
 
 class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
@@ -234,7 +234,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
         super().__init__()
         self.executed: list[str] = []
         self.handed_bytes = self._last_bytes = 0
-        self._kept = directly.hand_over, directly.Directly._issued
+        self._kept = directly.hand_over, directly.DirectCollectives._issued
 
     def __enter__(self) -> Self:
         hand_over, issue = self._kept
@@ -248,13 +248,13 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
             self.handed_bytes += self._last_bytes
             return issue(*given)
 
-        directly.hand_over, directly.Directly._issued = handed_over, issued  # type: ignore[method-assign]
+        directly.hand_over, directly.DirectCollectives._issued = handed_over, issued  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *given: Any) -> None:
         super().__exit__(*given)
-        directly.hand_over, directly.Directly._issued = self._kept  # type: ignore[method-assign]
+        directly.hand_over, directly.DirectCollectives._issued = self._kept  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional":

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from steelyard.errors import BadInput, RankFailed
-from steelyard.ir.message_slots import Edge
+from steelyard.ir.message_slots import SlotSpec
 from steelyard.comm.shared_memory import same_host as pinned
-from steelyard.comm.shared_memory.same_host import Pinned
+from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
 from steelyard.comm.shared_memory.transport import pinned_among
 from steelyard.comm.shared_memory.slots import Like
 from steelyard.measure.operators.memory import meter_once
@@ -32,10 +32,10 @@ from steelyard.measure.operators.memory import meter_once
 MESSAGES = 40
 
 
-def made(edges: Sequence[Edge]) -> Pinned:
+def made(edges: Sequence[SlotSpec]) -> SharedMemoryTransport:
     """Among all ranks, where tensors are made by default."""
     if here().type == "cpu":
-        return Pinned(edges, group=_everyone())
+        return SharedMemoryTransport(edges, group=_everyone())
     return pinned_among(edges, group=_everyone(), device=here())
 
 
@@ -44,8 +44,8 @@ def here() -> torch.device:
     return where if where.type == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def edge(source: int, *sizes: int, slots: int = 2, holds_all: bool = False) -> Edge:
-    return Edge(source=source, target=1 - source, sizes=sizes, count=slots, holds_all=holds_all)
+def edge(source: int, *sizes: int, slots: int = 2, holds_all: bool = False) -> SlotSpec:
+    return SlotSpec(source=source, target=1 - source, sizes=sizes, count=slots, holds_all=holds_all)
 
 
 def _of_all_kinds(number: int) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ def said_of(faults: Mapping[str, Any], rank: int) -> dict[str, str]:
         if rank == 1:
             fault.start()
         try:
-            Pinned(edges, group=_everyone())
+            SharedMemoryTransport(edges, group=_everyone())
             said[name] = "nothing"
         except BadInput as error:
             said[name] = str(error)
@@ -222,7 +222,7 @@ def said_of(faults: Mapping[str, Any], rank: int) -> dict[str, str]:
 def silent(rank: int) -> str:
     """Rank 1 is there and says nothing."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    slots = Pinned([edge(1, 64), edge(0, 64)], group=group)
+    slots = SharedMemoryTransport([edge(1, 64), edge(0, 64)], group=group)
     slots.begin()
     said = ""
     if rank == 0:
@@ -244,7 +244,7 @@ def killed(rank: int) -> dict[str, str]:
     return said_by_whom_it_left(slots, [((1 << 14,), torch.float32)])
 
 
-def said_by_whom_it_left(slots: Pinned, likes: Sequence[Like]) -> dict[str, str]:
+def said_by_whom_it_left(slots: SharedMemoryTransport, likes: Sequence[Like]) -> dict[str, str]:
     """By rank 0, when it reads of rank 1, which has ended, and when it sends."""
     attempts = {
         "reading": lambda: slots.receive(0, 0, likes),
@@ -259,7 +259,7 @@ def said_by_whom_it_left(slots: Pinned, likes: Sequence[Like]) -> dict[str, str]
     return said
 
 
-def _send_more_than_slots(slots: Pinned) -> None:
+def _send_more_than_slots(slots: SharedMemoryTransport) -> None:
     for number in range(3):
         slots.send(1, number, [torch.ones(16)])
     slots.settle()

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from steelyard.comm.json_gather import gathered
-from steelyard.ir.message_slots import Rounds
+from steelyard.ir.message_slots import CollectiveSlots
 from steelyard.comm.channel import Channel
-from steelyard.comm.shared_memory.collectives import Slotted
+from steelyard.comm.shared_memory.collectives import SharedMemoryCollectives
 from steelyard.measure.operators.memory import meter_once
 from steelyard.operators import all_gather, operator_named
 from tests.dist.slots import here, open_files
@@ -27,8 +27,8 @@ EACH_TO_EACH = "_c10d_functional.all_to_all_single.default"
 GATHER = "steelyard.all_gather"
 
 
-def _rounds(ranks: int, nbytes: int, count: int) -> Rounds:
-    return Rounds(num_ranks=ranks, part_bytes=nbytes, sum_bytes=nbytes, count=count)
+def _rounds(ranks: int, nbytes: int, count: int) -> CollectiveSlots:
+    return CollectiveSlots(num_ranks=ranks, part_bytes=nbytes, sum_bytes=nbytes, count=count)
 
 
 def channel() -> Channel:
@@ -68,7 +68,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
     over = channel()
     ranks = over.num_ranks
     each = [x for _, x, _ in values(ranks, rank)]
-    slotted = Slotted(_rounds(ranks, 1 << 14, 2 * len(each)), over)
+    slotted = SharedMemoryCollectives(_rounds(ranks, 1 << 14, 2 * len(each)), over)
     through, worst, bitwise, are_alike = slotted.channel, 0.0, True, True
     for step in range(4):
         slotted.begin()
@@ -100,7 +100,7 @@ def kept_away(rank: int) -> int:
     """What a sum that is made where it lies allocates."""
     over = channel()
     x = torch.full((1 << 16,), float(rank))
-    slotted = Slotted(_rounds(over.num_ranks, x.nbytes, 4), over)
+    slotted = SharedMemoryCollectives(_rounds(over.num_ranks, x.nbytes, 4), over)
     through = slotted.channel
 
     def step() -> None:
@@ -118,7 +118,7 @@ def kept_away(rank: int) -> int:
 def unlike(rank: int) -> list[int]:
     """Ranks that ask for room for unlike many have room for the most."""
     over = channel()
-    slotted = Slotted(_rounds(over.num_ranks, 4096 * (1 + rank), 2 * (1 + rank)), over)
+    slotted = SharedMemoryCollectives(_rounds(over.num_ranks, 4096 * (1 + rank), 2 * (1 + rank)), over)
     through, x = slotted.channel, torch.ones(4096 * over.num_ranks // 4)
     issued = [through.calls[_IN_PLACE](x.clone(), "sum", "") for _ in range(over.num_ranks)]
     sums = [through.waiting(each) for each in reversed(issued)]

@@ -18,7 +18,7 @@ from benchmarks.hosts import Hosts, NoHosts, address, hosts
 from steelyard.plans.budget import Budget
 from steelyard.ir.gradient_codec import CODE_TRADES
 from steelyard.plans.prediction_file import read_plan
-from steelyard.ir.parallel_layout import ALONE, Layout
+from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.plans.plan_file import read_decisions, write_decisions
 from steelyard.ir.rule import Rule
 from steelyard.trades.shard_pipeline import rules_for
@@ -186,7 +186,7 @@ def test_where_the_link_slows_down_each_host_has_the_plan_that_takes_over(
     # Of what was measured only the first host's tells.
     assert read_plan(other).plan.decisions == read_plan(one).plan.decisions
     rules = read_decisions(other).rules
-    assert Layout.of(rules) == ALONE or any(rule.trade in CODE_TRADES for rule in rules)
+    assert ParallelLayout.of(rules) == ALONE or any(rule.trade in CODE_TRADES for rule in rules)
     # Each goes on from its own.
     asked = ("run", "train.py", "--plan", one.name, "--steps", "8")
     assert _ended(pair, folders, *asked) == [0, 0], "".join(map(_said, folders))

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.hosts import NoHosts, address, hosts
 from steelyard.hardware.link import Link
-from steelyard.predict.collectives.host_groups import Spread
+from steelyard.predict.collectives.host_groups import RanksPerHost
 from tests.dist.spread import TIMES, cases
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.xdist_group("between hosts")]
@@ -43,7 +43,7 @@ def test_what_leaves_the_busiest_host_is_what_is_said(
     except NoHosts as reason:
         pytest.skip(str(reason))
     found = [json.loads((tmp_path / f"{host}.json").read_text()) for host in range(count)]
-    spread = Spread(num_ranks=ranks, each=each, near=_NEAR)
+    spread = RanksPerHost(num_ranks=ranks, each=each, near=_NEAR)
     crossing = 0
     for number, one in enumerate(cases(ranks)):
         left = max(host[number][0] for host in found)

@@ -22,7 +22,7 @@ import torch
 
 import steelyard
 from steelyard import _torch
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import SteelyardError
 from steelyard.ir.program import Program
 from steelyard.run.step import LiveStep
@@ -91,7 +91,7 @@ class Verdict:
 def verdict_on(case: Case) -> Verdict:
     model, loss, batch = case.make()
     eager = reference.eager_step(case.make()[0], loss, batch, _SEED)
-    source = StepSource(model=model, loss=loss, batch=batch)
+    source = CapturedStep(model=model, loss=loss, batch=batch)
     try:
         captured = source.captured()
         step = LiveStep(

@@ -15,7 +15,7 @@ from steelyard import api
 from steelyard.api.planned import planned
 from steelyard.planner.cost_provider import Progress
 from steelyard.planner.planner import Planner
-from steelyard.planner.session import Look, Request, Runner
+from steelyard.planner.session import PlanningSession, PlanRequest, Runner
 from tests.docs import pages
 from tests.harness import in_a_hurry
 
@@ -29,7 +29,7 @@ WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding=
 
 _PLAN_WORKLOAD = api.plan_workload
 # Of each script and cluster that some page plans for: what a plan of it begins with.
-_LOOKS: dict[tuple[str, ...], Look] = {}
+_LOOKS: dict[tuple[str, ...], PlanningSession] = {}
 
 
 def _planned_once(
@@ -53,7 +53,7 @@ def _planned_once(
     script = inspect.getsource(inspect.getmodule(workload.loss) or inspect)
     key = script, str(cluster), runner, title
     if key not in _LOOKS:
-        _LOOKS[key] = Request(
+        _LOOKS[key] = PlanRequest(
             model=workload.model, loss=workload.loss, batch=workload.first_batch(),
             optimizer=workload.optimizer, cluster=cluster, budget=budget,
             runner=runner, title=title, on_progress=on_progress,

@@ -18,7 +18,7 @@ from steelyard.ir.graph import (
     Tensor,
 )
 from steelyard.ir.metrics import Estimate
-from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.predict.cost_table import CostTable, OperatorCost
 
 # Calls and copies take nothing, so that seconds are those of the chain and of the link.
 _DEVICE = Device(
@@ -84,10 +84,10 @@ def chain(*, gradients: int = 3, numel: int = 256, after: int = 0) -> Graph:
     )
 
 
-def costs(*, exchange_seconds: float, nbytes: int = 1024, spread: float = 0.0) -> Costs:
+def costs(*, exchange_seconds: float, nbytes: int = 1024, spread: float = 0.0) -> CostTable:
     """A second a line, and a link on which ``nbytes`` take so long."""
     second = Estimate.within(1.0, share=spread)
-    return Costs(
+    return CostTable(
         device=_DEVICE,
         operators={"work": OperatorCost(seconds=second, workspace_bytes=0)},
         whole_step=Estimate.exactly(1.0),

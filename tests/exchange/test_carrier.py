@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 
 from steelyard.comm.shared_memory import nixl_proxy as carrier
-from steelyard.comm.shared_memory.nixl_proxy import Carrier
+from steelyard.comm.shared_memory.nixl_proxy import NixlProxy
 
 
-def made(rank: int) -> Carrier:
+def made(rank: int) -> NixlProxy:
     """One that knows how to meet others, and has no NIXL."""
-    own = object.__new__(Carrier)
+    own = object.__new__(NixlProxy)
     own._rank, own._sockets, own._cookie = rank, {}, f"cookie of {rank}"
     own._listening = socket.create_server(("127.0.0.1", 0))
     return own
 
 
-def offered(own: Carrier) -> dict[str, Any]:
+def offered(own: NixlProxy) -> dict[str, Any]:
     address, port = own._listening.getsockname()
     return {"address": address, "port": port, "cookie": own._cookie}
 
 
-def meet(carriers: list[Carrier], said: list[dict[str, Any]]) -> list[str]:
+def meet(carriers: list[NixlProxy], said: list[dict[str, Any]]) -> list[str]:
     """What was in the way of each, by rank."""
     wrong = [""] * len(carriers)
 
-    def one(own: Carrier) -> None:
+    def one(own: NixlProxy) -> None:
         try:
             own._connect({str(n): it for n, it in enumerate(said) if n != own._rank})
         except OSError as error:
@@ -47,7 +47,7 @@ def meet(carriers: list[Carrier], said: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def close(carriers: list[Carrier]) -> None:
+def close(carriers: list[NixlProxy]) -> None:
     for own in carriers:
         for each in own._sockets.values():
             each.close()

@@ -15,8 +15,8 @@ import torch
 from steelyard.comm import channel
 from steelyard.comm.channel import Waiting
 from steelyard.comm.gloo import thread_scheduling as turns
-from steelyard.comm.tcp_counters import Wire
-from steelyard.comm.tcp_quickack import Receipts
+from steelyard.comm.tcp_counters import SentBytesCounter
+from steelyard.comm.tcp_quickack import QuickAcks
 
 
 def test_what_took_long_to_arrive_is_let_go_of_before_the_step_goes_on(
@@ -80,7 +80,7 @@ def test_who_gives_way_does_so_the_more_seldom_the_longer_others_take(
             others(theirs)
 
         monkeypatch.setattr(turns, "give_way", give)
-        give_way = turns.Turns()
+        give_way = turns.ThreadScheduling()
         while now[0] < 30:
             now[0] += 1e-5  # a short operator
             give_way()
@@ -93,7 +93,7 @@ def test_what_was_sent_is_counted_once_and_nothing_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         ours = socket.create_connection(listening.getsockname())
         theirs, _ = listening.accept()
-        wire = Wire()
+        wire = SentBytesCounter()
         assert wire.sent_bytes == 0
         wire.look()
         before = wire.sent_bytes
@@ -115,7 +115,7 @@ def test_receipts_are_asked_for_of_connections_alone_and_nothing_is_closed() -> 
         ours = socket.create_connection(listening.getsockname())
         theirs, _ = listening.accept()
         local, other = socket.socketpair()
-        told = Receipts()
+        told = QuickAcks()
         asked = {connection.fileno() for connection in told._connections}
         assert {ours.fileno(), theirs.fileno()} <= asked
         rest = {s.fileno() for s in (listening, unused, local, other)}

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from steelyard.capture.step import StepSource
-from steelyard.comm.simulated_ranks import Together
+from steelyard.capture.step import CapturedStep
+from steelyard.comm.simulated_ranks import SimulatedRanks
 from steelyard.errors import Mismatch
 from steelyard.ir.collective import Exchange
 from steelyard.ir.gradient_codec import (
@@ -36,7 +36,7 @@ from steelyard.operators.gradient_codecs import (
 )
 from steelyard.plans.trade import strike
 from steelyard.run.codegen import emit
-from steelyard.run.error_feedback import Residuals
+from steelyard.run.error_feedback import ErrorFeedback
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
 from tests.zoo.case import next_token_loss, tokens
@@ -46,11 +46,11 @@ _BATCH = 12
 
 
 @pytest.fixture(scope="module")
-def source() -> StepSource:
+def source() -> CapturedStep:
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
     batch = tokens(_BATCH, 16, 96)
-    return StepSource(
+    return CapturedStep(
         model=model, loss=next_token_loss, batch=batch, optimizer=partial(torch.optim.SGD, lr=0.1)
     )
 
@@ -66,7 +66,7 @@ def _rules(
     ]
 
 
-def _struck(source: StepSource, rules: list[Rule]) -> Program:
+def _struck(source: CapturedStep, rules: list[Rule]) -> Program:
     return strike(Program.plain(source.captured().graph), rules, trades=TRADES, source=source)
 
 
@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float, codec: 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_codes_take_the_place_of_the_sums_of_those_parameters_alone(
-    source: StepSource, ranks: int
+    source: CapturedStep, ranks: int
 ) -> None:
     plain = _struck(source, _rules(ranks)[:2])
     program = _struck(source, _rules(ranks))
@@ -207,7 +207,7 @@ def test_codes_take_the_place_of_the_sums_of_those_parameters_alone(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
-    source: StepSource, ranks: int
+    source: CapturedStep, ranks: int
 ) -> None:
     rules = [
         replace(rule, trade="rounded_gradients", op="bfloat16")
@@ -237,7 +237,7 @@ def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lag", [1, 2, 4])
 def test_sums_in_codes_are_waited_for_as_late_as_others(
-    source: StepSource, ranks: int, lag: int
+    source: CapturedStep, ranks: int, lag: int
 ) -> None:
     """Both exchanges of one: behind the issue of the ``lag``-th one after it, or at the end."""
     later = issued_meanwhile(_struck(source, _rules(ranks, bucket=1 << 14, lag=lag)))
@@ -260,7 +260,7 @@ def issued_meanwhile(program: Program) -> list[int]:
     return found
 
 
-def test_what_cannot_go_in_codes_is_refused(source: StepSource) -> None:
+def test_what_cannot_go_in_codes_is_refused(source: CapturedStep) -> None:
     for module in ("blocks.*.mlp.up.bias", "nothing.*.weight"):
         rules = [*_rules(2)[:2], Rule(trade="ternary_gradients", module=module, count=2)]
         with pytest.raises(Mismatch) as caught:
@@ -275,7 +275,7 @@ def test_what_cannot_go_in_codes_is_refused(source: StepSource) -> None:
         _struck(source, alone)
 
 
-def _step(source: StepSource, program: Program, together: Together, rank: int) -> LiveStep:
+def _step(source: CapturedStep, program: Program, together: SimulatedRanks, rank: int) -> LiveStep:
     channels = {"data": together.channel(rank)}
     captured = source.captured(micro_batches=program.units)
     return LiveStep(
@@ -286,10 +286,10 @@ def _step(source: StepSource, program: Program, together: Together, rank: int) -
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("others", [2, 3])
-def test_what_was_lost_outlives_a_checkpoint(source: StepSource, ranks: int, others: int) -> None:
+def test_what_was_lost_outlives_a_checkpoint(source: CapturedStep, ranks: int, others: int) -> None:
     """The same bits for as many ranks; for others shares of the same sum, in other buckets too."""
     program = _struck(source, _rules(ranks))
-    together = Together(ranks)
+    together = SimulatedRanks(ranks)
 
     def train(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         step = _step(source, program, together, rank)
@@ -304,7 +304,7 @@ def test_what_was_lost_outlives_a_checkpoint(source: StepSource, ranks: int, oth
     saved, _ = found[0]
     assert saved
     bucket = 1 << 16 if others == ranks else 1 << 18
-    again, after = _struck(source, _rules(others, bucket=bucket)), Together(others)
+    again, after = _struck(source, _rules(others, bucket=bucket)), SimulatedRanks(others)
 
     def resume(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         step = _step(source, again, after, rank)
@@ -329,7 +329,7 @@ def _totals(saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_what_another_plan_does_not_code_is_told(source: StepSource) -> None:
-    channels = {"data": Together(2).channel(0)}
-    residuals = Residuals(channels)
+def test_what_another_plan_does_not_code_is_told(source: CapturedStep) -> None:
+    channels = {"data": SimulatedRanks(2).channel(0)}
+    residuals = ErrorFeedback(channels)
     assert residuals.put_back({"of ranks/parameter:a": torch.ones(2, 3)}) == ["parameter:a"]

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from steelyard import _torch
-from steelyard.api.rank_context import Ranks
+from steelyard.api.rank_context import RankContext
 from steelyard.capture.tracing.to_ir import symbol_of
 from steelyard.comm.backends import backend_for
 from steelyard.comm.stopwatch import Stopwatch
 from steelyard.errors import BadInput
 from steelyard.ir.graph import Symbol
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.measure.device_memory import check_is_own
 from steelyard.planner.multi_host import keep_to_own_gpu
 
@@ -44,7 +44,7 @@ def test_a_group_that_cannot_carry_it_is_refused(known: str) -> None:
         groups.get_backend_config.return_value = known
         said = f"carries {known}, and the model is on cuda:1"
         with pytest.raises(BadInput, match=said) as refused:
-            Ranks.of(Layout(batch=2), GPU)
+            RankContext.of(ParallelLayout(batch=2), GPU)
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)
     assert len(str(refused.value).splitlines()) == 3
 

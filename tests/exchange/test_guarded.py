@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.capture.step import StepSource
-from steelyard.comm.simulated_ranks import Together
+from steelyard.capture.step import CapturedStep
+from steelyard.comm.simulated_ranks import SimulatedRanks
 from steelyard.ir.gradient_codec import ladder
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import strike
 from steelyard.run import compression_fallback as guarding
 from steelyard.run.codegen import emit
-from steelyard.run.compression_fallback import Guard
+from steelyard.run.compression_fallback import CompressionFallback
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
 from tests.zoo.case import next_token_loss, tokens
@@ -32,11 +32,11 @@ _KINDS = {
 
 
 @pytest.fixture(scope="module")
-def source() -> StepSource:
+def source() -> CapturedStep:
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
     batch = tokens(12, 16, 96)
-    return StepSource(
+    return CapturedStep(
         model=model, loss=next_token_loss, batch=batch, optimizer=partial(torch.optim.SGD, lr=0.1)
     )
 
@@ -47,16 +47,20 @@ def _rungs(kind: str, ranks: int) -> tuple[tuple[Rule, ...], ...]:
     return ladder([Rule(trade="shard_batch", degree=ranks, bucket_bytes=1 << 16), *codes])
 
 
-def _struck(source: StepSource, rules: tuple[Rule, ...]) -> Program:
+def _struck(source: CapturedStep, rules: tuple[Rule, ...]) -> Program:
     base = Program.plain(source.captured().graph)
     return strike(base, rules, trades=TRADES, source=source)
 
 
 def _on_each(
-    source: StepSource, kind: str, ranks: int, work: Callable[[LiveStep, int], Any], **settings: Any
+    source: CapturedStep,
+    kind: str,
+    ranks: int,
+    work: Callable[[LiveStep, int], Any],
+    **settings: Any,
 ) -> list[Any]:
     """With a twin of the model for each rank, and programs for all codes."""
-    together, rungs = Together(ranks), _rungs(kind, ranks)
+    together, rungs = SimulatedRanks(ranks), _rungs(kind, ranks)
     programs = [_struck(source, rules) for rules in rungs]
     captured = source.captured(micro_batches=programs[0].units)
 
@@ -64,7 +68,7 @@ def _on_each(
         model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
         model.load_state_dict(source.model.state_dict())
         channels = {"data": together.channel(rank)}
-        guard = Guard(len(rungs), **settings)
+        guard = CompressionFallback(len(rungs), **settings)
         step = LiveStep(
             model, programs[0], constants=captured.constants, batch=source.batch, rank=rank,
             runner=partial(emit, channels=channels), channels=channels, guard=guard,
@@ -79,7 +83,7 @@ def _gradients(step: LiveStep) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in step.model.named_parameters() if p.grad is not None}
 
 
-def _exact(source: StepSource) -> dict[str, torch.Tensor]:
+def _exact(source: CapturedStep) -> dict[str, torch.Tensor]:
     source.model.zero_grad()
     next_token_loss(source.model, source.batch).backward()
     named = source.model.named_parameters()
@@ -93,7 +97,7 @@ def _apart(ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", _KINDS)
 def test_what_is_sent_and_what_is_paid_at_last_are_the_gradients(
-    source: StepSource, kind: str, ranks: int
+    source: CapturedStep, kind: str, ranks: int
 ) -> None:
     """The weights stay as they are, so that each step has the same gradients."""
 
@@ -116,7 +120,7 @@ def test_what_is_sent_and_what_is_paid_at_last_are_the_gradients(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sample_says_what_the_whole_is(
-    source: StepSource, ranks: int, monkeypatch: pytest.MonkeyPatch
+    source: CapturedStep, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all there is, parts of sums that other ranks make too."""
 
@@ -139,7 +143,7 @@ def test_a_sample_says_what_the_whole_is(
 
 
 def test_first_steps_are_exact_and_codes_that_are_given_up_leave_nothing(
-    source: StepSource, monkeypatch: pytest.MonkeyPatch
+    source: CapturedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarding, "EVERY", 2)
     monkeypatch.setattr(guarding, "MOST_HELD", 0.0)
@@ -166,7 +170,7 @@ def test_first_steps_are_exact_and_codes_that_are_given_up_leave_nothing(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_another_plan_lost_is_paid_in_the_first_step(source: StepSource, ranks: int) -> None:
+def test_what_another_plan_lost_is_paid_in_the_first_step(source: CapturedStep, ranks: int) -> None:
     """Saved by two ranks whose gradients went in codes, resumed by ranks whose go as they are."""
 
     def lose(step: LiveStep, _: int) -> dict[str, torch.Tensor]:
@@ -177,7 +181,7 @@ def test_what_another_plan_lost_is_paid_in_the_first_step(source: StepSource, ra
     saved = _on_each(source, "ternary", 2, lose)[0]
     sent = {name: saved.pop(name) for name in exact}
     program = _struck(source, _rungs("ternary", ranks)[-1] if ranks > 1 else ())
-    together = Together(ranks)
+    together = SimulatedRanks(ranks)
 
     def resume(rank: int) -> dict[str, torch.Tensor]:
         channels = {"data": together.channel(rank)} if ranks > 1 else {}
@@ -203,7 +207,7 @@ def test_what_another_plan_lost_is_paid_in_the_first_step(source: StepSource, ra
 
 @pytest.mark.parametrize("others", [2, 3])
 def test_what_is_owed_when_a_run_is_stopped_is_in_its_checkpoint(
-    source: StepSource, others: int
+    source: CapturedStep, others: int
 ) -> None:
     """Between the step that ended a code and the next, which would have paid."""
 

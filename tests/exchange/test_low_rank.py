@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steelyard.capture.step import StepSource
-from steelyard.comm.simulated_ranks import Together
+from steelyard.capture.step import CapturedStep
+from steelyard.comm.simulated_ranks import SimulatedRanks
 from steelyard.errors import Mismatch
 from steelyard.ir.collective import Exchange
 from steelyard.ir.gradient_codec import LEFT, RESIDUAL, RIGHT, START, low_rank, matrix_of
@@ -135,7 +135,7 @@ def test_rows_are_what_lies_furthest_apart(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_factors_take_the_place_of_sums_of_those_alone(source: StepSource, ranks: int) -> None:
+def test_factors_take_the_place_of_sums_of_those_alone(source: CapturedStep, ranks: int) -> None:
     plain, program = _struck(source, _ruled(ranks)[:2]), _struck(source, _ruled(ranks))
     graph = program.graph
     assert not graph.problems()
@@ -161,13 +161,13 @@ def test_factors_take_the_place_of_sums_of_those_alone(source: StepSource, ranks
 
 
 @pytest.mark.parametrize("lag", [1, 4])
-def test_both_are_waited_for_as_late_as_others(source: StepSource, lag: int) -> None:
+def test_both_are_waited_for_as_late_as_others(source: CapturedStep, lag: int) -> None:
     later = issued_meanwhile(_struck(source, _ruled(2, bucket=1 << 14, lag=lag)))
     assert len(later) >= 4
     assert sum(later) >= len(later) // 2
 
 
-def test_what_has_no_smaller_factors_is_refused(source: StepSource) -> None:
+def test_what_has_no_smaller_factors_is_refused(source: CapturedStep) -> None:
     for rules in (
         [_rule("blocks.*.mlp.up.weight", 16, 2)],
         [_rule("blocks.*.mlp.up.bias", 1, 2)],
@@ -179,9 +179,11 @@ def test_what_has_no_smaller_factors_is_refused(source: StepSource) -> None:
 
 
 @pytest.mark.parametrize("others", [2, 3])
-def test_a_checkpoint_holds_what_was_lost_and_what_is_next(source: StepSource, others: int) -> None:
+def test_a_checkpoint_holds_what_was_lost_and_what_is_next(
+    source: CapturedStep, others: int
+) -> None:
     """The same bits for as many ranks; for others shares of the same sum, and the same starts."""
-    together = Together(2)
+    together = SimulatedRanks(2)
     program = _struck(source, _ruled(2))
 
     def train(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -196,7 +198,7 @@ def test_a_checkpoint_holds_what_was_lost_and_what_is_next(source: StepSource, o
     starts = {name: x for name, x in saved.items() if name.startswith("starts/")}
     assert len(starts) == 4
     again = _struck(source, _ruled(others, bucket=1 << 16 if others == 2 else 1 << 18))
-    after = Together(others)
+    after = SimulatedRanks(others)
 
     def resume(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         step = _step(source, again, after, rank)

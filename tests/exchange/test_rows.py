@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.step import StepSource
-from steelyard.comm.simulated_ranks import Together
+from steelyard.capture.step import CapturedStep
+from steelyard.comm.simulated_ranks import SimulatedRanks
 from steelyard.errors import Mismatch
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import OutputKind
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import ROWS, Rule
 from steelyard.plans.trade import strike
@@ -47,23 +47,23 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
 
-def _source(model: nn.Module) -> StepSource:
+def _source(model: nn.Module) -> CapturedStep:
     torch.manual_seed(1)
     # Some more often than others, on several ranks, and the one that is padding.
     x = torch.randint(0, _WORDS // 4, (_BATCH, _LENGTH)).square() % _WORDS
     batch = {"x": x, "y": torch.randint(0, _WORDS, (_BATCH, _LENGTH))}
-    return StepSource(
+    return CapturedStep(
         model=model, loss=_loss, batch=batch, optimizer=partial(torch.optim.SGD, lr=0.1)
     )
 
 
 @pytest.fixture(scope="module")
-def source() -> StepSource:
+def source() -> CapturedStep:
     torch.manual_seed(0)
     return _source(Words())
 
 
-def _struck(source: StepSource, rules: list[Rule], *, parts: int = 1) -> Program:
+def _struck(source: CapturedStep, rules: list[Rule], *, parts: int = 1) -> Program:
     split = [Rule(trade="accumulate", degree=parts)] if parts > 1 else []
     plain = Program.plain(source.graph(micro_batches=1))
     return strike(plain, [*split, *rules], trades=TRADES, source=source)
@@ -81,7 +81,7 @@ _RULE = Rule(trade="sparse_gradients", module="word.weight", op=ROWS)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_sums_are_those_of_one_device(
-    source: StepSource, ranks: int, parts: int, bucket: int
+    source: CapturedStep, ranks: int, parts: int, bucket: int
 ) -> None:
     rules = _shared(ranks, bucket=bucket)
     whole, program = (_struck(source, each, parts=parts) for each in (rules, [*rules, _RULE]))
@@ -92,7 +92,7 @@ def test_the_sums_are_those_of_one_device(
     assert program.sent_bytes < 0.75 * whole.sent_bytes
     leaving = {o.target for o in program.graph.outputs if o.kind is OutputKind.GRADIENT}
     assert leaving == {o.target for o in whole.graph.outputs if o.kind is OutputKind.GRADIENT}
-    together = Together(ranks)
+    together = SimulatedRanks(ranks)
 
     def gradients(rank: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def test_the_sums_are_those_of_one_device(
 
 def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
     program = _struck(own := _source(model), _shared(ranks))
-    assert program.layout == Layout(batch=ranks)
+    assert program.layout == ParallelLayout(batch=ranks)
     offers, refusals = SparseGradients().offers(program, own)
     found = {offer.rules[0].module: "" for offer in offers}
     return found | {r.label.removeprefix("rows of "): r.reason for r in refusals}
@@ -157,7 +157,7 @@ def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(source: StepSource, rule: Rule, said: str) -> None:
+def test_what_cannot_be_is_refused(source: CapturedStep, rule: Rule, said: str) -> None:
     with pytest.raises(Mismatch) as caught:
         _struck(source, [*_shared(2), rule])
     assert len(str(caught.value).splitlines()) == 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.comm.simulated_ranks import Together
+from steelyard.comm.simulated_ranks import SimulatedRanks
 
 
 def test_exchanges_are_those_of_as_many_processes() -> None:
-    together = Together(3)
+    together = SimulatedRanks(3)
 
     def work(rank: int) -> list[torch.Tensor]:
         calls = together.channel(rank).calls
@@ -38,7 +38,7 @@ def test_each_draws_as_if_it_were_alone() -> None:
     torch.manual_seed(3)
     alone = [float(torch.rand(())) for _ in range(3)]
     torch.manual_seed(3)
-    together = Together(2)
+    together = SimulatedRanks(2)
 
     def work(rank: int) -> list[float]:
         found = []
@@ -51,7 +51,7 @@ def test_each_draws_as_if_it_were_alone() -> None:
 
 
 def test_what_fails_on_one_rank_is_what_is_raised() -> None:
-    together = Together(3)
+    together = SimulatedRanks(3)
 
     def work(rank: int) -> None:
         gather = together.channel(rank).calls["steelyard.all_gather"]

@@ -1,5 +1,6 @@
 """The shape of the source tree: imports go one way, and a folder can be taken in at a glance."""
 
+import ast
 from pathlib import Path
 
 import grimp
@@ -26,3 +27,12 @@ def test_no_folder_has_more_files_than_can_be_taken_in_at_a_glance() -> None:
     folders = [folder for folder in SOURCE.rglob("*") if folder.is_dir()]
     sizes = {folder.relative_to(SOURCE): len([*folder.glob("*.py")]) for folder in folders}
     assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    files: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}

@@ -14,7 +14,7 @@ from steelyard.hardware.cluster import Device
 from steelyard.hardware.host_os import cores_of, this_device
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links import background_load as company
-from steelyard.measure.links.background_load import Company
+from steelyard.measure.links.background_load import BackgroundLoad
 from steelyard.measure.operators.benchmark import measure_operators
 from tests.measure.calls import graph_of
 from tests.measure.test_operators import some_graph
@@ -24,14 +24,14 @@ SECONDS = 60.0
 
 
 @pytest.fixture
-def two() -> Iterator[Company]:
-    made = Company(2, DEVICE)
+def two() -> Iterator[BackgroundLoad]:
+    made = BackgroundLoad(2, DEVICE)
     made.is_given([some_graph()])
     yield made
     made.dismiss()
 
 
-def the_other(two: Company) -> company._Other:
+def the_other(two: BackgroundLoad) -> company._Other:
     (other,) = two._others.values()
     return other
 
@@ -51,7 +51,7 @@ def is_soon(what: Callable[[], bool]) -> bool:
     return False
 
 
-def test_another_is_at_work_while_one_measures_and_then_rests(two: Company) -> None:
+def test_another_is_at_work_while_one_measures_and_then_rests(two: BackgroundLoad) -> None:
     with two.at_work():
         other = the_other(two)
         before = worked_seconds(other)
@@ -71,7 +71,7 @@ def test_another_is_at_work_while_one_measures_and_then_rests(two: Company) -> N
 
 
 def test_who_has_nothing_to_do_goes_and_is_begun_anew(
-    two: Company, monkeypatch: pytest.MonkeyPatch
+    two: BackgroundLoad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(company, "_PATIENCE_SECONDS", 0.1)
     with two.at_work():
@@ -83,7 +83,7 @@ def test_who_has_nothing_to_do_goes_and_is_begun_anew(
         assert not the_other(two).is_gone
 
 
-def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: Company) -> None:
+def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: BackgroundLoad) -> None:
     with two.at_work():
         first = the_other(two)
     first._line.close()  # it hears that nobody is there
@@ -95,7 +95,7 @@ def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: Company) -> None:
 
 
 def test_one_that_cannot_work_is_named_with_its_last_words(
-    two: Company, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    two: BackgroundLoad, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no room left >&2\nexit 3\n")
@@ -106,7 +106,7 @@ def test_one_that_cannot_work_is_named_with_its_last_words(
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_a_killed_one_is_replaced(two: Company) -> None:
+def test_a_killed_one_is_replaced(two: BackgroundLoad) -> None:
     with two.at_work():
         first = the_other(two)
     first._process.kill()
@@ -115,7 +115,7 @@ def test_a_killed_one_is_replaced(two: Company) -> None:
         assert the_other(two) is not first
 
 
-def test_nothing_is_measured_beside_one_that_died(two: Company) -> None:
+def test_nothing_is_measured_beside_one_that_died(two: BackgroundLoad) -> None:
     def measured() -> None:
         with two.at_work():
             the_other(two)._process.kill()
@@ -125,7 +125,7 @@ def test_nothing_is_measured_beside_one_that_died(two: Company) -> None:
         measured()
 
 
-def test_who_is_dismissed_leaves_nothing_open(two: Company) -> None:
+def test_who_is_dismissed_leaves_nothing_open(two: BackgroundLoad) -> None:
     with two.at_work():
         other = the_other(two)
     two.dismiss()
@@ -137,7 +137,7 @@ def test_who_is_dismissed_leaves_nothing_open(two: Company) -> None:
 
 def test_what_is_too_large_for_others_to_do_is_said() -> None:
     huge = torch.empty(1 << 46, device="meta")
-    idle = Company(2, DEVICE)
+    idle = BackgroundLoad(2, DEVICE)
     idle.is_given([graph_of(("aten.relu.default", [huge], [torch.empty_like(huge)]))])
     with idle.at_work():
         assert idle.notes == (company._IDLE,)
@@ -149,14 +149,14 @@ def test_there_are_none_beside_one_rank_nor_beside_ranks(
     world: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
-    beside = Company(1 if world == "many" else int(world), DEVICE)
+    beside = BackgroundLoad(1 if world == "many" else int(world), DEVICE)
     beside.is_given([some_graph()])
     with beside.at_work():
         assert not beside._others
 
 
 def test_what_is_measured_beside_others_is_not_what_is_measured_alone(
-    two: Company, tmp_path: Path
+    two: BackgroundLoad, tmp_path: Path
 ) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     beside = mock.Mock(side_effect=two.at_work)

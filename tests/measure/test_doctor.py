@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from steelyard.hardware import host_os as machine
-from steelyard.hardware.diagnosis import Row, Verdict
+from steelyard.hardware.diagnosis import DoctorRow, Verdict
 from steelyard.ir.metrics import Estimate
 from steelyard.measure.cache import CostCache
 from steelyard.measure.doctor import diagnose
@@ -23,7 +23,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-def by_name(rows: tuple[Row, ...]) -> dict[str, Row]:
+def by_name(rows: tuple[DoctorRow, ...]) -> dict[str, DoctorRow]:
     return {row.name: row for row in rows}
 
 

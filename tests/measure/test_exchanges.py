@@ -12,12 +12,12 @@ from steelyard.hardware.link import Link
 from steelyard.ir.collective import GLOO, Exchange
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import context_of, fitted, measured_ranks
-from steelyard.measure.links.worker import SIZES, Sizes
+from steelyard.measure.links.worker import SIZES, ExchangeSizes
 
 _SIZES = SIZES["cpu"]._asdict()
 
 
-def said_of(link: Link, num_ranks: int, *, sizes: Sizes = SIZES["cpu"]) -> dict[str, float]:
+def said_of(link: Link, num_ranks: int, *, sizes: ExchangeSizes = SIZES["cpu"]) -> dict[str, float]:
     """What a rank measures on a link that is just as it is described."""
     timed = {}
     for name, nbytes in sizes._asdict().items():

@@ -25,7 +25,7 @@ def _in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_plans_are_told_the_same_of_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far = sy.Far(tmp_path, rate="50 MB/s", size="20 KiB")
+    far = sy.OffloadTier(tmp_path, rate="50 MB/s", size="20 KiB")
     cache = CostCache(tmp_path / "costs.sqlite")
     first = measure.measured_links(far, cache=cache)
     links, _ = first
@@ -38,7 +38,7 @@ def test_two_plans_are_told_the_same_of_a_link(
     monkeypatch.setattr(measure, "_measured", lambda m: asked.append(m) or real(m))
     assert measure.measured_links(far, cache=CostCache(tmp_path / "costs.sqlite")) == first
     assert not asked
-    measure.measured_links(sy.Far(tmp_path, rate="40 MB/s", size="20 KiB"), cache=cache)
+    measure.measured_links(sy.OffloadTier(tmp_path, rate="40 MB/s", size="20 KiB"), cache=cache)
     measure.measured_links(far)
     assert len(asked) == 2
     cache.forget()
@@ -49,7 +49,7 @@ def test_two_plans_are_told_the_same_of_a_link(
 def test_a_folder_that_is_gone_is_refused_though_its_link_is_known(tmp_path: Path) -> None:
     folder, cache = tmp_path / "far", CostCache(tmp_path / "costs.sqlite")
     folder.mkdir()
-    far = sy.Far(folder, rate="50 MB/s", size="20 KiB")
+    far = sy.OffloadTier(folder, rate="50 MB/s", size="20 KiB")
     measure.measured_links(far, cache=cache)
     shutil.rmtree(folder)
     with pytest.raises(BadInput, match="there is no folder"):

@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.ir.graph import Tensor
-from steelyard.measure.operators.inputs import Source, extent_of, index_bounds
+from steelyard.measure.operators.inputs import InputFactory, extent_of, index_bounds
 from steelyard.operators import operator_named, torch_object
 from tests.measure.calls import described, graph_of
 
-SOURCE = Source(torch.device("cpu"))
+SOURCE = InputFactory(torch.device("cpu"))
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
@@ -102,5 +102,7 @@ def test_names_of_torch_objects_are_read_not_evaluated() -> None:
 
 def test_drawing_leaves_the_random_stream_alone() -> None:
     before = torch.get_rng_state()
-    Source(torch.device("cpu")).tensor(described(torch.zeros(5, dtype=torch.int64), 0), below=9)
+    InputFactory(torch.device("cpu")).tensor(
+        described(torch.zeros(5, dtype=torch.int64), 0), below=9
+    )
     assert torch.equal(before, torch.get_rng_state())

@@ -6,10 +6,10 @@ from steelyard.hardware.cluster import Device
 from steelyard.ir.graph import Node
 from steelyard.ir.metrics import Estimate
 from steelyard.measure.operators.interpolate import declared_from
-from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.predict.cost_table import CostTable, OperatorCost
 
 DEVICE = Device(kind="d", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1 << 30)
-PLAIN = Costs(device=DEVICE)
+PLAIN = CostTable(device=DEVICE)
 
 
 def node(op: str, *, nbytes: int, flops: int = 0) -> Node:
@@ -28,7 +28,7 @@ def measured(node: Node, times: float, workspace: int = 0) -> OperatorCost:
 def test_the_same_operator_is_off_by_the_same_factor(times: float, nbytes: int) -> None:
     known, other = node("mul", nbytes=1000), node("mul", nbytes=nbytes + 1000)
     misleading = node("mm", nbytes=1000, flops=10)
-    costs = Costs(
+    costs = CostTable(
         device=DEVICE,
         operators={
             known.signature: measured(known, times, workspace=500),
@@ -46,7 +46,7 @@ def test_the_same_operator_is_off_by_the_same_factor(times: float, nbytes: int) 
 def test_next_best_is_an_operator_of_the_same_kind() -> None:
     mover, product = node("mul", nbytes=1000), node("mm", nbytes=1000, flops=10)
     wanted = node("add", nbytes=4000)
-    costs = Costs(
+    costs = CostTable(
         device=DEVICE,
         operators={
             mover.signature: measured(mover, 2.0),
@@ -59,7 +59,7 @@ def test_next_best_is_an_operator_of_the_same_kind() -> None:
 
 def test_with_no_neighbour_the_roofline_stands() -> None:
     product, wanted = node("mm", nbytes=1000, flops=10), node("add", nbytes=4000)
-    costs = Costs(device=DEVICE, operators={product.signature: measured(product, 9.0)})
+    costs = CostTable(device=DEVICE, operators={product.signature: measured(product, 9.0)})
     found = declared_from(costs, [product, wanted])[wanted.signature]
     assert found.seconds == PLAIN.declared_seconds(wanted)
     assert found.workspace_bytes == 0

@@ -13,9 +13,9 @@ from steelyard.hardware.cluster import Device
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.measure.operators.benchmark import measure_operators
-from steelyard.measure.operators.inputs import Source
+from steelyard.measure.operators.inputs import InputFactory
 from steelyard.measure.operators.memory import meter
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.run.codegen import emit
 from tests.zoo import case
@@ -29,7 +29,7 @@ _TABLE = "python-2"
 def runnable(program: Program) -> Callable[[], object]:
     """The program on drawn inputs; gradients live as long as what it returns."""
     emitted = emit(program)
-    source = Source(torch.device("cpu"))
+    source = InputFactory(torch.device("cpu"))
     nodes = program.graph.by_name
     inputs = [source.tensor(nodes[name].outputs[0]) for name in emitted.inputs]
     kinds = [i.sink.kind for i in program.instructions if i.sink is not None]
@@ -79,5 +79,5 @@ def test_predicted_peak_is_metered_peak(name: str) -> None:
     predicted = liveness(program, costs)
     assert predicted.peak_bytes == metered.peak_bytes
     assert predicted.left_bytes == metered.left_bytes
-    without = liveness(program, Costs(device=DEVICE)).peak_bytes
+    without = liveness(program, CostTable(device=DEVICE)).peak_bytes
     assert (without < metered.peak_bytes) == (name != "gpt")

@@ -16,7 +16,7 @@ from steelyard.predict.collectives.algorithms import (
 )
 from steelyard.predict.collectives.curves import carried
 from steelyard.predict.collectives.routes import route
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 
 _FIND = {
     Exchange.ALL_REDUCE: all_reduce,
@@ -47,7 +47,9 @@ def test_a_curve_is_what_the_quickest_algorithm_takes(name: str, stride: int) ->
 @pytest.mark.parametrize("kind", [Exchange.ALL_REDUCE, Exchange.ALL_GATHER])
 def test_prices_go_by_all_that_is_exchanged(kind: Exchange) -> None:
     cluster = Cluster.named("dgx-h100")
-    costs = Costs(device=cluster.device, carried=carried(cluster.tree, axis="data", numbers=[4]))
+    costs = CostTable(
+        device=cluster.device, carried=carried(cluster.tree, axis="data", numbers=[4])
+    )
     nbytes = 3 << 20
     collective = GLOO.collective(kind, axis="data", num_ranks=4, nbytes=nbytes)
     assert collective.whole_bytes == nbytes

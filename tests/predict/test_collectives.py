@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.hardware.cluster import Link, Member, Scope
+from steelyard.hardware.cluster import LevelMember, Link, TopologyLevel
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.predict.collectives.algorithms import (
     Algorithm,
-    Carried,
+    CollectiveCost,
     all_gather,
     all_reduce,
     all_to_all,
@@ -25,7 +25,7 @@ from steelyard.predict.collectives.algorithms import (
 from steelyard.predict.collectives.routes import Route, route
 from tests.core.trees import ANY, DEVICES, LINKS, PLAIN, even, member
 
-Exchange = Callable[[Route, int], tuple[Carried, ...]]
+Exchange = Callable[[Route, int], tuple[CollectiveCost, ...]]
 EXCHANGES: tuple[Exchange, ...] = (
     all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, gather,
 )  # fmt: skip
@@ -36,11 +36,11 @@ FLAT = even(8, links=(INSIDE,))
 NODES = even(8, 16, links=(INSIDE, OUTSIDE), ports=(1, 4))
 
 
-def by(found: tuple[Carried, ...], algorithm: Algorithm) -> Carried:
+def by(found: tuple[CollectiveCost, ...], algorithm: Algorithm) -> CollectiveCost:
     return next(carried for carried in found if carried.algorithm is algorithm)
 
 
-def seconds(found: tuple[Carried, ...]) -> dict[Algorithm, float]:
+def seconds(found: tuple[CollectiveCost, ...]) -> dict[Algorithm, float]:
     return {carried.algorithm: carried.seconds for carried in found}
 
 
@@ -51,7 +51,7 @@ def never_more(less: dict[Algorithm, float], more: dict[Algorithm, float]) -> No
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[Scope, list[int]]:
+def groups(draw: st.DrawFn) -> tuple[TopologyLevel, list[int]]:
     tree = draw(ANY)
     ranks = draw(st.sets(st.integers(0, tree.num_devices - 1), min_size=1))
     return tree, sorted(ranks)
@@ -165,7 +165,7 @@ def test_the_way_to_the_ports_leads_over_the_host() -> None:
 
 
 @given(ANY, st.data(), SIZES)
-def test_one_rank_exchanges_nothing(tree: Scope, data: st.DataObject, nbytes: int) -> None:
+def test_one_rank_exchanges_nothing(tree: TopologyLevel, data: st.DataObject, nbytes: int) -> None:
     alone = route(tree, [data.draw(st.integers(0, tree.num_devices - 1))])
     for exchange in EXCHANGES:
         for carried in exchange(alone, nbytes):
@@ -185,7 +185,7 @@ def test_between_two_ranks_a_ring_is_direct(link: Link, nbytes: int, at_once: in
 
 @given(groups(), SIZES, SIZES, st.integers(1, 9))
 def test_more_bytes_are_never_faster(
-    group: tuple[Scope, list[int]], nbytes: int, more: int, at_once: int
+    group: tuple[TopologyLevel, list[int]], nbytes: int, more: int, at_once: int
 ) -> None:
     found = route(*group, at_once=at_once)
     for exchange in EXCHANGES:
@@ -196,7 +196,7 @@ def test_more_bytes_are_never_faster(
 
 @given(groups(), SIZES, st.floats(0.01, 1.0))
 def test_faster_links_are_never_slower(
-    group: tuple[Scope, list[int]], nbytes: int, factor: float
+    group: tuple[TopologyLevel, list[int]], nbytes: int, factor: float
 ) -> None:
     tree, ranks = group
     for exchange in EXCHANGES:
@@ -206,14 +206,14 @@ def test_faster_links_are_never_slower(
 
 @given(groups(), SIZES, st.floats(0.01, 1.0), st.integers(0, 2))
 def test_one_faster_link_is_never_slower(
-    group: tuple[Scope, list[int]], nbytes: int, factor: float, nth: int
+    group: tuple[TopologyLevel, list[int]], nbytes: int, factor: float, nth: int
 ) -> None:
     tree, ranks = group
     first, *others = tree.members[nth % len(tree.members) :]
     before = tree.members[: len(tree.members) - 1 - len(others)]
     assert first.link is not None
     quick = replace(first, link=_scaled(first.link, factor))
-    quicker = Scope(name=tree.name, members=(*before, quick, *others))
+    quicker = TopologyLevel(name=tree.name, members=(*before, quick, *others))
     for exchange in EXCHANGES:
         never_more(
             seconds(exchange(route(quicker, ranks), nbytes)),
@@ -221,13 +221,13 @@ def test_one_faster_link_is_never_slower(
         )
 
 
-def _quicker(tree: Scope, factor: float) -> Scope:
+def _quicker(tree: TopologyLevel, factor: float) -> TopologyLevel:
     members = []
     for inner in tree.members:
         assert inner.link is not None
-        of = _quicker(inner.of, factor) if isinstance(inner.of, Scope) else inner.of
+        of = _quicker(inner.of, factor) if isinstance(inner.of, TopologyLevel) else inner.of
         members.append(replace(inner, of=of, link=_scaled(inner.link, factor)))
-    return Scope(name=tree.name, members=tuple(members))
+    return TopologyLevel(name=tree.name, members=tuple(members))
 
 
 def _scaled(link: Link, factor: float) -> Link:
@@ -241,7 +241,7 @@ def _scaled(link: Link, factor: float) -> Link:
 
 @given(groups(), SIZES, st.integers(1, 9))
 def test_groups_at_once_are_never_faster(
-    group: tuple[Scope, list[int]], nbytes: int, at_once: int
+    group: tuple[TopologyLevel, list[int]], nbytes: int, at_once: int
 ) -> None:
     alone, beside = route(*group), route(*group, at_once=at_once)
     for exchange in EXCHANGES:
@@ -250,7 +250,7 @@ def test_groups_at_once_are_never_faster(
 
 @given(groups(), SIZES)
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
-    group: tuple[Scope, list[int]], nbytes: int
+    group: tuple[TopologyLevel, list[int]], nbytes: int
 ) -> None:
     found = route(*group)
     for algorithm in (Algorithm.RING, Algorithm.DIRECT):
@@ -288,10 +288,10 @@ def test_an_uneven_group_has_no_ring_in_each_scope() -> None:
 
 
 def test_members_of_unlike_height_have_no_shares_in_common() -> None:
-    node = Scope(name="node", members=(member(DEVICES[0], 8, INSIDE),))
-    mixed = Scope(
+    node = TopologyLevel(name="node", members=(member(DEVICES[0], 8, INSIDE),))
+    mixed = TopologyLevel(
         name="mixed",
-        members=(member(node, 2, OUTSIDE), Member(of=DEVICES[1], count=1, link=OUTSIDE)),
+        members=(member(node, 2, OUTSIDE), LevelMember(of=DEVICES[1], count=1, link=OUTSIDE)),
     )
     names = {c.algorithm for c in all_reduce(route(mixed, range(17)), 1000)}
     assert Algorithm.IN_SCOPES not in names

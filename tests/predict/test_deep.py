@@ -13,12 +13,12 @@ from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
-from steelyard.hardware.software_stack import Handing, Stack
-from steelyard.ir.cluster_layout import MIXED, DeepLayout, Formats
+from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
+from steelyard.ir.cluster_layout import MIXED, ClusterLayout, Formats
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.predict.analytic.sections import Sections, sections
-from steelyard.predict.analytic.step import DeepLaid, DeepStep, deep_step, tensor_costs
+from steelyard.predict.analytic.step import AnalyticStep, LayoutCost, deep_step, tensor_costs
 from steelyard.predict.collectives.algorithms import all_gather
 from steelyard.predict.collectives.routes import route
 from steelyard.predict.step import predict
@@ -36,17 +36,19 @@ def _graph(tensor: int = 1, *, along: bool = False) -> Graph:
     return captured(_SHAPE, micro_batch=_MICRO_BATCH, tensor=tensor, sequence_parallel=along)
 
 
-def _parts(layout: DeepLayout, cluster: Cluster = _MACHINE) -> Sections:
+def _parts(layout: ClusterLayout, cluster: Cluster = _MACHINE) -> Sections:
     costs = tensor_costs(cluster, layout)
     return sections(_graph(layout.tensor), costs, layout, blocks=BLOCKS)
 
 
-def _step(layout: DeepLayout, cluster: Cluster = _MACHINE, *, num_blocks: int = 24) -> DeepStep:
+def _step(
+    layout: ClusterLayout, cluster: Cluster = _MACHINE, *, num_blocks: int = 24
+) -> AnalyticStep:
     return deep_step(_parts(layout, cluster), cluster, layout, MIXED, num_blocks=num_blocks)
 
 
 def _per_sbh(tensor: int, *again: str) -> float:
-    layout = DeepLayout(tensor=tensor, again=again, draws_parts=True)
+    layout = ClusterLayout(tensor=tensor, again=again, draws_parts=True)
     return _parts(layout).block.kept_bytes / _SBH
 
 
@@ -63,7 +65,7 @@ def test_a_block_keeps_what_korthikanti_counts(t: int) -> None:
 def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> None:
     scores = 5 * _SHAPE.heads * _SHAPE.sequence / (_SHAPE.hidden * t)
     for again, kept in (((), 34 / t + scores), (("attention.core",), 34 / t)):
-        layout = DeepLayout(tensor=t, again=again, draws_parts=True, gathers_again=True)
+        layout = ClusterLayout(tensor=t, again=again, draws_parts=True, gathers_again=True)
         costs = tensor_costs(_MACHINE, layout)
         block = sections(_graph(t, along=True), costs, layout, blocks=BLOCKS).block
         # Equation 4 and table 2, the last row but one.
@@ -74,7 +76,7 @@ def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> Non
 
 
 def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
-    parts, costs = _parts(DeepLayout()), tensor_costs(_MACHINE, DeepLayout())
+    parts, costs = _parts(ClusterLayout()), tensor_costs(_MACHINE, ClusterLayout())
     whole = predict(Program.plain(_graph()), costs).quad.computation_seconds
     total = parts.before.seconds + 3 * parts.block.seconds + parts.after.seconds
     # Where gradients of neighbours meet, the ends of a run of blocks have an operator more or less.
@@ -84,7 +86,7 @@ def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
 
 
 def test_exchanges_are_those_of_the_graph_in_parts() -> None:
-    parts = _parts(DeepLayout(tensor=4))
+    parts = _parts(ClusterLayout(tensor=4))
     sent = sum(n.collective.sent_bytes for n in _graph(4).nodes if n.collective is not None)
     told = parts.before.exchanged_bytes + 3 * parts.block.exchanged_bytes
     assert told + parts.after.exchanged_bytes == sent
@@ -93,7 +95,7 @@ def test_exchanges_are_those_of_the_graph_in_parts() -> None:
 
 
 def test_what_is_computed_again_takes_time_and_saves_memory() -> None:
-    plain, core, whole = (_step(DeepLayout(again=a)) for a in ((), ("attention.core",), ("",)))
+    plain, core, whole = (_step(ClusterLayout(again=a)) for a in ((), ("attention.core",), ("",)))
     assert plain.step_seconds < core.step_seconds < whole.step_seconds
     kept = [step.stages[0].activation_bytes for step in (plain, core, whole)]
     assert kept == sorted(kept, reverse=True)
@@ -111,21 +113,21 @@ def _with_links(factor: float) -> Cluster:
 
 @pytest.mark.parametrize("axis", ["tensor", "data", "pipeline"])
 def test_faster_links_never_make_a_step_slower(axis: str) -> None:
-    layout = replace(DeepLayout(micro_batches=4), **{axis: 2})
+    layout = replace(ClusterLayout(micro_batches=4), **{axis: 2})
     took = [_step(layout, _with_links(f)).step_seconds for f in (0.01, 0.1, 1, 10)]
     assert took == sorted(took, reverse=True)
     assert took[0] > took[-1]
 
 
 def test_each_state_stage_holds_less() -> None:
-    held = [_step(DeepLayout(data=4, state_stage=s)).stages[0] for s in range(4)]
+    held = [_step(ClusterLayout(data=4, state_stage=s)).stages[0] for s in range(4)]
     models = [h.weight_bytes + h.gradient_bytes + h.state_bytes for h in held]
     assert models == sorted(models, reverse=True)
     assert models[3] == pytest.approx(models[0] / 4, rel=1e-6)
 
 
 def test_virtual_stages_wait_less_and_hold_more() -> None:
-    layout = DeepLayout(pipeline=4, micro_batches=8)
+    layout = ClusterLayout(pipeline=4, micro_batches=8)
     plain, virtual = _step(layout), _step(replace(layout, virtual=3))
     # Korthikanti et al., section 4.2.3: 1 + (p - 1) / (p v) times as much.
     more = virtual.stages[0].activation_bytes / plain.stages[0].activation_bytes
@@ -134,24 +136,24 @@ def test_virtual_stages_wait_less_and_hold_more() -> None:
 
 def test_a_layout_that_does_not_multiply_is_refused() -> None:
     with pytest.raises(BadInput, match="devices"):
-        _step(DeepLayout(data=16))
+        _step(ClusterLayout(data=16))
     with pytest.raises(BadInput, match="blocks in 5"):
-        _step(DeepLayout(pipeline=5))
+        _step(ClusterLayout(pipeline=5))
     with pytest.raises(BadInput, match="degrees"):
-        DeepLayout(tensor=0)
+        ClusterLayout(tensor=0)
 
 
 def test_what_is_spared_of_what_runs_again_is_kept_and_not_run_again() -> None:
-    whole = _parts(DeepLayout(again=("",))).block
-    spared = _parts(DeepLayout(again=("",), spared=("up",))).block
-    plain = _parts(DeepLayout()).block
+    whole = _parts(ClusterLayout(again=("",))).block
+    spared = _parts(ClusterLayout(again=("",), spared=("up",))).block
+    plain = _parts(ClusterLayout()).block
     assert whole.again_seconds > spared.again_seconds > plain.again_seconds
     # What the product gives, 4 s b h values of two bytes, stays as well.
     assert spared.kept_bytes == whole.kept_bytes + 8 * _SBH < plain.kept_bytes
 
 
 def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
-    layout = DeepLayout(pipeline=2, micro_batches=8)
+    layout = ClusterLayout(pipeline=2, micro_batches=8)
     even, uneven = _step(layout), _step(replace(layout, stage_blocks=(15, 9)))
     assert uneven.pipeline_seconds > even.pipeline_seconds
     assert _step(replace(layout, stage_blocks=(12, 12))) == even
@@ -160,54 +162,54 @@ def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
 
 
 def test_the_end_of_the_model_holds_more_than_it_keeps() -> None:
-    after = _parts(DeepLayout()).after
+    after = _parts(ClusterLayout()).after
     logits = 2 * _SHAPE.sequence * _MICRO_BATCH * _SHAPE.vocabulary
     assert after.peak_bytes >= after.kept_bytes + logits
 
 
 def test_rings_alone_are_never_quicker() -> None:
-    layout = DeepLayout(data=8, state_stage=3)
+    layout = ClusterLayout(data=8, state_stage=3)
     parts = _parts(layout)
 
-    def took(stack: Stack) -> float:
+    def took(stack: SoftwareStack) -> float:
         return deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack).step_seconds
 
-    assert took(Stack(rings_only=True)) >= took(Stack())
+    assert took(SoftwareStack(rings_only=True)) >= took(SoftwareStack())
 
 
 def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
-    def took(handing: Handing, stages: int) -> float:
-        layout = DeepLayout(pipeline=stages, micro_batches=8)
-        stack = Stack(handing=handing)
+    def took(handing: StageSendMode, stages: int) -> float:
+        layout = ClusterLayout(pipeline=stages, micro_batches=8)
+        stack = SoftwareStack(handing=handing)
         costs = tensor_costs(_MACHINE, layout)
         parts = sections(_graph(), costs, layout, blocks=BLOCKS, stack=stack)
         step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
         return step.pipeline_seconds
 
     def handed(stages: int) -> float:
-        layout = DeepLayout(pipeline=stages, micro_batches=8)
-        once = DeepLaid(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
+        layout = ClusterLayout(pipeline=stages, micro_batches=8)
+        once = LayoutCost(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
         # Of all stages for the first micro-batch, and of the slowest for each that follows.
         return (stages + 8 - 1) * once
 
     for stages, ways in ((2, 2), (4, 4)):
-        beside = took(Handing.BESIDE, stages)
-        assert took(Handing.AT_ONCE, stages) - beside == pytest.approx(2 * handed(stages))
-        assert took(Handing.IN_TURN, stages) - beside == pytest.approx(ways * handed(stages))
+        beside = took(StageSendMode.BESIDE, stages)
+        assert took(StageSendMode.AT_ONCE, stages) - beside == pytest.approx(2 * handed(stages))
+        assert took(StageSendMode.IN_TURN, stages) - beside == pytest.approx(ways * handed(stages))
 
 
 def test_what_was_sent_in_parts_is_gathered_where_it_arrives() -> None:
-    def handed(layout: DeepLayout) -> float:
-        return DeepLaid(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
+    def handed(layout: ClusterLayout) -> float:
+        return LayoutCost(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
 
-    split = DeepLayout(tensor=4, pipeline=2)
+    split = ClusterLayout(tensor=4, pipeline=2)
     goes_on_split = replace(split, gathers_again=True)
     gathered = all_gather(route(_MACHINE.tree, range(4)), 2 * _SBH)[0].seconds
     assert handed(split) - handed(goes_on_split) == pytest.approx(gathered)
 
 
 def test_an_update_takes_what_its_optimizer_is_known_to_move() -> None:
-    layout = DeepLayout()
+    layout = ClusterLayout()
 
     def took(formats: Formats) -> float:
         return deep_step(_parts(layout), _MACHINE, layout, formats, num_blocks=24).update_seconds

@@ -13,14 +13,14 @@ from benchmarks.published.captured import BLOCKS, captured
 from benchmarks.published.gpt import Shape
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import MIXED, DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import MIXED, ClusterLayout
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Phase, Role, Storage, Tensor
-from steelyard.predict.analytic.fusion import Kernel, fused, unfused
+from steelyard.predict.analytic.fusion import FusedKernel, fused, unfused
 from steelyard.predict.analytic.roofline import computed_flops, kernel_seconds
 from steelyard.predict.analytic.sections import sections
 from steelyard.predict.analytic.step import deep_step, tensor_costs
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 
 _SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
 _MACHINE = Cluster.named("dgx-a100-80gb")
@@ -50,7 +50,7 @@ def _graph(*nodes: Node) -> Graph:
     return Graph(nodes=nodes, storages=storages, outputs=(last,), decomposition="")
 
 
-def _kernels(graph: Graph) -> dict[str, Kernel]:
+def _kernels(graph: Graph) -> dict[str, FusedKernel]:
     return {n.name: k for k in fused(graph, lambda n: n.phase) for n in k.nodes}
 
 
@@ -130,8 +130,8 @@ def _captured(tensor: int) -> Graph:
     return captured(_SHAPE, micro_batch=2, tensor=tensor)
 
 
-def _seconds(stack: Stack | None, tensor: int = 1, *again: str) -> float:
-    layout = DeepLayout(tensor=tensor, again=again, draws_parts=True)
+def _seconds(stack: SoftwareStack | None, tensor: int = 1, *again: str) -> float:
+    layout = ClusterLayout(tensor=tensor, again=again, draws_parts=True)
     costs = tensor_costs(_MACHINE, layout)
     parts = sections(_captured(tensor), costs, layout, blocks=BLOCKS, stack=stack)
     step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
@@ -141,20 +141,25 @@ def _seconds(stack: Stack | None, tensor: int = 1, *again: str) -> float:
 @pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize("again", [(), ("attention.core",), ("",)])
 def test_fusing_never_takes_more_time(tensor: int, again: tuple[str, ...]) -> None:
-    assert _seconds(Stack(), tensor, *again) < _seconds(Stack(fuses=False), tensor, *again)
+    assert _seconds(SoftwareStack(), tensor, *again) < _seconds(
+        SoftwareStack(fuses=False), tensor, *again
+    )
 
 
 @pytest.mark.parametrize("name", ["peak_share", "bandwidth_share"])
 def test_a_stack_that_reaches_more_never_takes_more_time(name: str) -> None:
-    took = [_seconds(Stack(call_seconds=0.0, **{name: share})) for share in (0.25, 0.5, 0.75, 1.0)]
+    took = [
+        _seconds(SoftwareStack(call_seconds=0.0, **{name: share}))
+        for share in (0.25, 0.5, 0.75, 1.0)
+    ]
     assert took == sorted(took, reverse=True)
     assert took[0] > took[-1]
 
 
 def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
     # Roofline's bound is the larger of computing and moving; theirs is the sum.
-    costs = Costs(device=replace(_MACHINE.device, call_seconds=0.0))
-    stack = Stack(fuses=False)
+    costs = CostTable(device=replace(_MACHINE.device, call_seconds=0.0))
+    stack = SoftwareStack(fuses=False)
     for kernel in unfused(_captured(1).nodes):
         if kernel.nodes[0].collective is None:
             plain = kernel_seconds(kernel, costs, None)
@@ -164,14 +169,16 @@ def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
 def test_a_call_is_hidden_by_what_runs_and_never_takes_less() -> None:
     """It is made while the one before it runs."""
     kernels = [k for k in unfused(_captured(1).nodes) if k.nodes[0].collective is None]
-    costs = tensor_costs(_MACHINE, DeepLayout())
+    costs = tensor_costs(_MACHINE, ClusterLayout())
     for kernel in kernels:
         running, called = (
-            kernel_seconds(kernel, costs, Stack(fuses=False, call_seconds=calling))
+            kernel_seconds(kernel, costs, SoftwareStack(fuses=False, call_seconds=calling))
             for calling in (0.0, 1e-6)
         )
         assert called == max(running, 1e-6)
-    assert _seconds(Stack(call_seconds=1e-3)) > 100 * _seconds(Stack(call_seconds=0.0))
+    assert _seconds(SoftwareStack(call_seconds=1e-3)) > 100 * _seconds(
+        SoftwareStack(call_seconds=0.0)
+    )
 
 
 def test_attention_computes_whole_blocks_along_its_diagonal() -> None:
@@ -190,16 +197,18 @@ def test_attention_computes_whole_blocks_along_its_diagonal() -> None:
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.35])
 def test_no_more_than_the_device_has_is_reached(share: float) -> None:
     with pytest.raises(BadInput, match="shares"):
-        Stack(bandwidth_share=share)
+        SoftwareStack(bandwidth_share=share)
 
 
 @pytest.mark.parametrize("along", [False, True])
 def test_exchanging_beside_products_never_takes_more_time(along: bool) -> None:
-    layout = DeepLayout(tensor=4, draws_parts=True, gathers_again=along)
+    layout = ClusterLayout(tensor=4, draws_parts=True, gathers_again=along)
     graph = captured(_SHAPE, micro_batch=2, tensor=4, sequence_parallel=along)
     costs = tensor_costs(_MACHINE, layout)
     plain, beside = (
-        sections(graph, costs, layout, blocks=BLOCKS, stack=Stack(overlaps_tensor=overlaps)).block
+        sections(
+            graph, costs, layout, blocks=BLOCKS, stack=SoftwareStack(overlaps_tensor=overlaps)
+        ).block
         for overlaps in (False, True)
     )
     assert beside.backward_seconds < plain.backward_seconds

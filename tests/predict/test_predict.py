@@ -10,13 +10,13 @@ from steelyard.ir.graph import Graph, Role
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.predict import peak_bytes, predict, slowdown, step_seconds
-from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.predict.liveness import alive_at, liveness
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.search.graphs import random_step
 
 DEVICE = Device(kind="test", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1 << 30)
-COSTS = Costs(device=DEVICE)
+COSTS = CostTable(device=DEVICE)
 graphs = st.integers(0, 10_000).map(random_step)
 
 

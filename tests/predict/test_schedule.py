@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from steelyard.comm.pipeline_schedules import SCHEDULES, made_schedule, order_under
 from steelyard.errors import BadInput, PlanFileError
-from steelyard.ir.pipeline_schedule import Order, Work, actions_of, source_of
+from steelyard.ir.pipeline_schedule import ActionKind, Order, actions_of, source_of
 from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
@@ -29,10 +29,10 @@ def _order(schedule: str, num_ranks: int, micro_batches: int) -> Order:
 def _cost(forward: float, to_inputs: float, to_weights: float, *, sent: float = 0.0) -> StageCost:
     return StageCost(
         seconds={
-            Work.FORWARD: forward,
-            Work.BACK_TO_INPUTS: to_inputs,
-            Work.BACK_TO_WEIGHTS: to_weights,
-            Work.BACKWARD: to_inputs + to_weights,
+            ActionKind.FORWARD: forward,
+            ActionKind.BACK_TO_INPUTS: to_inputs,
+            ActionKind.BACK_TO_WEIGHTS: to_weights,
+            ActionKind.BACKWARD: to_inputs + to_weights,
         },
         send_seconds=sent,
         send_back_seconds=sent,
@@ -40,7 +40,7 @@ def _cost(forward: float, to_inputs: float, to_weights: float, *, sent: float = 
         sends_back={"back": 3},
         kept={"kept": 100},
         kept_between={"between": 60},
-        working_bytes=dict.fromkeys(Work, 10),
+        working_bytes=dict.fromkeys(ActionKind, 10),
         first_bytes=dict.fromkeys(GIVE_GRADIENTS, 10 + 7),
         gradient_bytes=7,
     )
@@ -72,7 +72,10 @@ def test_nothing_begins_before_what_it_reads_is_there(
             assert one.end_seconds <= other.begin_seconds
     for r in at.values():
         stage, mb = r.action.stage, r.action.micro_batch
-        reads = {Work.FORWARD: [f"{stage - 1}F{mb}"], Work.BACK_TO_WEIGHTS: [f"{stage}I{mb}"]}
+        reads = {
+            ActionKind.FORWARD: [f"{stage - 1}F{mb}"],
+            ActionKind.BACK_TO_WEIGHTS: [f"{stage}I{mb}"],
+        }
         back = [f"{stage}F{mb}", f"{stage + 1}B{mb}", f"{stage + 1}I{mb}"]
         for name in reads.get(r.action.work, back):
             if name not in at:
@@ -166,7 +169,7 @@ def test_messages_take_of_the_work_of_both_ends_no_more_than_they_last(
         stages[r.action.stage].send_seconds
         for ranked in free.ranks
         for r in ranked
-        if r.action.work is not Work.BACK_TO_WEIGHTS
+        if r.action.work is not ActionKind.BACK_TO_WEIGHTS
     )
     for before, after in zip(free.ranks, disturbed.ranks, strict=True):
         own, taken = (
@@ -199,7 +202,7 @@ def test_in_the_end_only_gradients_and_what_was_sent_are_left(schedule: str) -> 
     last = [ranked[-1] for ranked in _equal(order).ranks]
     for r in last:
         stages = {a.stage for a in order.ranks[r.rank]}
-        kept = 60 if r.action.work is Work.BACK_TO_WEIGHTS else 100
+        kept = 60 if r.action.work is ActionKind.BACK_TO_WEIGHTS else 100
         away = {s for s, rank in order.rank_of.items() if rank != r.rank}
         ways = sum((s + step) in away for s in stages for step in (1, -1))
         sent = 3 * (ways * 8 if order.holds_sends else ways + 1)
@@ -274,7 +277,7 @@ def test_messages_by_way_of_hosts_take_room_while_they_are_read(schedule: str) -
 
     by_host, waiting = actions(ends, is_by_host=True), actions(ends)
     for none, less, more in zip(actions([alone] * 2), by_host, waiting, strict=True):
-        reads = less.action.work is (Work.FORWARD if less.rank else Work.BACKWARD)
+        reads = less.action.work is (ActionKind.FORWARD if less.rank else ActionKind.BACKWARD)
         assert less.held_bytes - none.held_bytes == (3 if reads else 0), less.action
         assert more.held_bytes >= less.held_bytes
     assert any(a.held_bytes > b.held_bytes for a, b in zip(waiting, by_host, strict=True))
@@ -285,10 +288,10 @@ def test_what_torch_writes_is_read_back(schedule: str) -> None:
     order = _order(schedule, 2, 8)
     kinds = {a.work for actions in order.ranks for a in actions}
     is_split = schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-    assert (Work.BACK_TO_WEIGHTS in kinds) == is_split
+    assert (ActionKind.BACK_TO_WEIGHTS in kinds) == is_split
     for actions in order.ranks:
         assert actions_of(map(str, actions)) == actions
-    each = [sum(a.work is Work.FORWARD for a in actions) for actions in order.ranks]
+    each = [sum(a.work is ActionKind.FORWARD for a in actions) for actions in order.ranks]
     assert each == [8 * _PER_RANK.get(schedule, 2)] * 2
     assert order.num_micro_batches == 8
 

@@ -11,23 +11,30 @@ from typing import Any
 from unittest import mock
 
 import steelyard as sy
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Cluster, Far, Member, Scope
+from steelyard.hardware.cluster import (
+    FAR_IN,
+    FAR_OUT,
+    Cluster,
+    LevelMember,
+    OffloadTier,
+    TopologyLevel,
+)
 from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
 from steelyard.ir.graph import Graph, Node
 from steelyard.ir.metrics import Estimate
-from steelyard.measure.links.probe import Measured
+from steelyard.measure.links.probe import LinkMeasurement
 from steelyard.planner import cost_provider as pricing
-from steelyard.predict.cost_table import Costs, OperatorCost, Survey
+from steelyard.predict.cost_table import CostTable, OperatorCost, Survey
 
 _COSTS = json.loads((Path(__file__).parent / "costs.json").read_text("utf-8"))
 
 
-def this_machine(ranks: int = 1, far: Far | None = None) -> sy.Cluster:
+def this_machine(ranks: int = 1, far: OffloadTier | None = None) -> sy.Cluster:
     """A cluster of processes here, each of which is the device of the file."""
     device = Device(is_here=True, **_COSTS["device"])
-    member = Member(of=device, count=ranks, link=_link("loopback", "all_reduce"))
-    return Cluster(tree=Scope(name="here", members=(member,)), far=far)
+    member = LevelMember(of=device, count=ranks, link=_link("loopback", "all_reduce"))
+    return Cluster(tree=TopologyLevel(name="here", members=(member,)), far=far)
 
 
 @contextlib.contextmanager
@@ -44,18 +51,18 @@ def fixed_costs() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(pricing, name, instead))
         # No step is run to check the sum of the operators by.
-        stack.enter_context(mock.patch.object(pricing.Prices, "_can_run", return_value=False))
+        stack.enter_context(mock.patch.object(pricing.CostProvider, "_can_run", return_value=False))
         yield
 
 
-def _operators(graphs: Sequence[Graph], device: Device, **_: Any) -> tuple[Costs, Survey]:
+def _operators(graphs: Sequence[Graph], device: Device, **_: Any) -> tuple[CostTable, Survey]:
     nodes = {n.signature: n for graph in graphs for n in graph.nodes if not n.is_free}
     costs = {
         signature: OperatorCost(seconds=_seconds(node), workspace_bytes=_workspace(node))
         for signature, node in nodes.items()
         if not node.is_far
     }
-    return Costs(device=device, operators=costs), Survey(measured=len(costs))
+    return CostTable(device=device, operators=costs), Survey(measured=len(costs))
 
 
 def _seconds(node: Node) -> Estimate:
@@ -79,8 +86,8 @@ def _link(kind: str, name: str) -> Link:
     return Link(kind=kind, doubt=0.15, **_COSTS["links"].get(name) or _COSTS[name])
 
 
-def _ranks(*_: Any, **__: Any) -> Measured:
-    return Measured(
+def _ranks(*_: Any, **__: Any) -> LinkMeasurement:
+    return LinkMeasurement(
         link=_link("loopback", "all_reduce"), handing=_link("loopback", "send"), near=None,
         speeds=(), slots=None, slotted=None, skew=None,
     )  # fmt: skip

@@ -3,27 +3,27 @@
 from dataclasses import replace
 
 from steelyard.ir.graph import Phase, Role
-from steelyard.ir.metrics import Estimate, Quad
+from steelyard.ir.metrics import Estimate, Metrics
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.peak_memory import Holding, Peak, Timeline
+from steelyard.plans.peak_memory import LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import (
     BatchEntry,
     Decisions,
     FrontierPoint,
-    MadeFor,
     NextCent,
     Plan,
     Prediction,
-    Taken,
+    SelectedTrade,
+    Target,
 )
-from steelyard.plans.receipt import Measured, Receipt
-from steelyard.plans.trade import Refusal
+from steelyard.plans.receipt import Receipt, RunMeasurement
+from steelyard.plans.trade import Rejection
 
 MIB = 2**20
 
 DECISIONS = Decisions(
-    made_for=MadeFor(
+    made_for=Target(
         model="3f21a0c45b7e9d10",
         graph="9c44d1b2a7f03e58",
         decomposition="python-1",
@@ -44,9 +44,9 @@ DECISIONS = Decisions(
 )
 
 
-def quad(mib: float, seconds: float) -> Quad:
+def quad(mib: float, seconds: float) -> Metrics:
     took = Estimate.within(seconds, share=0.12)
-    return Quad(
+    return Metrics(
         memory_bytes=Estimate.within(mib * MIB, share=0.01),
         computation_seconds=took,
         step_seconds=took,
@@ -70,8 +70,8 @@ def timeline(count: int, peak_bytes: int) -> Timeline:
 
 def held(
     mib: float, what: str, path: str = "", line: str = "", role: Role = Role.ACTIVATION
-) -> Holding:
-    return Holding(
+) -> LiveTensor:
+    return LiveTensor(
         nbytes=int(mib * MIB), what=what, path=path, line=line, phase=Phase.FORWARD, role=role
     )
 
@@ -95,7 +95,7 @@ def prediction(
     )
     return Prediction(
         quad=quad(mib, seconds),
-        peak=Peak(
+        peak=PeakMemory(
             nbytes=int(mib * MIB),
             resident_bytes=98 * MIB,
             workspace_bytes=2 * MIB,
@@ -117,14 +117,14 @@ PLAN = Plan(
     unplanned=prediction(441, 1.06),
     predicted=prediction(296, 1.24),
     taken=(
-        Taken(
+        SelectedTrade(
             trade="accumulate",
             label="2 micro-batches",
             rules=DECISIONS.rules[:1],
             buys_bytes=96 * MIB,
             pays_seconds=0.05,
         ),
-        Taken(
+        SelectedTrade(
             trade="recompute",
             label="blocks.*.mlp: gelu (4)",
             rules=DECISIONS.rules[1:],
@@ -133,12 +133,12 @@ PLAN = Plan(
         ),
     ),
     refused=(
-        Refusal(
+        Rejection(
             trade="recompute",
             label="blocks.*.attn: softmax (4)",
             reason="would buy 12.0 MiB for ~30.0 ms a step, and the budget is met without it",
         ),
-        Refusal(
+        Rejection(
             trade="accumulate",
             label="4 micro-batches",
             reason="would pay ~90.0 ms more than what was taken",
@@ -167,7 +167,7 @@ PLAN = Plan(
     notes=("costs of 12 of 214 operators are declared, not measured",),
 )
 
-MEASURED = Measured(
+MEASURED = RunMeasurement(
     steps=200,
     memory_bytes=297 * MIB,
     rss_bytes=812 * MIB,

@@ -15,7 +15,7 @@ from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
 from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
-from steelyard.report.quantities import Figure
+from steelyard.report.quantities import Quantity
 from tests.report.sample import MIB, PLAN, RECEIPT, hostile, timeline
 
 VOID = {"meta"}  # the drawings close theirs with a slash
@@ -111,7 +111,7 @@ def test_every_figure_that_is_drawn_also_stands_as_text() -> None:
     for row in tree.rows:
         for cell in (row.before, row.unplanned, row.plan, row.measured):
             assert str(cell) in text
-        if isinstance(row.plan, Figure) and row.plan.value:
+        if isinstance(row.plan, Quantity) and row.plan.value:
             assert row.plan.interval in text
     for point in tree.curve:
         assert str(point.memory) in text

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from steelyard.errors import BadInput
 from steelyard.report.document import tree_of
 from steelyard.report.errors import Failure, failure_lines
-from steelyard.report.progress import Progress, Status
+from steelyard.report.progress import Status, TrainingProgress
 from steelyard.report.styled_text import Tone, plain, words
 from steelyard.report.terminal import encodable, wants_colour, write
 from steelyard.report.text import render
@@ -90,7 +90,7 @@ def test_what_cannot_be_said_is_escaped(text: str, encoding: str) -> None:
 # --- progress -------------------------------------------------------------------------------------
 
 
-def steps(show: Progress, count: int) -> None:
+def steps(show: TrainingProgress, count: int) -> None:
     with show:
         for step in range(1, count + 1):
             show(
@@ -103,7 +103,7 @@ def steps(show: Progress, count: int) -> None:
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
 def test_a_bar_fits_its_terminal_and_ends_at_the_last_step(columns: int) -> None:
-    text = on_a_terminal(columns, lambda stream: steps(Progress(stream), 7))
+    text = on_a_terminal(columns, lambda stream: steps(TrainingProgress(stream), 7))
     last = ESCAPE.sub("", text).replace("\r", "\n").rstrip().split("\n")[-1]
     assert last.startswith("7/7")
     assert "loss 8.3000" in last
@@ -113,13 +113,13 @@ def test_a_bar_fits_its_terminal_and_ends_at_the_last_step(columns: int) -> None
 
 
 def test_a_bar_on_a_terminal_without_unicode_is_plain() -> None:
-    text = on_a_terminal(80, lambda stream: steps(Progress(stream), 3), encoding="ascii")
+    text = on_a_terminal(80, lambda stream: steps(TrainingProgress(stream), 3), encoding="ascii")
     assert "3/3" in text
 
 
 def test_a_log_gets_notes_and_no_steps() -> None:
     out = io.StringIO()
-    show = Progress(out)
+    show = TrainingProgress(out)
     steps(show, 50)
     show.note("no room \x1b[2J")
     assert out.getvalue() == "note: no room \\x1b[2J\n"

@@ -12,11 +12,11 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import NextCent, Plan
-from steelyard.plans.receipt import Measured, Receipt
-from steelyard.plans.trade import Left, Refusal
+from steelyard.plans.receipt import Receipt, RunMeasurement
+from steelyard.plans.trade import Rejection, Remaining
 from steelyard.report.document import rule_in_words, tree_of
 from steelyard.report.peak_groups import alike, short_op
-from steelyard.report.quantities import Figure
+from steelyard.report.quantities import Quantity
 from steelyard.report.styled_text import Zoom, plain
 from steelyard.report.text import render
 from tests.report.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile, prediction
@@ -87,7 +87,7 @@ def test_the_four_amounts_stand_in_their_order_and_then_the_step() -> None:
 def test_a_tilde_stands_before_each_prediction_and_no_measurement() -> None:
     for row in tree_of(RECEIPT).rows:
         for cell in (row.before, row.unplanned, row.plan):
-            assert not isinstance(cell, Figure) or str(cell).startswith("~") or not cell.value
+            assert not isinstance(cell, Quantity) or str(cell).startswith("~") or not cell.value
         assert not str(row.measured).startswith("~")
 
 
@@ -110,14 +110,16 @@ def test_computation_and_step_that_missed_alike_are_named_once() -> None:
 
 
 def test_a_run_without_misses_marks_none() -> None:
-    exact = Measured(steps=3, memory_bytes=296 * MIB, computation_seconds=1.24, step_seconds=1.24)
+    exact = RunMeasurement(
+        steps=3, memory_bytes=296 * MIB, computation_seconds=1.24, step_seconds=1.24
+    )
     text = shown(Receipt(plan=PLAN, measured=exact))
     assert "largest miss" not in text
     assert "+0.0 %" in text
 
 
 def test_what_was_not_measured_is_a_dash_and_no_miss() -> None:
-    row = tree_of(Receipt(plan=PLAN, measured=Measured())).rows[1]
+    row = tree_of(Receipt(plan=PLAN, measured=RunMeasurement())).rows[1]
     assert (row.measured, row.miss) == ("-", None)
 
 
@@ -143,7 +145,7 @@ def test_a_measured_peak_decides_whether_it_fitted() -> None:
 
 def test_refusals_for_one_reason_are_said_together_and_the_rest_counted() -> None:
     more = tuple(
-        Refusal(trade="recompute", label=f"blocks.{i}", reason=f"reason {i}") for i in range(9)
+        Rejection(trade="recompute", label=f"blocks.{i}", reason=f"reason {i}") for i in range(9)
     )
     many = replace(PLAN, refused=PLAN.refused * 10 + more)
     text = shown(many, width=120)
@@ -249,7 +251,9 @@ def test_a_code_that_saves_computation_says_by_what() -> None:
 
 
 def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None:
-    rest, never = (replace(PLAN.refused[0], left=left) for left in (Left.REST, Left.NEVER))
+    rest, never = (
+        replace(PLAN.refused[0], left=left) for left in (Remaining.REST, Remaining.NEVER)
+    )
     text = shown(replace(PLAN, num_offers=5, refused=(*PLAN.refused, rest, never)))
     assert "taken (2 of 5 offers, and 1 in part)" in text
     assert "refused (2 of 5 offers, the rest of 1, and 1 that cannot be offered)" in text
@@ -259,11 +263,11 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
 
 def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_first() -> None:
     codes = [
-        Refusal(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
+        Rejection(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
         for trade, more, left in (
-            ("largest_gradients", 9, Left.NEVER),
-            ("ternary_gradients", 4, Left.WHOLE),
-            ("rounded_gradients", 8, Left.WHOLE),
+            ("largest_gradients", 9, Remaining.NEVER),
+            ("ternary_gradients", 4, Remaining.WHOLE),
+            ("rounded_gradients", 8, Remaining.WHOLE),
         )
     ]
     others = [replace(PLAN.refused[0], reason=f"reason {n}") for n in range(9)]

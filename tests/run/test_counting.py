@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from steelyard.capture.batch.independence_proof import Reduction
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import Mismatch
 from steelyard.ir.program import Program
 from steelyard.run.step import LiveStep
@@ -31,7 +31,7 @@ def _batch(*kept: int) -> dict[str, torch.Tensor]:
 
 
 def _step(model: nn.Module, loss: object, batch: object, *, parts: int) -> LiveStep:
-    source = StepSource(model=model, loss=loss, batch=batch)  # type: ignore[arg-type]
+    source = CapturedStep(model=model, loss=loss, batch=batch)  # type: ignore[arg-type]
     assert source.why_not_split() is None
     captured = source.captured(micro_batches=parts)
     return LiveStep(
@@ -56,7 +56,7 @@ def test_the_parts_weigh_what_they_count(kept: tuple[int, ...], parts: int) -> N
 
 
 def test_the_reduction_is_read_off_the_graph() -> None:
-    source = StepSource(model=_model(), loss=_loss, batch=_batch(4, 4, 4, 4))
+    source = CapturedStep(model=_model(), loss=_loss, batch=_batch(4, 4, 4, 4))
     assert source.reduction() is Reduction.COUNTED
 
 
@@ -101,7 +101,7 @@ def test_two_means_that_count_differently_are_refused_before_anything_runs() -> 
         step.backward(later)
     assert "20 of 40 of another" in str(error.value)
     assert all(p.grad is None for p in model.parameters())
-    assert StepSource(model=model, loss=_with_a_head_beside, batch=later).why_not_split()
+    assert CapturedStep(model=model, loss=_with_a_head_beside, batch=later).why_not_split()
 
 
 def test_a_sum_over_the_batch_of_a_counted_mean_refuses_unequal_counts() -> None:

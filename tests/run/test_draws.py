@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelyard.ir.pipeline_schedule import Order, Work
-from steelyard.ir.pipeline_stages import Stages
+from steelyard.ir.pipeline_schedule import ActionKind, Order
+from steelyard.ir.pipeline_stages import PipelineStages
 from steelyard.predict.pipeline.rng_cost import STATE_BYTES, states_bytes
 from steelyard.run.pipeline.rng import Draws, _drawing, _left_by, _passing
 from tests.harness import Trial
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 _SEED = 7
 
 
-def pipelines() -> Iterator[tuple[str, Stages, Order]]:
+def pipelines() -> Iterator[tuple[str, PipelineStages, Order]]:
     for schedule, rules in offered(2).items():
         program = struck(*rules, micro_batches=4)
         assert program.pipeline is not None
@@ -46,7 +46,7 @@ def test_a_stage_begins_where_one_device_does() -> None:
             torch.set_rng_state(begun)
             draws.begin(order.num_micro_batches)
             for action in actions:
-                if action.work is not Work.FORWARD:
+                if action.work is not ActionKind.FORWARD:
                     continue
                 was_kept = (action.micro_batch, action.stage) in draws._passed
                 most = max(most, len(draws._passed) + was_kept)

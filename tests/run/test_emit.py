@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from steelyard.capture.step import StepSource
-from steelyard.comm.simulated_ranks import Together
+from steelyard.capture.step import CapturedStep
+from steelyard.comm.simulated_ranks import SimulatedRanks
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import strike
@@ -70,8 +70,8 @@ def test_views_that_change_nothing_are_not_called() -> None:
 
 def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() -> None:
     model, loss, batch = case("gpt").make(0)
-    source = StepSource(model=model, loss=loss, batch=batch)
-    channels = {"data": Together(2).channel(0)}
+    source = CapturedStep(model=model, loss=loss, batch=batch)
+    channels = {"data": SimulatedRanks(2).channel(0)}
 
     def lines(*rules: Rule) -> list[str]:
         whole = (Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 14), *rules)

@@ -12,7 +12,7 @@ from steelyard.run.finite_check import (
     LOSS,
     NOTHING,
     FiniteWatch,
-    Found,
+    NonFiniteValue,
     blamed,
 )
 
@@ -32,7 +32,7 @@ def test_what_is_not_finite_is_found_in_every_format(value: torch.Tensor) -> Non
     watch = FiniteWatch()
     stepped(watch, FINE[0], loss=FINE, gradients=torch.cat([FINE.to(value.dtype), value]))
     stepped(watch, NAN[1], loss=NAN)
-    assert watch.first == Found(1, GRADIENTS)
+    assert watch.first == NonFiniteValue(1, GRADIENTS)
     assert watch.failed_at == 2
 
 
@@ -59,7 +59,7 @@ def test_passes_that_add_up_are_of_one_step() -> None:
     stepped(watch, FINE[0], gradients=FINE)
     watch.adds_up = False
     stepped(watch, NAN[1], loss=NAN)
-    assert (watch.first, watch.failed_at) == (Found(1, GRADIENTS), 2)
+    assert (watch.first, watch.failed_at) == (NonFiniteValue(1, GRADIENTS), 2)
 
 
 def test_the_batch_comes_before_all_that_is_made_of_it() -> None:
@@ -67,12 +67,12 @@ def test_the_batch_comes_before_all_that_is_made_of_it() -> None:
     watch.begin()
     watch.saw(LOSS, NAN)
     watch.end(NAN[1], lambda: [torch.arange(3), NAN])
-    assert watch.first == Found(1, BATCH)
+    assert watch.first == NonFiniteValue(1, BATCH)
 
 
 def test_the_first_in_time_is_to_blame_or_all_that_are_alike() -> None:
     def code(step: int, place: int) -> int:
-        return Found(step, place).code
+        return NonFiniteValue(step, place).code
 
     first = blamed([code(5, LOSS), code(4, GRADIENTS), NOTHING], offset=10)
     assert (first.rank, first.words) == (1, "the own gradients of rank 1, in step 14")

@@ -20,7 +20,7 @@ from steelyard.hardware.cluster import Device
 from steelyard.ir.graph import OutputKind, Phase
 from steelyard.ir.program import Instruction, Program
 from steelyard.measure.operators.memory import meter
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.run.codegen import Emitted
 from steelyard.run.compiled import inductor
@@ -35,7 +35,7 @@ from tests.zoo.own import MoE
 # What is compiled is compiled on one worker.
 pytestmark = pytest.mark.xdist_group("inductor")
 
-FREE = Costs(
+FREE = CostTable(
     device=Device(kind="any", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=2**30)
 )
 

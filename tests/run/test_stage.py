@@ -12,10 +12,10 @@ from torch import Tensor
 
 from steelyard import _torch
 from steelyard.capture.pipeline_stages import cut_into_stages, end_of
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import BadInput
 from steelyard.ir.graph import Graph, OutputKind
-from steelyard.ir.pipeline_stages import Stages
+from steelyard.ir.pipeline_stages import PipelineStages
 from steelyard.run.binding import BatchLayout, live_tensors
 from steelyard.run.pipeline.stage import LiveStage, Values, keep_only
 from tests import zoo
@@ -63,7 +63,7 @@ def test_stages_one_after_the_other_are_the_whole_step(case: Case) -> None:
     model, loss, batch = case.make()
     if case.name not in _AS_THEY_COME:
         model, batch = model.double(), _double(batch)
-    source = StepSource(model=model, loss=loss, batch=batch)
+    source = CapturedStep(model=model, loss=loss, batch=batch)
     captured = source.captured()
     start = copy.deepcopy(model.state_dict())
     step = live(source)
@@ -107,7 +107,7 @@ def _cuts(graph: Graph) -> list[list[str]]:
     return [[end] for end in ends[:: max(1, len(ends) // _MOST_CUTS)]] + [several] * bool(ends)
 
 
-def _given(graph: Graph, source: StepSource) -> Values:
+def _given(graph: Graph, source: CapturedStep) -> Values:
     layout = BatchLayout(source.batch)
     leaves = dict(zip(layout.names, layout.leaves(source.batch)))
     (planned,) = graph.by_name["tangent"].outputs
@@ -164,9 +164,9 @@ def _gap(expected: Any, actual: Any) -> float:
 # --- what lies where ------------------------------------------------------------------------------
 
 
-def _stages_of_gpt() -> Stages:
+def _stages_of_gpt() -> PipelineStages:
     model, loss, batch = zoo.case("gpt").make()
-    graph = StepSource(model=model, loss=loss, batch=batch).graph(micro_batches=1)
+    graph = CapturedStep(model=model, loss=loss, batch=batch).graph(micro_batches=1)
     return cut_into_stages(graph, [end_of(graph, "dropout"), end_of(graph, "blocks.0")])
 
 
@@ -208,7 +208,7 @@ def test_the_two_parts_of_a_backward_pass_are_the_whole_of_it() -> None:
 )
 def test_ends_that_make_no_stages_are_refused(ends: list[str], says: str) -> None:
     model, loss, batch = zoo.case("gpt").make()
-    graph = StepSource(model=model, loss=loss, batch=batch).graph(micro_batches=1)
+    graph = CapturedStep(model=model, loss=loss, batch=batch).graph(micro_batches=1)
     with pytest.raises(BadInput, match=says) as caught:
         cut_into_stages(graph, [end_of(graph, end) for end in ends])
     assert len(str(caught.value).splitlines()) == 3
@@ -216,7 +216,7 @@ def test_ends_that_make_no_stages_are_refused(ends: list[str], says: str) -> Non
 
 def test_a_stage_behind_the_loss_is_refused() -> None:
     model, loss, batch = zoo.case("mlp").make()
-    graph = StepSource(model=model, loss=loss, batch=batch).graph(micro_batches=1)
+    graph = CapturedStep(model=model, loss=loss, batch=batch).graph(micro_batches=1)
     (end,) = (o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
     with pytest.raises(BadInput, match="behind the loss"):
         cut_into_stages(graph, [end])

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.hardware.link import Link
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
-from steelyard.search.ranks.layout_candidates import Way
+from steelyard.search.ranks.layout_candidates import LayoutCandidate
 from steelyard.search.ranks.retune import (
-    Choice,
+    Alternative,
     best_hosts,
     link_among,
     numbers_of_hosts,
@@ -24,13 +24,17 @@ EXACT = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
 CODED = Rule(trade="ternary_gradients", module="a", count=1)
 
 
-def choice(seconds: float, *, lossy: bool = False, ranks: int = 2, nbytes: int = 100) -> Choice:
+def choice(
+    seconds: float, *, lossy: bool = False, ranks: int = 2, nbytes: int = 100
+) -> Alternative:
     rules = (EXACT, CODED) if lossy else (EXACT,)
-    way = Way(rules=rules, layout=Layout(batch=ranks), seconds=seconds, nbytes=nbytes)
-    return Choice(way=way, ranks=tuple(range(ranks)))
+    way = LayoutCandidate(
+        rules=rules, layout=ParallelLayout(batch=ranks), seconds=seconds, nbytes=nbytes
+    )
+    return Alternative(way=way, ranks=tuple(range(ranks)))
 
 
-def tried(now: float, *choices: Choice, **how: float) -> list[float]:
+def tried(now: float, *choices: Alternative, **how: float) -> list[float]:
     settings = {"most_bytes": 1000.0, "num_ranks": 2, **how}
     found = worth_trying(now, choices, **settings)  # type: ignore[arg-type]
     return [c.way.seconds for c in found]
@@ -59,8 +63,10 @@ def test_one_host_alone_is_taken_where_its_link_carries_next_to_nothing() -> Non
 
 def test_on_fewer_hosts_gradients_go_as_they_did_but_in_no_code() -> None:
     class Counting:
-        def counted(self, rules: tuple[Rule, ...]) -> Way:
-            return Way(rules=rules, layout=Layout.of(rules), seconds=1.0, nbytes=100)
+        def counted(self, rules: tuple[Rule, ...]) -> LayoutCandidate:
+            return LayoutCandidate(
+                rules=rules, layout=ParallelLayout.of(rules), seconds=1.0, nbytes=100
+            )
 
     layouts = SimpleNamespace(ways=Counting())
     again, late = Rule(trade="recompute", module="a", count=1), Rule(trade="overlap", lead=2)

@@ -11,7 +11,7 @@ import pytest
 from steelyard.errors import Mismatch
 from steelyard.ir.gradient_codec import BFLOAT16, CODES, INT8, LARGEST, TERNARY, Codec, codec_of
 from steelyard.ir.rule import Rule
-from steelyard.search.ranks.gradient_compression import CodedWay, Weighing
+from steelyard.search.ranks.gradient_compression import CompressedCandidate, Weighing
 
 # Seconds of the step for each gradient, by the bits that it goes in.
 _SECONDS = {
@@ -40,7 +40,7 @@ def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
         codecs=codecs or CODES.values(),
     )
     rules = tuple(sorted(Rule(trade="ternary_gradients", module=name) for name in names))
-    way = CodedWay(
+    way = CompressedCandidate(
         codec=TERNARY, trade="ternary_gradients", rules=rules, without=(),
         seconds=_counted(rules).seconds, nbytes=0,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def test_factors_that_take_longer_say_nothing_of_codes_that_are_more_to_send() -
         codecs=CODES.values(),
     )
     rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("one", "other"))
-    way = CodedWay(
+    way = CompressedCandidate(
         codec=LARGEST, trade="largest_gradients", rules=rules, without=(), seconds=_REST, nbytes=0
     )
     codecs = {codec_of(rule) for rule in weighing.gentler(way).rules}
@@ -98,7 +98,7 @@ def test_a_gradient_that_cannot_go_in_a_milder_code_keeps_its_own() -> None:
         codecs=CODES.values(),
     )
     rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("thin", "wide"))
-    way = CodedWay(
+    way = CompressedCandidate(
         codec=LARGEST, trade="largest_gradients", rules=rules, without=(), seconds=_REST - 2,
         nbytes=0,
     )  # fmt: skip

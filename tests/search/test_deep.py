@@ -10,28 +10,28 @@ from itertools import combinations_with_replacement, pairwise, product
 import pytest
 import torch
 
-from steelyard.capture.deep.batch_template import SampledStep
-from steelyard.capture.step import StepSource
+from steelyard.capture.deep.batch_template import TruncatedStep
+from steelyard.capture.step import CapturedStep
 from steelyard.comm.pipeline_schedules import order_of
 from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import decode_tree
-from steelyard.hardware.topology import Scope
-from steelyard.ir.batch_template import Sampled
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.hardware.topology import TopologyLevel
+from steelyard.ir.batch_template import BatchTemplate
+from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes
-from steelyard.predict.analytic.step import Stage, deep_step_of
+from steelyard.predict.analytic.step import StageBlocks, deep_step_of
 from steelyard.predict.analytic.trace import deep_spans
-from steelyard.predict.cost_table import Costs
-from steelyard.search.cluster.from_rules import Step as Told
+from steelyard.predict.cost_table import CostTable
+from steelyard.search.cluster.from_rules import RuleContext as Told
 from steelyard.search.cluster.from_rules import laid_of
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.recompute_sets import sets_again
-from steelyard.search.cluster.search import DeepSearch, Laid
-from steelyard.search.cluster.stage_assignment import Again, Fate
+from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
+from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
 from steelyard.search.cluster.to_rules import rules_of
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
@@ -83,7 +83,7 @@ link = "l"
     )
 
 
-def _mixed(slow: str, rate: str) -> Scope:
+def _mixed(slow: str, rate: str) -> TopologyLevel:
     return decode_tree(f"""
 [device.d]
 memory = "16 GiB"
@@ -106,10 +106,10 @@ link = "l"
 
 
 @cache
-def _step(shape: tuple[int, int, int, int]) -> SampledStep:
+def _step(shape: tuple[int, int, int, int]) -> TruncatedStep:
     width, heads, length, samples = shape
     model = GPT(layers=_BLOCKS, width=width, heads=heads, vocabulary=64, length=length)
-    return SampledStep(
+    return TruncatedStep(
         model=model, loss=next_token_loss, batch=tokens(samples, length, 64),
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
     )  # fmt: skip
@@ -123,33 +123,33 @@ def _search(
     slow: str = "",
     host: str = "",
     call: str = "5 us",
-) -> DeepSearch:
+) -> ClusterSearch:
     step = _step(shape)
 
-    def again_of(sampled: Sampled, costs: Costs) -> tuple[Again, ...]:
+    def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
         found = sets_again(graph, costs, step.blocks, values=recomputable(graph))
         # Few, so that every mix can be looked at.
         return (found[0], *found[1:][:: max(1, len(found) // (_MOST_KINDS - 1))])[:_MOST_KINDS]
 
-    return DeepSearch(step, _cluster(8, rate, share, slow, host, call), again_of=again_of)
+    return ClusterSearch(step, _cluster(8, rate, share, slow, host, call), again_of=again_of)
 
 
-def _every_layout(search: DeepSearch, ranks: int) -> Iterator[tuple[DeepLayout, int]]:
+def _every_layout(search: ClusterSearch, ranks: int) -> Iterator[tuple[ClusterLayout, int]]:
     for way in search.ways(ranks):
         yield way.layout, way.micro_batch
         if search.leads_to_hosts(way.layout):
             yield replace(way.layout, far_states=True), way.micro_batch
 
 
-def _every_step(search: DeepSearch, ranks: int) -> Iterator[tuple[float, int]]:
+def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]]:
     """Seconds and bytes of every layout, division of blocks and mix of kinds, that lets no rank
     hold more than its device has, or its host."""
     for layout, micro_batch in _every_layout(search, ranks):
         stages = layout.pipeline
         laid, places = search._on_places(layout, micro_batch), search._places.of(layout)
         fates = [
-            Fate(again=again, moved=moved)
+            ActivationPolicy(again=again, moved=moved)
             for again in search._sets_of(layout.tensor)
             for moved in ((False, True) if search.leads_to_hosts(layout) else (False,))
         ]
@@ -175,8 +175,8 @@ def _every_step(search: DeepSearch, ranks: int) -> Iterator[tuple[float, int]]:
                     yield step.step_seconds, step.peak_bytes
 
 
-def _stage(chosen: tuple[object, ...]) -> Stage:
-    return Stage(blocks=tuple((block, 1) for block in chosen))  # type: ignore[misc]
+def _stage(chosen: tuple[object, ...]) -> StageBlocks:
+    return StageBlocks(blocks=tuple((block, 1) for block in chosen))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_the_plan_is_within_its_gap_of_the_best_there_is(
     assert search.fastest(ranks, least_bytes - 1) is None
 
 
-def _without_one(laid: Laid, samples: int) -> Iterator[tuple[str, Laid]]:
+def _without_one(laid: ClusterPlan, samples: int) -> Iterator[tuple[str, ClusterPlan]]:
     """The same plan with one of its trades taken back."""
     layout = laid.layout
     data = layout.data * layout.tensor
@@ -343,12 +343,12 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     width, heads, length, samples = shape
     step = _step(shape)
 
-    def again_of(sampled: Sampled, costs: Costs) -> tuple[Again, ...]:
+    def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
         return sets_again(graph, costs, step.blocks, values=recomputable(graph))
 
-    search = DeepSearch(step, _cluster(1), again_of=again_of)
-    whole = StepSource(
+    search = ClusterSearch(step, _cluster(1), again_of=again_of)
+    whole = CapturedStep(
         model=GPT(layers=_BLOCKS, width=width, heads=heads, vocabulary=64, length=length),
         loss=next_token_loss, batch=tokens(samples, length, 64), optimizer=step.optimizer,
     )  # fmt: skip
@@ -356,7 +356,7 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     costs = search.costs_of(1, search._places.classes[0])
     sets, held = search._sets_of(1), []
     for again in sets:
-        laid = search.priced_as(DeepLayout(), (((Fate(again=again), _BLOCKS),),))
+        laid = search.priced_as(ClusterLayout(), (((ActivationPolicy(again=again), _BLOCKS),),))
         struck = strike(plain, _rules(step, laid), trades=TRADES, source=whole)
         kept = laid.step.stages[0].activation_bytes + laid.step.stages[0].workspace_bytes
         exact = peak_bytes(struck, costs)
@@ -372,7 +372,7 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     assert least_exact < most_exact / 2
 
 
-def _told(step: SampledStep) -> Told:
+def _told(step: TruncatedStep) -> Told:
     return Told(
         graph=step.whole.graph,
         blocks=step.blocks,
@@ -381,7 +381,7 @@ def _told(step: SampledStep) -> Told:
     )
 
 
-def _rules(step: SampledStep, laid: Laid) -> tuple[Rule, ...]:
+def _rules(step: TruncatedStep, laid: ClusterPlan) -> tuple[Rule, ...]:
     tensor = laid.layout.tensor
     regions = step.regions(tensor) if tensor > 1 else ()
     return rules_of(laid, step.whole.graph, regions, step.blocks)
@@ -455,8 +455,8 @@ def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
     (way,) = (w for w in search.ways(1) if w.layout.micro_batches == 1)
     roomy = search.laid(way, 1 << 40)
     assert roomy is not None
-    stages = ((*((Fate(moved=True), 6),),),)
-    rules = _rules(step, search.priced_as(DeepLayout(), stages))
+    stages = ((*((ActivationPolicy(moved=True), 6),),),)
+    rules = _rules(step, search.priced_as(ClusterLayout(), stages))
     assert laid_of(rules, search, _told(step)).stages == stages
     first = next(r for r in rules if r.trade == "offload")
     with pytest.raises(Mismatch, match="of it are kept"):

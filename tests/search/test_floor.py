@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.errors import Infeasible
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.predict.cost_table import Costs
-from steelyard.search import Floor, Layouts, Search
+from steelyard.predict.cost_table import CostTable
+from steelyard.search import Floor, LayoutSearch, StepSearch
 from steelyard.trades import TRADES
 from tests.harness import looking_less_far
 from tests.search.graphs import Whole, random_step
@@ -35,9 +35,9 @@ def test_no_plan_of_a_random_step_is_below_it(seed: int, room: int) -> None:
     graph = random_step(seed)
     program = Program.plain(graph)
     links = {FAR_OUT: FAR, FAR_IN: FAR} if room else {}
-    costs = Costs(device=DEVICE, links=links, far_bytes=room)
+    costs = CostTable(device=DEVICE, links=links, far_bytes=room)
     with looking_less_far():
-        least = Search(program, trades=TRADES, source=Whole(graph), costs=costs).least_bytes(
+        least = StepSearch(program, trades=TRADES, source=Whole(graph), costs=costs).least_bytes(
             enough_bytes=0
         )
     assert Floor.of(program).least_bytes(far_bytes=room) <= least
@@ -49,9 +49,9 @@ def test_no_plan_of_a_random_step_is_below_it(seed: int, room: int) -> None:
 def test_no_plan_of_a_model_is_below_it(make: type[torch.optim.Optimizer], room: int) -> None:
     source, program = _step(make)
     links = {FAR_OUT: FAR, FAR_IN: FAR} if room else {}
-    costs = Costs(device=DEVICE, links=links, far_bytes=room)
+    costs = CostTable(device=DEVICE, links=links, far_bytes=room)
     with looking_less_far():
-        search = Search(program, trades=TRADES, source=source, costs=costs)
+        search = StepSearch(program, trades=TRADES, source=source, costs=costs)
         search.explore_all()
         least = min(point.memory_bytes for point in search.frontier())
     floor = Floor.of(program)
@@ -65,12 +65,12 @@ def test_no_plan_of_a_model_is_below_it(make: type[torch.optim.Optimizer], room:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_plan_on_ranks_is_below_it(ranks: int) -> None:
     source, program = _step(torch.optim.AdamW)
-    costs = Costs(device=DEVICE, links={DATA: LINK, TENSOR: LINK, PIPELINE: LINK})
+    costs = CostTable(device=DEVICE, links={DATA: LINK, TENSOR: LINK, PIPELINE: LINK})
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(program, trades=TRADES, source=source, costs=costs, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(program, trades=TRADES, source=source, costs=costs, layout=layout)
 
-    layouts = Layouts(
+    layouts = LayoutSearch(
         program, trades=TRADES, source=source, costs=costs, num_ranks=ranks, searching=searching
     )
     held = [way.nbytes for layout in layouts.layouts for way in layouts.ways.of(layout)]
@@ -80,9 +80,11 @@ def test_no_plan_on_ranks_is_below_it(ranks: int) -> None:
     assert floor <= min(held)
 
 
-def _step(make: type[torch.optim.Optimizer]) -> tuple[StepSource, Program]:
+def _step(make: type[torch.optim.Optimizer]) -> tuple[CapturedStep, Program]:
     model = GPT(layers=2, width=64, heads=2, vocabulary=256, length=32, fused=True)
-    source = StepSource(model=model, loss=next_token_loss, batch=tokens(4, 32, 256), optimizer=make)
+    source = CapturedStep(
+        model=model, loss=next_token_loss, batch=tokens(4, 32, 256), optimizer=make
+    )
     return source, Program.plain(source.graph(micro_batches=1), update=source.update())
 
 

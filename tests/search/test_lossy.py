@@ -14,23 +14,23 @@ from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.ir.graph import Graph
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Spot, spots
-from steelyard.planner.lossy import Lossy
+from steelyard.ir.rule import CallSite, spots
+from steelyard.planner.lossy import LossyPlanner
 from steelyard.plans.budget import Budget
 from steelyard.plans.trade import strike
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs, OperatorCost
-from steelyard.search import Search
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.predict.cost_table import CostTable, OperatorCost
+from steelyard.search import StepSearch
+from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import least_seconds
-from steelyard.search.single.min_cut import Cut
+from steelyard.search.single.min_cut import MinCut
 from steelyard.trades import TRADES
 from steelyard.trades.quantise import Quantise, quantisable, with_codes
 from steelyard.trades.recompute import recomputable
 from tests.search.graphs import Whole, in_floats, random_step, tower
 
 if TYPE_CHECKING:
-    from steelyard.planner.session import Look
+    from steelyard.planner.session import PlanningSession
 
 DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e6)
@@ -38,21 +38,21 @@ EXACT = tuple(trade for trade in TRADES if trade.is_exact)
 
 
 def searching(
-    graph: Graph, *, lossy: bool = True, trades: Any = TRADES, costs: Costs | None = None
-) -> Search:
+    graph: Graph, *, lossy: bool = True, trades: Any = TRADES, costs: CostTable | None = None
+) -> StepSearch:
     plain = Program.plain(graph)
     able = quantisable(plain)
     allowed = frozenset(s for s, name in spots(graph).items() if name in able)
-    return Search(
+    return StepSearch(
         plain,
         trades=trades,
         source=Whole(graph),
-        costs=costs or Costs(device=DEVICE),
-        lossy=allowed if lossy else frozenset[Spot](),
+        costs=costs or CostTable(device=DEVICE),
+        lossy=allowed if lossy else frozenset[CallSite](),
     )
 
 
-def budgets(search: Search, count: int = 5) -> list[Budget]:
+def budgets(search: StepSearch, count: int = 5) -> list[Budget]:
     explored = search.explored()
     low, high = explored.least.peak_bytes, explored.plain.peak_bytes
     return [Budget(memory_bytes=low + (high - low) * k // (count - 1)) for k in range(count)]
@@ -64,7 +64,7 @@ def test_where_nothing_may_be_lost_plans_are_those_without_the_trade(
     graph: Graph, far: bool
 ) -> None:
     links = {FAR_OUT: LINK, FAR_IN: LINK} if far else {}
-    costs = Costs(device=DEVICE, links=links, far_bytes=1 << 40 if far else 0)
+    costs = CostTable(device=DEVICE, links=links, far_bytes=1 << 40 if far else 0)
     with_it = searching(graph, lossy=False, costs=costs)
     without = searching(graph, lossy=False, trades=EXACT, costs=costs)
     assert with_it.explored().trials == without.explored().trials
@@ -95,7 +95,7 @@ def test_a_loss_that_is_allowed_makes_no_plan_slower(seed: int) -> None:
     search, exact = searching(graph), searching(graph, lossy=False)
     look = SimpleNamespace(search=exact)
     for budget in budgets(exact, 3):
-        ours = Lossy(look=cast("Look", look))._at_best(search, budget)
+        ours = LossyPlanner(look=cast("PlanningSession", look))._at_best(search, budget)
         seconds = ours.prediction.quad.step_seconds.value
         assert seconds <= exact.find(budget).prediction.quad.step_seconds.value
         assert ours.prediction.peak.nbytes <= budget.memory_bytes
@@ -103,12 +103,12 @@ def test_a_loss_that_is_allowed_makes_no_plan_slower(seed: int) -> None:
             assert ours.gap.least_seconds <= seconds * (1 + 1e-9)
 
 
-def dear(graph: Graph) -> Costs:
+def dear(graph: Graph) -> CostTable:
     """Everything takes long to compute again, and next to nothing to write down in 8 bits."""
     quick = {"steelyard.encode8.default", "steelyard.decode8.default"}
     plain = Program.plain(graph)
     nodes = with_codes(plain, quantisable(plain)).graph.nodes
-    return Costs(
+    return CostTable(
         device=DEVICE,
         operators={
             n.signature: OperatorCost(
@@ -144,8 +144,8 @@ def test_what_is_dear_to_compute_again_is_kept_in_8_bits() -> None:
 def test_only_what_may_lose_something_is_coded() -> None:
     graph = in_floats(tower(6))
     costs, plain = dear(graph), Program.plain(graph)
-    allowed = frozenset({Spot("blocks.2", "aten.gelu", 0)})
-    search = Search(plain, trades=TRADES, source=Whole(graph), costs=costs, lossy=allowed)
+    allowed = frozenset({CallSite("blocks.2", "aten.gelu", 0)})
+    search = StepSearch(plain, trades=TRADES, source=Whole(graph), costs=costs, lossy=allowed)
     found = search.find(budgets(search)[1])
     for point in found.frontier:
         coded = [r for r in point.rules if r.trade == "quantise"]
@@ -159,8 +159,8 @@ def test_the_bound_is_below_every_plan_that_was_found() -> None:
         graph = in_floats(random_step(seed, num_values=9))
         plain = Program.plain(graph)
         costs = dear(graph)
-        tally = Tally(plain, costs, recomputable(graph), codable=quantisable(plain))
-        cut = Cut(tally)
+        tally = FastEstimator(plain, costs, recomputable(graph), codable=quantisable(plain))
+        cut = MinCut(tally)
         for point in searching(graph, costs=costs).explored().chain:
             bound = least_seconds(
                 tally, cut, limit_bytes=point.peak_bytes, within_seconds=point.seconds
@@ -174,7 +174,7 @@ def test_all_of_a_choice_is_carried_to_another_trace() -> None:
     graph = in_floats(tower(4))
     plain = Program.plain(graph)
     tallies = [
-        Tally(plain, dear(graph), recomputable(graph), codable=quantisable(plain))
+        FastEstimator(plain, dear(graph), recomputable(graph), codable=quantisable(plain))
         for plain in (plain, replace(plain))
     ]
     ours, theirs = tallies

@@ -11,7 +11,7 @@ import pytest
 
 from steelyard.search.cluster.policy_mixture import (
     ALIKE,
-    Kind,
+    BlockKind,
     bettered,
     fastest_slowest,
     least_in_all,
@@ -22,23 +22,23 @@ from steelyard.search.cluster.policy_mixture import (
 _SEEDS = range(60)
 
 
-def _kinds(draw: random.Random) -> list[Kind]:
+def _kinds(draw: random.Random) -> list[BlockKind]:
     """The more is kept, the less is computed again; all kept first."""
     count = draw.randint(1, 4)
     kept = sorted((draw.randint(1, 40) for _ in range(count)), reverse=True)
     seconds = sorted(draw.uniform(1, 2) for _ in range(count))
     again = [0, *(draw.randint(0, 6) for _ in range(count - 1))]
     return [
-        Kind(seconds=s, kept_bytes=k, again_bytes=a)
+        BlockKind(seconds=s, kept_bytes=k, again_bytes=a)
         for s, k, a in zip(seconds, kept, again, strict=True)
     ]
 
 
-def _fits(chosen: tuple[Kind, ...], room: float) -> bool:
+def _fits(chosen: tuple[BlockKind, ...], room: float) -> bool:
     return sum(k.kept_bytes for k in chosen) + max(k.again_bytes for k in chosen) <= room
 
 
-def _least_of_all(kinds: list[Kind], count: int, room: float) -> float:
+def _least_of_all(kinds: list[BlockKind], count: int, room: float) -> float:
     return min(
         (
             sum(kind.seconds for kind in chosen)
@@ -80,7 +80,7 @@ def test_what_is_kept_elsewhere_has_room_there(seed: int) -> None:
     kinds += moved
     room, far_room = draw.uniform(0, 45 * count), draw.uniform(-5, 45 * count)
 
-    def far(chosen: tuple[Kind, ...]) -> float:
+    def far(chosen: tuple[BlockKind, ...]) -> float:
         return sum(k.far_bytes for k in chosen)
 
     mixes = [
@@ -107,11 +107,11 @@ def test_blocks_go_elsewhere_only_as_far_as_the_room_is_short() -> None:
     """80 blocks of a 70B model: 3.3 GiB each as it is, 1.4 with 13 calls computed again, none
     moved, which takes 5 % longer; and the memory of the host has room for all."""
     kinds = [
-        Kind(seconds=83.6, kept_bytes=3.3),
-        Kind(seconds=85.6, kept_bytes=1.4, again_bytes=2, num_again=13),
-        Kind(seconds=102.8, kept_bytes=0.3, again_bytes=3, num_again=20),
-        Kind(seconds=150.7, kept_bytes=0, again_bytes=7, far_bytes=3.3),
-        Kind(seconds=90.1, kept_bytes=0, again_bytes=5, far_bytes=1.4, num_again=13),
+        BlockKind(seconds=83.6, kept_bytes=3.3),
+        BlockKind(seconds=85.6, kept_bytes=1.4, again_bytes=2, num_again=13),
+        BlockKind(seconds=102.8, kept_bytes=0.3, again_bytes=3, num_again=20),
+        BlockKind(seconds=150.7, kept_bytes=0, again_bytes=7, far_bytes=3.3),
+        BlockKind(seconds=90.1, kept_bytes=0, again_bytes=5, far_bytes=1.4, num_again=13),
     ]
     found = mixed(kinds, 80, 70, 256)
     assert found is not None
@@ -126,7 +126,9 @@ def test_of_equals_the_mix_with_least_done_to_it_is_taken(seed: int) -> None:
     count = draw.randint(2, 7)
     room, far_room = draw.uniform(10, 45 * count), draw.uniform(0, 45 * count)
     kinds = [
-        Kind(seconds=1.0 + draw.uniform(0, ALIKE / 2), kept_bytes=40 - n, far_bytes=f, num_again=n)
+        BlockKind(
+            seconds=1.0 + draw.uniform(0, ALIKE / 2), kept_bytes=40 - n, far_bytes=f, num_again=n
+        )
         for n in (0, 10, 30)
         for f in (0, 40 - n)
     ]
@@ -146,7 +148,7 @@ def test_of_equals_the_mix_with_least_done_to_it_is_taken(seed: int) -> None:
     assert _burden(chosen)[:2] <= min(burdens)[:2]
 
 
-def _burden(chosen: tuple[Kind, ...]) -> tuple[int, int, int]:
+def _burden(chosen: tuple[BlockKind, ...]) -> tuple[int, int, int]:
     moved = sum(kind.far_bytes > 0 for kind in chosen)
     again = sum(kind.num_again > 0 for kind in chosen)
     return (moved > 0) + (again > 0), moved, again

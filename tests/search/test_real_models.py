@@ -11,9 +11,9 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.predict import step_seconds
-from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.predict.step import PEAK_SHARE
-from steelyard.search import Found, Search
+from steelyard.search import SearchResult, StepSearch
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.stream import Stream
 from tests.harness import DEVICE, Trial, budgets, predicted_above, trial_of
@@ -89,7 +89,7 @@ def wordy() -> Trial:
     return Trial(model, next_token_loss, tokens(8, 64, 1536))
 
 
-def from_least_to_more_than_plain(searching: Search) -> dict[int, Found]:
+def from_least_to_more_than_plain(searching: StepSearch) -> dict[int, SearchResult]:
     """By budget."""
     low = searching.least_bytes(enough_bytes=0)
     high = round(1.05 * searching.explored().plain.peak_bytes)
@@ -97,7 +97,7 @@ def from_least_to_more_than_plain(searching: Search) -> dict[int, Found]:
     return {limit: searching.find(Budget(memory_bytes=limit)) for limit in limits}
 
 
-def seconds_of(found: Found) -> float:
+def seconds_of(found: SearchResult) -> float:
     return found.prediction.quad.step_seconds.value
 
 
@@ -118,7 +118,7 @@ def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
 
 def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
     trial = wordy()
-    costs = Costs(device=DEVICE, operators=in_no_time(trial))
+    costs = CostTable(device=DEVICE, operators=in_no_time(trial))
     searching = trial.searching(costs, trades=(Stream(),))
     found = [*from_least_to_more_than_plain(searching).values()]
     assert "stream" in {r.trade for r in found[-1].rules}
@@ -128,7 +128,7 @@ def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
 def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None:
     trial = wordy()
     halved = {2: Estimate.exactly(0.1)}
-    costs = Costs(device=DEVICE, operators=in_no_time(trial), cut_steps=halved)
+    costs = CostTable(device=DEVICE, operators=in_no_time(trial), cut_steps=halved)
     searching = trial.searching(costs, trades=(Accumulate(), Stream()))
     found = from_least_to_more_than_plain(searching)
     fastest = min(found.values(), key=seconds_of)
@@ -144,7 +144,7 @@ def test_a_step_in_micro_batches_takes_what_was_found_of_it_in_slices_too() -> N
     cut = trial.struck([Rule(trade="accumulate", degree=2), *offers[-1].rules])
     assert cut.repeats == 2
     assert any(node.body for node in cut.graph.nodes)
-    costs = Costs(device=DEVICE)
+    costs = CostTable(device=DEVICE)
     slower = replace(costs, cut_steps={2: Estimate.exactly(1.5)})
     assert step_seconds(cut, slower).value == pytest.approx(1.5 * step_seconds(cut, costs).value)
     assert step_seconds(trial.plain, slower) == step_seconds(trial.plain, costs)

@@ -14,25 +14,25 @@ from steelyard.ir.graph import Graph, Phase, Role
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.plans.budget import Budget
-from steelyard.plans.peak_memory import PIECES, Holding, Peak
-from steelyard.plans.trade import Left, Refusal, strike
+from steelyard.plans.peak_memory import PIECES, LiveTensor, PeakMemory
+from steelyard.plans.trade import Rejection, Remaining, strike
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
-from steelyard.predict.cost_table import Costs
-from steelyard.search import Found, Search
+from steelyard.predict.cost_table import CostTable
+from steelyard.search import SearchResult, StepSearch
 from steelyard.search.infeasible import beyond_budget
-from steelyard.search.pareto_front import Archive, Point
+from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.result import Gap
 from steelyard.search.single.baseline_plans import simple_plans
 from steelyard.search.single.explore import Explored, chained, explore
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import least_seconds
-from steelyard.search.single.min_cut import Cut
+from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.search import search
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.search.graphs import Split, Whole, random_step, tower
 
-COSTS = Costs(
+COSTS = CostTable(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 )
 seeds = st.integers(min_value=0, max_value=10**6)
@@ -40,7 +40,7 @@ seeds = st.integers(min_value=0, max_value=10**6)
 tried_out_once = pytest.mark.xdist_group("small graphs")
 
 
-def found(graph: Graph, memory_bytes: int | None) -> Found:
+def found(graph: Graph, memory_bytes: int | None) -> SearchResult:
     return search(
         Program.plain(graph),
         trades=TRADES,
@@ -56,8 +56,8 @@ def explored(graph: Graph) -> Explored:
 
 
 @functools.cache
-def every_plan(tally: Tally) -> Archive:
-    archive = Archive()
+def every_plan(tally: FastEstimator) -> ParetoFront:
+    archive = ParetoFront()
     values = sorted(tally.unit_of)
     for size in range(len(values) + 1):
         for chosen in combinations(values, size):
@@ -101,9 +101,9 @@ def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
 
 
 @functools.cache
-def every_plan_with_several(tally: Tally, *, most: int) -> Archive:
+def every_plan_with_several(tally: FastEstimator, *, most: int) -> ParetoFront:
     """Each value kept, or made again once, or twice, up to ``most`` times."""
-    archive = Archive()
+    archive = ParetoFront()
     values = sorted(tally.unit_of)
     for fates in product(range(most + 1), repeat=len(values)):
         again = {v for v, times in zip(values, fates, strict=True) if times}
@@ -145,7 +145,7 @@ def test_the_bound_is_below_the_best_plan_there_is() -> None:
     tight = 0
     for graph in small_graphs(25, most=9):
         plans = explored(graph)
-        cut = Cut(plans.tally)
+        cut = MinCut(plans.tally)
         for point in every_plan(plans.tally):
             bound = least_seconds(
                 plans.tally, cut, limit_bytes=point.peak_bytes, within_seconds=point.seconds
@@ -161,7 +161,7 @@ def test_the_bound_for_any_number_of_times_is_below_the_best_plan_there_is() -> 
     tight = 0
     for graph in small_graphs(20, most=6):
         plans = explored(graph)
-        cut = Cut(plans.tally)
+        cut = MinCut(plans.tally)
         for point in every_plan_with_several(plans.tally, most=3):
             bound = least_seconds(
                 plans.tally,
@@ -198,7 +198,7 @@ def test_never_worse_than_plans_made_by_hand(seed: int) -> None:
     graph = random_step(seed, num_values=14)
     plans = explored(graph)
     tally = plans.tally
-    sweep = [Cut(tally).solve([price * b for b in _kept_bytes(tally)]).again
+    sweep = [MinCut(tally).solve([price * b for b in _kept_bytes(tally)]).again
              for price in (1e-12, 1e-9, 1e-8, 1e-7, 1e-5)]  # fmt: skip
     for again in (*simple_plans(tally), *sweep):
         counted = tally.count(again)
@@ -207,15 +207,15 @@ def test_never_worse_than_plans_made_by_hand(seed: int) -> None:
         assert ours.seconds <= counted.seconds * 1.001
 
 
-def _kept_bytes(tally: Tally) -> list[int]:
-    return [tally.nbytes[s] for s in Cut(tally).kept]
+def _kept_bytes(tally: FastEstimator) -> list[int]:
+    return [tally.nbytes[s] for s in MinCut(tally).kept]
 
 
 @settings(deadline=None, max_examples=15)
 @given(seeds, st.floats(min_value=0.0, max_value=1.0), st.floats(min_value=0.0, max_value=1.0))
 def test_a_tighter_budget_never_makes_the_plan_faster(seed: int, one: float, two: float) -> None:
     graph = random_step(seed, num_values=12)
-    searching = Search(Program.plain(graph), trades=TRADES, source=Whole(graph), costs=COSTS)
+    searching = StepSearch(Program.plain(graph), trades=TRADES, source=Whole(graph), costs=COSTS)
     low, high = searching.explored().least.peak_bytes, searching.explored().plain.peak_bytes
     tight, loose = sorted(low + round(share * (high - low)) for share in (one, two))
     tighter = searching.find(Budget(memory_bytes=tight)).prediction.quad
@@ -241,10 +241,10 @@ def test_what_is_found_is_what_its_rules_say(seed: int) -> None:
     for refusal in answer.refused:
         assert refusal in answer.why_not(refusal.label)
     # Each offer is taken, in whole or in part, or refused, and no more than once.
-    struck = sum(r.left is not Left.NEVER for r in answer.refused)
+    struck = sum(r.left is not Remaining.NEVER for r in answer.refused)
     assert struck <= answer.num_offers
     assert bool(answer.rules) == any(
-        [struck < answer.num_offers, *(r.left is Left.REST for r in answer.refused)]
+        [struck < answer.num_offers, *(r.left is Remaining.REST for r in answer.refused)]
     )
 
 
@@ -314,7 +314,7 @@ def test_a_plan_for_all_blocks_is_preferred_where_it_is_about_as_good() -> None:
     def point(peak_bytes: int, seconds: float, *again: int) -> Point:
         return Point(peak_bytes=peak_bytes, seconds=seconds, again=frozenset(again))
 
-    archive, whole = Archive(), Archive()
+    archive, whole = ParetoFront(), ParetoFront()
     for known in (point(10, 3.0, 1, 2), point(20, 2.0, 1), point(30, 1.0)):
         archive.add(known)
     short, slow = point(19, 2.001, 1, 2, 3), point(10, 3.1, 3, 4)
@@ -351,10 +351,10 @@ def test_too_little_memory_names_the_least_and_what_sets_it() -> None:
     ],
 )
 def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int, said: str) -> None:
-    pieces = Holding(
+    pieces = LiveTensor(
         nbytes=2 << 20, what=PIECES, path="", line="", phase=Phase.FORWARD, role=Role.BUFFER
     )
-    peak = Peak(
+    peak = PeakMemory(
         nbytes=4 << 20, resident_bytes=2 << 20, workspace_bytes=0, at="aten.div.Tensor",
         path="optimizer", line="", phase=Phase.UPDATE, alive=(pieces,),
     )  # fmt: skip
@@ -370,7 +370,7 @@ def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int,
 def test_a_remedy_names_settings_that_the_optimizer_has(
     settings: tuple[str, ...], said: str
 ) -> None:
-    peak = Peak(
+    peak = PeakMemory(
         nbytes=4 << 20, resident_bytes=1 << 20, workspace_bytes=0, at="aten.div.Tensor",
         path="optimizer", line="", phase=Phase.UPDATE, alive=(),
     )  # fmt: skip
@@ -382,15 +382,15 @@ def test_a_remedy_names_settings_that_the_optimizer_has(
 
 
 def test_an_optimizer_that_cannot_be_moved_is_named_where_nothing_fits() -> None:
-    state = Holding(
+    state = LiveTensor(
         nbytes=2 << 20, what="optimizer state", path="", line="", phase=Phase.FORWARD,
         role=Role.STATE,
     )  # fmt: skip
-    peak = Peak(
+    peak = PeakMemory(
         nbytes=4 << 20, resident_bytes=2 << 20, workspace_bytes=0, at="", path="", line="",
         phase=Phase.UPDATE, alive=(state,),
     )  # fmt: skip
-    why = Refusal(trade="offload_state", label="", reason="it works on several at once")
+    why = Rejection(trade="offload_state", label="", reason="it works on several at once")
     budget = Budget(memory_bytes=1 << 20)
     error = beyond_budget(peak, budget, parts=1, refusals=(why,), has_far=True)
     assert error.remedy.endswith("less state, which stays near: it works on several at once")
@@ -416,7 +416,7 @@ def test_a_bound_on_time_that_no_plan_keeps_is_infeasible() -> None:
 def test_the_batch_is_cut_only_where_that_helps() -> None:
     graph = tower(6)
     source = Split(graph, (1, 2, 4, 8))
-    searching = Search(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
+    searching = StepSearch(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
     whole = searching.explored()
     assert searching.find(Budget()).micro_batches == 1
     assert source.asked == [], "nothing is captured where nothing is asked for"
@@ -443,7 +443,7 @@ def test_a_budget_that_the_step_keeps_untraded_is_answered_without_a_long_search
 ) -> None:
     graph = tower(6)
     source = Slower(graph, (1, 2, 4, 8))
-    searching = Search(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
+    searching = StepSearch(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
     tight = peak_bytes(Program.plain(graph), COSTS)
     with monkeypatch.context() as patched:
         patched.setattr("steelyard.search.single.explore.Moves", None)
@@ -467,7 +467,7 @@ def test_a_cut_that_is_faster_by_rounding_alone_is_not_taken() -> None:
     alike = step_seconds(plain, COSTS).value / step_seconds(cut, COSTS).value
     for share, taken in ((1 - 1e-13, set()), (0.9, {"accumulate"})):
         costs = replace(COSTS, cut_steps={2: Estimate.exactly(alike * share)})
-        searching = Search(plain, trades=TRADES, source=source, costs=costs)
+        searching = StepSearch(plain, trades=TRADES, source=source, costs=costs)
         answer = searching.find(Budget(memory_bytes=1 << 30))
         assert {rule.trade for rule in answer.rules} == taken
 

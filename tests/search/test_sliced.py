@@ -16,10 +16,10 @@ from steelyard.passes.offload.sliced_activation_matmuls import (
     with_inputs_in_slices,
 )
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.predict.cost_table import Costs, OperatorCost
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.predict.cost_table import CostTable, OperatorCost
+from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.slicing_candidates import worth_slicing
-from steelyard.search.single.transfer_timing import Way
+from steelyard.search.single.transfer_timing import TransferMode
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.quantise import quantisable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
@@ -28,7 +28,7 @@ from tests.harness import Trial
 from tests.search.test_tally import DEVICE, costs_with_workspace
 
 
-def priced(graph: Graph, rng: random.Random) -> Costs:
+def priced(graph: Graph, rng: random.Random) -> CostTable:
     costs = costs_with_workspace(graph, rng.randrange(99)) if rng.random() < 0.7 else None
     link = Link(
         kind="made up",
@@ -38,7 +38,7 @@ def priced(graph: Graph, rng: random.Random) -> Costs:
         call_seconds=rng.choice((0.0, 1e-5)),
     )
     links = {FAR_OUT: link, FAR_IN: link}
-    costs = costs or Costs(device=DEVICE)
+    costs = costs or CostTable(device=DEVICE)
     # So much that it sets the peak, in slices or whole.
     products = (n for n in graph.nodes if n.op in ("aten.mm.default", FAR_PRODUCTS))
     more = {
@@ -59,7 +59,7 @@ def test_only_what_is_read_where_most_must_be_is_looked_at() -> None:
     for plain, is_worth in ((perceptron, False), (alone, True)):
         able = dict.fromkeys(sliceable_inputs(plain, waiting(plain)), 4)
         assert able
-        found = worth_slicing(Tally(plain, Costs(device=DEVICE), ()), able)
+        found = worth_slicing(FastEstimator(plain, CostTable(device=DEVICE), ()), able)
         assert bool(found) == is_worth
         assert found.items() <= able.items()
 
@@ -82,14 +82,16 @@ def test_every_fate_counts_as_the_predictor_says(name: str) -> None:
         more = [n for n in coding.nodes if n.name not in found.by_name]
         costs = priced(replace(found, nodes=(*found.nodes, *more)), rng)
         values = recomputable(plain.graph)
-        tally = Tally(plain, costs, values, waiting(plain), sorted(quantisable(plain)), slices)
+        tally = FastEstimator(
+            plain, costs, values, waiting(plain), sorted(quantisable(plain)), slices
+        )
         chosen = [v for v in sorted(values) if rng.random() < 0.3 * (seed % 2)]
         again = tally.storages_of(chosen)
         coded = {
             tally.coded(s) for s in tally.coded_value_on if s not in again and rng.random() < 0.1
         }
         left = [s for s in tally.far_value_on if s not in again | {*map(tally.storage, coded)}]
-        ways = [*Way, Way.IN_SLICES, Way.IN_SLICES_AT_ONCE]
+        ways = [*TransferMode, TransferMode.IN_SLICES, TransferMode.IN_SLICES_AT_ONCE]
         choice = (
             again | coded | {tally.far(s, rng.choice(ways)) for s in left if rng.random() < 0.7}
         )

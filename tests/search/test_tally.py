@@ -13,9 +13,9 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.ir.saved_activations import waiting
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.predict.cost_table import Costs, OperatorCost
-from steelyard.search.single.fast_estimator import Tally
-from steelyard.search.single.transfer_timing import Way
+from steelyard.predict.cost_table import CostTable, OperatorCost
+from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.transfer_timing import TransferMode
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.quantise import quantisable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
@@ -25,9 +25,9 @@ DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memo
 cases = st.tuples(st.integers(min_value=0, max_value=10**6), st.sampled_from([1, 3]), st.booleans())
 
 
-def costs_with_workspace(graph: Graph, seed: int) -> Costs:
+def costs_with_workspace(graph: Graph, seed: int) -> CostTable:
     rng = random.Random(seed)
-    return Costs(
+    return CostTable(
         device=DEVICE,
         operators={
             node.signature: OperatorCost(
@@ -45,10 +45,10 @@ def costs_with_workspace(graph: Graph, seed: int) -> Costs:
 def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> None:
     seed, repeats, measured = case
     graph = random_step(seed, num_values=12)
-    costs = costs_with_workspace(graph, seed) if measured else Costs(device=DEVICE)
+    costs = costs_with_workspace(graph, seed) if measured else CostTable(device=DEVICE)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
-    tally = Tally(plain, costs, values)
+    tally = FastEstimator(plain, costs, values)
     rng = random.Random(seed)
     for share in (0.0, 0.3, 0.7, 1.0):
         chosen = [v for v in sorted(values) if rng.random() < share]
@@ -70,10 +70,10 @@ def test_what_is_made_several_times_counts_as_the_predictor_says(
 ) -> None:
     seed, repeats, measured = case
     graph = random_step(seed, num_values=14)
-    costs = costs_with_workspace(graph, seed) if measured else Costs(device=DEVICE)
+    costs = costs_with_workspace(graph, seed) if measured else CostTable(device=DEVICE)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
-    tally = Tally(plain, costs, values)
+    tally = FastEstimator(plain, costs, values)
     storage = {value: s for s, value in tally.value_on.items()}
     rng = random.Random(seed)
     for share in (0.3, 0.7, 1.0):
@@ -101,16 +101,16 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
     graph = random_step(seed, num_values=12)
     rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
     link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.2)
-    costs = costs_with_workspace(graph, seed) if measured else Costs(device=DEVICE)
+    costs = costs_with_workspace(graph, seed) if measured else CostTable(device=DEVICE)
     costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
-    tally = Tally(plain, costs, values, waiting(plain))
+    tally = FastEstimator(plain, costs, values, waiting(plain))
     for share in (0.0, 0.3):
         chosen = [v for v in sorted(values) if rng.random() < share]
         again = tally.storages_of(chosen)
         able = [s for s in tally.far_value_on if s not in again]
-        ways = {tally.far(s, rng.choice(list(Way))) for s in able if rng.random() < 0.6}
+        ways = {tally.far(s, rng.choice(list(TransferMode))) for s in able if rng.random() < 0.6}
         counted = tally.count(again | ways)
         program = with_copies(plain, chosen)
         times = tally.lags_and_leads(again | ways)
@@ -133,19 +133,19 @@ def test_all_four_fates_count_as_the_predictor_says(
     plain = Program.plain(graph).repeated(repeats)
     able = quantisable(plain)
     every = with_codes(plain, able).graph
-    costs = costs_with_workspace(every, seed) if measured else Costs(device=DEVICE)
+    costs = costs_with_workspace(every, seed) if measured else CostTable(device=DEVICE)
     if has_far:
         rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
         link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.01)
         costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     values = recomputable(graph)
-    tally = Tally(plain, costs, values, waiting(plain), able)
+    tally = FastEstimator(plain, costs, values, waiting(plain), able)
     for shares in ((0.0, 0.4), (0.3, 0.4), (0.3, 1.0), (0.0, 1.0)):
         chosen = [v for v in sorted(values) if rng.random() < shares[0]]
         again = tally.storages_of(chosen)
         small = {s for s in tally.coded_value_on if s not in again and rng.random() < shares[1]}
         rest = [s for s in tally.far_value_on if s not in again | small]
-        ways = {tally.far(s, rng.choice(list(Way))) for s in rest if rng.random() < 0.6}
+        ways = {tally.far(s, rng.choice(list(TransferMode))) for s in rest if rng.random() < 0.6}
         times = {v: rng.randint(2, 3) for v in chosen if rng.random() < 0.4}
         often = {tally.often(s, times[v]) for s, v in tally.value_on.items() if v in times}
         choice = again | ways | often | {tally.coded(s) for s in small}
@@ -166,13 +166,13 @@ def test_all_four_fates_count_as_the_predictor_says(
 def test_a_value_has_one_fate() -> None:
     graph = in_floats(random_step(3, num_values=12))
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = Costs(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph)
-    tally = Tally(plain, costs, recomputable(graph), waiting(plain), quantisable(plain))
+    tally = FastEstimator(plain, costs, recomputable(graph), waiting(plain), quantisable(plain))
     both = sorted(set(tally.coded_value_on) & set(tally.unit_of))
     assert both
     for storage in both:
-        far, coded = tally.far(storage, Way.AT_ONCE), tally.coded(storage)
+        far, coded = tally.far(storage, TransferMode.AT_ONCE), tally.coded(storage)
         assert tally.count(frozenset({far, coded})).away in ((coded,), ())
         assert tally.count(frozenset({storage, far, coded})).away == ()
 
@@ -180,14 +180,14 @@ def test_a_value_has_one_fate() -> None:
 def test_far_memory_that_is_too_small_fits_nothing() -> None:
     graph = random_step(3, num_values=12)
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = Costs(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=4096)
+    costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=4096)
     plain = Program.plain(graph)
-    tally = Tally(plain, costs, (), waiting(plain))
-    choices = [tally.far(s, Way.EASY) for s in sorted(tally.far_value_on)]
+    tally = FastEstimator(plain, costs, (), waiting(plain))
+    choices = [tally.far(s, TransferMode.EASY) for s in sorted(tally.far_value_on)]
     assert tally.count(frozenset(choices)).peak_bytes > 1 << 39
     small = min(tally.far_value_on, key=lambda s: tally.nbytes[s])
     assert tally.nbytes[small] <= 4096
-    assert tally.count(frozenset({tally.far(small, Way.EASY)})).peak_bytes < 1 << 30
+    assert tally.count(frozenset({tally.far(small, TransferMode.EASY)})).peak_bytes < 1 << 30
 
 
 def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
@@ -202,8 +202,8 @@ def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
         update = Output(kind=OutputKind.UPDATE, node=value, target=weight.name)
         graph = replace(graph, outputs=(*graph.outputs, update))
         values = recomputable(graph)
-        plain, costs = Program.plain(graph), Costs(device=DEVICE)
-        tally = Tally(plain, costs, values)
+        plain, costs = Program.plain(graph), CostTable(device=DEVICE)
+        tally = FastEstimator(plain, costs, values)
         program = with_copies(plain, values)
         assert tally.count(tally.storages_of(values)).peak_bytes == peak_bytes(program, costs)
         readers = {i.node for i in program.again if weight.name in i.inputs}
@@ -217,7 +217,7 @@ def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
 def test_the_optimizers_step_counts() -> None:
     graph, optimizer = random_step(1), random_step(2, num_values=20)
     update = replace(Program.plain(optimizer), loss="")
-    plain, costs = Program.plain(graph, update=update), Costs(device=DEVICE)
-    tally = Tally(plain, costs, recomputable(graph))
+    plain, costs = Program.plain(graph, update=update), CostTable(device=DEVICE)
+    tally = FastEstimator(plain, costs, recomputable(graph))
     assert tally.count(frozenset()).peak_bytes == peak_bytes(plain, costs)
     assert tally.count(frozenset()).seconds == pytest.approx(step_seconds(plain, costs).value)

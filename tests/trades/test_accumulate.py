@@ -8,13 +8,13 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, to_rules
 from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.recompute import recomputable
 from tests.search.graphs import Split, Whole, random_step
 
-COSTS = Costs(
+COSTS = CostTable(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 )
 TRADE = Accumulate()

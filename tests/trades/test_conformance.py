@@ -15,7 +15,7 @@ from steelyard.ir.parallel_layout import LAYOUT_TRADES
 from steelyard.ir.program import Program
 from steelyard.plans.trade import Offer, Trade
 from steelyard.predict import step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.step import PEAK_SHARE
 from steelyard.trades import TRADES
 from tests import zoo
@@ -170,7 +170,7 @@ def test_it_buys_what_it_says_on_most_models(trade: Trade) -> None:
     """Not on all: where parameters weigh most there may be nothing to buy."""
     bought = asked = 0
     for name in ("gpt", "moe", "resnet_bn", "edge_dropout_variants", "many_words"):
-        tried, costs = trial(name), Costs(device=DEVICE, links=FAR_LINKS)
+        tried, costs = trial(name), CostTable(device=DEVICE, links=FAR_LINKS)
         found, _ = trade.offers(tried.plain, tried.source)
         programs = [trade.rewrite(tried.plain, o.rules, tried.source) for o in found]
         asked += bool(programs)

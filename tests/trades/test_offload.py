@@ -14,7 +14,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, to_rules
 from steelyard.ir.saved_activations import waiting
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
 from steelyard.trades.stream import Stream
@@ -24,7 +24,7 @@ from tests.trades.test_stream import LOSSES, Scores, ids
 from tests.zoo.workers import on_its_worker
 
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9, doubt=0.1)
-COSTS = Costs(
+COSTS = CostTable(
     device=Device(
         kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30,
         call_seconds=1e-9,
@@ -107,7 +107,7 @@ def test_the_peak_falls_by_what_is_away_and_time_by_nothing() -> None:
 def test_a_link_too_slow_is_waited_for() -> None:
     plain = Program.plain(tower(6))
     slow = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e4, doubt=0.1)
-    costs = Costs(device=COSTS.device, links={FAR_OUT: slow, FAR_IN: slow}, far_bytes=1 << 40)
+    costs = CostTable(device=COSTS.device, links={FAR_OUT: slow, FAR_IN: slow}, far_bytes=1 << 40)
     program = with_transfers(plain, {"blocks.0:act": (0, 0)})
     quad = predict(program, costs).quad
     nbytes = plain.graph.by_name["blocks.0:act"].outputs[0].nbytes

@@ -12,16 +12,16 @@ import pytest
 
 from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import Link
-from steelyard.ir.message_slots import PINNED, Edge, edges_of
-from steelyard.ir.parallel_layout import Layout
-from steelyard.ir.pipeline_schedule import AHEAD, Action, Work
+from steelyard.ir.message_slots import PINNED, SlotSpec, edges_of
+from steelyard.ir.parallel_layout import ParallelLayout
+from steelyard.ir.pipeline_schedule import AHEAD, Action, ActionKind
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes, predict
-from steelyard.predict.cost_table import Costs
-from steelyard.search import Found, Pipelines, Search
+from steelyard.predict.cost_table import CostTable
+from steelyard.search import PipelineSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.pinned_transfer import PinnedTransfer
 from tests.trades.test_shard_pipeline import costs, little, plain, stages, trial
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 SLOTS = Rule(trade="pinned_transfer", op="stages")
 
 
-def with_slots(costs: Costs, *, rate: float = 1e12, latency: float = 1e-7) -> Costs:
+def with_slots(costs: CostTable, *, rate: float = 1e12, latency: float = 1e-7) -> CostTable:
     link = Link(kind="slots", latency_seconds=latency, bytes_per_second=rate, disturbs=1.0)
     return replace(costs, links={**costs.links, PINNED: link})
 
@@ -40,14 +40,14 @@ def pinned(program: Program) -> Program:
     return PinnedTransfer().rewrite(program, [SLOTS], trial().source)
 
 
-def found(costs: Costs) -> Found:
+def found(costs: CostTable) -> SearchResult:
     source, program = little().source, little().plain
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(program, trades=TRADES, source=source, costs=costs, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(program, trades=TRADES, source=source, costs=costs, layout=layout)
 
-    staged = Pipelines(
-        program, layout=Layout(pipeline=2), trades=TRADES, source=source, costs=costs,
+    staged = PipelineSearch(
+        program, layout=ParallelLayout(pipeline=2), trades=TRADES, source=source, costs=costs,
         searching=searching,
     )  # fmt: skip
     best = staged.find(Budget())
@@ -125,10 +125,12 @@ def test_no_more_is_read_at_one_time_than_there_are_slots() -> None:
             assert _most_held(pipeline.order.ranks[edge.target], edge) <= edge.count, schedule
 
 
-def _most_held(actions: tuple[Action, ...], edge: Edge) -> int:
+def _most_held(actions: tuple[Action, ...], edge: SlotSpec) -> int:
     """At most: until the last pass over that micro-batch."""
-    reads = {Work.BACKWARD, Work.BACK_TO_INPUTS} if edge.is_back else {Work.FORWARD}
-    ends = {Work.BACKWARD, Work.BACK_TO_INPUTS}
+    reads = (
+        {ActionKind.BACKWARD, ActionKind.BACK_TO_INPUTS} if edge.is_back else {ActionKind.FORWARD}
+    )
+    ends = {ActionKind.BACKWARD, ActionKind.BACK_TO_INPUTS}
     held: set[int] = set()
     most = 0
     for action in actions:

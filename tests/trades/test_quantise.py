@@ -18,7 +18,7 @@ from steelyard.ir.rule import Rule, to_rules
 from steelyard.ir.saved_activations import waiting
 from steelyard.plans.trade import strike
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
 from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.quantise import Quantise, quantisable, with_codes
@@ -29,7 +29,7 @@ from tests.search.graphs import Whole, in_floats, random_step, tower
 from tests.trades.test_stream import LOSSES, Scores, ids
 from tests.zoo.workers import on_its_worker
 
-COSTS = Costs(
+COSTS = CostTable(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 )
 

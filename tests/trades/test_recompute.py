@@ -15,11 +15,11 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import matching, to_rules
 from steelyard.passes.recompute_copies import starts
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.trades.recompute import Recompute, recomputable, with_copies
 from tests.search.graphs import Whole, random_step
 
-COSTS = Costs(
+COSTS = CostTable(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 )
 seeds = st.integers(min_value=0, max_value=10**6)

@@ -10,7 +10,7 @@ import pytest
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, to_rules
 from steelyard.predict.step import PEAK_SHARE
-from steelyard.search import Search
+from steelyard.search import StepSearch
 from steelyard.trades.recompute import Recompute, recomputable
 from tests import zoo
 from tests.harness import Outcome, Trial, costs_of, predicted_above
@@ -73,13 +73,13 @@ def test_what_the_search_makes_oftener_is_run_as_said() -> None:
     """The least memory of a ResNet takes values made twice."""
     tried = trial("resnet_bn")
     costs, trades = tried.costs(), (Recompute(),)
-    searching = Search(tried.plain, trades=trades, source=tried.source, costs=costs)
+    searching = StepSearch(tried.plain, trades=trades, source=tried.source, costs=costs)
     rules = searching.frontier()[0].rules
     assert any(rule.times > 1 for rule in rules)
     program = tried.struck(rules)
     outcome = tried.run(program)
     assert outcome.difference(tried.eager()) is None
     assert outcome.peak_bytes == pytest.approx(predicted_above(program, costs), rel=PEAK_SHARE)
-    once = Search(tried.plain, trades=trades, source=tried.source, costs=costs, oftener=False)
+    once = StepSearch(tried.plain, trades=trades, source=tried.source, costs=costs, oftener=False)
     least = searching.explored().least.peak_bytes
     assert least < once.explored().least.peak_bytes

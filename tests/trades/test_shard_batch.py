@@ -15,20 +15,20 @@ from torch import nn
 
 import steelyard as sy
 from steelyard.errors import Mismatch
-from steelyard.hardware.cluster import Device, Link, Member, Scope
+from steelyard.hardware.cluster import Device, LevelMember, Link, TopologyLevel
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import OutputKind, Phase, Role
-from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, Layout
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, ParallelLayout
 from steelyard.ir.program import Instruction, Program
-from steelyard.ir.rule import Rule, Spot, spots
+from steelyard.ir.rule import CallSite, Rule, spots
 from steelyard.passes.data_parallel.overlap import sent_first, waits_within
 from steelyard.plans.budget import Budget
 from steelyard.predict import predict, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.predict.rank_subsets import Subset
 from steelyard.run.compiled.segments import Segment, segments
-from steelyard.search import Found, Layouts, Search
+from steelyard.search import LayoutSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.offload_state import OffloadState
 from steelyard.trades.overlap import Overlap
@@ -49,9 +49,9 @@ def trial() -> Trial:
     return Trial(model, next_token_loss, tokens(8, 16, 64))
 
 
-def costs(rate: float) -> Costs:
+def costs(rate: float) -> CostTable:
     link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
-    return Costs(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
+    return CostTable(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
 
 
 def shared(ranks: int, *more: Rule, bucket_bytes: int = 16 * KIB) -> Program:
@@ -73,7 +73,7 @@ def batch_rows(program: Program) -> set[int]:
 def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> None:
     program = shared(ranks)
     assert program.problems() == []
-    assert program.layout == Layout(batch=ranks)
+    assert program.layout == ParallelLayout(batch=ranks)
     assert batch_rows(program) == {8 // ranks}
     assert program.parts == ranks
     # A ring passes every share but one's own twice; shares are rounded up.
@@ -104,7 +104,7 @@ def test_rules_that_name_the_models_calls_find_them_in_micro_batches_too() -> No
     """An addition of embeddings at the top of a model is none of losses."""
     parts = Rule(trade="accumulate", degree=2)
     alone, program = trial().struck((parts,)), shared(2, parts)
-    assert Spot("", "aten.add.Tensor", 0) in spots(alone.graph)
+    assert CallSite("", "aten.add.Tensor", 0) in spots(alone.graph)
     assert {spot: spots(program.graph)[spot] for spot in spots(alone.graph)} == spots(alone.graph)
 
 
@@ -298,13 +298,13 @@ def _computed(program: Program) -> list[str]:
 ON_BATCH = tuple(trade for trade in TRADES if trade.name != "shard_pipeline")
 
 
-def layouts(price: Costs, *, num_ranks: int = 4) -> Layouts:
+def layouts(price: CostTable, *, num_ranks: int = 4) -> LayoutSearch:
     plain, source = trial().plain, trial().source
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain, trades=ON_BATCH, source=source, costs=price, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(plain, trades=ON_BATCH, source=source, costs=price, layout=layout)
 
-    return Layouts(
+    return LayoutSearch(
         plain, trades=ON_BATCH, source=source, costs=price, num_ranks=num_ranks, searching=searching
     )
 
@@ -325,8 +325,8 @@ def test_rivals_are_of_other_kinds_and_may_be_one_rank() -> None:
     assert [*both.rivals(found, Budget(step_time=most))] == []
 
 
-def ranks_of(found: Found) -> int:
-    return Layout.of(found.rules).num_ranks
+def ranks_of(found: SearchResult) -> int:
+    return ParallelLayout.of(found.rules).num_ranks
 
 
 @looking_less_far()
@@ -361,7 +361,7 @@ def test_a_faster_link_never_makes_the_step_slower() -> None:
 @looking_less_far()
 def test_a_batch_of_eight_goes_to_three_equal_ranks_as_three_three_and_two() -> None:
     found = layouts(costs(1e12), num_ranks=3).find(Budget())
-    assert Layout.of(found.rules) == Layout(batch=3, shares=(3, 3, 2))
+    assert ParallelLayout.of(found.rules) == ParallelLayout(batch=3, shares=(3, 3, 2))
     two = layouts(costs(1e12), num_ranks=2).find(Budget())
     fewer = two.prediction.quad.step_seconds.value
     assert found.prediction.quad.step_seconds.value == pytest.approx(fewer * 3 / 4, rel=0.05)
@@ -404,12 +404,12 @@ def test_more_ranks_than_examples_are_told_so() -> None:
     model = nn.Linear(4, 6)
     few = Trial(model, class_loss, {"x": torch.randn(2, 4), "y": torch.zeros(2, dtype=torch.long)})
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(
             few.plain, trades=ON_BATCH, source=few.source, costs=costs(1e12), layout=layout
         )
 
-    three = Layouts(
+    three = LayoutSearch(
         few.plain, trades=ON_BATCH, source=few.source, costs=costs(1e12), num_ranks=3,
         searching=searching,
     )  # fmt: skip
@@ -433,7 +433,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> N
     many = sy.plan(model, class_loss, batch, cluster=sy.Cluster.named("p2.16xlarge"))
     rules = many.plan.decisions.rules
     one = many.plan.unplanned.quad.step_seconds.value
-    assert Layout.of(rules).num_ranks in (1, 2, 4, 8)
+    assert ParallelLayout.of(rules).num_ranks in (1, 2, 4, 8)
     assert many.predicted.step_seconds.value <= one
     (uneven,) = (r for r in many.plan.refused if r.label == "among 16 ranks")
     assert uneven.reason == "the batch has 8 examples"
@@ -456,11 +456,11 @@ def test_of_declared_nodes_the_ones_behind_fast_links_are_taken(slow: int) -> No
     links = [
         replace(fast, kind="slow", bytes_per_second=1e5) if n == slow else fast for n in range(3)
     ]
-    members = tuple(Member(of=DEVICE, count=1, link=link) for link in links)
-    cluster = sy.Cluster(tree=Scope(name="three", members=members))
+    members = tuple(LevelMember(of=DEVICE, count=1, link=link) for link in links)
+    cluster = sy.Cluster(tree=TopologyLevel(name="three", members=members))
     model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 4))
     batch = {"x": torch.randn(512, 256), "y": torch.zeros(512, dtype=torch.long)}
     planned = sy.plan(model, class_loss, batch, cluster=cluster)
     decisions = planned.plan.decisions
-    assert Layout.of(decisions.rules).num_ranks == 2
+    assert ParallelLayout.of(decisions.rules).num_ranks == 2
     assert [*decisions.ranks_used(2)] == [n for n in range(3) if n != slow]

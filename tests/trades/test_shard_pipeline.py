@@ -19,15 +19,15 @@ from steelyard.errors import BadInput, Infeasible
 from steelyard.hardware.cluster import Link
 from steelyard.ir.collective import GLOO_GETS, GLOO_SENDS
 from steelyard.ir.graph import Phase, Role
-from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, Layout
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends, possible_ends
 from steelyard.plans.budget import Budget
 from steelyard.plans.trade import strike
 from steelyard.predict import peak_bytes, predict, step_seconds
-from steelyard.predict.cost_table import Costs
-from steelyard.search import Found, Layouts, Pipelines, Search
+from steelyard.predict.cost_table import CostTable
+from steelyard.search import LayoutSearch, PipelineSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.shard_pipeline import SCHEDULES, ShardPipeline, rules_for
@@ -47,9 +47,9 @@ def trial() -> Trial:
     return Trial(model, next_token_loss, tokens(8, 16, 64))
 
 
-def costs(rate: float = 1e12) -> Costs:
+def costs(rate: float = 1e12) -> CostTable:
     link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
-    return Costs(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
+    return CostTable(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def stages(*ends: str, schedule: str = "1F1B", ranks: int = 2, micro_batches: in
 
 
 def offered(ranks: int, program: Program | None = None) -> dict[str, tuple[Rule, ...]]:
-    among = replace(program or plain(), layout=Layout(pipeline=ranks))
+    among = replace(program or plain(), layout=ParallelLayout(pipeline=ranks))
     offers, refusals = ShardPipeline().offers(among, trial().source)
     assert bool(offers) != bool(refusals)
     return {offer.rules[0].op: offer.rules for offer in offers}
@@ -86,7 +86,7 @@ def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
         assert {rule.module for rule in rules} <= set(possible_ends(plain().graph))
         program = struck(*rules, micro_batches=2 * ranks if schedule != "GPipe" else 1)
         assert program.problems() == []
-        assert program.layout == Layout(pipeline=ranks)
+        assert program.layout == ParallelLayout(pipeline=ranks)
         assert program.pipeline is not None
         assert program.pipeline.order.num_stages == len(rules) + 1
 
@@ -98,14 +98,14 @@ def test_what_stays_whole_is_told_why() -> None:
     whole = replace(plain(), update=replace(coupled, undivided=reason))
     for program, said in (
         (whole, reason),
-        (replace(plain(), layout=Layout(batch=2, shares=(3, 1))), "equally or not at all"),
+        (replace(plain(), layout=ParallelLayout(batch=2, shares=(3, 1))), "equally or not at all"),
     ):
         among = replace(program, layout=replace(program.layout, pipeline=2))
         offers, (refusal,) = ShardPipeline().offers(among, trial().source)
         assert not offers
         assert said in refusal.reason
     few = Trial(nn.Linear(4, 4), lambda m, b: m(b["x"]).sum(), {"x": torch.randn(4, 4)})
-    among = replace(few.plain, layout=Layout(pipeline=2))
+    among = replace(few.plain, layout=ParallelLayout(pipeline=2))
     _, (refusal,) = ShardPipeline().offers(among, few.source)
     assert refusal.reason == "the model has too few modules for 2 stages"
 
@@ -140,7 +140,7 @@ def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
     one, two = (struck(*more, *rules, micro_batches=2) for more in ((), (shared,)))
-    assert two.layout == Layout(batch=2, pipeline=2)
+    assert two.layout == ParallelLayout(batch=2, pipeline=2)
     assert not any(node.collective for node in two.graph.nodes)
     assert two.pipeline is not None
     held = [two.pipeline.held(rank) for rank in range(2)]
@@ -166,7 +166,7 @@ def of_two_groups() -> tuple[Rule, ...]:
 
 
 def states() -> tuple[Rule, ...]:
-    among = replace(plain(), layout=Layout(batch=2))
+    among = replace(plain(), layout=ParallelLayout(batch=2))
     return tuple(r for offer in ShardStates().offers(among, trial().source)[0] for r in offer.rules)
 
 
@@ -201,13 +201,13 @@ def test_stages_gather_once_and_one_by_one(otherwise: dict[str, int]) -> None:
 
 
 def test_states_are_shared_where_memory_is_short() -> None:
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain(), trades=TRADES, source=trial().source, costs=price, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(plain(), trades=TRADES, source=trial().source, costs=price, layout=layout)
 
     price = costs(1e6)
 
-    staged = Pipelines(
-        plain(), layout=Layout(batch=2, pipeline=2), trades=TRADES, source=trial().source,
+    staged = PipelineSearch(
+        plain(), layout=ParallelLayout(batch=2, pipeline=2), trades=TRADES, source=trial().source,
         costs=price, searching=searching,
     )  # fmt: skip
     with pytest.raises(Infeasible) as least:
@@ -224,11 +224,11 @@ def test_states_are_shared_where_memory_is_short() -> None:
 
 def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:
     """An exchange and its arrival lie in one stage, and each is sent, and waited for, once."""
-    among = replace(plain(), layout=Layout(tensor=2))
+    among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     alone, parted = (struck(*more, *cut) for more in ((), rules))
-    assert parted.layout == Layout(pipeline=2, tensor=2)
+    assert parted.layout == ParallelLayout(pipeline=2, tensor=2)
     assert parted.pipeline is not None
     stages = parted.pipeline.stages.stages
     found = Counter()
@@ -252,7 +252,7 @@ def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:
 
 
 def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
-    among = replace(plain(), layout=Layout(tensor=2))
+    among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     program = struck(*cut, *rules)
@@ -362,25 +362,25 @@ def little(size: int = 8) -> Trial:
 
 
 @functools.cache
-def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> Layouts:
+def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> LayoutSearch:
     price, source, program = costs(rate), little(size).source, little(size).plain
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(program, trades=TRADES, source=source, costs=price, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(program, trades=TRADES, source=source, costs=price, layout=layout)
 
-    return Layouts(
+    return LayoutSearch(
         program, trades=TRADES, source=source, costs=price, num_ranks=ranks, searching=searching
     )
 
 
-def trades_of(found: Found) -> set[str]:
+def trades_of(found: SearchResult) -> set[str]:
     return {rule.trade for rule in found.rules}
 
 
 def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
     """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
     found = layouts(1e7).find(Budget())
-    assert Layout.of(found.rules) == Layout(pipeline=2)
+    assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2)
     assert {"accumulate", "shard_pipeline"} <= trades_of(found)
     assert found.taken[0].trade == "shard_pipeline"
     assert found.taken[0].buys_bytes > 0
@@ -395,7 +395,7 @@ def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
 def test_stages_of_ranks_that_share_tensors_are_found() -> None:
     """Of three samples there are no equal shares for four ranks."""
     found = layouts(5e7, ranks=4, size=3).find(Budget())
-    assert Layout.of(found.rules) == Layout(pipeline=2, tensor=2)
+    assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2, tensor=2)
     assert [taken.trade for taken in found.taken] == ["shard_tensor", "shard_pipeline"]
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
     assert all(taken.buys_bytes > 0 and taken.buys_seconds > 0 for taken in found.taken)
@@ -409,7 +409,7 @@ def test_stages_that_promise_little_are_not_taken() -> None:
     """What they wait for is known least."""
     ways = layouts(1e8, ranks=4, size=3)
     found = ways.find(Budget())
-    assert Layout.of(found.rules).pipeline == 1
+    assert ParallelLayout.of(found.rules).pipeline == 1
     little = [r for r in found.refused if r.reason.startswith("saves less than a tenth of a step")]
     assert {r.trade for r in little} == {"shard_pipeline"}
     fastest = min(way.seconds for stages in ways.pipelines.values() for way in stages.ways)
@@ -445,7 +445,7 @@ def test_more_memory_is_never_slower_in_stages() -> None:
 
 def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded() -> None:
     staged = layouts(1e7).search_by(rules_for(["blocks.0"], schedule="1F1B", ranks=2))
-    assert isinstance(staged, Pipelines)
+    assert isinstance(staged, PipelineSearch)
     staged.explore_all()
     fastest = staged.frontier()[-1]
     found = staged.find(Budget())

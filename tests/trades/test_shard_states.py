@@ -13,13 +13,13 @@ import pytest
 from steelyard.hardware.cluster import Device, Link
 from steelyard.ir.collective import Exchange
 from steelyard.ir.optimizer_update import WEIGHT
-from steelyard.ir.parallel_layout import DATA, Layout
+from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import Trade
 from steelyard.predict import peak_bytes, predict
-from steelyard.predict.cost_table import Costs
-from steelyard.search import Layouts, Search
+from steelyard.predict.cost_table import CostTable
+from steelyard.search import LayoutSearch, StepSearch
 from steelyard.search.ranks.gather_buckets import ahead, together
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import Recompute
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 DEVICE = Device(kind="declared", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1 << 40)
 # As gloo's is: what each message waits takes longer than many of these weights.
 LINK = Link(kind="declared", latency_seconds=1e-3, bytes_per_second=1e8)
-COSTS = Costs(device=DEVICE, links={DATA: LINK})
+COSTS = CostTable(device=DEVICE, links={DATA: LINK})
 BATCH = (
     Rule(trade="overlap", lag=1),
     Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20),
@@ -120,15 +120,15 @@ def test_in_the_memory_of_gathering_one_by_one_a_faster_way_is_found() -> None:
     waits = replace(LINK, latency_seconds=2 * LINK.latency_seconds)
     costs = replace(COSTS, links={DATA: waits})
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain, trades=trades, source=source, costs=costs, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(plain, trades=trades, source=source, costs=costs, layout=layout)
 
-    layouts = Layouts(
+    layouts = LayoutSearch(
         plain, trades=trades, source=source, costs=costs, num_ranks=2, searching=searching
     )
     ways = [
         way
-        for way in layouts.ways.of(Layout(batch=2))
+        for way in layouts.ways.of(ParallelLayout(batch=2))
         if any(rule.trade == "shard_states" and rule.times == 2 for rule in way.rules)
     ]
     one_by_one = min((w for w in ways if not _at_once(w.rules)), key=lambda w: w.nbytes)

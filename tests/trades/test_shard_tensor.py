@@ -17,14 +17,14 @@ from steelyard.hardware.link import Link
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import Role
 from steelyard.ir.optimizer_update import WEIGHT
-from steelyard.ir.parallel_layout import TENSOR, Layout
+from steelyard.ir.parallel_layout import TENSOR, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.predict.collectives.host_groups import Spread
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.collectives.host_groups import RanksPerHost
+from steelyard.predict.cost_table import CostTable
 from steelyard.run.sharded_model.tensors import why_unparted
-from steelyard.search import Layouts, Search
+from steelyard.search import LayoutSearch, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
@@ -40,7 +40,7 @@ MLP = tuple(
 )
 
 
-def among(layout: Layout) -> Program:
+def among(layout: ParallelLayout) -> Program:
     return replace(trial().plain, layout=layout)
 
 
@@ -53,7 +53,7 @@ def batch(degree: int) -> Rule:
 
 
 def test_what_goes_together_is_offered_together_and_the_cheapest_first() -> None:
-    offers, refusals = ShardTensor().offers(among(Layout(tensor=2)), trial().source)
+    offers, refusals = ShardTensor().offers(among(ParallelLayout(tensor=2)), trial().source)
     assert not refusals
     found = {frozenset((rule.module, rule.dim, rule.groups) for rule in o.rules) for o in offers}
     assert frozenset({(f"{UP}.weight", 0, 1), (f"{UP}.bias", 0, 1), (DOWN, 1, 1)}) in found
@@ -77,7 +77,7 @@ def test_alone_nothing_is_offered() -> None:
 
 
 def test_shares_of_weights_are_gathered_and_their_gradients_scattered() -> None:
-    offers, refusals = ShardStates().offers(among(Layout(batch=2)), trial().source)
+    offers, refusals = ShardStates().offers(among(ParallelLayout(batch=2)), trial().source)
     assert not refusals
     assert f"{UP}.weight (2)" in {offer.label for offer in offers}
     plain, some = shared(2), shared(2, states(2))
@@ -145,7 +145,10 @@ def test_an_optimizer_that_looks_at_the_whole_is_refused() -> None:
     assert reason == "the optimizer's step is another on a part of a parameter"
     source = trial().source
     update = replace(trial().plain, loss="", unparted=reason)
-    for trade, layout in ((ShardTensor(), Layout(tensor=2)), (ShardStates(), Layout(batch=2))):
+    for trade, layout in (
+        (ShardTensor(), ParallelLayout(tensor=2)),
+        (ShardStates(), ParallelLayout(batch=2)),
+    ):
         program = replace(among(layout), update=update)
         offers, (refusal,) = trade.offers(program, source)
         assert not offers
@@ -160,14 +163,16 @@ WITHOUT_STAGES = tuple(trade for trade in TRADES if trade.name != "shard_pipelin
 
 
 def layouts(
-    price: Costs, model: Trial, *, num_ranks: int, update: Program | None = None
-) -> Layouts:
+    price: CostTable, model: Trial, *, num_ranks: int, update: Program | None = None
+) -> LayoutSearch:
     plain = replace(model.plain, update=update)
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain, trades=WITHOUT_STAGES, source=model.source, costs=price, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(
+            plain, trades=WITHOUT_STAGES, source=model.source, costs=price, layout=layout
+        )
 
-    return Layouts(
+    return LayoutSearch(
         plain, trades=WITHOUT_STAGES, source=model.source, costs=price, num_ranks=num_ranks,
         searching=searching,
     )  # fmt: skip
@@ -182,7 +187,7 @@ def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None
     assert "takes ~" in reasons["parts on 2 ranks"]
     shared_out = [
         among_two.search_by(way.rules)
-        for way in among_two.ways.of(Layout(batch=2))
+        for way in among_two.ways.of(ParallelLayout(batch=2))
         if not any(rule.trade == "shard_states" for rule in way.rules)
     ]
     with pytest.raises(Infeasible) as least:
@@ -198,7 +203,7 @@ def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None
 
 def test_weights_are_gathered_for_each_pass_where_memory_is_short() -> None:
     among_two = layouts(costs(1e12), trial(), num_ranks=2)
-    shared = [way for way in among_two.ways.of(Layout(batch=2)) if _gathers(way.rules)]
+    shared = [way for way in among_two.ways.of(ParallelLayout(batch=2)) if _gathers(way.rules)]
     once, twice = ([w for w in shared if _gathers(w.rules) == count] for count in (1, 2))
     assert min(w.nbytes for w in twice) < min(w.nbytes for w in once)
     assert min(w.seconds for w in twice) > min(w.seconds for w in once)
@@ -218,9 +223,9 @@ def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() 
     model.source.optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
     # Where updates take longer than what is sent.
     among_four = layouts(costs(1e12), model, num_ranks=4, update=model.source.update())
-    fastest = min(among_four.ways.of(Layout(batch=2)), key=lambda way: way.seconds)
+    fastest = min(among_four.ways.of(ParallelLayout(batch=2)), key=lambda way: way.seconds)
     assert "4.weight" in _named(fastest.rules, "shard_states")
-    ways = among_four.ways.of(Layout(batch=2, tensor=2))
+    ways = among_four.ways.of(ParallelLayout(batch=2, tensor=2))
     cut = [way.rules for way in ways if "4.weight" in _named(way.rules, "shard_tensor")]
     in_both = [rules for rules in cut if _named(rules, "shard_states")]
     assert in_both
@@ -236,14 +241,14 @@ def test_groups_on_hosts_of_their_own_sum_up_over_what_joins_the_hosts() -> None
     """Of four ranks two to a host, those that share the batch are on different ones, and their
     bucket is what is best there; what that pays is told so, too."""
     near = Link(kind="near", latency_seconds=1e-6, bytes_per_second=1e12)
-    price = replace(costs(1e7), spread=Spread(num_ranks=4, each=2, near=near))
+    price = replace(costs(1e7), spread=RanksPerHost(num_ranks=4, each=2, near=near))
     gradients = sum(
         n.outputs[0].nbytes for n in trial().plain.graph.inputs() if n.name.startswith(WEIGHT)
     )
     among_four = layouts(price, trial(), num_ranks=4)
-    way = min(among_four.ways.of(Layout(batch=2, tensor=2)), key=lambda way: way.seconds)
+    way = min(among_four.ways.of(ParallelLayout(batch=2, tensor=2)), key=lambda way: way.seconds)
     told = [taken for taken in among_four.told.taken(way) if taken.trade == "shard_batch"]
     assert told[0].pays_seconds > gradients / 1e7
-    of_one_host = min(among_four.ways.of(Layout(batch=2)), key=lambda way: way.seconds)
+    of_one_host = min(among_four.ways.of(ParallelLayout(batch=2)), key=lambda way: way.seconds)
     told = [taken for taken in among_four.told.taken(of_one_host) if taken.trade == "shard_batch"]
     assert told[0].pays_seconds < 0.01 * gradients / 1e7

@@ -19,7 +19,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.measure.operators import benchmark as operators
 from steelyard.operators import nll_loss_weight
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.stream import Stream
@@ -148,7 +148,7 @@ def test_what_a_slice_holds_is_known_without_measuring(name: str) -> None:
         assert node.body is not None
         measured = costs_of(program.graph).workspace_bytes(node)
         assert abs(measured - node.body.workspace_bytes) <= _SMALL_CHANGE_BYTES
-        assert Costs(device=DEVICE).workspace_bytes(node) == node.body.workspace_bytes
+        assert CostTable(device=DEVICE).workspace_bytes(node) == node.body.workspace_bytes
 
 
 def test_what_takes_long_is_measured_on_some_of_its_slices(

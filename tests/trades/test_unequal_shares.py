@@ -13,8 +13,8 @@ import pytest
 
 import steelyard as sy
 from steelyard.errors import Infeasible, Mismatch
-from steelyard.hardware.cluster import Cluster, Link, Member, Scope
-from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, Layout
+from steelyard.hardware.cluster import Cluster, LevelMember, Link, TopologyLevel
+from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
@@ -27,10 +27,10 @@ from steelyard.predict import (
     spans,
     step_seconds,
 )
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.timeline import play
-from steelyard.predict.unequal_ranks import Kind, in_step, kinds
-from steelyard.search import Found, Layouts, Search
+from steelyard.predict.unequal_ranks import RankClass, in_step, kinds
+from steelyard.search import LayoutSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
 from tests.harness import Trial, looking_less_far
 from tests.trades.test_shard_batch import DEVICE, batch_rows
@@ -49,11 +49,11 @@ def trial() -> Trial:
     return Trial(model, next_token_loss, tokens(12, 16, 64))
 
 
-def costs(*speeds: float, rate: float = 1e9) -> Costs:
+def costs(*speeds: float, rate: float = 1e9) -> CostTable:
     link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
     devices = tuple(DEVICE if speed == 1 else DEVICE.at_speed(speed) for speed in speeds)
     links = dict.fromkeys((DATA, TENSOR, PIPELINE), link)
-    return Costs(device=DEVICE, links=links, devices=devices if len({*devices}) > 1 else ())
+    return CostTable(device=DEVICE, links=links, devices=devices if len({*devices}) > 1 else ())
 
 
 def shared(shares: tuple[int, ...], *more: Rule) -> Program:
@@ -73,7 +73,7 @@ def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, 
     for one in ones:
         assert one.problems() == []
         assert batch_rows(one) == {12 // sum(shares) * one.share}
-        assert one.layout == program.layout == Layout(batch=len(shares), shares=shares)
+        assert one.layout == program.layout == ParallelLayout(batch=len(shares), shares=shares)
         assert one.layout.share_of(one.rank) == one.share
         assert one.batch_bytes == trial().plain.batch_bytes, "every rank is given the whole batch"
         assert (one.spoken, one.sent_bytes) == (program.spoken, program.sent_bytes)
@@ -108,7 +108,7 @@ def test_shares_that_do_not_add_up_to_the_batch_are_refused(shares: tuple[int, .
 
 def test_ranks_that_are_alike_play_as_one_does_alone() -> None:
     program, price = shared((1, 1)), costs()
-    one = Kind(rank=0, program=program, costs=price)
+    one = RankClass(rank=0, program=program, costs=price)
     assert in_step([one, one], begins=[0.0, 0.0]) == [play(program, price)] * 2
     alike = replace(price, devices=(DEVICE, DEVICE))
     assert len(kinds(program, alike)) == 1
@@ -176,25 +176,25 @@ def test_the_picture_ends_where_the_figure_does(
 # --- the search -----------------------------------------------------------------------------------
 
 
-def layouts(price: Costs, *, num_ranks: int) -> Layouts:
+def layouts(price: CostTable, *, num_ranks: int) -> LayoutSearch:
     plain, source = trial().plain, trial().source
 
-    def searching(layout: tuple[Rule, ...]) -> Search:
-        return Search(plain, trades=TRADES, source=source, costs=price, layout=layout)
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(plain, trades=TRADES, source=source, costs=price, layout=layout)
 
-    return Layouts(
+    return LayoutSearch(
         plain, trades=TRADES, source=source, costs=price, num_ranks=num_ranks, searching=searching
     )
 
 
-def of_batch(found: Found) -> Layout:
-    return Layout.of(found.rules)
+def of_batch(found: SearchResult) -> ParallelLayout:
+    return ParallelLayout.of(found.rules)
 
 
 @looking_less_far()
 def test_the_batch_is_shared_by_declared_speeds_and_it_is_said_why() -> None:
     found = layouts(costs(1, 0.5, rate=1e12), num_ranks=2).find(Budget())
-    assert of_batch(found) == Layout(batch=2, shares=(2, 1))
+    assert of_batch(found) == ParallelLayout(batch=2, shares=(2, 1))
     (taken,) = (t for t in found.taken if t.trade == "shard_batch")
     assert taken.label.startswith("among 2 ranks as 2 : 1 (rank 1 computes at 0.50 of rank 0), ")
     refused = {r.label: r.reason for r in found.refused}
@@ -234,15 +234,18 @@ def test_a_budget_holds_on_the_rank_that_has_most() -> None:
 def mixed() -> Cluster:
     link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=1e11)
     other = replace(DEVICE, kind="other", flops_per_second=5e8, bytes_per_second=5e9)
-    members = (Member(of=DEVICE, count=1, link=link), Member(of=other, count=1, link=link))
-    return Cluster(tree=Scope(name="two", members=members))
+    members = (
+        LevelMember(of=DEVICE, count=1, link=link),
+        LevelMember(of=other, count=1, link=link),
+    )
+    return Cluster(tree=TopologyLevel(name="two", members=members))
 
 
 @looking_less_far()
 def test_a_mixed_cluster_is_planned_for(tmp_path: Path) -> None:
     it = trial()
     planned = sy.plan(it.model, it.loss, it.batch, cluster=mixed())
-    assert Layout.of(planned.plan.decisions.rules).shares == (2, 1)
+    assert ParallelLayout.of(planned.plan.decisions.rules).shares == (2, 1)
     assert planned.plan.decisions.made_for.speeds == ()
     planned.save(tmp_path / "mixed.plan.toml")
     assert "shares = [2, 1]" in (tmp_path / "mixed.plan.toml").read_text()

@@ -12,12 +12,12 @@ from steelyard.api.scaling_study import scale_workload
 from steelyard.api.step import Step
 from steelyard.api.train import run_workload
 from steelyard.api.workload import Workload, load_workload
-from steelyard.planner.multi_host import Meeting, keep_to_own_gpu, know_ranks_here, meeting
+from steelyard.planner.multi_host import HostRendezvous, keep_to_own_gpu, know_ranks_here, meeting
 from steelyard.run.launch.launcher import launch
 from steelyard.run.rng_state import seed_everything
 
 __all__ = [
-    "Meeting",
+    "HostRendezvous",
     "Planned",
     "Step",
     "Workload",

@@ -25,7 +25,7 @@ _LOW_PRIORITY = 10
 _PIECE = 1 << 16
 
 
-class Background:
+class BackgroundProcess:
     """Computes ``work()`` there; ``answer`` is None until it is known.
 
     ``failure`` is what went wrong instead, in one line.

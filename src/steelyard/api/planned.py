@@ -15,11 +15,11 @@ from steelyard.api.argument_checks import check_model, path_of
 from steelyard.api.step import Step
 from steelyard.capture.tracing.fake_execution import filled
 from steelyard.errors import BadInput, Infeasible, Mismatch
-from steelyard.ir.metrics import Quad
+from steelyard.ir.metrics import Metrics
 from steelyard.ir.rule import FAR_TRADES
 from steelyard.ir.trace_span import Span
 from steelyard.planner.planner import Planner
-from steelyard.planner.session import Look
+from steelyard.planner.session import PlanningSession
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, Plan
 from steelyard.plans.prediction_file import write_plan
@@ -40,7 +40,7 @@ class Planned:
         self.plan = plan
 
     @property
-    def look(self) -> Look:
+    def look(self) -> PlanningSession:
         """The step as it was captured and priced."""
         return self._planner.look
 
@@ -51,12 +51,12 @@ class Planned:
         return to_html(tree_of(self.plan))
 
     @property
-    def baseline(self) -> Quad:
+    def baseline(self) -> Metrics:
         """The cost of eager PyTorch."""
         return self.plan.before.quad
 
     @property
-    def predicted(self) -> Quad:
+    def predicted(self) -> Metrics:
         """The predicted cost of the plan."""
         return self.plan.predicted.quad
 
@@ -84,7 +84,9 @@ class Planned:
         if taken:
             return f"{trade} was struck: {', '.join(taken[:5])}"
         if trade in FAR_TRADES and self.look.request.cluster.far is None:
-            return "there is no far memory to move to: name a folder on a disk (--far, sy.Far)"
+            return (
+                "there is no far memory to move to: name a folder on a disk (--far, sy.OffloadTier)"
+            )
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         if not reasons and not self.plan.num_offers:
             return f"no offer of {trade} was weighed for this plan; plan anew to have the reasons"

@@ -10,17 +10,23 @@ from steelyard.api.planned import Planned, budget_of, check_trade
 from steelyard.comm.pipeline_schedules import order_of
 from steelyard.errors import BadInput
 from steelyard.ir.trace_span import Span
-from steelyard.planner.declared_cluster import Elsewhere
+from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.plans.budget import Budget, Minimize
 from steelyard.plans.plan import FrontierPoint, Plan
 from steelyard.predict.analytic.trace import deep_spans
-from steelyard.search import Laid
+from steelyard.search import ClusterPlan
 
 
-class PlannedElsewhere(Planned):
+class PlannedForCluster(Planned):
     """A plan for devices that are not here: it prints, and is written; it cannot be applied."""
 
-    def __init__(self, where: Elsewhere, plan: Plan, laid: Laid, minimize: Minimize | None) -> None:
+    def __init__(
+        self,
+        where: DeclaredClusterPlanner,
+        plan: Plan,
+        laid: ClusterPlan,
+        minimize: Minimize | None,
+    ) -> None:
         self._where, self._laid, self._minimize = where, laid, minimize
         self.plan = plan
 
@@ -28,7 +34,7 @@ class PlannedElsewhere(Planned):
     def frontier(self) -> tuple[FrontierPoint, ...]:
         return ()
 
-    def charted(self) -> "PlannedElsewhere":
+    def charted(self) -> "PlannedForCluster":
         return self
 
     def simulated(self) -> tuple[Span, ...]:
@@ -44,7 +50,7 @@ class PlannedElsewhere(Planned):
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         return "\n".join(reasons) or f"{trade} has no offer on this step"
 
-    def what_if(self, **budget: Any) -> "PlannedElsewhere":
+    def what_if(self, **budget: Any) -> "PlannedForCluster":
         return planned_elsewhere(self._where, budget_of(budget), self._minimize)
 
     def apply(
@@ -66,8 +72,8 @@ class PlannedElsewhere(Planned):
 
 
 def planned_elsewhere(
-    where: Elsewhere, budget: Budget, minimize: Minimize | None = None
-) -> PlannedElsewhere:
+    where: DeclaredClusterPlanner, budget: Budget, minimize: Minimize | None = None
+) -> PlannedForCluster:
     """The fastest plan on the declared devices, or one on the fewest of them."""
     plan, laid = where.plan(budget, minimize)
-    return PlannedElsewhere(where, plan, laid, minimize)
+    return PlannedForCluster(where, plan, laid, minimize)

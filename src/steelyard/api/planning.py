@@ -11,7 +11,7 @@ from torch import nn
 
 from steelyard.api.argument_checks import check, check_model, path_of
 from steelyard.api.planned import Planned, planned
-from steelyard.api.planned_cluster import PlannedElsewhere, planned_elsewhere
+from steelyard.api.planned_cluster import PlannedForCluster, planned_elsewhere
 from steelyard.api.workload import Workload
 from steelyard.capture.checks.wrapped_models import refuse_wrapped
 from steelyard.capture.deep.truncate import cut
@@ -19,14 +19,14 @@ from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory, check_optimizer
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.planner.compatibility import check_cluster, check_made_for
 from steelyard.planner.cost_provider import Progress
-from steelyard.planner.declared_cluster import Elsewhere
+from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.planner.max_size import largest
 from steelyard.planner.planner import Planner, check_far_room
 from steelyard.planner.preflight import check_far, floor_of
-from steelyard.planner.session import Request, Runner
+from steelyard.planner.session import PlanRequest, Runner
 from steelyard.planner.stored_predictions import stored_plan
 from steelyard.plans.budget import Budget, Maximize, Minimize
 from steelyard.plans.plan_check import DECOMPOSITIONS, check_file, cluster_for
@@ -54,7 +54,7 @@ def plan(
     _check_wish(cluster, budget, runner, maximize, minimize)
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    request = Request(
+    request = PlanRequest(
         model=model,
         loss=loss,
         batch=batch,
@@ -70,12 +70,12 @@ def plan(
         return Planned(*largest(request, Maximize(maximize)))
     if _is_elsewhere(request, minimize):
         wish = None if minimize is None else Minimize(minimize)
-        return planned_elsewhere(Elsewhere(request=request), request.budget, wish)
+        return planned_elsewhere(DeclaredClusterPlanner(request=request), request.budget, wish)
     request.check_floor(floor_of(model, batch), request.budget)
     return planned(Planner(request.looked_at(within=request.budget)), request.budget)
 
 
-def _is_elsewhere(request: Request, minimize: Minimize | str | None) -> bool:
+def _is_elsewhere(request: PlanRequest, minimize: Minimize | str | None) -> bool:
     """Deep models, and questions about how many devices, for what is only declared."""
     cluster = request.cluster
     if cluster.num_devices == 1 or cluster.is_here:
@@ -180,7 +180,7 @@ def load(
     decisions = read_decisions(path_of(path))
     made_for = decisions.made_for
     check_file(path, decisions)
-    request = Request(
+    request = PlanRequest(
         model=model,
         loss=loss,
         batch=batch,
@@ -195,14 +195,14 @@ def load(
     if cluster is not None:
         check_cluster(decisions, cluster)
         if cluster.num_devices > 1 and not cluster.is_here:
-            where = Elsewhere(request=request)
+            where = DeclaredClusterPlanner(request=request)
             if cut(model) is not None or where.made_for().graph == made_for.graph:
                 check_made_for(decisions, where.made_for())
-                return PlannedElsewhere(where, *where.predict(decisions), minimize=None)
+                return PlannedForCluster(where, *where.predict(decisions), minimize=None)
     look = request.looked_at(is_priced=predict_anew)
     planner = Planner(look)
     check_made_for(decisions, look.made_for())
-    used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
+    used = decisions.ranks_used(ParallelLayout.of(decisions.rules).num_ranks)
     if predict_anew or 1 < len(used) < look.request.cluster.num_devices:
         look.prices.use(used)
         return Planned(planner, planner.predict(decisions))

@@ -23,10 +23,10 @@ from steelyard.comm.channel import Channel
 from steelyard.comm.devices import CPU, home_of
 from steelyard.comm.gloo.thread_scheduling import take_turns
 from steelyard.errors import BadInput, Mismatch
-from steelyard.ir.parallel_layout import ALONE, DATA, PIPELINE, Layout
+from steelyard.ir.parallel_layout import ALONE, DATA, PIPELINE, ParallelLayout
 from steelyard.ir.placement import Shard
 from steelyard.ir.program import Program
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.measure.device_memory import check_is_own
 from steelyard.planner.multi_host import (
     check_neighbours,
@@ -36,14 +36,14 @@ from steelyard.planner.multi_host import (
 )
 from steelyard.run.binding import live_tensors
 from steelyard.run.launch.consistency_check import words_for
-from steelyard.run.launch.coordination import Alone, InGroup, Together
+from steelyard.run.launch.coordination import Alone, Coordinator, InGroup
 from steelyard.run.launch.environment import who_am_i
 from steelyard.run.launch.rendezvous import hold_meeting_place as hold
 from steelyard.run.launch.rendezvous import joined, needing_store
 from steelyard.run.launch.status_reporter import recorded, told_by_itself
-from steelyard.run.pipeline.driver import StagesAtWork
-from steelyard.run.sharded_model.layers import Layers, PartsOfLayers
-from steelyard.run.sharded_model.tensors import Parts, Way
+from steelyard.run.pipeline.driver import PipelineDriver
+from steelyard.run.sharded_model.layers import ShardedLayers, ShardedTensorsOfLayers
+from steelyard.run.sharded_model.tensors import ShardedTensors, ShardSpec
 
 
 def refuse_other_ranks() -> None:
@@ -60,19 +60,19 @@ def refuse_other_ranks() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankContext:
     """Which of the ranks this process is, and with whom it speaks along each axis."""
 
-    layout: Layout = ALONE
+    layout: ParallelLayout = ALONE
     rank: int = 0
     home: torch.device = CPU
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     # Of a step that some of the ranks take: all of them, and whether this one stands by.
-    everyone: Together | None = None
+    everyone: Coordinator | None = None
     stands_by: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, home: torch.device = CPU) -> "Ranks":
+    def of(cls, layout: ParallelLayout, home: torch.device = CPU) -> "RankContext":
         """Of the process group that this process has joined, with a model that lies at ``home``."""
         if layout.num_ranks == 1:
             return cls()
@@ -92,10 +92,10 @@ class Ranks:
         return cls(layout=layout, rank=group.rank(), home=home, groups=groups)
 
     @cached_property
-    def together(self) -> Together:
+    def together(self) -> Coordinator:
         return self.everyone or (InGroup() if self.groups else Alone())
 
-    def among(self, members: Sequence[int], layout: Layout) -> "Ranks":
+    def among(self, members: Sequence[int], layout: ParallelLayout) -> "RankContext":
         """The same process where only these ranks take the step; all ranks come here together.
 
         A rank that stands by takes the place of the first, and speaks to nobody in a step.
@@ -107,7 +107,7 @@ class Ranks:
             if is_member:
                 groups = _groups(layout, group)
         take_turns()
-        return Ranks(
+        return RankContext(
             layout=layout,
             rank=members.index(own) if is_member else 0,
             home=self.home,
@@ -120,29 +120,31 @@ class Ranks:
     def channels(self) -> Mapping[str, Channel]:
         return {axis: Channel.of(group, self.home) for axis, group in self.groups.items()}
 
-    def parts_of(self, model: nn.Module, program: Program) -> Parts | Layers | PartsOfLayers | None:
+    def parts_of(
+        self, model: nn.Module, program: Program
+    ) -> ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None:
         """The model cut to what this rank holds of it; None where that is all of it."""
         parts = self._in_parts(model, program.partings) if program.partings else None
         if program.pipeline is None:
             return parts
         held = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
-        layers = Layers(live_tensors(model, {}), held, group=self.groups[PIPELINE])
-        return layers if parts is None else PartsOfLayers(parts, layers)
+        layers = ShardedLayers(live_tensors(model, {}), held, group=self.groups[PIPELINE])
+        return layers if parts is None else ShardedTensorsOfLayers(parts, layers)
 
-    def _in_parts(self, model: nn.Module, partings: Sequence[Parting]) -> Parts:
-        ways: dict[str, list[Way]] = {}
+    def _in_parts(self, model: nn.Module, partings: Sequence[ShardingChoice]) -> ShardedTensors:
+        ways: dict[str, list[ShardSpec]] = {}
         for choice in partings:
             place, group = self.layout.place(self.rank, choice.axis), self.groups[choice.axis]
             for name, lies in choice.inputs:
                 if isinstance(lies, Shard):
-                    way = Way(shard=lies, num_ranks=choice.num_ranks, rank=place, group=group)
+                    way = ShardSpec(shard=lies, num_ranks=choice.num_ranks, rank=place, group=group)
                     ways.setdefault(name, []).append(way)
-        return Parts(live_tensors(model, {}), ways)
+        return ShardedTensors(live_tensors(model, {}), ways)
 
-    def in_stages(self, program: Program, live: Mapping[str, Any]) -> StagesAtWork:
+    def in_stages(self, program: Program, live: Mapping[str, Any]) -> PipelineDriver:
         """What carries out those of its stages that lie on this rank."""
         assert program.pipeline is not None
-        return StagesAtWork(
+        return PipelineDriver(
             program.pipeline,
             live,
             group=self.groups[PIPELINE],
@@ -164,7 +166,7 @@ def _refuse_backends(group: dist.ProcessGroup, home: torch.device) -> None:
         )
 
 
-def _groups(layout: Layout, everyone: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
+def _groups(layout: ParallelLayout, everyone: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
     axes = layout.axes
     if len(axes) == 1:
         return dict.fromkeys(axes, everyone)

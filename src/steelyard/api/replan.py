@@ -15,22 +15,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from steelyard.api.background import Background
+from steelyard.api.background import BackgroundProcess
 from steelyard.api.step import Step
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.hardware.link import Link
 from steelyard.ir.gradient_codec import CODE_TRADES, Codec, codec_of
 from steelyard.ir.metrics import Estimate
-from steelyard.ir.parallel_layout import DATA, Layout
+from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.measure.device_memory import free_bytes
 from steelyard.measure.links.worker import measured_now, rates_now
 from steelyard.planner.compiled import compiled_limit
 from steelyard.planner.gradient_compression import codecs_here, most_in_milder, warm_codes
-from steelyard.planner.lossy import Lossy
-from steelyard.planner.session import Look
+from steelyard.planner.lossy import LossyPlanner
+from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Plan, Prediction
 from steelyard.plans.plan_file import decode_decisions, encode_decisions
 from steelyard.plans.prediction_file import explanation_path, write_plan
@@ -40,7 +40,7 @@ from steelyard.safe_files import write_where_other
 from steelyard.search.ranks.pace import Pace
 from steelyard.search.ranks.retune import (
     LEAST_GAIN,
-    Choice,
+    Alternative,
     at_once,
     best_hosts,
     in_codes,
@@ -75,7 +75,7 @@ _SIDE, _FAILED = "\0", "\1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _LinkState:
     """What joins the ranks by now; ``rates`` are those between the first host and each other one,
     where there are several others."""
 
@@ -83,10 +83,12 @@ class _Seen:
     rates: tuple[float, ...] = ()
 
 
-class Adapting:
+class Replanner:
     """All ranks do the same: what the first one finds is told to the others."""
 
-    def __init__(self, step: Step, look: Look, path: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, step: Step, look: PlanningSession, path: Path, tell: Callable[[str], None]
+    ) -> None:
         rules = step.plan.decisions.rules
         if reason := why_not_otherwise(rules):
             raise BadInput(
@@ -96,9 +98,9 @@ class Adapting:
             )
         self._step, self._look, self._path, self._tell = step, look, path, tell
         self._together = step.ranks.together
-        self._lossy = Lossy(look=look)
+        self._lossy = LossyPlanner(look=look)
         self._whole, self._first_drift = step.plan.decisions, step.plan.predicted.quad.accuracy_loss
-        self._home, self._num_ranks = step.ranks.home, Layout.of(rules).num_ranks
+        self._home, self._num_ranks = step.ranks.home, ParallelLayout.of(rules).num_ranks
         self._hosts = self._whole.made_for.hosts_of(self._num_ranks)
         self._is_compiled = look.request.runner == "inductor"
         self._members = tuple(range(self._num_ranks))
@@ -108,14 +110,14 @@ class Adapting:
         self._waited = step.traffic().waited
         link = look.prices.costs.links[DATA]
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
-        self._seen = _Seen(link=link, rates=rates)
-        self._looked: tuple[Look, _Seen] | None = None
+        self._seen = _LinkState(link=link, rates=rates)
+        self._looked: tuple[PlanningSession, _LinkState] | None = None
         # Bytes on the device that has least of them, when links were measured.
         self._free = 0
         # After which step a host left, the last time that one did.
         self._left_at = 0
         self._gave_up_codes = False
-        self._beside: Background | None = None
+        self._beside: BackgroundProcess | None = None
         self._answer: str | None = None
         self._unseen, self._next_unseen = 0, _UNSEEN
         self._pace = self._pace_of(step.plan, skips=1)
@@ -214,7 +216,7 @@ class Adapting:
             return self._found(look.settled() if self._is_background else look, seen, rules)
 
         if self._is_background:
-            self._beside = Background(work)
+            self._beside = BackgroundProcess(work)
         else:
             self._answer = work()
             self._together.flag(_ANSWERED)
@@ -230,7 +232,7 @@ class Adapting:
         is_recent = number - self._left_at <= _RECENT_STEPS
         return next(idle, 0) if self._is_background and is_recent else 0
 
-    def _has_turned_at_once(self, number: int, look: Look, seen: _Seen) -> bool:
+    def _has_turned_at_once(self, number: int, look: PlanningSession, seen: _LinkState) -> bool:
         """To the plan as it is on fewer hosts, or to the one that the run began with, which take a
         moment to price. Other codes have to be probed first, and meanwhile the run neither waits
         for a slow link nor leaves a restored one unused."""
@@ -239,13 +241,13 @@ class Adapting:
             quick = look.settled()
             rules, most = self._step.plan.decisions.rules, self._whole.budget.memory_bytes
             choices = [
-                Choice(way=same_on_fewer(among.layouts, rules, len(ranks)), ranks=ranks)
+                Alternative(way=same_on_fewer(among.layouts, rules, len(ranks)), ranks=ranks)
                 for ranks, among in self._fewer(quick, seen)
                 if len(ranks) < len(self._members)
             ]
             if len(self._members) < self._num_ranks and not self._gave_up_codes:
                 first = quick.layouts.ways.counted(at_once(self._whole.rules))
-                choices.append(Choice(way=first, ranks=tuple(range(self._num_ranks))))
+                choices.append(Alternative(way=first, ranks=tuple(range(self._num_ranks))))
             better = self._worth_trying(quick, seen, rules, choices, most or math.inf)
             if better:
                 drift = self._first_drift if better[0].is_lossy else ""
@@ -255,17 +257,17 @@ class Adapting:
             self._turn_by(number, look, text)
         return bool(text)
 
-    def _written(self, choice: Choice, *, drift: str) -> str:
+    def _written(self, choice: Alternative, *, drift: str) -> str:
         """For all ranks: the drift that a probe saw, who takes part, and the rules."""
         written = encode_decisions(replace(self._whole, rules=choice.way.rules, used_ranks=()))
         return _SIDE.join((drift, json.dumps(choice.ranks), written))
 
-    def _turn_by(self, number: int, look: Look, text: str) -> None:
+    def _turn_by(self, number: int, look: PlanningSession, text: str) -> None:
         drift, members, written = text.split(_SIDE)
         ranks = tuple(map(int, json.loads(members)))
         self._turn(number, look, decode_decisions(written).rules, ranks, drift)
 
-    def _links_now(self) -> _Seen:
+    def _links_now(self) -> _LinkState:
         begin = time.perf_counter()
         link = measured_now(self._seen.link, hosts=self._hosts, home=self._home)
         # Of two hosts the one link is known by now.
@@ -273,10 +275,10 @@ class Adapting:
         took = time.perf_counter() - begin
         steps = self._together.most(math.ceil(took / (_LOOKING_SHARE * self._pace.seconds.value)))
         self._next_unseen = min(max(steps, _UNSEEN), _MOST_UNSEEN)
-        return _Seen(link=link, rates=rates)
+        return _LinkState(link=link, rates=rates)
 
     @staticmethod
-    def _is_other(one: _Seen, other: _Seen) -> bool:
+    def _is_other(one: _LinkState, other: _LinkState) -> bool:
         """Whether exchanges take another time by enough; the same on all ranks."""
         took = tuple(seen.link.seconds(_MESSAGE_BYTES, messages=2) for seen in (one, other))
         pairs = [took, *zip(one.rates, other.rates, strict=True)]
@@ -313,7 +315,7 @@ class Adapting:
             self._beside = None
         return answer or ""
 
-    def _found(self, look: Look, seen: _Seen, rules: tuple[Rule, ...]) -> str:
+    def _found(self, look: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...]) -> str:
         """The drift that a probe saw of what is to take the plan's place, who takes part, and its
         rules as a plan file; empty where nothing is worth it."""
         budget, most = self._whole.budget, math.inf
@@ -328,8 +330,8 @@ class Adapting:
         return ""
 
     def _better(
-        self, look: Look, seen: _Seen, rules: tuple[Rule, ...], most_bytes: float
-    ) -> Iterator[Choice]:
+        self, look: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...], most_bytes: float
+    ) -> Iterator[Alternative]:
         """By enough. A compiled step computes for less time than what was captured, so that more is
         gained of it; what it takes only its own prices tell, and each is a lowering."""
         choices = [*self._choices(look, seen)]
@@ -346,12 +348,12 @@ class Adapting:
 
     def _worth_trying(
         self,
-        look: Look,
-        seen: _Seen,
+        look: PlanningSession,
+        seen: _LinkState,
         rules: tuple[Rule, ...],
-        choices: Sequence[Choice],
+        choices: Sequence[Alternative],
         most_bytes: float,
-    ) -> list[Choice]:
+    ) -> list[Alternative]:
         now = self._priced(self._among(look, seen, self._members), rules)
         return worth_trying(
             now.quad.step_seconds.value,
@@ -361,37 +363,41 @@ class Adapting:
             num_ranks=len(self._members),
         )
 
-    def _choices(self, look: Look, seen: _Seen) -> Iterator[Choice]:
+    def _choices(self, look: PlanningSession, seen: _LinkState) -> Iterator[Alternative]:
         whole = tuple(range(self._num_ranks))
         for way in otherwise(look.layouts, self._whole.rules, self._coded):
-            yield Choice(way=way, ranks=whole)
+            yield Alternative(way=way, ranks=whole)
         if self._is_compiled or not self._step.can_stand_by:
             return
         for ranks, among in self._fewer(look, seen):
             for way in on_fewer(among.layouts, self._whole.rules, len(ranks)):
-                yield Choice(way=way, ranks=ranks)
+                yield Alternative(way=way, ranks=ranks)
 
-    def _fewer(self, look: Look, seen: _Seen) -> Iterator[tuple[tuple[int, ...], Look]]:
+    def _fewer(
+        self, look: PlanningSession, seen: _LinkState
+    ) -> Iterator[tuple[tuple[int, ...], PlanningSession]]:
         """The ranks of fewer hosts, the best-joined, over the links among them."""
         each, degrees = self._each, look.source.sharers()
-        are_unequal = bool(Layout.of(self._whole.rules).shares)
+        are_unequal = bool(ParallelLayout.of(self._whole.rules).shares)
         for count in numbers_of_hosts(self._hosts):
             members = best_hosts(self._rates(seen), count)
             ranks = tuple(host * each + n for host in members for n in range(each))
             if len(ranks) in degrees and not (are_unequal and len(ranks) > 1):
                 yield ranks, self._among(look, seen, ranks)
 
-    def _rates(self, seen: _Seen) -> tuple[float, ...]:
+    def _rates(self, seen: _LinkState) -> tuple[float, ...]:
         return seen.rates or (seen.link.bytes_per_second,) * (self._hosts - 1)
 
-    def _among(self, look: Look, seen: _Seen, ranks: Sequence[int]) -> Look:
+    def _among(
+        self, look: PlanningSession, seen: _LinkState, ranks: Sequence[int]
+    ) -> PlanningSession:
         """Over the links that these ranks have among them."""
         if len(ranks) == self._num_ranks or not seen.rates:
             return look
         each = self._each
         return look.over(link_among(seen.link, seen.rates, sorted({r // each for r in ranks})))
 
-    def _is_possible(self, look: Look, choice: Choice, now: Prediction) -> bool:
+    def _is_possible(self, look: PlanningSession, choice: Alternative, now: Prediction) -> bool:
         """Whether all of it was measured, and the memory is there for it."""
         if not look.prices.knows(look.layouts.ways.strike(choice.way.rules).graph):
             return False
@@ -400,17 +406,17 @@ class Adapting:
         more = choice.way.nbytes - now.peak.nbytes
         return more <= _SHARE_OF_FREE_MEMORY * self._free
 
-    def _codecs(self, look: Look) -> Sequence[Codec]:
+    def _codecs(self, look: PlanningSession) -> Sequence[Codec]:
         return codecs_here(look) if self._whole.budget.accuracy_loss else []
 
-    def _priced(self, look: Look, rules: tuple[Rule, ...]) -> Prediction:
+    def _priced(self, look: PlanningSession, rules: tuple[Rule, ...]) -> Prediction:
         """What the runner makes of a program is the same over every link."""
         if rules not in self._as_run:
             self._as_run[rules] = look.as_run(look.struck(rules))
         return predict(self._as_run[rules], look.costs)
 
     def _drift(
-        self, look: Look, rules: tuple[Rule, ...], allowed: float, most_bytes: float
+        self, look: PlanningSession, rules: tuple[Rule, ...], allowed: float, most_bytes: float
     ) -> str | None:
         """None where it is more than is allowed, or unknown, or where steps in milder codes or
         none do not fit; nothing is said of what is exact."""
@@ -421,7 +427,7 @@ class Adapting:
         if is_bound and most_in_milder(look, rules, program) > most_bytes:
             return None
         if self._lossy.look is not look:
-            self._lossy = Lossy(look=look)
+            self._lossy = LossyPlanner(look=look)
         seen = self._lossy.drift_of(rules, program, allowed)
         return None if isinstance(seen, str) or not seen.keeps(allowed) else str(seen)
 
@@ -436,7 +442,12 @@ class Adapting:
         return Pace(seconds=Estimate(value=value, low=low, high=high), waits=waits, skips=skips)
 
     def _turn(
-        self, number: int, look: Look, rules: tuple[Rule, ...], ranks: tuple[int, ...], drift: str
+        self,
+        number: int,
+        look: PlanningSession,
+        rules: tuple[Rule, ...],
+        ranks: tuple[int, ...],
+        drift: str,
     ) -> None:
         before, members = self._seen, self._members
         assert self._looked is not None
@@ -469,7 +480,7 @@ class Adapting:
             f"~{format_seconds(was.quad.step_seconds.value)}; written: {path.name}"
         )
 
-    def _changed(self, before: _Seen, now: _Seen) -> str:
+    def _changed(self, before: _LinkState, now: _LinkState) -> str:
         """Name the link that has changed since the last switch, and its old and new rate."""
         if not self._is_other(now, before):
             return "other plans were compared over the present links"
@@ -521,4 +532,4 @@ def _rate(bytes_per_second: float) -> str:
     return f"{rate:,.0f} MB/s" if rate >= 1000 else f"{rate:.3g} MB/s"
 
 
-__all__ = ["Adapting"]
+__all__ = ["Replanner"]

@@ -10,12 +10,12 @@ from steelyard.errors import BadInput, Infeasible
 from steelyard.hardware.cluster import Cluster
 from steelyard.planner.batch_notes import GROWN
 from steelyard.planner.cost_provider import Progress
-from steelyard.planner.declared_cluster import Elsewhere
-from steelyard.planner.session import Request
+from steelyard.planner.declared_cluster import DeclaredClusterPlanner
+from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import BatchEntry
 from steelyard.plans.scaling_laws import Run, ScalePoint, Scaling, check_devices
-from steelyard.search import DeepSearch, Laid
+from steelyard.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.uncertainty import all_doubts_said
 from steelyard.units import format_bytes
 
@@ -32,7 +32,7 @@ def scale_workload(
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> Scaling:
-    request = Request(
+    request = PlanRequest(
         model=workload.model,
         loss=workload.loss,
         batch=workload.first_batch(),
@@ -47,7 +47,7 @@ def scale_workload(
 
 
 def scaled(
-    request: Request,
+    request: PlanRequest,
     *,
     fewest: int,
     most: int,
@@ -55,7 +55,7 @@ def scaled(
     tokens: int | None = None,
 ) -> Scaling:
     """``samples`` or ``tokens`` are of the whole training: with them, hours and prices are said."""
-    where = Elsewhere(request=request)
+    where = DeclaredClusterPlanner(request=request)
     cluster = request.cluster
     check_devices(cluster, fewest, most)
     if tokens is not None:
@@ -97,7 +97,9 @@ def _refuse_nothing(points: list[ScalePoint]) -> None:
         )
 
 
-def _run(where: Elsewhere, search: DeepSearch, devices: int, samples: int | None) -> Run | None:
+def _run(
+    where: DeclaredClusterPlanner, search: ClusterSearch, devices: int, samples: int | None
+) -> Run | None:
     laid = search.fastest(devices, search.limit_bytes(where.request.budget))
     if laid is None:
         return None
@@ -109,7 +111,7 @@ def _run(where: Elsewhere, search: DeepSearch, devices: int, samples: int | None
     return Run(layout=_said(laid), samples=each, step_seconds=seconds, hours=hours, usd=usd)
 
 
-def _said(laid: Laid) -> str:
+def _said(laid: ClusterPlan) -> str:
     """``d64 t8 p2``: data, tensor and pipeline degrees; ``z3`` where states are in shares, ``host``
     where something lies in the memory of the hosts."""
     layout = laid.layout

@@ -14,29 +14,29 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.api.rank_context import Ranks, refuse_other_ranks
-from steelyard.api.user_loop import OwnLoop
+from steelyard.api.rank_context import RankContext, refuse_other_ranks
+from steelyard.api.user_loop import UserLoop
 from steelyard.capture.batch.splitting import batch_size
-from steelyard.capture.step import Captured, StepSource
+from steelyard.capture.step import Captured, CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory, refuse_foreign
 from steelyard.comm.devices import home_of
-from steelyard.comm.tcp_counters import Wire
+from steelyard.comm.tcp_counters import SentBytesCounter
 from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import FAR_PIECE_BYTES
 from steelyard.hardware.host_os import this_device
 from steelyard.ir.gradient_codec import CODE_TRADES, CODED_CALLS, codec_of, ladder, warm_up_of
-from steelyard.ir.parallel_layout import DATA, LAYOUT_TRADES, Layout, spelled
+from steelyard.ir.parallel_layout import DATA, LAYOUT_TRADES, ParallelLayout, spelled
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Laid
+from steelyard.ir.step_source import ShardedSource
 from steelyard.measure.operators.memory import is_profiled, meter_once
 from steelyard.measure.operators.timer import Laps
 from steelyard.measure.process import rss_peak_bytes
-from steelyard.offload.optimizer_state import FarStates
-from steelyard.offload.tier import FarMemory
-from steelyard.planner.cost_provider import Pricing
+from steelyard.offload.optimizer_state import OffloadedStates
+from steelyard.offload.tier import OffloadFile
+from steelyard.planner.cost_provider import LazyCosts
 from steelyard.plans.plan import Plan
-from steelyard.plans.receipt import Measured, RankMemory, Receipt
+from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
 from steelyard.plans.trade import strike, strike_on_ranks
 from steelyard.predict import kept_gradients_bytes, peak_bytes, rank_peak_bytes
 from steelyard.report.document import tree_of
@@ -46,11 +46,11 @@ from steelyard.report.text import render
 from steelyard.run.codegen import Emitted, emit
 from steelyard.run.compiled.inductor import compile_program
 from steelyard.run.compiled.lower import lower
-from steelyard.run.compression_fallback import Guard
+from steelyard.run.compression_fallback import CompressionFallback
 from steelyard.run.finite_check import FiniteWatch, blamed
 from steelyard.run.launch.coordination import begin_alike, bring_up_to_date
-from steelyard.run.sharded_model.layers import Layers, PartsOfLayers
-from steelyard.run.sharded_model.tensors import Parts
+from steelyard.run.sharded_model.layers import ShardedLayers, ShardedTensorsOfLayers
+from steelyard.run.sharded_model.tensors import ShardedTensors
 from steelyard.run.step import CodeReads, Constants, LiveStep
 from steelyard.safe_text import printable
 from steelyard.trades import TRADES
@@ -85,8 +85,8 @@ class Step:
         self,
         *,
         plan: Plan,
-        source: StepSource,
-        pricing: Pricing,
+        source: CapturedStep,
+        pricing: LazyCosts,
         optimizer: OptimizerFactory | None,
         update: Program | None,
         sums_gradients: bool = False,
@@ -99,16 +99,18 @@ class Step:
         self._pricing = pricing
         self._update = update
         self._home = home_of(source.model)
-        self.ranks = self._all_ranks = Ranks.of(Layout.of(plan.decisions.rules), self._home)
+        self.ranks = self._all_ranks = RankContext.of(
+            ParallelLayout.of(plan.decisions.rules), self._home
+        )
         self._members = tuple(range(self.ranks.layout.num_ranks))
         if self.ranks.groups:
             begin_alike([*source.model.parameters(), *source.model.buffers()], self._home)
-        self._parts: Parts | Layers | PartsOfLayers | None = None
+        self._parts: ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None = None
         self._ladder = ladder(plan.decisions.rules)
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far
-        self.far = FarMemory(far) if far else None
+        self.far = OffloadFile(far) if far else None
         if (program.partings or program.pipeline) and optimizer is None:
             raise BadInput(
                 "the plan gives each rank a part of the weights, and what updates them is not "
@@ -147,14 +149,14 @@ class Step:
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
         self._laps = Laps(self._home)
-        self._wire, self._looks = Wire(), 0
+        self._wire, self._looks = SentBytesCounter(), 0
         self._traffic = [self.traffic()]
         self._losses: list[torch.Tensor] = []
         self._metered: int | None = None
         self.notes: list[str] = []
         self._calls = 0
         self._keeps_gradients = False
-        self._own_loop: OwnLoop | None = None
+        self._own_loop: UserLoop | None = None
         # Steps that were not metered, because a profiler was on or the batch of another shape.
         self._profiled = self._of_other_shape = 0
         self._held_by_rank: list[int] = []
@@ -187,7 +189,7 @@ class Step:
                 remedy="take the rules that shard weights out of the plan, or call step(batch)",
             )
         if self._own_loop is None:
-            self._own_loop = OwnLoop(self.live, device=self._home, resident=self.resident_bytes)
+            self._own_loop = UserLoop(self.live, device=self._home, resident=self.resident_bytes)
         own, kept = self._own_loop, bool(self.live.gradients())
         self._keeps_gradients = self._keeps_gradients or kept
         with own.a_pass() as is_new_step:
@@ -203,7 +205,7 @@ class Step:
 
     def _refuse_other_ranks(self) -> None:
         """Before each step: a process group may be made after the plan was applied."""
-        if Layout.of(self.plan.decisions.rules).num_ranks == 1 and not self._sums_gradients:
+        if ParallelLayout.of(self.plan.decisions.rules).num_ranks == 1 and not self._sums_gradients:
             refuse_other_ranks()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
@@ -241,7 +243,7 @@ class Step:
         return ShownReceipt(
             Receipt(
                 plan=self.plan,
-                measured=Measured(
+                measured=RunMeasurement(
                     steps=self._calls + (own.steps if own else 0),
                     passes=own.passes if own else 0,
                     memory_bytes=max(held, default=None),
@@ -337,7 +339,9 @@ class Step:
     def are_unlike(self) -> bool:
         """Whether ranks have unequal shares of the batch, or unequal speeds."""
         decisions = self.plan.decisions
-        return bool(Layout.of(decisions.rules).shares) or len({*decisions.made_for.speeds}) > 1
+        return (
+            bool(ParallelLayout.of(decisions.rules).shares) or len({*decisions.made_for.speeds}) > 1
+        )
 
     def traffic(self) -> Traffic:
         """So far: see there."""
@@ -400,14 +404,14 @@ class Step:
         whole = tuple(range(everyone.layout.num_ranks))
         members = whole if members is None else tuple(members)
         assert members[0] == 0, "the first rank saves, so it takes every step"
-        assert Layout.of(plan.decisions.rules).num_ranks == len(members)
+        assert ParallelLayout.of(plan.decisions.rules).num_ranks == len(members)
         # What codes hold back is put together by those that hold it.
         self.live.residuals.owe_all()
         if not set(members) <= set(self._members):
             bring_up_to_date(self.live, everyone.together)
         self.plan, self._ladder = plan, ladder(plan.decisions.rules)
         if members != self._members:
-            layout = Layout.of(plan.decisions.rules)
+            layout = ParallelLayout.of(plan.decisions.rules)
             self.ranks = everyone if members == whole else everyone.among(members, layout)
             self._members = members
             self.live.turn_among(
@@ -416,7 +420,7 @@ class Step:
                 tell_loss=None if members == whole else self.ranks.together.tell_loss,
                 stands_by=self.ranks.stands_by,
             )
-            self._wire, self._looks = Wire(), 0
+            self._wire, self._looks = SentBytesCounter(), 0
         self.live.begin_anew(self._guard())
         self._laps.clear()
         self._traffic = [self.traffic()]
@@ -553,20 +557,20 @@ class Step:
 
     def _states_far(
         self, optimizer: torch.optim.Optimizer | None, program: Program
-    ) -> FarStates | None:
+    ) -> OffloadedStates | None:
         """Weights, gradients and what the optimizer keeps, where the plan moves them."""
         if not program.far_rooms:
             return None
         assert self.far is not None
         parameters = dict(self._source.model.named_parameters())
-        return FarStates(optimizer, program, parameters=parameters, memory=self.far)
+        return OffloadedStates(optimizer, program, parameters=parameters, memory=self.far)
 
-    def _guard(self) -> Guard | None:
+    def _guard(self) -> CompressionFallback | None:
         if len(self._ladder) == 1:
             return None
-        return Guard(len(self._ladder), warm_up=warm_up_of(self.plan.decisions.rules))
+        return CompressionFallback(len(self._ladder), warm_up=warm_up_of(self.plan.decisions.rules))
 
-    def _runner(self, states: FarStates | None) -> Callable[[Program], Emitted]:
+    def _runner(self, states: OffloadedStates | None) -> Callable[[Program], Emitted]:
         tensors = states.tensors if states else None
 
         def run(program: Program) -> Emitted:
@@ -590,7 +594,7 @@ class Step:
         """What the runner makes of it, of which the bytes are told."""
         return lower(program) if self._is_compiled else program
 
-    def _program_at(self, source: StepSource, rung: int = 0) -> tuple[Program, Captured]:
+    def _program_at(self, source: CapturedStep, rung: int = 0) -> tuple[Program, Captured]:
         """The plan's rules struck on the whole trace of this step, in the codes of the next."""
         rules = [self._at(rule, source) for rule in self._ladder[rung]]
         if self.ranks.stands_by:
@@ -605,10 +609,10 @@ class Step:
                 self.ranks.together.check_alike("exchanges", "\n".join(program.spoken))
             return program, source.captured(micro_batches=program.units, share=program.share)
 
-    def _at(self, rule: Rule, source: StepSource) -> Rule:
+    def _at(self, rule: Rule, source: CapturedStep) -> Rule:
         """A last batch that is no multiple of the parts is cut into the fewest no larger."""
-        size, layout = batch_size(source.batch), Layout.of(self.plan.decisions.rules)
-        possible = Laid(source=source, layout=layout).divisors()
+        size, layout = batch_size(source.batch), ParallelLayout.of(self.plan.decisions.rules)
+        possible = ShardedSource(source=source, layout=layout).divisors()
         if rule.trade != "accumulate" or rule.degree in possible or not possible or size is None:
             return rule
         size //= layout.units
@@ -617,7 +621,7 @@ class Step:
 
     def _other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
         """The same rules at another batch shape: predicted, and run if they fit."""
-        size, layout = batch_size(batch), Layout.of(self.plan.decisions.rules)
+        size, layout = batch_size(batch), ParallelLayout.of(self.plan.decisions.rules)
         if size is not None and size % layout.units:
             shares = f"shares of {spelled(layout.shares)}" if layout.shares else "equal shares"
             raise Mismatch(

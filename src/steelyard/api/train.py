@@ -12,12 +12,12 @@ import torch
 
 from steelyard.api.planned import Planned
 from steelyard.api.rank_context import keep_to_own_cores
-from steelyard.api.replan import Adapting
+from steelyard.api.replan import Replanner
 from steelyard.api.step import Step
 from steelyard.api.workload import Workload
 from steelyard.measure.process import rss_peak_bytes
 from steelyard.planner.multi_host import check_seen_by_all
-from steelyard.plans.receipt import Measured, Receipt
+from steelyard.plans.receipt import Receipt, RunMeasurement
 from steelyard.run.loss_log import Losses
 from steelyard.run.train_loop import Checkpoints, StepReport, train
 
@@ -60,7 +60,7 @@ def run_workload(
     written_losses = None
     if losses is not None and step.ranks.together.saves:
         written_losses = Losses(losses, noted)
-    adapting = None if adapt is None else Adapting(step, planned.look, adapt, noted)
+    adapting = None if adapt is None else Replanner(step, planned.look, adapt, noted)
 
     def seen(report: StepReport) -> None:
         log.add(report)
@@ -159,7 +159,7 @@ class _Log:
         """Of the rank that waited least, and so worked longest: that one is predicted."""
         return -self._step.ranks.together.most(-round(seconds * 1e9)) / 1e9
 
-    def measured(self, steps: int) -> Measured:
+    def measured(self, steps: int) -> RunMeasurement:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         busy, waited, sent = self._step.exchanged(self._traffic)
@@ -170,7 +170,7 @@ class _Log:
             waited = self._least(waited)
         self.notes += self._step.notes_on_ranks(waited, sent)
         self.notes += self._step.notes_on_codes(self._traffic)
-        return Measured(
+        return RunMeasurement(
             steps=steps,
             first_step=steps - self._steps + 1,
             memory_bytes=max((n for n in held if n >= 0), default=None),

@@ -26,7 +26,7 @@ from steelyard.run.step import LiveStep
 from steelyard.units import format_bytes, format_seconds
 
 
-class OwnLoop:
+class UserLoop:
     """``resident`` says how many bytes stay for a whole step, by the plan's reckoning."""
 
     def __init__(

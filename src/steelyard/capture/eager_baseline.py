@@ -33,7 +33,7 @@ Call = tuple[Any, tuple[Hashable, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagerTwin:
+class EagerBaseline:
     """``without_gradient`` names trainable parameters.
 
     ``held_bytes`` is the most that lies above the resident bytes while an operator of a signature
@@ -60,7 +60,7 @@ class EagerTwin:
         return any(s.startswith("aten.mkldnn_rnn_layer.") for s in self.held_bytes)
 
 
-def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
+def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerBaseline:
     """Also lets the model do what it does only once, such as transformers' filling in of its
     configuration, so that capture does not take it for a side effect of every step.
     """
@@ -75,7 +75,7 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerTwin:
             value.backward()
             del value
         missing = {n for n, p in parameters.items() if p.requires_grad and p.grad is None}
-    return EagerTwin(
+    return EagerBaseline(
         held_bytes=watch.held_bytes, without_gradient=frozenset(missing), calls=count.calls
     )
 

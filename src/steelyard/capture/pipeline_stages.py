@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from steelyard.errors import BadInput
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Phase, Ref, Role, Storage
-from steelyard.ir.pipeline_stages import Stage, Stages
+from steelyard.ir.pipeline_stages import PipelineStage, PipelineStages
 from steelyard.ir.program import order_of
 
 
@@ -27,7 +27,7 @@ def end_of(graph: Graph, module: str) -> str:
     return made[-1].name
 
 
-def cut_into_stages(graph: Graph, ends: Sequence[str]) -> Stages:
+def cut_into_stages(graph: Graph, ends: Sequence[str]) -> PipelineStages:
     """A stage ends behind each of the forward values ``ends``, and one with the step."""
     graph = _with_parts_apart(_with_old_buffers_kept(graph), _stage_of(graph, ends))
     places = _Places(graph, _stage_of(graph, ends), last=len(ends))
@@ -36,7 +36,7 @@ def cut_into_stages(graph: Graph, ends: Sequence[str]) -> Stages:
     trained = dict.fromkeys(o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT)
     held = {name: tuple(s.index for s in stages if name in s.held) for name in trained}
     shared = tuple((name, where) for name, where in held.items() if len(where) > 1)
-    return Stages(graph=graph, stages=stages, shared=shared)
+    return PipelineStages(graph=graph, stages=stages, shared=shared)
 
 
 def _stage_of(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
@@ -306,7 +306,7 @@ def _refuse_update(graph: Graph, places: _Places, output: Output) -> None:
         )
 
 
-def _stage(graph: Graph, places: _Places, index: int) -> Stage:
+def _stage(graph: Graph, places: _Places, index: int) -> PipelineStage:
     reads = _Reads(graph, places)
     mine = [n for n, s in places.forward.items() if s == index]
     back = [n for n in reads.backward_order if places.backward[n] == index]
@@ -325,7 +325,7 @@ def _stage(graph: Graph, places: _Places, index: int) -> Stage:
     given = {*hurried, *reads.crossing_back(index), *kept}
     between = tuple(n for n in reads.order if n in wanted & given)
     hurry = [n for n in back if n in hurried]
-    return Stage(
+    return PipelineStage(
         index=index,
         forward=first,
         backward=_part_of(graph, places, back, _carried(sends_back, back, gradients)),

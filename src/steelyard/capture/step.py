@@ -17,12 +17,12 @@ from steelyard import _torch
 from steelyard.capture.batch.independence_proof import Reduction, Splitting
 from steelyard.capture.batch.splitting import batch_size, entries, part, splitting
 from steelyard.capture.checks.module_hooks import refuse_hooks
-from steelyard.capture.checks.python_state_guards import Reads
+from steelyard.capture.checks.python_state_guards import StateGuards
 from steelyard.capture.checks.wrapped_models import refuse_wrapped
 from steelyard.capture.deep.equal_blocks import equal_runs
 from steelyard.capture.deep.truncate import multiplied
-from steelyard.capture.deep.truncated_model import Short, shortened
-from steelyard.capture.eager_baseline import EagerTwin, eager_twin
+from steelyard.capture.deep.truncated_model import TruncatedModel, shortened
+from steelyard.capture.eager_baseline import EagerBaseline, eager_twin
 from steelyard.capture.pipeline_stages import cut_into_stages, end_of, refuse_unknown_draws
 from steelyard.capture.spmd.partition import parted
 from steelyard.capture.spmd.shardable_regions import regions
@@ -44,7 +44,7 @@ from steelyard.ir.graph import Graph, OutputKind
 from steelyard.ir.optimizer_update import WEIGHT, update_of
 from steelyard.ir.placement import Shard
 from steelyard.ir.program import Pipeline, Program
-from steelyard.ir.sharding_choice import Parting, Region
+from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.passes.data_parallel.sync_batchnorm import normalising
 from steelyard.plans.plan import BatchEntry
 
@@ -61,12 +61,12 @@ class Captured:
 
     graph: Graph
     constants: dict[str, torch.Tensor]
-    reads: Reads
+    reads: StateGuards
     is_grown: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
-class StepSource:
+class CapturedStep:
     """Captures lazily and keeps what it captured.
 
     ``for_planning`` allows a deep model to be captured from three of its blocks; what is to be
@@ -80,11 +80,11 @@ class StepSource:
     for_planning: bool = False
     optimizer: OptimizerFactory | None = None
     _captured: dict[tuple[int, int], Captured] = field(default_factory=dict, init=False)
-    _parted: dict[tuple[str, Parting, int], Graph] = field(default_factory=dict, init=False)
+    _parted: dict[tuple[str, ShardingChoice, int], Graph] = field(default_factory=dict, init=False)
     _splitting: Splitting | None = field(default=None, init=False)
     _sharing: Splitting | None = field(default=None, init=False)
-    _twin: EagerTwin | None = field(default=None, init=False)
-    _updates: dict[tuple[frozenset[str], tuple[Parting, ...]], Program] = field(
+    _twin: EagerBaseline | None = field(default=None, init=False)
+    _updates: dict[tuple[frozenset[str], tuple[ShardingChoice, ...]], Program] = field(
         default_factory=dict, init=False
     )
     _updates_in_parts: dict[Sharing, Program] = field(default_factory=dict, init=False)
@@ -156,20 +156,20 @@ class StepSource:
             self._sharing = splitting(self.model, self.loss, self.batch, graph, at_once=True)
         return self._sharing
 
-    def twin(self) -> EagerTwin:
+    def twin(self) -> EagerBaseline:
         """What eager PyTorch would do with the whole batch; of a deep model, extrapolated."""
         if self._twin is None:
             short = self._short
             self._twin = (short.twin if short else None) or self._twin_of(self.model)
         return self._twin
 
-    def _twin_of(self, model: nn.Module) -> EagerTwin:
+    def _twin_of(self, model: nn.Module) -> EagerBaseline:
         return eager_twin(model, self.loss, self.batch)
 
     def update(self) -> Program | None:
         return None if self.optimizer is None else self._update(self.optimizer, {})
 
-    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
         """As ``update``, which is the whole one, is known otherwise."""
         assert self.optimizer is not None, "there is an update, so somebody makes it"
         shares = _shares(partings)
@@ -186,7 +186,7 @@ class StepSource:
     def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
         return regions(graph, num_ranks=num_ranks)
 
-    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+    def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         key = graph.fingerprint, choice, rank
         if key not in self._parted:
             self._parted[key] = parted(
@@ -219,7 +219,7 @@ class StepSource:
         return replace(found, updates=tuple(updates))
 
     def _update_of(
-        self, update: Program, held: frozenset[str], partings: tuple[Parting, ...]
+        self, update: Program, held: frozenset[str], partings: tuple[ShardingChoice, ...]
     ) -> Program:
         """As it is where only these parameters have gradients."""
         own_lines = update_of(update, {name.removeprefix(WEIGHT) for name in held})
@@ -248,7 +248,7 @@ class StepSource:
         tensors = [*self.model.parameters(), *_tensors(self.batch)]
         return any(t.device.type == "meta" for t in tensors)
 
-    def at(self, batch: Any, *, with_values: bool = True) -> "StepSource":
+    def at(self, batch: Any, *, with_values: bool = True) -> "CapturedStep":
         """The same step on another batch. Without values, what was found out about cutting the
         batch, by trying, holds for this one."""
         other = self._like(batch=batch)
@@ -256,18 +256,18 @@ class StepSource:
             other._splitting, other._sharing = self._splitting, self._sharing
         return other
 
-    def on(self, model: nn.Module) -> "StepSource":
+    def on(self, model: nn.Module) -> "CapturedStep":
         """The same step on another model object."""
         return self._like(model=model)
 
-    def whole(self) -> "StepSource":
+    def whole(self) -> "CapturedStep":
         """As it can be run: nothing of the model left out of the trace."""
         return self._like(for_planning=False) if self.captured().is_grown else self
 
-    def _like(self, **changed: Any) -> "StepSource":
+    def _like(self, **changed: Any) -> "CapturedStep":
         """``dataclasses.replace`` would carry over what was captured."""
         kept = ("model", "loss", "batch", "decomposition", "for_planning", "optimizer")
-        return StepSource(**{**{name: getattr(self, name) for name in kept}, **changed})
+        return CapturedStep(**{**{name: getattr(self, name) for name in kept}, **changed})
 
     def _capture(self, micro_batches: int, share: int) -> Captured:
         refuse_wrapped(self.model)
@@ -295,7 +295,7 @@ class StepSource:
         return self._traced(self.model, batch)
 
     @cached_property
-    def _short(self) -> Short | None:
+    def _short(self) -> TruncatedModel | None:
         return shortened(self.model, self.loss, self.batch) if self.for_planning else None
 
     def _traced(self, model: nn.Module, batch: Any) -> Captured:
@@ -319,7 +319,7 @@ class StepSource:
             )
 
 
-def _shares(partings: tuple[Parting, ...]) -> Shares:
+def _shares(partings: tuple[ShardingChoice, ...]) -> Shares:
     """By the names of parameters."""
     found: dict[str, list[tuple[Shard, int]]] = {}
     for parting in partings:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Never
 
 from steelyard.cli.process_exit import leave
-from steelyard.cli.signals import Heeding, was_pressed
+from steelyard.cli.signals import InterruptHandler, was_pressed
 
 _INTERRUPTED = 130
 
@@ -23,7 +23,7 @@ def command() -> Never:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of one command; nothing else ever leaves it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    with Heeding():
+    with InterruptHandler():
         try:
             from steelyard.cli.commands import app
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from steelyard.cli.training_script import script_path
 from steelyard.errors import BadInput, PlanFileError
-from steelyard.hardware.cluster import Cluster, Far
+from steelyard.hardware.cluster import Cluster, OffloadTier
 from steelyard.plans.budget import Maximize, Minimize
 from steelyard.plans.plan_file import TRADES, read_decisions
-from steelyard.report.progress import Progress
+from steelyard.report.progress import TrainingProgress
 from steelyard.safe_text import printable
 from steelyard.units import parse_bytes, parse_count, parse_seconds
 
@@ -59,7 +59,7 @@ def wish(what_if: str | None) -> dict[str, str]:
     return {name: value}
 
 
-def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Far | None:
+def far_memory(folder: Path | None, rate: str | None, size: str | None) -> OffloadTier | None:
     """All three or none: what is not said would be guessed."""
     given = {"--far": folder, "--far-rate": rate, "--far-size": size}
     missing = [name for name, value in given.items() if value is None]
@@ -71,13 +71,13 @@ def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Far |
             expected="a folder, the rate at which it is used, and how much it may hold",
             remedy="write --far /scratch --far-rate 500MB/s --far-size 20GiB",
         )
-    return Far(folder, rate=rate, size=size)
+    return OffloadTier(folder, rate=rate, size=size)
 
 
 def cluster_of(
     cluster: str | None,
     ranks: int,
-    far: Far | None,
+    far: OffloadTier | None,
     *,
     hosts: int = 1,
     speeds: str | None = None,
@@ -393,7 +393,7 @@ def _is_same_place(one: Path, other: Path) -> bool:
         return False
 
 
-def stopped_at(progress: Progress, checkpoint: Path | None) -> str:
+def stopped_at(progress: TrainingProgress, checkpoint: Path | None) -> str:
     last = progress.last
     where = f" after step {last.step} of {last.steps}" if last else " before the first step"
     if checkpoint is None or not any(checkpoint.glob("step-*")):

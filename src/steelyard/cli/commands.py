@@ -40,13 +40,13 @@ from steelyard.cli.exit_codes import (
     RUN_FAILED,
     foreseen,
 )
-from steelyard.cli.output_options import Shown, hint, loaded, planning
-from steelyard.cli.plan_command import Wanted, plan_by
-from steelyard.cli.run_command import Training, run_by
+from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
+from steelyard.cli.plan_command import PlanOptions, plan_by
+from steelyard.cli.run_command import RunOptions, run_by
 from steelyard.cli.signals import heed
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
-from steelyard.hardware.cluster import Far
+from steelyard.hardware.cluster import OffloadTier
 from steelyard.plans.budget import Budget, Maximize, Minimize
 from steelyard.plans.plan_file import MOST_RANKS, read_decisions
 from steelyard.report.styled_text import Zoom
@@ -70,7 +70,7 @@ app.register_install_completion_command()
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class FarMemory:
+class OffloadOptions:
     """Where values may be moved to."""
 
     far: Annotated[
@@ -82,11 +82,11 @@ class FarMemory:
     )
     far_size: Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")] = None
 
-    def said(self) -> Far | None:
+    def said(self) -> OffloadTier | None:
         return far_memory(self.far, self.far_rate, self.far_size)
 
 
-_PLAINLY, _NEAR = Shown(), FarMemory()
+_PLAINLY, _NEAR = OutputOptions(), OffloadOptions()
 _Train = Annotated[
     str, Parameter(help="Script with a workload() function; of several, train.py:name.")
 ]
@@ -139,7 +139,7 @@ def plan(
         str | None,
         Parameter(help="What to plan for instead of this machine: a TOML file, or dgx-h100."),
     ] = None,
-    far: FarMemory = _NEAR,
+    far: OffloadOptions = _NEAR,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
     ] = None,
@@ -152,7 +152,7 @@ def plan(
     why_not: Annotated[str | None, Parameter(help="Say why this trade was not struck.")] = None,
     zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
     html: _Page = None,
-    shown: Shown = _PLAINLY,
+    shown: OutputOptions = _PLAINLY,
 ) -> int:
     """Make the step fit; say what that costs and why; write a plan file."""
     refuse_no_script(train, "plan")
@@ -181,7 +181,7 @@ def plan(
     if why_not is not None:
         refuse_no_trade(why_not)
     return plan_by(
-        Wanted(
+        PlanOptions(
             train=train, path=path, is_check=check is not None, budget=budget, runner=runner,
             maximize=maximize, minimize=minimize, ranks=ranks, speeds=speeds, cluster=cluster,
             far=beside_it, what_if=question, why_not=why_not, zoom=zoom, html=html, shown=shown,
@@ -230,7 +230,7 @@ def run(
         str, Parameter(help="How long one rank may wait for another, such as 5min.")
     ] = "5min",
     html: _Page = None,
-    shown: Shown = _PLAINLY,
+    shown: OutputOptions = _PLAINLY,
 ) -> int:
     """Train by a plan, and set what was measured beside what was predicted."""
     from steelyard.run.checkpoint.position import refuse_impossible
@@ -254,7 +254,7 @@ def run(
     refuse_unwritable(html, _OTHER_PAGE)
     refuse_impossible(start, folder)
     return run_by(
-        Training(
+        RunOptions(
             train=train, path=path, steps=steps, folder=folder, every=every, resume=start,
             seed=seed, strict=strict, adapt=adapt, rank_timeout=rank_timeout, html=html,
             shown=shown,
@@ -268,9 +268,9 @@ def frontier(
     /,
     *,
     runner: _Runner = "python",
-    far: FarMemory = _NEAR,
+    far: OffloadOptions = _NEAR,
     html: _Page = None,
-    shown: Shown = _PLAINLY,
+    shown: OutputOptions = _PLAINLY,
 ) -> int:
     """Show the whole memory-time curve, not one point of it."""
     from steelyard.report.document import tree_of
@@ -307,7 +307,7 @@ def simulate(
         str | None, Parameter(help="The declared cluster of the plan, where it lies elsewhere now.")
     ] = None,
     trace: Annotated[Path, Parameter(help="Where the schedule goes, as JSON for Perfetto.")],
-    shown: Shown = _PLAINLY,
+    shown: OutputOptions = _PLAINLY,
 ) -> int:
     """Draw the predicted step of a plan out: what each rank does when; nothing is run."""
     from steelyard.report.output import show_json, show_text
@@ -355,7 +355,7 @@ def scale(
         str | None, Parameter(help="Of the whole training, such as 300B: hours and price are said.")
     ] = None,
     samples: Annotated[str | None, Parameter(help="The same, in samples.")] = None,
-    shown: Shown = _PLAINLY,
+    shown: OutputOptions = _PLAINLY,
 ) -> int:
     """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
     from steelyard.plans.scaling_laws import check_devices
@@ -385,7 +385,7 @@ def explain(
     *,
     zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
     html: _Page = None,
-    shown: Shown = _PLAINLY,
+    shown: OutputOptions = _PLAINLY,
 ) -> int:
     """Show a plan with its predictions and, once it ran, what was measured; needs no torch."""
     from steelyard.plans.prediction_file import read_plan
@@ -412,7 +412,7 @@ def doctor(
     forget: Annotated[
         bool, Parameter(negative="", help="Forget what was measured: the next plan measures anew.")
     ] = False,
-    shown: Shown = _PLAINLY,
+    shown: OutputOptions = _PLAINLY,
 ) -> int:
     """Say what this machine is and can do; exit code 2 if something is in the way."""
     from steelyard.hardware.diagnosis import Verdict
@@ -428,7 +428,7 @@ def doctor(
 
 
 @app.command
-def demo(*, shown: Shown = _PLAINLY) -> int:
+def demo(*, shown: OutputOptions = _PLAINLY) -> int:
     """Plain PyTorch dies under a memory limit; a plan finishes under the same one."""
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, show_text

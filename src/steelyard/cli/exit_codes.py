@@ -26,7 +26,7 @@ INTERRUPTED = 130
 VERBS = ("plan", "run", "frontier", "explain", "doctor", "demo")
 
 
-class Unforeseen(Exception):
+class UnexpectedError(Exception):
     """Something that is no error of ours was raised while doing this."""
 
     def __init__(self, doing: str, exit_code: int) -> None:
@@ -46,7 +46,7 @@ def foreseen(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
     except (SteelyardError, KeyboardInterrupt, BrokenPipeError):
         raise
     except (Exception, SystemExit) as error:
-        raise Unforeseen(doing, exit_code) from error
+        raise UnexpectedError(doing, exit_code) from error
 
 
 def is_watched() -> bool:
@@ -100,7 +100,7 @@ def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
                 remedy=f"steelyard {verb} --help".replace("  ", " "),
                 exit_code=BAD_INPUT,
             )
-        case Unforeseen():
+        case UnexpectedError():
             cause = error.__cause__ or error
             return Failure.unexpected(cause, doing=error.doing, exit_code=error.exit_code)
         case OSError() if error.filename is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class OutputOptions:
     """How much is shown, and in which form."""
 
     json: Annotated[bool, Parameter(negative="", help="One JSON document, errors too.")] = False
@@ -32,7 +32,7 @@ class Shown:
 
 
 @contextmanager
-def planning(shown: Shown) -> Iterator[Status]:
+def planning(shown: OutputOptions) -> Iterator[Status]:
     with (
         foreseen("planning", BAD_INPUT, in_json=shown.json),
         Status(sys.stderr, quiet=shown.quiet) as tell,
@@ -49,6 +49,6 @@ def loaded(train: str, tell: Status) -> "Workload":
     return api.load_workload(train)
 
 
-def hint(text: str, shown: Shown) -> None:
+def hint(text: str, shown: OutputOptions) -> None:
     if not (shown.quiet or shown.json):
         write([((text, Tone.FAINT),)], sys.stdout)

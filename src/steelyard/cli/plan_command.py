@@ -15,21 +15,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from steelyard import __version__
 from steelyard.cli.arguments import cluster_of, planned_for, speeds_of, title
 from steelyard.cli.exit_codes import INFEASIBLE, OK
-from steelyard.cli.output_options import Shown, hint, loaded, planning
-from steelyard.cli.rank_launcher import Laid, num_started
+from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
+from steelyard.cli.rank_launcher import LaunchSpec, num_started
 from steelyard.errors import BadInput, SteelyardError
-from steelyard.hardware.cluster import Cluster, Far
+from steelyard.hardware.cluster import Cluster, OffloadTier
 from steelyard.plans.budget import Budget, Maximize, Minimize
 from steelyard.predict.rank_subsets import named
 from steelyard.report.styled_text import Zoom
 from steelyard.safe_text import printable
 
 if TYPE_CHECKING:
-    from steelyard.api import Meeting, Planned
+    from steelyard.api import HostRendezvous, Planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PlanOptions:
     """What was asked of ``steelyard plan``."""
 
     train: str
@@ -42,21 +42,21 @@ class Wanted:
     ranks: int
     speeds: str | None
     cluster: str | None
-    far: Far | None
+    far: OffloadTier | None
     what_if: Mapping[str, Any]
     why_not: str | None
     zoom: Zoom
     html: Path | None
-    shown: Shown
+    shown: OutputOptions
 
 
-def plan_by(wanted: Wanted) -> int:
+def plan_by(wanted: PlanOptions) -> int:
     if num_started() > 1:
         return _on_hosts(wanted)
     return _here(wanted)
 
 
-def _on_hosts(wanted: Wanted) -> int:
+def _on_hosts(wanted: PlanOptions) -> int:
     """As many processes on each, all asked the same: the first plans, and all have it."""
     if wanted.is_check or wanted.cluster is not None or wanted.ranks > 1:
         raise BadInput(
@@ -88,7 +88,7 @@ def _on_hosts(wanted: Wanted) -> int:
     return code
 
 
-class _Told(BaseModel):
+class _BroadcastPlan(BaseModel):
     """What the first host tells the others: two files and an exit code, or what went wrong."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -98,11 +98,11 @@ class _Told(BaseModel):
     files: Annotated[list[str], Field(max_length=2)] = []
 
 
-def _told(text: str) -> _Told:
+def _told(text: str) -> _BroadcastPlan:
     try:
-        told = _Told.model_validate_json(text)
+        told = _BroadcastPlan.model_validate_json(text)
     except ValidationError:
-        told = _Told()
+        told = _BroadcastPlan()
     if told.failed is None and len(told.files) != 2:
         raise BadInput(
             "what the first host told is no plan",
@@ -112,7 +112,7 @@ def _told(text: str) -> _Told:
     return told
 
 
-def _in_words(wanted: Wanted) -> dict[str, str]:
+def _in_words(wanted: PlanOptions) -> dict[str, str]:
     """What has to be the same on all hosts, by name."""
     script = Path(wanted.train.partition(":")[0])
     return {
@@ -133,7 +133,7 @@ def _said(error: BaseException) -> str:
     return printable(f"{type(cause).__name__}: {cause}")
 
 
-def _taken_over(met: "Meeting", wanted: Wanted) -> int:
+def _taken_over(met: "HostRendezvous", wanted: PlanOptions) -> int:
     from steelyard.safe_files import write_where_other
 
     told = _told(met.hear())
@@ -149,7 +149,7 @@ def _taken_over(met: "Meeting", wanted: Wanted) -> int:
     return told.code
 
 
-def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
+def _here(wanted: PlanOptions, met: "HostRendezvous | None" = None) -> int:
     from steelyard.plans.prediction_file import (
         Asked,
         refuse_to_lose,
@@ -183,7 +183,7 @@ def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
     written = f"{path}, and beside it {beside}"
     hint(f"written: {beside if wanted.is_check else written}", shown)
     if wanted.cluster is None:
-        laid = Laid.of(path)
+        laid = LaunchSpec.of(path)
         if met is not None and laid.hosts == 1 < laid.ranks:
             # Its ranks would each find that nobody has measured them, all at one time.
             from steelyard import api
@@ -193,7 +193,7 @@ def _here(wanted: Wanted, met: "Meeting | None" = None) -> int:
     return OK if tree.fits else INFEASIBLE
 
 
-def _planned(wanted: Wanted, cluster: Cluster | None, tell: Any) -> "Planned":
+def _planned(wanted: PlanOptions, cluster: Cluster | None, tell: Any) -> "Planned":
     workload = loaded(wanted.train, tell)
     from steelyard import api
 
@@ -209,7 +209,7 @@ def _planned(wanted: Wanted, cluster: Cluster | None, tell: Any) -> "Planned":
     )  # fmt: skip
 
 
-def _cluster(wanted: Wanted, met: "Meeting | None") -> Cluster | None:
+def _cluster(wanted: PlanOptions, met: "HostRendezvous | None") -> Cluster | None:
     """What is planned for; of a plan file that is checked, None where that is this machine."""
     if wanted.is_check:
         return planned_for(wanted.train, wanted.path, wanted.cluster)[2]
@@ -217,7 +217,7 @@ def _cluster(wanted: Wanted, met: "Meeting | None") -> Cluster | None:
     return cluster_of(wanted.cluster, ranks, wanted.far, hosts=hosts, speeds=wanted.speeds)
 
 
-def _next(wanted: Wanted, laid: Laid) -> str:
+def _next(wanted: PlanOptions, laid: LaunchSpec) -> str:
     run_it = ["run", wanted.train, "--plan", str(wanted.path), "--steps", "100"]
     said = shlex.join([*run_it, "--checkpoint", "saved"])
     if laid.hosts == 1:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.cli.exit_codes import INTERRUPTED, OK, TERMINATED, is_watched
-from steelyard.cli.output_options import Shown, hint
+from steelyard.cli.output_options import OutputOptions, hint
 from steelyard.errors import BadInput
 from steelyard.hardware.host_os import this_device
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.plans.plan_file import read_decisions
 from steelyard.predict.rank_subsets import PARTS_OF_CORES, STORE_IS_HELD, named
 
@@ -25,7 +25,7 @@ _CODE = "STEELYARD_EXIT_CODE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
+class LaunchSpec:
     """On how many ranks a plan lies, and on how many hosts these are; ``among`` how many ranks it
     was made for."""
 
@@ -38,12 +38,12 @@ class Laid:
     used_hosts: Sequence[int] = range(1)
 
     @classmethod
-    def of(cls, plan: Path) -> "Laid":
+    def of(cls, plan: Path) -> "LaunchSpec":
         """Needs no torch; a plan that is not there is missed later, in other words."""
         if not plan.is_file():
             return cls()
         decisions = read_decisions(plan)
-        ranks, made_for = Layout.of(decisions.rules).num_ranks, decisions.made_for
+        ranks, made_for = ParallelLayout.of(decisions.rules).num_ranks, decisions.made_for
         return cls(
             ranks=ranks,
             hosts=made_for.hosts_of(ranks),
@@ -66,7 +66,7 @@ def num_started() -> int:
     return int(said) if said.isdecimal() else 1
 
 
-def is_to_start(laid: Laid) -> bool:
+def is_to_start(laid: LaunchSpec) -> bool:
     """Whether this process is none of the ranks yet."""
     if laid.ranks == 1 or any(name in os.environ for name in ("RANK", "SLURM_STEP_NUM_TASKS")):
         return False
@@ -79,7 +79,7 @@ def is_to_start(laid: Laid) -> bool:
     return True
 
 
-def take_place(laid: Laid) -> bool:
+def take_place(laid: LaunchSpec) -> bool:
     """Where all that met were started, and the plan lies on some of them: whether this process is
     one of those, which then counts as the first, the second and so on of these alone."""
     if laid.among_hosts == 1 or num_started() != laid.among or laid.ranks == laid.among:
@@ -97,7 +97,7 @@ def take_place(laid: Laid) -> bool:
     return True
 
 
-def leave_out(laid: Laid, shown: Shown) -> int:
+def leave_out(laid: LaunchSpec, shown: OutputOptions) -> int:
     """The plan does not lie on this process's rank: it says so and ends. The first of all ranks
     stays until the others end, as they meet at a store that it, or its torchrun, holds."""
     each, rank = laid.among // laid.among_hosts, int(_said(os.environ, _RANKS))
@@ -129,7 +129,7 @@ def is_quiet() -> bool:
 
 def start(
     arguments: Sequence[str],
-    laid: Laid,
+    laid: LaunchSpec,
     *,
     timeout_seconds: float,
     note: Callable[[str], None],
@@ -157,7 +157,7 @@ def start(
     return {"SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}.get(ended.stopped_by, said)
 
 
-def _cores_of(laid: Laid) -> dict[str, str]:
+def _cores_of(laid: LaunchSpec) -> dict[str, str]:
     """Each rank has an even part of the cores; where it is not one of the first ranks of those to
     choose from, the part that it was measured on."""
     if laid.used == range(laid.ranks):
@@ -183,7 +183,7 @@ def _folder(*, keeps_logs: bool) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def in_rank(laid: Laid) -> Iterator[None]:
+def in_rank(laid: LaunchSpec) -> Iterator[None]:
     """Around what may fail in one: it is told to whoever started the ranks, as it was raised."""
     if laid.ranks == 1:
         yield

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from steelyard.cli.arguments import stopped_at, title, waits_seconds
 from steelyard.cli.exit_codes import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
-from steelyard.cli.output_options import Shown, hint, loaded, planning
+from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
 from steelyard.cli.rank_launcher import (
-    Laid,
+    LaunchSpec,
     in_rank,
     is_quiet,
     is_to_start,
@@ -26,7 +26,7 @@ from steelyard.cli.rank_launcher import (
 from steelyard.errors import BadInput
 from steelyard.plans.plan_check import check_startable
 from steelyard.plans.plan_file import read_decisions
-from steelyard.report.progress import Progress
+from steelyard.report.progress import TrainingProgress
 from steelyard.report.styled_text import Tone
 from steelyard.report.terminal import write
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class RunOptions:
     """What was asked of ``steelyard run``."""
 
     train: str
@@ -49,7 +49,7 @@ class Training:
     adapt: bool
     rank_timeout: str
     html: Path | None
-    shown: Shown
+    shown: OutputOptions
 
     @property
     def waits_seconds(self) -> float:
@@ -69,8 +69,8 @@ class Training:
         return [*given, *(flag for flag, is_set in flags.items() if is_set)]
 
 
-def run_by(asked: Training) -> int:
-    laid = Laid.of(asked.path)
+def run_by(asked: RunOptions) -> int:
+    laid = LaunchSpec.of(asked.path)
     if asked.path.is_file():
         check_startable(asked.path, read_decisions(asked.path))
     if asked.adapt and laid.among == 1 and asked.path.is_file():
@@ -80,7 +80,7 @@ def run_by(asked: Training) -> int:
             remedy="leave out --adapt, or plan with --ranks",
         )
     if is_to_start(laid):
-        with Progress(sys.stderr, quiet=asked.shown.quiet) as progress:
+        with TrainingProgress(sys.stderr, quiet=asked.shown.quiet) as progress:
             return start(
                 asked.arguments(),
                 laid,
@@ -98,8 +98,8 @@ def run_by(asked: Training) -> int:
     return left_with(_trained(asked, laid))
 
 
-def _trained(asked: Training, laid: Laid) -> int:
-    progress = Progress(sys.stderr, quiet=asked.shown.quiet)
+def _trained(asked: RunOptions, laid: LaunchSpec) -> int:
+    progress = TrainingProgress(sys.stderr, quiet=asked.shown.quiet)
     with ExitStack() as group:
         with planning(asked.shown) as tell, in_rank(laid):
             from steelyard import api
@@ -141,7 +141,7 @@ def _has_saved(folder: Path | None) -> bool:
     return api.restarts() > 0 and folder is not None and any(folder.glob("step-*"))
 
 
-def _told(asked: Training, receipt: "Receipt", progress: Progress) -> int:
+def _told(asked: RunOptions, receipt: "Receipt", progress: TrainingProgress) -> int:
     from steelyard.plans.prediction_file import with_reasons, write_explanation
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, write_page
@@ -165,7 +165,7 @@ def _told(asked: Training, receipt: "Receipt", progress: Progress) -> int:
     return MISSED if asked.strict and any(row.is_outside for row in tree.rows) else OK
 
 
-def _tell_losses(asked: Training) -> None:
+def _tell_losses(asked: RunOptions) -> None:
     from steelyard.run.loss_log import losses_path, tensorboard_path
 
     losses, board = losses_path(asked.path), tensorboard_path(asked.path)

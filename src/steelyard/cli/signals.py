@@ -20,7 +20,7 @@ def heed() -> None:
         raise KeyboardInterrupt
 
 
-class Heeding:
+class InterruptHandler:
     """While this stands, every Ctrl-C is remembered; what handled it before does so afterwards."""
 
     def __enter__(self) -> None:

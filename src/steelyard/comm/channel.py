@@ -44,7 +44,7 @@ class Waiting(Stopwatch):
         return arrived
 
 
-class Coding(Stopwatch):
+class CodecTimer(Stopwatch):
     """Says how long what writes gradients down and reads them back took in all."""
 
     def timed(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -66,7 +66,7 @@ class Channel:
     num_ranks: int
     rank: int
     waiting: Waiting = field(default_factory=Waiting)
-    coding: Coding = field(default_factory=Coding)
+    coding: CodecTimer = field(default_factory=CodecTimer)
     calls: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
     process_group: dist.ProcessGroup | None = None
     device: torch.device = CPU
@@ -76,7 +76,7 @@ class Channel:
         backend: Any = group._get_backend(device)
         return cls(
             waiting=Waiting(device),
-            coding=Coding(device),
+            coding=CodecTimer(device),
             device=device,
             group=group.group_name,
             backend=backend.name(),

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from steelyard.errors import BadInput
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.pipeline_schedule import Order, actions_of
 
 SCHEDULES: Mapping[str, Any] = {
@@ -94,7 +94,7 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
     return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=True)
 
 
-def order_of(layout: DeepLayout) -> Order:
+def order_of(layout: ClusterLayout) -> Order:
     """The table of a layout of a deep model, also where torch would ask for more micro-batches."""
     if layout.virtual == 1:
         return one_forward_one_backward(layout.pipeline, layout.micro_batches)

@@ -18,7 +18,7 @@ from steelyard.comm.devices import CPU, generator_of
 _WAIT_SECONDS = 600.0
 
 
-class Together:
+class SimulatedRanks:
     """So many ranks; ``run`` carries out what each does, and gives what each returned."""
 
     def __init__(self, num_ranks: int, device: torch.device = CPU) -> None:

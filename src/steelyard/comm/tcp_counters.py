@@ -30,7 +30,7 @@ def give_back(lent: list[socket.socket]) -> None:
         connection.detach()
 
 
-class Wire:
+class SentBytesCounter:
     """What went to others over the connections that there are when it looks: each byte that was
     handed to one of them, once. ``is_counted`` where the kernel tells so much."""
 

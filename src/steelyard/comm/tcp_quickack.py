@@ -16,7 +16,7 @@ from steelyard.comm.tcp_counters import connections, give_back
 _CAN_BE_ASKED = hasattr(socket, "TCP_QUICKACK")
 
 
-class Receipts:
+class QuickAcks:
     """Of the connections that this process has when it is made: what they are asked is a hint."""
 
     def __init__(self) -> None:

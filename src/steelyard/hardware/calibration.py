@@ -17,7 +17,7 @@ COVERED = 0.9
 DECLARED_DOUBT = 0.5
 
 
-class Kind(StrEnum):
+class Parallelism(StrEnum):
     """Parallelism of a layout, as far as predictions differ in how well they are known."""
 
     DATA = "data parallel"
@@ -26,7 +26,7 @@ class Kind(StrEnum):
     BOTH = "tensor and pipeline parallel"
 
     @classmethod
-    def of(cls, *, tensor: int, pipeline: int) -> "Kind":
+    def of(cls, *, tensor: int, pipeline: int) -> "Parallelism":
         """The kind of a layout of these degrees."""
         if pipeline > 1:
             return cls.BOTH if tensor > 1 else cls.PIPELINE
@@ -34,10 +34,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class CalibrationCase:
     """One step, in the terms in which a calibration says what it holds for."""
 
-    kind: Kind
+    kind: Parallelism
     precision: str
     parameters: int
     devices: int
@@ -55,7 +55,7 @@ class Domain:
     parameters: tuple[int, int]
     devices: tuple[int, int]
 
-    def outside(self, case: Case) -> Iterator[str]:
+    def outside(self, case: CalibrationCase) -> Iterator[str]:
         """In words, each property in which a case differs from all of these steps."""
         if case.kind.value not in self.kinds:
             yield case.kind.value
@@ -124,10 +124,10 @@ class Calibration:
     alike: Pairs | None = None
     unlike: Pairs | None = None
 
-    def outside(self, case: Case) -> tuple[str, ...]:
+    def outside(self, case: CalibrationCase) -> tuple[str, ...]:
         return tuple(self.fitted.outside(case))
 
-    def score_of(self, case: Case) -> Score | None:
+    def score_of(self, case: CalibrationCase) -> Score | None:
         """Of the scores of enough steps, the one whose steps are most like this case."""
         wanted = [(False, case.kind.value), (False, "")]
         if not self.outside(case):
@@ -135,7 +135,7 @@ class Calibration:
         enough = {(s.inside, s.kind): s for s in self.scores if s.doubt is not None}
         return next((enough[key] for key in wanted if key in enough), None)
 
-    def doubt_of(self, case: Case) -> float:
+    def doubt_of(self, case: CalibrationCase) -> float:
         score = self.score_of(case)
         if score is None or score.doubt is None:
             return DECLARED_DOUBT
@@ -145,7 +145,7 @@ class Calibration:
         is_known &= case.kind.value in kinds | set(self.fitted.kinds)
         return score.doubt if is_known else max(score.doubt, DECLARED_DOUBT)
 
-    def between(self, one: Kind, other: Kind) -> float:
+    def between(self, one: Parallelism, other: Parallelism) -> float:
         """By how much two predictions have to differ to say which of the two is faster."""
         pairs = self.alike if one is other else self.unlike
         known = [found.high_error for found in (pairs, self.unlike, self.alike) if found]

@@ -18,10 +18,10 @@ from steelyard.hardware.offload_tier import (
     FAR_OUT,
     FAR_PAGE_BYTES,
     FAR_PIECE_BYTES,
-    Far,
+    OffloadTier,
     far_room,
 )
-from steelyard.hardware.topology import Member, Place, Scope
+from steelyard.hardware.topology import LevelMember, LevelPosition, TopologyLevel
 from steelyard.safe_text import printable
 
 __all__ = [
@@ -32,11 +32,11 @@ __all__ = [
     "FAR_PIECE_BYTES",
     "Cluster",
     "Device",
-    "Far",
+    "LevelMember",
+    "LevelPosition",
     "Link",
-    "Member",
-    "Place",
-    "Scope",
+    "OffloadTier",
+    "TopologyLevel",
     "far_room",
 ]
 
@@ -82,8 +82,8 @@ class Cluster:
     several ``hosts`` like this machine each has as many ranks, which are neighbours.
     """
 
-    tree: Scope
-    far: Far | None = None
+    tree: TopologyLevel
+    far: OffloadTier | None = None
     speeds: tuple[float, ...] = ()
     hosts: int = 1
 
@@ -166,7 +166,7 @@ class Cluster:
         *,
         hosts: int = 1,
         speeds: Sequence[float] = (),
-        far: Far | None = None,
+        far: OffloadTier | None = None,
     ) -> "Cluster":
         """The machine this runs on, as the operating system describes it; touches no device.
 
@@ -197,19 +197,19 @@ class Cluster:
                 remedy=f"write Cluster.here(ranks={hosts}, hosts={hosts}), or leave out hosts",
             )
         of = this_device(ranks=ranks // hosts)
-        member = Member(of=of, count=ranks, link=loopback())
-        found = cls(tree=Scope(name="here", members=(member,)), far=far, hosts=hosts)
+        member = LevelMember(of=of, count=ranks, link=loopback())
+        found = cls(tree=TopologyLevel(name="here", members=(member,)), far=far, hosts=hosts)
         return found.at_speeds(_checked(speeds, ranks)) if speeds else found
 
     @classmethod
-    def load(cls, path: str | Path, *, far: Far | None = None) -> "Cluster":
+    def load(cls, path: str | Path, *, far: OffloadTier | None = None) -> "Cluster":
         """What a TOML file declares: see docs/clusters.md. No device is touched."""
         from steelyard.hardware.cluster_file import read_tree
 
         return cls(tree=read_tree(Path(path)), far=far)
 
     @classmethod
-    def named(cls, name: str, *, far: Far | None = None) -> "Cluster":
+    def named(cls, name: str, *, far: OffloadTier | None = None) -> "Cluster":
         """A ready-made machine, such as ``"dgx-h100"``."""
         from steelyard.hardware.cluster_file import preset_tree
 

@@ -24,10 +24,10 @@ from steelyard.hardware.cluster_schema import (
     ScopeTable,
 )
 from steelyard.hardware.device import Device
-from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.efficiency import AchievedFraction
 from steelyard.hardware.link import Link
 from steelyard.hardware.presets import preset_tables
-from steelyard.hardware.topology import Member, Scope
+from steelyard.hardware.topology import LevelMember, TopologyLevel
 from steelyard.safe_files import close_to, problems_of, read_bytes, refusal, toml_tables
 from steelyard.safe_text import printable
 
@@ -39,7 +39,7 @@ MOST_DEVICES = 1_000_000
 _Table = TypeVar("_Table", bound=BaseModel)
 
 
-def read_tree(path: Path) -> Scope:
+def read_tree(path: Path) -> TopologyLevel:
     try:
         raw = read_bytes(path, most_bytes=MOST_BYTES)
     except PlanFileError as error:
@@ -47,14 +47,14 @@ def read_tree(path: Path) -> Scope:
     return decode_tree(raw, source=str(path))
 
 
-def decode_tree(raw: bytes | str, *, source: str = "the cluster file") -> Scope:
+def decode_tree(raw: bytes | str, *, source: str = "the cluster file") -> TopologyLevel:
     try:
-        return _Reading(toml_tables(raw, source=source, most_bytes=MOST_BYTES), source).tree()
+        return _ClusterReader(toml_tables(raw, source=source, most_bytes=MOST_BYTES), source).tree()
     except PlanFileError as error:
         raise _of_clusters(error) from None
 
 
-def preset_tree(name: str) -> Scope:
+def preset_tree(name: str) -> TopologyLevel:
     """A ready-made machine by its name."""
     machines = preset_tables()["scope"]
     if name not in machines:
@@ -63,7 +63,7 @@ def preset_tree(name: str) -> Scope:
             expected=f"one of {', '.join(machines)}",
             remedy="or declare it in a file: see docs/clusters.md",
         )
-    return _Reading({"preset": name}, name).tree()
+    return _ClusterReader({"preset": name}, name).tree()
 
 
 def _of_clusters(error: PlanFileError) -> ClusterFileError:
@@ -79,7 +79,7 @@ class _Wrong(Exception):
     """A table that cannot be used; why has been noted."""
 
 
-class _Reading:
+class _ClusterReader:
     """One file, from its tables to the tree; what is wrong is noted, and said all at once."""
 
     def __init__(self, tables: Mapping[str, Any], source: str) -> None:
@@ -89,9 +89,9 @@ class _Reading:
         self._problems: list[str] = []
         self._own: dict[str, dict[str, Any]] = {}
         self._links: dict[str, Link] = {}
-        self._scopes: dict[str, Scope] = {}
+        self._scopes: dict[str, TopologyLevel] = {}
 
-    def tree(self) -> Scope:
+    def tree(self) -> TopologyLevel:
         root = self._root()
         try:
             tree = self._scope(root, within=()) if root else None
@@ -226,7 +226,7 @@ class _Reading:
             reached=_reached(table.reached),
         )
 
-    def _scope(self, name: str, *, within: tuple[str, ...]) -> Scope:
+    def _scope(self, name: str, *, within: tuple[str, ...]) -> TopologyLevel:
         if name in within:
             loop = " > ".join(printable(n, most=30) for n in (*within[within.index(name) :], name))
             raise self._wrong(f"scope.{printable(name, most=60)} holds itself: {loop}")
@@ -239,16 +239,16 @@ class _Reading:
             self._member(member, table=table, name=name, within=(*within, name))
             for member in table.members
         ]
-        scope = Scope(name=name, members=tuple(members), own_usd_per_hour=table.price)
+        scope = TopologyLevel(name=name, members=tuple(members), own_usd_per_hour=table.price)
         self._scopes[name] = scope
         return scope
 
     def _member(
         self, member: str, *, table: ScopeTable, name: str, within: tuple[str, ...]
-    ) -> Member:
+    ) -> LevelMember:
         place, everyone = f"scope.{printable(name, most=60)}", sum(table.members.values())
         link, ports = table.link, table.ports
-        of: Device | Scope
+        of: Device | TopologyLevel
         if self._kind_of(member, f"{place}.members") == "scope":
             of = self._scope(member, within=within)
             if link is None:
@@ -259,7 +259,7 @@ class _Reading:
         if link is None and everyone > 1:
             raise self._wrong(f"{place}.link is missing: nothing joins its {everyone} members")
         joined = None if link is None else self._link(link, f"{place}.link")
-        return Member(of=of, count=table.members[member], link=joined, ports=ports)
+        return LevelMember(of=of, count=table.members[member], link=joined, ports=ports)
 
     def _kind_of(self, name: str, place: str) -> str:
         """What is declared in the file goes before presets."""
@@ -272,10 +272,10 @@ class _Reading:
         raise self._unknown(place, name, "scope", "device")
 
 
-def _reached(table: ReachedTable | None) -> Reached | None:
+def _reached(table: ReachedTable | None) -> AchievedFraction | None:
     if table is None:
         return None
-    return Reached(
+    return AchievedFraction(
         share=table.share,
         attention_share=table.attention,
         call_seconds=table.call,

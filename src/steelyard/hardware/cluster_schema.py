@@ -87,7 +87,7 @@ class Head(BaseModel):
     scope: dict[str, Any] = {}
 
 
-class Peak(BaseModel):
+class PeakTable(BaseModel):
     """Dense, without sparsity."""
 
     model_config = STRICT
@@ -172,7 +172,7 @@ class DeviceTable(BaseModel):
     preset: str | None = None
     memory: _Bytes
     memory_bandwidth: _Rate
-    peak: Peak
+    peak: PeakTable
     host_memory: _Bytes | None = None
     host_link: str | None = None
     price: _Price | None = None

@@ -6,7 +6,7 @@ Not for how devices are joined: see link.py and topology.py.
 from dataclasses import dataclass, replace
 
 from steelyard.errors import BadInput
-from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.efficiency import AchievedFraction
 from steelyard.hardware.link import Link
 
 # As torch spells them, and "tf32": float32 operands, multiplied as the hardware's shorter format.
@@ -37,7 +37,7 @@ class Device:
     host_memory_bytes: int | None = None
     host_link: Link | None = None
     usd_per_hour: float | None = None
-    reached: Reached | None = None
+    reached: AchievedFraction | None = None
     speed: float = 1.0
 
     def at_speed(self, speed: float) -> "Device":

@@ -13,7 +13,7 @@ class Verdict(StrEnum):
     BAD = "bad"
 
 
-class Row(NamedTuple):
+class DoctorRow(NamedTuple):
     """One finding. A row that is not ``ok`` has a remedy."""
 
     name: str

@@ -11,7 +11,7 @@ from steelyard.hardware.calibration import Calibration, percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class AchievedFraction:
     """``share`` is of the peak while kernels compute and of the bandwidth while they move,
     ``attention_share`` what kernels of attention reach of the former. ``call_seconds`` is what a
     call takes however small it is; None is what the device says. ``source`` says on what steps it

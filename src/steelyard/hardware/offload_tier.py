@@ -23,12 +23,12 @@ def far_room(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Far:
+class OffloadTier:
     """A farther memory: files in ``folder``, at most ``bytes_per_second`` each way, at most
     ``size_bytes`` of them.
 
-    ``Far("/scratch", rate="500 MB/s", size="20 GiB")`` reads amounts as people write them. The rate
-    is kept to: a transfer that could be faster waits.
+    ``OffloadTier("/scratch", rate="500 MB/s", size="20 GiB")`` reads amounts as people write them.
+    The rate is kept to: a transfer that could be faster waits.
     """
 
     folder: str
@@ -43,7 +43,8 @@ class Far:
             raise BudgetError(
                 f"{slow if self.folder else 'an empty name'} is no far memory",
                 expected="a folder, used at 1 MB/s or more",
-                remedy='write it as 500MB/s, or Far("/scratch", rate="500 MB/s", size="20 GiB")',
+                remedy="write it as 500MB/s, or "
+                'OffloadTier("/scratch", rate="500 MB/s", size="20 GiB")',
             )
         object.__setattr__(self, "size_bytes", parse_bytes(size, what="size"))
         if self.size_bytes < FAR_PAGE_BYTES:

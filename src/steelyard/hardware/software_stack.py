@@ -10,7 +10,7 @@ from steelyard.errors import BadInput
 from steelyard.hardware.device import Device
 
 
-class Handing(Enum):
+class StageSendMode(Enum):
     """How stages wait for what they hand each other: for both ways at once, for one after another,
     or not at all, since both go beside what is computed."""
 
@@ -20,7 +20,7 @@ class Handing(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class SoftwareStack:
     """The shares that kernels reach of a device's peak while they compute, and of its bandwidth
     while they move; ``attention_share`` of the former is what kernels of attention reach.
     ``call_seconds`` is what a call takes however small it is; None is what the device says.
@@ -40,7 +40,7 @@ class Stack:
     flat: bool = True
     rings_only: bool = False
     overlaps_tensor: bool = False
-    handing: Handing = Handing.AT_ONCE
+    handing: StageSendMode = StageSendMode.AT_ONCE
 
     def __post_init__(self) -> None:
         shares = (self.peak_share, self.bandwidth_share, self.attention_share)
@@ -52,12 +52,12 @@ class Stack:
             )
 
 
-def stack_on(device: Device) -> Stack:
+def stack_on(device: Device) -> SoftwareStack:
     """One that fuses, and reaches what is known to be reached there; where nothing is, all."""
     reached = device.reached
     if reached is None:
-        return Stack()
-    return Stack(
+        return SoftwareStack()
+    return SoftwareStack(
         peak_share=reached.share,
         bandwidth_share=reached.share,
         attention_share=reached.attention_share,

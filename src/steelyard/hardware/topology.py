@@ -15,13 +15,13 @@ from steelyard.hardware.link import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class LevelMember:
     """``count`` devices or scopes of one class, each joined to its siblings by ``ports`` links.
 
     No link: the scope has no other member, and nothing to join it to.
     """
 
-    of: "Device | Scope"
+    of: "Device | TopologyLevel"
     count: int
     link: Link | None
     ports: int = 1
@@ -29,7 +29,7 @@ class Member:
     @property
     def size(self) -> int:
         """How many devices one of them is."""
-        return self.of.num_devices if isinstance(self.of, Scope) else 1
+        return self.of.num_devices if isinstance(self.of, TopologyLevel) else 1
 
     @property
     def num_devices(self) -> int:
@@ -37,11 +37,11 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class TopologyLevel:
     """What its members are and how they are joined. A price is of the whole, where one is said."""
 
     name: str
-    members: tuple[Member, ...]
+    members: tuple[LevelMember, ...]
     own_usd_per_hour: float | None = None
     num_devices: int = field(init=False)
 
@@ -84,7 +84,7 @@ class Scope:
             whole, rest = divmod(taken, member.num_devices // member.count)
             prices = [(member.of.usd_per_hour, whole)]
             if rest:
-                assert isinstance(member.of, Scope), "a device is whole"
+                assert isinstance(member.of, TopologyLevel), "a device is whole"
                 prices.append((member.of.usd_per_hour_of(rest), 1))
             for price, count in prices:
                 if count and price is None:
@@ -109,7 +109,7 @@ class Scope:
         assert isinstance(of, Device)
         return of
 
-    def path_to(self, rank: int) -> tuple[Member, ...]:
+    def path_to(self, rank: int) -> tuple[LevelMember, ...]:
         """From a member of this scope down to the device."""
         self._check(rank)
         scope, path = self, []
@@ -120,7 +120,7 @@ class Scope:
                 return tuple(path)
             scope, rank = member.of, rank % member.size
 
-    def holding(self, first: int, last: int) -> "Place":
+    def holding(self, first: int, last: int) -> "LevelPosition":
         """The smallest scope that holds these ranks and so all between them."""
         self._check(first)
         self._check(last)
@@ -130,10 +130,10 @@ class Scope:
             nth = offset // member.size
             inner_begin = first - offset + nth * member.size
             if isinstance(member.of, Device) or not inner_begin <= last < inner_begin + member.size:
-                return Place(scope=scope, first_rank=begin)
+                return LevelPosition(scope=scope, first_rank=begin)
             scope, begin = member.of, inner_begin
 
-    def between(self, rank: int, other: int) -> tuple[Member, Member]:
+    def between(self, rank: int, other: int) -> tuple[LevelMember, LevelMember]:
         """What each of two ranks goes out by where their ways meet."""
         assert rank != other
         place = self.holding(min(rank, other), max(rank, other))
@@ -141,14 +141,14 @@ class Scope:
         yours, _ = place.scope._member_of(other - place.first_rank)
         return mine, yours
 
-    def blocks(self) -> Iterator[tuple[int, Member]]:
+    def blocks(self) -> Iterator[tuple[int, LevelMember]]:
         """Each class of member, with the rank at which its devices begin."""
         begin = 0
         for member in self.members:
             yield begin, member
             begin += member.num_devices
 
-    def _member_of(self, rank: int) -> tuple[Member, int]:
+    def _member_of(self, rank: int) -> tuple[LevelMember, int]:
         """The class of member, and the rank counted from where that class begins."""
         begin, member = next(
             (b, m) for b, m in self.blocks() if b <= rank < b + m.num_devices
@@ -165,10 +165,10 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LevelPosition:
     """One scope of its class: the one whose devices begin at ``first_rank``."""
 
-    scope: Scope
+    scope: TopologyLevel
     first_rank: int
 
     @property

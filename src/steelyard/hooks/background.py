@@ -16,7 +16,7 @@ from steelyard.errors import RunFailed, SteelyardError
 Came = torch.futures.Future[torch.Tensor]
 
 
-class Beside(Protocol):
+class BackgroundWork(Protocol):
     def do(self, work: Callable[[], None], buffer: torch.Tensor) -> Came:
         """One after another, in the order of calls; ``buffer`` comes when its work is done."""
         ...

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 
-class Kept:
+class BucketState:
     """``room`` says how many elements are kept of a bucket whose parameters have so many, the last
     of them perhaps nobody's; ``first`` makes what a parameter begins with."""
 

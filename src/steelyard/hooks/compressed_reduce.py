@@ -20,7 +20,7 @@ from steelyard.operators.gradient_codecs import (
 )
 
 
-class Sums:
+class CompressedReduce:
     """Over the ranks of ``group``, who call in the same order."""
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from steelyard.errors import Mismatch
-from steelyard.hooks.background import Beside, Came
-from steelyard.hooks.bucket_state import Kept
-from steelyard.hooks.compressed_reduce import Sums
+from steelyard.hooks.background import BackgroundWork, Came
+from steelyard.hooks.bucket_state import BucketState
+from steelyard.hooks.compressed_reduce import CompressedReduce
 from steelyard.ir.gradient_codec import START, Codec, are_worth_factors
 from steelyard.operators.low_rank import first_start
 
@@ -32,10 +32,10 @@ class Buckets:
         self,
         parameters: Mapping[str, nn.Parameter],
         codec: Codec,
-        sums: Sums,
+        sums: CompressedReduce,
         group: dist.ProcessGroup,
         scaler: Any,
-        beside: Beside,
+        beside: BackgroundWork,
         *,
         may_be_unused: bool,
     ) -> None:
@@ -43,8 +43,8 @@ class Buckets:
         self._names = {id(p): name for name, p in parameters.items()}
         self._codec, self._sums, self._group, self._scaler = codec, sums, group, scaler
         self._beside, self._may_be_unused = beside, may_be_unused
-        self._lost = Kept(room=sums.room, first=partial(torch.zeros, dtype=torch.float32))
-        self._starts = Kept(room=lambda numel: numel, first=first_start)
+        self._lost = BucketState(room=sums.room, first=partial(torch.zeros, dtype=torch.float32))
+        self._starts = BucketState(room=lambda numel: numel, first=first_start)
         self._scale = self._scale_now = 1.0
 
     def send(

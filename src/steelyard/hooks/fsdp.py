@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from steelyard.errors import Mismatch, RunFailed
-from steelyard.hooks.compressed_reduce import Sums
+from steelyard.hooks.compressed_reduce import CompressedReduce
 from steelyard.ir.gradient_codec import Codec
 
 
-class ShardsInCodes:
+class CompressedReduceScatter:
     """For ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __init__(self, codec: Codec) -> None:
@@ -46,7 +46,7 @@ class ShardsInCodes:
                 expected="their sum or mean",
                 remedy="take set_gradient_divide_factor out, or do not compress",
             )
-        total = Sums(self._codec, group).scattered(input_tensor.view(ranks, -1))
+        total = CompressedReduce(self._codec, group).scattered(input_tensor.view(ranks, -1))
         output_tensor.copy_(total[: output_tensor.numel()].view_as(output_tensor))
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(ranks)

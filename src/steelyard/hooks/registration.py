@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from steelyard.comm.devices import home_of
 from steelyard.comm.gloo.thread_scheduling import take_turns
 from steelyard.errors import BadInput, RanksDiffer
-from steelyard.hooks.background import Beside, OnStream, OnThread
-from steelyard.hooks.compressed_reduce import Sums
+from steelyard.hooks.background import BackgroundWork, OnStream, OnThread
+from steelyard.hooks.compressed_reduce import CompressedReduce
 from steelyard.hooks.ddp import Buckets
-from steelyard.hooks.fsdp import ShardsInCodes
+from steelyard.hooks.fsdp import CompressedReduceScatter
 from steelyard.ir.gradient_codec import CODECS, INT8, Codec, low_rank
 
 
@@ -90,7 +90,7 @@ def _codec_named(code: str) -> Codec | None:
 def _in_buckets(
     ddp: DistributedDataParallel, codec: Codec, scaler: Scaler | None, device: torch.device
 ) -> Lost:
-    beside: Beside
+    beside: BackgroundWork
     if device.type == "cuda":
         # Torch itself hands all buckets to this group in one order, from where this is called.
         group, beside = ddp.process_group, OnStream()
@@ -102,7 +102,7 @@ def _in_buckets(
         beside = OnThread()
         take_turns()
     _check_alike(ddp.module, codec, group, device)
-    parameters, sums = dict(ddp.module.named_parameters()), Sums(codec, group)
+    parameters, sums = dict(ddp.module.named_parameters()), CompressedReduce(codec, group)
     # Torch leaves what no rank came by without a gradient in these two.
     may_be_unused = ddp.find_unused_parameters or ddp.static_graph
     buckets = Buckets(parameters, codec, sums, group, scaler, beside, may_be_unused=may_be_unused)
@@ -140,7 +140,7 @@ def _in_shards(module: Any, codec: Codec, device: torch.device) -> Lost:
     if device.type == "cuda":
         for mesh in {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}:
             _check_backend(mesh.get_group(mesh.ndim - 1))
-    comm = ShardsInCodes(codec)
+    comm = CompressedReduceScatter(codec)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, no more

@@ -27,7 +27,7 @@ def _primes() -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class BatchTemplate:
     """``graph`` is that of ``samples`` samples."""
 
     graph: Graph

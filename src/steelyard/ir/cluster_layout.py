@@ -6,7 +6,7 @@ For pricing steps that are nowhere run. Not for plans that are run: see parallel
 from dataclasses import dataclass
 
 from steelyard.errors import BadInput
-from steelyard.ir.rule import Spot
+from steelyard.ir.rule import CallSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepLayout:
+class ClusterLayout:
     """``tensor`` ranks are neighbours, those of ``data`` come next, those of ``pipeline`` last.
 
     Each of ``pipeline`` ranks holds ``virtual`` runs of blocks, and works on ``micro_batches``;
@@ -41,7 +41,7 @@ class DeepLayout:
     virtual: int = 1
     stage_blocks: tuple[int, ...] = ()
     state_stage: int = 0
-    again: tuple[str | Spot, ...] = ()
+    again: tuple[str | CallSite, ...] = ()
     spared: tuple[str, ...] = ()
     overlaps: bool = False
     draws_parts: bool = False

@@ -218,7 +218,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sliced:
+class SlicedValue:
     """A value that a body takes or gives a part at a time: ``along`` its leading dims (0) or its
     last one (-1). Or whole (None); then a value given is a sum over the parts.
 
@@ -243,9 +243,9 @@ class Body:
     rows: int
     parts: int
     each: int = 0
-    takes: tuple[Sliced, ...]
+    takes: tuple[SlicedValue, ...]
     calls: tuple[tuple[int, tuple[Node, ...]], ...]
-    gives: tuple[Sliced, ...]
+    gives: tuple[SlicedValue, ...]
 
     @property
     def workspace_bytes(self) -> int:
@@ -339,7 +339,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class CountedMean:
     """A mean over those entries of the node ``targets`` that are not ``ignored``."""
 
     targets: str
@@ -377,7 +377,7 @@ class Graph:
     runs: tuple[BlockRun, ...] = ()
     unused: tuple[str, ...] = ()
     eager_peak_bytes: int = 0
-    counts: tuple[Counted, ...] | None = None
+    counts: tuple[CountedMean, ...] | None = None
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -401,7 +401,7 @@ class Graph:
         return tuple(node.name for node in self.nodes if node.collective is not None)
 
     @cached_property
-    def counted(self) -> tuple[Counted, ...]:
+    def counted(self) -> tuple[CountedMean, ...]:
         """The counted means in the loss; two that count the same targets are listed once."""
         if self.counts is not None:
             return self.counts
@@ -410,7 +410,7 @@ class Graph:
             targets, ignored = node.args[1], node.args[4]
             assert isinstance(targets, Ref)
             assert isinstance(ignored, int)
-            found.append(Counted(targets=targets.name, ignored=ignored))
+            found.append(CountedMean(targets=targets.name, ignored=ignored))
         return tuple(dict.fromkeys(found))
 
     @cached_property

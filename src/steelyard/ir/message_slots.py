@@ -11,8 +11,8 @@ from itertools import permutations
 
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import Graph
-from steelyard.ir.pipeline_schedule import AHEAD, Order, Work, source_of
-from steelyard.ir.pipeline_stages import Stage
+from steelyard.ir.pipeline_schedule import AHEAD, ActionKind, Order, source_of
+from steelyard.ir.pipeline_stages import PipelineStage
 
 # The link of messages that go through such slots, among those of a machine's costs.
 PINNED = "pinned"
@@ -25,7 +25,7 @@ _SUMS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
+class SlotSpec:
     """What one rank reads of another, message for message.
 
     ``sizes`` are the most bytes of each of its values; ``count`` slots are enough for what is read
@@ -58,14 +58,16 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageEdge(Edge):
+class StageSlotSpec(SlotSpec):
     """What ``stage`` reads of a stage on another rank, one message for each micro-batch."""
 
     stage: int
     is_back: bool
 
 
-def edges_of(order: Order, stages: Sequence[Stage], graph: Graph) -> tuple[StageEdge, ...]:
+def edges_of(
+    order: Order, stages: Sequence[PipelineStage], graph: Graph
+) -> tuple[StageSlotSpec, ...]:
     """In the order of stages, what is read forward before what is read back."""
     rank_of = order.rank_of
     found = []
@@ -76,7 +78,7 @@ def edges_of(order: Order, stages: Sequence[Stage], graph: Graph) -> tuple[Stage
                 continue
             at_once = max(_held(order, stage, graph, is_back=is_back))
             found.append(
-                StageEdge(
+                StageSlotSpec(
                     stage=stage.index,
                     is_back=is_back,
                     source=rank_of[source],
@@ -89,7 +91,7 @@ def edges_of(order: Order, stages: Sequence[Stage], graph: Graph) -> tuple[Stage
     return tuple(found)
 
 
-def evenly_held_bytes(edges: Sequence[Edge]) -> int:
+def evenly_held_bytes(edges: Sequence[SlotSpec]) -> int:
     """On each rank, where all make as much room as the one that reads most."""
     held: dict[int, int] = {}
     for edge in edges:
@@ -97,7 +99,7 @@ def evenly_held_bytes(edges: Sequence[Edge]) -> int:
     return max(held.values(), default=0)
 
 
-def _held(order: Order, stage: Stage, graph: Graph, *, is_back: bool) -> Iterator[int]:
+def _held(order: Order, stage: PipelineStage, graph: Graph, *, is_back: bool) -> Iterator[int]:
     """How many messages are read, or stay to be read again, while each action works."""
     names = stage.receives_back if is_back else stage.receives
     own = {s for name in names for s in graph.storages_of(name)}
@@ -108,19 +110,19 @@ def _held(order: Order, stage: Stage, graph: Graph, *, is_back: bool) -> Iterato
         if action.stage != stage.index:
             continue
         comes = source_of(action, order.rank_of) is not None
-        if comes and (action.work is not Work.FORWARD) == is_back:
+        if comes and (action.work is not ActionKind.FORWARD) == is_back:
             here.add(action.micro_batch)
         yield len(here)
         stay = {
-            Work.FORWARD: stays,
-            Work.BACK_TO_INPUTS: stays_between,
+            ActionKind.FORWARD: stays,
+            ActionKind.BACK_TO_INPUTS: stays_between,
         }.get(action.work)
         if not stay:
             here.discard(action.micro_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
+class CollectiveSlots:
     """What ranks of an axis write to one another in exchanges: at most ``part_bytes`` each to each
     as its part of what it sends, of which ``count`` are held at one time; and ``sum_bytes`` as the
     sum of what it was given, where more than two add something up."""
@@ -131,11 +133,11 @@ class Rounds:
     count: int
 
     @property
-    def edges(self) -> tuple[Edge, ...]:
+    def edges(self) -> tuple[SlotSpec, ...]:
         """Those for parts, and behind them those for sums; each in the order of ``pairs``."""
         kinds = [(self.part_bytes, self.count), (self.sum_bytes, _SUMS)]
         return tuple(
-            Edge(source=source, target=target, sizes=(size,), count=count, holds_all=True)
+            SlotSpec(source=source, target=target, sizes=(size,), count=count, holds_all=True)
             for size, count in kinds
             if size
             for source, target in self.pairs
@@ -151,7 +153,7 @@ class Rounds:
         return sum(edge.nbytes for edge in self.edges if edge.target == 0)
 
 
-def rounds_of(graph: Graph) -> dict[str, Rounds]:
+def rounds_of(graph: Graph) -> dict[str, CollectiveSlots]:
     """By axis, of all that is exchanged through slots, where nodes are carried out in this order.
 
     What one rank has written and another not read is under way at one of them: what the first one
@@ -174,7 +176,7 @@ def rounds_of(graph: Graph) -> dict[str, Rounds]:
     return {axis: _rounds(each, 2 * most[axis]) for axis, each in by_axis.items()}
 
 
-def _rounds(collectives: Sequence[Collective], count: int) -> Rounds:
+def _rounds(collectives: Sequence[Collective], count: int) -> CollectiveSlots:
     num_ranks = collectives[0].num_ranks
     parts, sums = 0, 0
     for collective in collectives:
@@ -184,4 +186,4 @@ def _rounds(collectives: Sequence[Collective], count: int) -> Rounds:
             sums = max(sums, share)
         is_whole = collective.kind is Exchange.ALL_REDUCE and num_ranks == 2
         parts = max(parts, whole if is_whole else share)
-    return Rounds(num_ranks=num_ranks, part_bytes=parts, sum_bytes=sums, count=count)
+    return CollectiveSlots(num_ranks=num_ranks, part_bytes=parts, sum_bytes=sums, count=count)

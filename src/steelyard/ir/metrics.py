@@ -213,7 +213,7 @@ EXACT, UNKNOWN = "exact", "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quad:
+class Metrics:
     """What one training step costs on one rank.
 
     ``accuracy_loss`` is one of four words: ``exact``, ``<= bound``, ``x ± y (probe ...)``,
@@ -229,10 +229,10 @@ class Quad:
     computation_seconds: Estimate
     step_seconds: Estimate
 
-    def then(self, later: "Quad") -> "Quad":
+    def then(self, later: "Metrics") -> "Metrics":
         """This, and after it ``later``, on the same device."""
         assert self.accuracy_loss == later.accuracy_loss
-        return Quad(
+        return Metrics(
             accuracy_loss=self.accuracy_loss,
             memory_bytes=max(self.memory_bytes, later.memory_bytes, key=lambda e: e.value),
             communication_bytes=self.communication_bytes + later.communication_bytes,

@@ -24,7 +24,7 @@ LAYOUT_TRADES = frozenset({
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """``batch``: so many groups of ranks share the batch, equally where no ``shares`` say how many
     samples each takes of as many as they add up to; ``tensor``: so many ranks to a group, which
     share tensors of one model. Ranks of a group are neighbours. ``pipeline``: so many ranks hold
@@ -47,7 +47,7 @@ class Layout:
         object.__setattr__(self, "shares", tuple(s // common for s in self.shares if common))
 
     @classmethod
-    def of(cls, rules: Iterable[Rule]) -> "Layout":
+    def of(cls, rules: Iterable[Rule]) -> "ParallelLayout":
         rules = tuple(rules)
         return cls(
             batch=_degree(rules, "shard_batch"),
@@ -105,4 +105,4 @@ def _degree(rules: tuple[Rule, ...], trade: str) -> int:
     return max((rule.degree for rule in rules if rule.trade == trade), default=1)
 
 
-ALONE = Layout()
+ALONE = ParallelLayout()

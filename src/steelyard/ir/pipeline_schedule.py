@@ -16,7 +16,7 @@ from steelyard.errors import PlanFileError
 AHEAD = 2
 
 
-class Work(StrEnum):
+class ActionKind(StrEnum):
     """In torch's letters."""
 
     FORWARD = "F"
@@ -28,7 +28,7 @@ class Work(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     stage: int
-    work: Work
+    work: ActionKind
     micro_batch: int
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
                 remedy="take the table as torch's schedule wrote it",
             )
         found += [
-            Action(stage=int(stage), work=Work(work), micro_batch=int(micro_batch))
+            Action(stage=int(stage), work=ActionKind(work), micro_batch=int(micro_batch))
             for stage, work, micro_batch in _ACTION.findall(cell)
         ]
     return tuple(found)
@@ -79,7 +79,9 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
 
 def source_of(action: Action, rank_of: Mapping[int, int]) -> int | None:
     """The stage on another rank that sends what this action reads, where one does."""
-    before = {Work.FORWARD: -1, Work.BACKWARD: 1, Work.BACK_TO_INPUTS: 1}.get(action.work)
+    before = {ActionKind.FORWARD: -1, ActionKind.BACKWARD: 1, ActionKind.BACK_TO_INPUTS: 1}.get(
+        action.work
+    )
     if before is None:
         return None
     source = action.stage + before

@@ -9,7 +9,7 @@ from steelyard.ir.graph import Graph, OutputKind
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stage:
+class PipelineStage:
     """One stage, for one micro-batch; a value goes by the name of the node that made it.
 
     ``backward`` is the whole of it. ``back_to_inputs`` makes what the stage before waits for,
@@ -45,7 +45,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stages:
+class PipelineStages:
     """``graph`` is the one that was cut; the stages' nodes are its nodes.
 
     ``shared`` names each trained parameter that several stages hold, and these: its gradient is
@@ -53,5 +53,5 @@ class Stages:
     """
 
     graph: Graph
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     shared: tuple[tuple[str, tuple[int, ...]], ...]

@@ -12,11 +12,11 @@ from steelyard.hardware.cluster import far_room
 from steelyard.ir.collective import Collective
 from steelyard.ir.gradient_codec import FIRST_CALLS
 from steelyard.ir.graph import Argument, Graph, Node, Output, OutputKind, Phase, Role
-from steelyard.ir.parallel_layout import ALONE, DATA, Layout
+from steelyard.ir.parallel_layout import ALONE, DATA, ParallelLayout
 from steelyard.ir.pipeline_schedule import Order
-from steelyard.ir.pipeline_stages import Stages
+from steelyard.ir.pipeline_stages import PipelineStages
 from steelyard.ir.quantized_activation import ENCODE
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 
 # How inputs of the last micro-batch begin that those before it have added up: the gradient of a
 # parameter, and the loss.
@@ -62,7 +62,7 @@ class Pipeline:
     """
 
     schedule: str
-    stages: Stages
+    stages: PipelineStages
     order: Order
     updates: tuple["Program", ...] = ()
     is_pinned: bool = False
@@ -102,11 +102,11 @@ class Program:
     instructions: tuple[Instruction, ...]
     loss: str = ""
     repeats: int = 1
-    layout: Layout = ALONE
+    layout: ParallelLayout = ALONE
     rank: int = 0
     beside: tuple["Program", ...] = ()
     before: "Program | None" = None
-    partings: tuple[Parting, ...] = ()
+    partings: tuple[ShardingChoice, ...] = ()
     pipeline: Pipeline | None = None
     update: "Program | None" = None
     undivided: str = ""

@@ -72,7 +72,7 @@ def settled(graph: Graph) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coding:
+class QuantizedActivation:
     """The two calls for one value, and the storage that lies between them."""
 
     value: str
@@ -81,7 +81,7 @@ class Coding:
     decode: Node
 
     @classmethod
-    def of(cls, graph: Graph, value: str, *, number: int) -> "Coding":
+    def of(cls, graph: Graph, value: str, *, number: int) -> "QuantizedActivation":
         """``number`` is that of the storage between, which the graph is to get."""
         node = graph.by_name[value]
         (tensor,) = node.outputs

@@ -48,7 +48,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class CallSite:
     """Where in a model a forward value is made; the same in every trace of it."""
 
     module: str
@@ -56,9 +56,9 @@ class Spot:
     nth: int
 
 
-def spots(graph: Graph) -> dict[Spot, str]:
+def spots(graph: Graph) -> dict[CallSite, str]:
     """Each forward value that is made (not viewed) by its spot; values are node names."""
-    found: dict[Spot, str] = {}
+    found: dict[CallSite, str] = {}
     for node in graph.forward():
         spot = spot_of(graph, node)
         if spot is not None:
@@ -66,15 +66,17 @@ def spots(graph: Graph) -> dict[Spot, str]:
     return found
 
 
-def spot_of(graph: Graph, node: Node) -> Spot | None:
+def spot_of(graph: Graph, node: Node) -> CallSite | None:
     if node.is_getitem:
         source = graph.by_name[node.inputs[0]]
         return (
-            None if source.is_free else Spot(source.path, f"{source.op}#{node.args[1]}", source.nth)
+            None
+            if source.is_free
+            else CallSite(source.path, f"{source.op}#{node.args[1]}", source.nth)
         )
     if node.is_free or len(node.outputs) != 1:
         return None
-    return Spot(node.path, node.op, node.nth)
+    return CallSite(node.path, node.op, node.nth)
 
 
 def to_rules(
@@ -95,11 +97,11 @@ def to_rules(
     chosen = {s for s in (spot_of(graph, graph.by_name[v]) for v in values) if s is not None}
     rules: list[Rule] = []
     for run in sorted(graph.runs, key=lambda r: -len(r.prefix)):
-        by_pattern: dict[Spot, set[Spot]] = {}
+        by_pattern: dict[CallSite, set[CallSite]] = {}
         for spot in chosen:
             module = starred(spot.module, run)
             if module is not None:
-                by_pattern.setdefault(Spot(module, spot.op, spot.nth), set()).add(spot)
+                by_pattern.setdefault(CallSite(module, spot.op, spot.nth), set()).add(spot)
         for pattern, members in by_pattern.items():
             if len(members) == run.count == _matched(graph, pattern):
                 chosen -= members
@@ -138,7 +140,7 @@ def rule_of(graph: Graph, rules: Sequence[Rule]) -> dict[str, Rule]:
     return named
 
 
-def _matched(graph: Graph, pattern: Spot) -> int:
+def _matched(graph: Graph, pattern: CallSite) -> int:
     """How many calls the pattern names; another run of the same list may fit it too."""
     return sum(
         (node.op, node.nth) == (pattern.op.partition("#")[0], pattern.nth)
@@ -148,7 +150,7 @@ def _matched(graph: Graph, pattern: Spot) -> int:
     )
 
 
-def _rule(trade: str, spot: Spot, count: int) -> Rule:
+def _rule(trade: str, spot: CallSite, count: int) -> Rule:
     return Rule(trade=trade, module=spot.module, op=spot.op, nth=spot.nth, count=count)
 
 

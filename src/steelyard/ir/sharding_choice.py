@@ -9,7 +9,7 @@ from steelyard.ir.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class ShardingChoice:
     """``inputs`` names parameters and buffers that lie in parts, ``values`` results that are laid
     out so as soon as they are there; the rest follows from these.
     """

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from steelyard.ir.collective import Transport
 from steelyard.ir.graph import Graph
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Pipeline, Program
-from steelyard.ir.sharding_choice import Parting, Region
+from steelyard.ir.sharding_choice import Region, ShardingChoice
 
 
-class Source(Protocol):
+class StepSource(Protocol):
     """The global batch in ``micro_batches`` equal parts, and the graph of one, or of so many of
     them together as ``share`` says."""
 
@@ -32,11 +32,11 @@ class Source(Protocol):
         """What could be cut together, of a graph's parameters."""
         ...
 
-    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+    def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         """The graph of one of the ranks among which tensors lie in parts."""
         ...
 
-    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
         """The optimizer's step on one rank's parts, and parts of parts."""
         ...
 
@@ -75,11 +75,11 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
+class ShardedSource:
     """The step of one rank, as its source: its share of the batch in equal parts."""
 
-    source: Source
-    layout: Layout
+    source: StepSource
+    layout: ParallelLayout
     rank: int = 0
 
     @property
@@ -96,10 +96,10 @@ class Laid:
     def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
         return self.source.regions(graph, num_ranks=num_ranks)
 
-    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+    def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         return self.source.in_parts(graph, choice, rank=rank)
 
-    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
         return self.source.update_in_parts(update, partings)
 
     def in_stages(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from steelyard.hardware import host_os
-from steelyard.hardware.diagnosis import Row, Verdict
+from steelyard.hardware.diagnosis import DoctorRow, Verdict
 from steelyard.measure import cache
 from steelyard.units import format_bytes
 
@@ -23,7 +23,7 @@ _LEAST_CACHE_BYTES = 64 << 20
 _MOST_NOISE = 0.15
 
 
-def diagnose(*, forget: bool = False) -> tuple[Row, ...]:
+def diagnose(*, forget: bool = False) -> tuple[DoctorRow, ...]:
     """Every row, in a second or two plus the import of torch; never fails for what it finds.
 
     ``forget``: first empty the cost cache; if that cannot be done, its row says why.
@@ -33,7 +33,7 @@ def diagnose(*, forget: bool = False) -> tuple[Row, ...]:
     return tuple(_rows())
 
 
-def _rows() -> Iterator[Row]:
+def _rows() -> Iterator[DoctorRow]:
     yield _python()
     yield from _torch()
     yield _cores()
@@ -44,25 +44,25 @@ def _rows() -> Iterator[Row]:
     yield _cache()
 
 
-def _python() -> Row:
+def _python() -> DoctorRow:
     version = platform.python_version()
     if sys.version_info[:2] < _PYTHON:
         wanted = ".".join(map(str, _PYTHON))
-        return Row(
+        return DoctorRow(
             name="python",
             value=version,
             verdict=Verdict.BAD,
             remedy=f"use Python {wanted} or newer",
         )
-    return Row(name="python", value=version)
+    return DoctorRow(name="python", value=version)
 
 
-def _torch() -> Iterator[Row]:
+def _torch() -> Iterator[DoctorRow]:
     remedy = f'pip install "torch=={_TORCH}.*"'
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Row(
+        yield DoctorRow(
             name="torch",
             value=f"cannot be imported: {str(error)[:80]}",
             verdict=Verdict.BAD,
@@ -72,11 +72,11 @@ def _torch() -> Iterator[Row]:
     version = torch.__version__
     fits = version.split("+")[0].rpartition(".")[0] == _TORCH
     yield (
-        Row(name="torch", value=version)
+        DoctorRow(name="torch", value=version)
         if fits
-        else Row(name="torch", value=version, verdict=Verdict.BAD, remedy=remedy)
+        else DoctorRow(name="torch", value=version, verdict=Verdict.BAD, remedy=remedy)
     )
-    yield Row(name="device", value=_devices())
+    yield DoctorRow(name="device", value=_devices())
     yield _threads(torch.get_num_threads())
     yield _gloo()
     yield from _speed()
@@ -90,24 +90,24 @@ def _devices() -> str:
     return ", ".join([f"cpu {host_os.processor()}", *(f"cuda {name}" for name in gpus)])
 
 
-def _threads(threads: int) -> Row:
+def _threads(threads: int) -> DoctorRow:
     cores = host_os.num_cores()
     if threads > cores:
-        return Row(
+        return DoctorRow(
             name="threads",
             value=f"{threads} on {cores} cores",
             verdict=Verdict.NOTE,
             remedy=f"set OMP_NUM_THREADS={cores}: more threads than cores wait for one another",
         )
-    return Row(name="threads", value=str(threads))
+    return DoctorRow(name="threads", value=str(threads))
 
 
-def _gloo() -> Row:
+def _gloo() -> DoctorRow:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_gloo_available():
-        return Row(name="gloo", value="available")
-    return Row(
+        return DoctorRow(name="gloo", value="available")
+    return DoctorRow(
         name="gloo",
         value="missing",
         verdict=Verdict.NOTE,
@@ -115,13 +115,13 @@ def _gloo() -> Row:
     )
 
 
-def _speed() -> Iterator[Row]:
+def _speed() -> Iterator[DoctorRow]:
     import torch
 
     from steelyard.measure.device_rates import matmul_seconds, with_measured_rates
 
     device = with_measured_rates(host_os.this_device())
-    yield Row(
+    yield DoctorRow(
         name="speed",
         value=f"{device.flops_per_second / 1e9:.0f} GFLOP/s, "
         f"{format_bytes(device.bytes_per_second)}/s",
@@ -130,9 +130,9 @@ def _speed() -> Iterator[Row]:
     noise = (times[26] - times[3]) / times[15]
     value = f"{noise:.0%} between the fastest and the slowest tenth of one product's times"
     if noise <= _MOST_NOISE:
-        yield Row(name="noise", value=value)
+        yield DoctorRow(name="noise", value=value)
     else:
-        yield Row(
+        yield DoctorRow(
             name="noise",
             value=value,
             verdict=Verdict.NOTE,
@@ -140,32 +140,32 @@ def _speed() -> Iterator[Row]:
         )
 
 
-def _cores() -> Row:
-    return Row(name="cores", value=str(host_os.num_cores()))
+def _cores() -> DoctorRow:
+    return DoctorRow(name="cores", value=str(host_os.num_cores()))
 
 
-def _memory() -> Row:
+def _memory() -> DoctorRow:
     total, free = host_os.memory_bytes(), host_os.available_bytes()
     limit = host_os.cgroup_limit_bytes()
     value = f"{format_bytes(free)} free of {format_bytes(total)}"
     if limit is not None:
         value += f" (control group limit {format_bytes(limit)})"
     if free < total // 10:
-        return Row(
+        return DoctorRow(
             name="memory",
             value=value,
             verdict=Verdict.NOTE,
             remedy="stop what else holds memory: large operators will not be measured",
         )
-    return Row(name="memory", value=value)
+    return DoctorRow(name="memory", value=value)
 
 
-def _limits() -> Iterator[Row]:
+def _limits() -> Iterator[DoctorRow]:
     limits = host_os.process_limits_bytes()
     if not limits:
-        yield Row(name="process limits", value="none")
+        yield DoctorRow(name="process limits", value="none")
     for name, limit in limits.items():
-        yield Row(
+        yield DoctorRow(
             name="process limits",
             value=f"{name} = {format_bytes(limit)}",
             verdict=Verdict.NOTE,
@@ -173,28 +173,28 @@ def _limits() -> Iterator[Row]:
         )
 
 
-def _shared_memory() -> Row:
+def _shared_memory() -> DoctorRow:
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Row(name="shared memory", value="none on this system")
+        return DoctorRow(name="shared memory", value="none on this system")
     free = shutil.disk_usage(path).free
     value = f"{format_bytes(free)} free in {path}"
     if free < _LEAST_SHARED_BYTES:
-        return Row(
+        return DoctorRow(
             name="shared memory",
             value=value,
             verdict=Verdict.NOTE,
             remedy="enlarge it (docker: --shm-size=1g), or use no DataLoader workers",
         )
-    return Row(name="shared memory", value=value)
+    return DoctorRow(name="shared memory", value=value)
 
 
-def _compiler() -> Row:
+def _compiler() -> DoctorRow:
     chosen = os.environ.get("CXX", "g++")
     found = shutil.which(chosen) or shutil.which("clang++")
     if found:
-        return Row(name="C++ compiler", value=found)
-    return Row(
+        return DoctorRow(name="C++ compiler", value=found)
+    return DoctorRow(
         name="C++ compiler",
         value=f"{chosen} not found",
         verdict=Verdict.NOTE,
@@ -202,15 +202,15 @@ def _compiler() -> Row:
     )
 
 
-def _cache() -> Row:
+def _cache() -> DoctorRow:
     path = cache.default_path()
     file = cache.CostCache(path)
     file.read_rates("")
     if file.notes:
-        return Row(
+        return DoctorRow(
             name="cost cache",
             value=file.notes[-1],
             verdict=Verdict.NOTE,
             remedy="point STEELYARD_CACHE at a file that can be written",
         )
-    return Row(name="cost cache", value=f"{path}, {format_bytes(path.stat().st_size)}")
+    return DoctorRow(name="cost cache", value=f"{path}, {format_bytes(path.stat().st_size)}")

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Far, Link
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link, OffloadTier
 from steelyard.measure.cache import CostCache
 from steelyard.offload.activations import Slots
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.tier import OffloadFile
 from steelyard.units import format_bytes
 
 _SECONDS = 0.25
@@ -30,13 +30,13 @@ _NEXT_TO_NONE = 1e-12
 
 
 def measured_links(
-    far: Far, *, cache: CostCache | None = None
+    far: OffloadTier, *, cache: CostCache | None = None
 ) -> tuple[dict[str, Link], tuple[str, ...]]:
     """The links there and back; a note where the declared rate is not reached.
 
     Measured once for a folder and a rate: two plans of a step, and its run, say the same of it.
     """
-    memory = FarMemory(far)  # which refuses what cannot be used, each time
+    memory = OffloadFile(far)  # which refuses what cannot be used, each time
     try:
         context = f"far memory in {Path(far.folder).resolve()} at {far.bytes_per_second} B/s"
         found = cache.read_rates(context) if cache else {}
@@ -76,7 +76,7 @@ _FIGURES = {
 }
 
 
-def _measured(memory: FarMemory) -> dict[str, float]:
+def _measured(memory: OffloadFile) -> dict[str, float]:
     """Bytes a second, seconds of a small one, seconds that a call takes, the share it slows."""
     far = memory.far
     nbytes = int(min(max(far.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))

@@ -11,8 +11,8 @@ from typing import Self
 import torch
 
 from steelyard.errors import RunFailed
-from steelyard.offload.sliced_matmul import FarProducts, There
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.sliced_matmul import OffloadedMatrix, SlicedMatmuls
+from steelyard.offload.tier import OffloadFile
 
 
 @dataclass(slots=True)
@@ -20,17 +20,17 @@ class Slots:
     """What a program calls, by slot: send, let go, begin to fetch, hand over; or begin to fetch in
     slices, end. ``products`` read those."""
 
-    _memory: FarMemory
+    _memory: OffloadFile
     _offsets: list[int]
     _layouts: dict[int, "_Layout"] = field(default_factory=dict)
     _fetching: dict[int, "Future[None]"] = field(default_factory=dict)
-    products: FarProducts = field(init=False)
+    products: SlicedMatmuls = field(init=False)
 
     def __post_init__(self) -> None:
-        self.products = FarProducts(self._memory)
+        self.products = SlicedMatmuls(self._memory)
 
     @classmethod
-    def of(cls, memory: FarMemory, sizes: Sequence[int]) -> Self:
+    def of(cls, memory: OffloadFile, sizes: Sequence[int]) -> Self:
         """Room for one program's values."""
         return cls(memory, memory.shared(sizes))
 
@@ -65,7 +65,7 @@ class Slots:
                 expected="rows that lie one behind the other, as torch described it when captured",
                 remedy="set slices of its offload rule to 0, and report this model",
             )
-        there = There(offset=self._offsets[slot], rows=rows, columns=columns, dtype=dtype)
+        there = OffloadedMatrix(offset=self._offsets[slot], rows=rows, columns=columns, dtype=dtype)
         return self.products.begin(slot, there, parts)
 
     def end(self, slot: int, _: torch.Tensor, __: object) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class OffloadedLayout:
     """How a tensor lies that is not here."""
 
     shape: torch.Size
@@ -18,7 +18,7 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> "Layout":
+    def of(cls, x: torch.Tensor) -> "OffloadedLayout":
         return cls(shape=x.shape, stride=x.stride(), dtype=x.dtype)
 
     @property
@@ -33,7 +33,7 @@ class Layout:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Home:
+class TensorLocation:
     """Where in far memory one of them lies; ``there`` is the live tensor that is that place."""
 
     parameter: nn.Parameter
@@ -45,7 +45,7 @@ class Home:
         return x is not None and x.data_ptr() == self.there.data_ptr()
 
     def lay_out(self, like: torch.Tensor) -> torch.Tensor:
-        self.there = Layout.of(like).on(self.pages)
+        self.there = OffloadedLayout.of(like).on(self.pages)
         return self.there
 
     def lay_out_rows(self) -> None:

@@ -21,22 +21,22 @@ from steelyard.errors import BadInput, Mismatch, RunFailed
 from steelyard.ir.graph import FAR_CALLS
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, far_name, key_of, owners, parameter_of
 from steelyard.ir.program import Program
-from steelyard.offload.location import Layout
-from steelyard.offload.optimizer_state_entry import Away
-from steelyard.offload.parameters import FarTensors
-from steelyard.offload.sliced_optimizer import Numbers, SlicedUpdate, updated_rows
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.location import OffloadedLayout
+from steelyard.offload.optimizer_state_entry import OffloadedState
+from steelyard.offload.parameters import OffloadedTensors
+from steelyard.offload.sliced_optimizer import ScalarStates, SlicedUpdate, updated_rows
+from steelyard.offload.tier import OffloadFile
 from steelyard.passes.offload.sliced_optimizer import counts_of
 
 _PROBE_STEPS = 3
 
 
-class FarStates:
+class OffloadedStates:
     """Takes the place of ``optimizer.step``, if there is an optimizer; ``tensors`` are the weights
     and gradients.
 
-    Between steps the state of a moved parameter is ``Away``. ``optimizer.state_dict()`` brings all
-    of it home, and the next step sends it off again.
+    Between steps the state of a moved parameter is ``OffloadedState``. ``optimizer.state_dict()``
+    brings all of it home, and the next step sends it off again.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class FarStates:
         program: Program,
         *,
         parameters: Mapping[str, nn.Parameter],
-        memory: FarMemory,
+        memory: OffloadFile,
     ) -> None:
         self._memory = memory
         rooms = program.far_rooms
         places = dict(zip(rooms, memory.kept(list(rooms.values())), strict=True))
-        self.tensors = FarTensors(
+        self.tensors = OffloadedTensors(
             {n: (parameters[parameter_of(n)], places[n]) for n in places if not _is_state(n)},
             memory=memory,
         )
@@ -145,7 +145,7 @@ class FarStates:
 
     def _fetch(self, name: str) -> None:
         state = self._optimizer.state.get(self._of[name])
-        if isinstance(state, Away):
+        if isinstance(state, OffloadedState):
             x = state.layouts[key_of(name)].empty()
             self._arriving[name] = self._memory.fetch(self._places[name].offset, x), x
 
@@ -177,8 +177,10 @@ class FarStates:
                 expected="the state that it was planned with",
                 remedy="plan again with the optimizer as it is now",
             )
-        away = state if isinstance(state, Away) else Away(state, tuple(state), {})
-        self._optimizer.state[parameter] = away.without(key, Layout.of(x))
+        away = (
+            state if isinstance(state, OffloadedState) else OffloadedState(state, tuple(state), {})
+        )
+        self._optimizer.state[parameter] = away.without(key, OffloadedLayout.of(x))
         self._leaving[name] = self._memory.send(place.offset, x), x
 
     def _sent(self, name: str) -> None:
@@ -188,10 +190,10 @@ class FarStates:
 
     # --- all of it at once
 
-    def bring_home(self, empty: "Callable[[Layout], torch.Tensor] | None" = None) -> None:
+    def bring_home(self, empty: "Callable[[OffloadedLayout], torch.Tensor] | None" = None) -> None:
         for name, parameter in self._of.items():
             state = self._optimizer.state.get(parameter)
-            if isinstance(state, Away):
+            if isinstance(state, OffloadedState):
                 layout = state.layouts[key_of(name)]
                 x = empty(layout) if empty else layout.empty()
                 self._memory.await_fetched(self._memory.fetch(self._places[name].offset, x))
@@ -210,7 +212,7 @@ class FarStates:
     def visiting(self) -> Iterator[None]:
         """All of it can be read, from files that the system may take out of memory again."""
         state = self._optimizer.state
-        away = {p: s for p, s in state.items() if isinstance(s, Away)}
+        away = {p: s for p, s in state.items() if isinstance(s, OffloadedState)}
         self.bring_home(self._mapped)
         try:
             yield
@@ -222,10 +224,10 @@ class FarStates:
         if not any(parameter_of(moved) == name for moved in self._of):
             return torch.empty_strided
         return lambda shape, stride, *, dtype, device: self._mapped(  # noqa: ARG005 - it is near
-            Layout(shape=torch.Size(shape), stride=tuple(stride), dtype=dtype)
+            OffloadedLayout(shape=torch.Size(shape), stride=tuple(stride), dtype=dtype)
         )
 
-    def _mapped(self, layout: "Layout") -> torch.Tensor:
+    def _mapped(self, layout: "OffloadedLayout") -> torch.Tensor:
         """Memory that is a file's, in the folder of far memory and gone with the tensor."""
         if layout.nbytes < mmap.PAGESIZE:
             return layout.empty()
@@ -380,7 +382,7 @@ def _tried_in_rows(
     held: list[dict[str, Any] | None] = [None for _ in counts]
     for _ in range(_PROBE_STEPS):
         gradients = torch.randn(whole.shape, generator=generator, device="cpu").split(list(counts))
-        groups, numbers = _Groups(optimizer), Numbers(held[0] or {})
+        groups, numbers = _Groups(optimizer), ScalarStates(held[0] or {})
 
         def update(groups: _Groups = groups) -> None:
             groups.choose(lambda _: True)

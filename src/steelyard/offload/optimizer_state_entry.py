@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from steelyard.errors import Mismatch
-from steelyard.offload.location import Layout
+from steelyard.offload.location import OffloadedLayout
 
 
-class Away(dict[str, Any]):
+class OffloadedState(dict[str, Any]):
     """The state of a parameter of which some lies far; what is near can be read."""
 
     def __init__(
-        self, near: Mapping[str, Any], keys: tuple[str, ...], layouts: Mapping[str, Layout]
+        self, near: Mapping[str, Any], keys: tuple[str, ...], layouts: Mapping[str, OffloadedLayout]
     ) -> None:
         super().__init__(near)
         self.keys_in_order = keys
         self.layouts = dict(layouts)
 
-    def with_near(self, near: Mapping[str, Any]) -> "Away":
-        return Away(near, self.keys_in_order, self.layouts)
+    def with_near(self, near: Mapping[str, Any]) -> "OffloadedState":
+        return OffloadedState(near, self.keys_in_order, self.layouts)
 
-    def without(self, key: str, layout: Layout) -> "Away":
+    def without(self, key: str, layout: OffloadedLayout) -> "OffloadedState":
         near = {k: v for k, v in self.items() if k != key}
-        return Away(near, self.keys_in_order, {**self.layouts, key: layout})
+        return OffloadedState(near, self.keys_in_order, {**self.layouts, key: layout})
 
     def __missing__(self, key: str) -> Any:
         if key not in self.keys_in_order:

@@ -12,31 +12,33 @@ import torch
 from torch import nn
 
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT
-from steelyard.offload.location import Home, Layout
-from steelyard.offload.sliced_gradients import FarGradients
-from steelyard.offload.sliced_matmul import FarProducts, There
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.location import OffloadedLayout, TensorLocation
+from steelyard.offload.sliced_gradients import OffloadedGradients
+from steelyard.offload.sliced_matmul import OffloadedMatrix, SlicedMatmuls
+from steelyard.offload.tier import OffloadFile
 
 
-class FarTensors:
+class OffloadedTensors:
     """``places`` has each, by its name in the program, with its parameter and its offset."""
 
     def __init__(
-        self, places: Mapping[str, tuple[nn.Parameter, int]], *, memory: FarMemory
+        self, places: Mapping[str, tuple[nn.Parameter, int]], *, memory: OffloadFile
     ) -> None:
         self._memory = memory
-        self._homes: dict[str, Home] = {}
+        self._homes: dict[str, TensorLocation] = {}
         for name, (parameter, offset) in places.items():
             pages = memory.mapped(offset, parameter.nbytes)
-            there = Layout.of(parameter).on(pages)
-            self._homes[name] = Home(parameter=parameter, offset=offset, pages=pages, there=there)
+            there = OffloadedLayout.of(parameter).on(pages)
+            self._homes[name] = TensorLocation(
+                parameter=parameter, offset=offset, pages=pages, there=there
+            )
         self._weights = [home for name, home in self._homes.items() if name.startswith(WEIGHT)]
         self._arriving: dict[str, tuple[Future[None], torch.Tensor]] = {}
         # With what is sent: the last to let go of it must not be the thread that sends it, where
         # nobody sees memory come free.
         self.leaving: dict[str, tuple[Future[None], torch.Tensor]] = {}
-        self.products = FarProducts(memory)
-        self.gradients = FarGradients(memory)
+        self.products = SlicedMatmuls(memory)
+        self.gradients = OffloadedGradients(memory)
         self._taken: set[str] = set()
         self._near: set[str] = set()
         self.calls: Mapping[str, Callable[[str], None]] = {
@@ -60,7 +62,7 @@ class FarTensors:
                 self._memory.await_sent(self._memory.send(home.offset, near))
                 home.parameter.data = home.lay_out(near)
 
-    def home(self, name: str) -> Home:
+    def home(self, name: str) -> TensorLocation:
         return self._homes[name]
 
     def holds(self, x: torch.Tensor) -> bool:
@@ -71,7 +73,7 @@ class FarTensors:
 
     def fetch_weight(self, name: str) -> torch.Tensor:
         home = self._homes[name]
-        x = Layout.of(home.there).empty()
+        x = OffloadedLayout.of(home.there).empty()
         self._arriving[name] = self._memory.fetch(home.offset, x), x
         return x
 
@@ -125,7 +127,9 @@ class FarTensors:
     def begin_weight(self, name: str, parts: int) -> torch.Tensor:
         home = self._homes[name]
         rows, columns = home.there.shape
-        there = There(offset=home.offset, rows=rows, columns=columns, dtype=home.there.dtype)
+        there = OffloadedMatrix(
+            offset=home.offset, rows=rows, columns=columns, dtype=home.there.dtype
+        )
         return self.products.begin(name, there, parts)
 
     def end_weight(self, name: str, _: torch.Tensor) -> None:

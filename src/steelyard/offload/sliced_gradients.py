@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from steelyard.offload.location import Home
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.location import TensorLocation
+from steelyard.offload.tier import OffloadFile
 from steelyard.passes.offload.transfer_nodes import rows_of_slice
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Making:
+class _SlicedGradient:
     """One gradient: room for two slices; of one that is added to what is there, for the product
     besides. ``arriving`` is what the next slice is added to."""
 
-    home: Home
-    memory: FarMemory
+    home: TensorLocation
+    memory: OffloadFile
     room: torch.Tensor
     arriving: "Future[None] | None" = None
     leaving: "deque[Future[None]]" = field(default_factory=deque)
 
     @classmethod
-    def of(cls, home: Home, memory: FarMemory, parts: int) -> "_Making":
+    def of(cls, home: TensorLocation, memory: OffloadFile, parts: int) -> "_SlicedGradient":
         there = home.there
         rows = rows_of_slice(there.shape[0], there[0].nbytes, parts)
         is_added = home.is_home(home.parameter.grad)
@@ -78,22 +78,22 @@ class _Making:
         return self.home.offset + start * self.home.there[0].nbytes
 
 
-class FarGradients:
+class OffloadedGradients:
     """Each gradient that is being made, by its name in the program."""
 
-    def __init__(self, memory: FarMemory) -> None:
+    def __init__(self, memory: OffloadFile) -> None:
         self._memory = memory
-        self._making: dict[str, _Making] = {}
+        self._making: dict[str, _SlicedGradient] = {}
 
     def clear(self) -> None:
         self._making.clear()
 
-    def begin(self, name: str, home: Home, parts: int) -> torch.Tensor:
+    def begin(self, name: str, home: TensorLocation, parts: int) -> torch.Tensor:
         held = home.parameter.grad
         if held is not None and home.is_home(held) and not held.is_contiguous():
             home.parameter.grad = held.contiguous()  # made whole at another shape of the batch
         home.lay_out_rows()
-        making = self._making[name] = _Making.of(home, self._memory, parts)
+        making = self._making[name] = _SlicedGradient.of(home, self._memory, parts)
         return making.room
 
     def rows(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:

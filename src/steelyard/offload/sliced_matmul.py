@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from steelyard.ir.graph import Body
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.tier import OffloadFile
 from steelyard.operators import sliced
 from steelyard.passes.offload.transfer_nodes import rows_of_slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class There:
+class OffloadedMatrix:
     """A matrix in far memory, row behind row."""
 
     offset: int
@@ -31,16 +31,16 @@ class There:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Slices:
+class _MatrixSlices:
     """Its rows, some at a time: the next are on their way while these are used."""
 
-    there: There
-    memory: FarMemory
+    there: OffloadedMatrix
+    memory: OffloadFile
     room: torch.Tensor
     arriving: "deque[tuple[Future[None], torch.Tensor]]"
 
     @classmethod
-    def of(cls, there: There, memory: FarMemory, parts: int) -> "_Slices":
+    def of(cls, there: OffloadedMatrix, memory: OffloadFile, parts: int) -> "_MatrixSlices":
         rows = rows_of_slice(there.rows, there.row_bytes, parts)
         near = min(2, -(-there.rows // rows))
         room = torch.empty((near, rows, there.columns), dtype=there.dtype, device="cpu")
@@ -68,13 +68,13 @@ class _Slices:
         return rows
 
 
-class FarProducts:
+class SlicedMatmuls:
     """Each matrix that is being read, by its name or number in the program; the same one may be
     twice."""
 
-    def __init__(self, memory: FarMemory) -> None:
+    def __init__(self, memory: OffloadFile) -> None:
         self._memory = memory
-        self._slicing: dict[str | int, deque[_Slices]] = {}
+        self._slicing: dict[str | int, deque[_MatrixSlices]] = {}
 
     def clear(self) -> None:
         self._slicing.clear()
@@ -83,9 +83,9 @@ class FarProducts:
         """What a step that failed left of it."""
         self._slicing.pop(name, None)
 
-    def begin(self, name: str | int, there: There, parts: int) -> torch.Tensor:
+    def begin(self, name: str | int, there: OffloadedMatrix, parts: int) -> torch.Tensor:
         """Begin to fetch the first two slices; the room for them."""
-        slices = _Slices.of(there, self._memory, parts)
+        slices = _MatrixSlices.of(there, self._memory, parts)
         self._slicing.setdefault(name, deque()).append(slices)
         return slices.room
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from steelyard.errors import Mismatch
-from steelyard.offload.location import Home, Layout
-from steelyard.offload.optimizer_state_entry import Away
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.location import OffloadedLayout, TensorLocation
+from steelyard.offload.optimizer_state_entry import OffloadedState
+from steelyard.offload.tier import OffloadFile
 from steelyard.passes.offload.transfer_nodes import rows_of_slice
 
 # What is sent, and the transfers of one slice.
@@ -30,11 +30,11 @@ class SlicedUpdate:
     """Of one parameter; ``kept`` are the offsets of what the optimizer keeps for it, by key."""
 
     name: str
-    weight: Home
-    gradient: Home
+    weight: TensorLocation
+    gradient: TensorLocation
     kept: Mapping[str, int]
     parts: int
-    memory: FarMemory
+    memory: OffloadFile
 
     def run(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
         """``update`` calls the optimizer for this parameter alone. All that is moved of it is far,
@@ -45,8 +45,8 @@ class SlicedUpdate:
         self._check(gradient)
         # What lies far alone leaves an empty dict.
         found = optimizer.state.get(parameter)
-        held = found if found or isinstance(found, Away) else None
-        slices = _Slices(
+        held = found if found or isinstance(found, OffloadedState) else None
+        slices = _StateSlices(
             whole=whole,
             parts=self.parts,
             memory=self.memory,
@@ -56,7 +56,7 @@ class SlicedUpdate:
                 **({} if held is None else self.kept),
             },
         )
-        numbers = Numbers(held or {})
+        numbers = ScalarStates(held or {})
         state: dict[str, Any] = {}
         is_over = False
         try:
@@ -87,7 +87,7 @@ class SlicedUpdate:
     def _in_order(
         self, held: dict[str, Any], rows: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
     ) -> dict[str, Any]:
-        keys = held.keys_in_order if isinstance(held, Away) else tuple(held)
+        keys = held.keys_in_order if isinstance(held, OffloadedState) else tuple(held)
         return {key: rows[key] if key in self.kept else numbers[key] for key in keys}
 
     def _going(
@@ -119,7 +119,7 @@ class SlicedUpdate:
         optimizer: torch.optim.Optimizer,
         held: dict[str, Any] | None,
         state: dict[str, Any] | None,
-        numbers: "Numbers",
+        numbers: "ScalarStates",
     ) -> None:
         parameter = self.weight.parameter
         if state is None and held is None:
@@ -129,9 +129,9 @@ class SlicedUpdate:
             held.update(numbers.again())
             optimizer.state[parameter] = held
         elif self.kept.keys() & state.keys():
-            layout = Layout.of(self.weight.there)
+            layout = OffloadedLayout.of(self.weight.there)
             near = {key: value for key, value in state.items() if key not in self.kept}
-            away = Away(near, tuple(state), dict.fromkeys(self.kept, layout))
+            away = OffloadedState(near, tuple(state), dict.fromkeys(self.kept, layout))
             optimizer.state[parameter] = away
 
 
@@ -158,7 +158,7 @@ def updated_rows(
     return dict(optimizer.state.get(parameter) or {})
 
 
-class Numbers:
+class ScalarStates:
     """What an optimizer keeps for a parameter in numbers, as before the step: for each slice."""
 
     def __init__(self, kept: Mapping[str, Any]) -> None:
@@ -175,11 +175,11 @@ class Numbers:
         }
 
 
-class _Slices:
+class _StateSlices:
     """Some rows of each of these at a time, in room for two slices of each."""
 
     def __init__(
-        self, *, whole: torch.Tensor, parts: int, memory: FarMemory, fetched: Mapping[str, int]
+        self, *, whole: torch.Tensor, parts: int, memory: OffloadFile, fetched: Mapping[str, int]
     ) -> None:
         self._memory, self._offsets = memory, fetched
         self._row_bytes = whole[0].nbytes

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from steelyard.errors import BadInput, RunFailed
-from steelyard.hardware.cluster import FAR_PIECE_BYTES, Far, far_room
+from steelyard.hardware.cluster import FAR_PIECE_BYTES, OffloadTier, far_room
 from steelyard.hardware.host_os import filesystem_of
 from steelyard.units import format_bytes, format_seconds
 
@@ -29,12 +29,12 @@ _PATIENCE, _LEAST_PATIENCE_SECONDS = 20.0, 60.0
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
-class FarMemory:
+class OffloadFile:
     """Room on one file, and a thread for each direction. ``waited_seconds`` is what the device
     has waited in all, ``moved_bytes`` what went either way.
     """
 
-    def __init__(self, far: Far) -> None:
+    def __init__(self, far: OffloadTier) -> None:
         self.far = far
         self.waited_seconds = 0.0
         self.moved_bytes = 0
@@ -215,7 +215,7 @@ def _all(moved: int, wanted: int) -> None:
         raise OSError(f"moved {moved} of {wanted} bytes")
 
 
-def _open(far: Far) -> int:
+def _open(far: OffloadTier) -> int:
     folder = Path(far.folder)
     if not folder.is_dir():
         raise BadInput(
@@ -237,7 +237,7 @@ def _open(far: Far) -> int:
         raise _unusable(far, "cannot be used", error) from error
 
 
-def _unusable(far: Far, what: str, error: OSError) -> BadInput:
+def _unusable(far: OffloadTier, what: str, error: OSError) -> BadInput:
     return BadInput(
         f"the far memory in {far.folder} {what}: {error.strerror}",
         expected="a folder that can be written to, on a disk with room, read past its cache "

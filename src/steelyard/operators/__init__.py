@@ -26,7 +26,7 @@ from steelyard.ir.graph import (
     Body,
     Node,
     Ref,
-    Sliced,
+    SlicedValue,
     Symbol,
 )
 from steelyard.ir.quantized_activation import BLOCK, coded_bytes, is_dense
@@ -336,7 +336,7 @@ def sliced(body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
     return run
 
 
-def _rows_of(take: Sliced, x: torch.Tensor | Parted) -> Any:
+def _rows_of(take: SlicedValue, x: torch.Tensor | Parted) -> Any:
     if take.along == 0 and take.dims > 1:
         assert isinstance(x, torch.Tensor)
         return x.flatten(0, take.dims - 1)
@@ -346,7 +346,7 @@ def _rows_of(take: Sliced, x: torch.Tensor | Parted) -> Any:
 class _Results:
     """What a body gives, as it grows part by part."""
 
-    def __init__(self, gives: tuple[Sliced, ...], products: set[str]) -> None:
+    def __init__(self, gives: tuple[SlicedValue, ...], products: set[str]) -> None:
         self._gives = gives
         self._products = products
         self._columns = {given.name: given.tensor for given in gives if given.along == -1}

@@ -23,7 +23,7 @@ from steelyard.ir.graph import (
 )
 
 
-class Rewriting:
+class GraphEditor:
     """Collects changes to ``graph``; the graph itself stays as it is."""
 
     def __init__(self, graph: Graph) -> None:

@@ -14,19 +14,19 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.capture.batch.splitting import batch_size
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.channel import Channel
 from steelyard.comm.devices import home_of
-from steelyard.comm.simulated_ranks import Together
-from steelyard.hardware.cluster import Far
+from steelyard.comm.simulated_ranks import SimulatedRanks
+from steelyard.hardware.cluster import OffloadTier
 from steelyard.ir.graph import Node, Output, OutputKind, Phase, Ref, Role, Storage, Tensor
 from steelyard.ir.parallel_layout import ALONE, DATA
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.saved_activations import first_late
 from steelyard.measure.device_memory import random_devices
-from steelyard.offload.optimizer_state import FarStates
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.optimizer_state import OffloadedStates
+from steelyard.offload.tier import OffloadFile
 from steelyard.plans.accuracy import Drift
 from steelyard.run.binding import BatchLayout, BoundProgram, live_tensors, shapes_of
 from steelyard.run.codegen import emit
@@ -38,7 +38,7 @@ MORE_STEPS = 30
 _SEED = 0
 
 
-def coding_errors(source: StepSource, base: Program, values: Iterable[str]) -> dict[str, float]:
+def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) -> dict[str, float]:
     """What 8 bits lose of each value on the user's batch, as a share of its norm.
 
     Only the forward pass runs, and holds no more than one without a backward pass does.
@@ -111,7 +111,7 @@ def _error_of(node: Node, *, number: int) -> Node:
     )
 
 
-def drift(ours: Sequence[float], theirs: Sequence[float], *, source: StepSource) -> Drift:
+def drift(ours: Sequence[float], theirs: Sequence[float], *, source: CapturedStep) -> Drift:
     """How far the losses of two twins of the model lie apart, step by step."""
     shares = tuple(_share(a, b) for a, b in zip(ours, theirs, strict=True))
     return Drift(shares=shares, items=batch_size(source.batch) or 1)
@@ -125,11 +125,11 @@ def _share(ours: float, theirs: float) -> float:
 
 
 def losses(
-    source: StepSource,
+    source: CapturedStep,
     program: Program,
     *,
     optimizer: OptimizerFactory,
-    far: Far | None,
+    far: OffloadTier | None,
     steps: int = STEPS,
 ) -> list[float]:
     """Of a twin of the model as it is now, trained on the one batch from one seed; of several
@@ -140,7 +140,7 @@ def losses(
             return _trained(
                 source, program, optimizer=optimizer, far=far, channels={}, rank=0, steps=steps
             )
-        together = Together(program.layout.num_ranks, home_of(source.model))
+        together = SimulatedRanks(program.layout.num_ranks, home_of(source.model))
         channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
         by_share = {each.share: each for each in (program, *program.beside)}
         own = [by_share[share] for share in program.layout.portions]
@@ -159,11 +159,11 @@ def losses(
 
 
 def _trained(
-    source: StepSource,
+    source: CapturedStep,
     program: Program,
     *,
     optimizer: OptimizerFactory,
-    far: Far | None,
+    far: OffloadTier | None,
     channels: Mapping[str, Channel],
     rank: int,
     steps: int,
@@ -171,11 +171,11 @@ def _trained(
     captured = source.captured(micro_batches=program.units, share=program.share)
     twin = _twin(source.model)
     batch = _torch.tree_map(_own, source.batch)
-    memory = FarMemory(far) if far is not None and program.is_moving else None
+    memory = OffloadFile(far) if far is not None and program.is_moving else None
     own, states = optimizer(twin.parameters()), None
     if memory is not None and program.far_rooms:
         named = dict(twin.named_parameters())
-        states = FarStates(own, program, parameters=named, memory=memory)
+        states = OffloadedStates(own, program, parameters=named, memory=memory)
     step = LiveStep(
         twin,
         program,

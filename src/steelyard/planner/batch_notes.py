@@ -6,7 +6,7 @@ from math import prod
 
 from steelyard.capture.batch.splitting import computes_in_half
 from steelyard.ir.graph import Graph
-from steelyard.ir.parallel_layout import Layout, spelled
+from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.rule import Rule
 
 # What a batch that grows asks for: Goyal et al. (2017), Malladi et al. (2022).
@@ -27,7 +27,7 @@ def rounded_in_parts(rules: Iterable[Rule], graph: Graph) -> Iterator[str]:
         )
 
 
-def batch_held(layout: Layout, samples: int) -> Iterator[str]:
+def batch_held(layout: ParallelLayout, samples: int) -> Iterator[str]:
     """Of ranks that share it."""
     if layout.batch == 1:
         return

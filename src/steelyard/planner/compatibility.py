@@ -13,12 +13,12 @@ from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import Cluster
 from steelyard.measure.cache import CostCache
 from steelyard.planner.local_cluster import cluster_at
-from steelyard.plans.plan import Decisions, MadeFor
+from steelyard.plans.plan import Decisions, Target
 from steelyard.safe_text import printable
 
 
 def other_than_planned(
-    ours: MadeFor, theirs: MadeFor, home: torch.device = CPU, *, used: Sequence[int] = ()
+    ours: Target, theirs: Target, home: torch.device = CPU, *, used: Sequence[int] = ()
 ) -> Iterator[str]:
     """What leaves the rules as good as they were, and may change what they cost or compute, of a
     step that lies at ``home``; ``used`` are those of their ranks that it lies on."""
@@ -38,7 +38,7 @@ def other_than_planned(
         yield "planned for another machine or number of threads; predicted anew for this one"
 
 
-def _part_of(theirs: MadeFor, used: Sequence[int], home: torch.device) -> str:
+def _part_of(theirs: Target, used: Sequence[int], home: torch.device) -> str:
     """What a machine like this is for a plan that was made for several hosts like it, and lies on
     these of their ranks."""
     if theirs.hosts == 1:
@@ -66,7 +66,7 @@ def check_cluster(decisions: Decisions, cluster: Cluster) -> None:
         )
 
 
-def check_made_for(decisions: Decisions, ours: MadeFor) -> None:
+def check_made_for(decisions: Decisions, ours: Target) -> None:
     theirs = decisions.made_for
     if ours.model != theirs.model:
         raise Mismatch(

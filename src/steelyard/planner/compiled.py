@@ -11,10 +11,10 @@ from itertools import islice
 
 from steelyard.errors import Infeasible
 from steelyard.ir.rule import Rule
-from steelyard.planner.session import Look
+from steelyard.planner.session import PlanningSession
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, Prediction
-from steelyard.search import Found, Search
+from steelyard.search import SearchResult, StepSearch
 from steelyard.units import format_bytes
 
 _TRIES, _ASKS = 5, 10
@@ -27,7 +27,7 @@ _UNUSED_SHARE = 0.04
 _POINTS, _RIVALS = 6, 4
 
 
-def find_lowered(look: Look, budget: Budget) -> tuple[Found, Prediction]:
+def find_lowered(look: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
     if budget.memory_bytes is not None:
         return _find_within(look, budget)
     if look.request.cluster.num_devices == 1:
@@ -35,18 +35,18 @@ def find_lowered(look: Look, budget: Budget) -> tuple[Found, Prediction]:
     return _find_fastest(look, budget)
 
 
-def _find_fastest(look: Look, budget: Budget) -> tuple[Found, Prediction]:
+def _find_fastest(look: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
     found = look.layouts.find(budget)
     rivals = islice(look.layouts.rivals(found, budget), _RIVALS)
     priced = [(each, look.priced(each.program)) for each in (found, *rivals)]
     return min(priced, key=lambda pair: pair[1].quad.step_seconds.value)
 
 
-def _find_within(look: Look, budget: Budget) -> tuple[Found, Prediction]:
+def _find_within(look: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
     assert budget.memory_bytes is not None
     limit = compiled_limit(look, budget.memory_bytes)
     asked = limit + saved_bytes(look)
-    fits: tuple[Found, Prediction] | None = None
+    fits: tuple[SearchResult, Prediction] | None = None
     too_much: int | None = None
     least: Prediction | None = None
     tried: list[tuple[Rule, ...]] = []
@@ -92,21 +92,21 @@ def _find_within(look: Look, budget: Budget) -> tuple[Found, Prediction]:
     return fits
 
 
-def _uncut(look: Look) -> str:
+def _uncut(look: PlanningSession) -> str:
     why = look.source.why_not_split()
     return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
 
-def compiled_limit(look: Look, nbytes: int) -> int:
+def compiled_limit(look: PlanningSession, nbytes: int) -> int:
     """What a plan may take as it is lowered, where so many bytes may be taken."""
     return int(nbytes / (1 + _margin(look)))
 
 
-def _margin(look: Look) -> float:
+def _margin(look: PlanningSession) -> float:
     return _MARGIN if any("convolution" in n.op for n in look.base.graph.nodes) else 0.0
 
 
-def lowered_frontier(look: Look, search: Search) -> tuple[FrontierPoint, ...]:
+def lowered_frontier(look: PlanningSession, search: StepSearch) -> tuple[FrontierPoint, ...]:
     """The curve of the captured graph, a few of its points, each as Inductor runs it."""
     points = [
         replace(point, memory_bytes=lowered.peak.nbytes, step_seconds=step.value)
@@ -123,7 +123,7 @@ def lowered_frontier(look: Look, search: Search) -> tuple[FrontierPoint, ...]:
     return tuple(best)
 
 
-def saved_bytes(look: Look) -> int:
+def saved_bytes(look: PlanningSession) -> int:
     """How much less than what was captured a step holds that is fused, nothing being done to it."""
     if look.request.cluster.num_devices == 1:
         return look.search.explored().plain.peak_bytes - look.unplanned.peak.nbytes
@@ -131,7 +131,7 @@ def saved_bytes(look: Look) -> int:
     return found.prediction.peak.nbytes - look.priced(found.program).peak.nbytes
 
 
-def _at_most(look: Look, budget: Budget, nbytes: int) -> Found:
+def _at_most(look: PlanningSession, budget: Budget, nbytes: int) -> SearchResult:
     """The search at this memory, or at the least it can do."""
     find = look.layouts.find if look.request.cluster.num_devices > 1 else look.search.find
     try:

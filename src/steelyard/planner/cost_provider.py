@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput, Mismatch
@@ -29,10 +29,10 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.optimizer_update import update_digest
 from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR
 from steelyard.ir.program import Pipeline, Program
-from steelyard.ir.sharding_choice import Parting, Region
+from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.measure.cache import CostCache
 from steelyard.measure.device_memory import free_bytes, random_devices
-from steelyard.measure.links.background_load import Company
+from steelyard.measure.links.background_load import BackgroundLoad
 from steelyard.measure.links.probe import Joined, measured_ranks
 from steelyard.measure.offload_bandwidth import measured_links
 from steelyard.measure.operators.benchmark import Calls, context_of, measure_operators
@@ -40,8 +40,8 @@ from steelyard.measure.operators.memory import is_profiled
 from steelyard.measure.operators.optimizer_overhead import update_call_seconds
 from steelyard.measure.step_calibration import Runnable, beside, host_lead, whole_step
 from steelyard.predict import carried, peak_bytes
-from steelyard.predict.collectives.host_groups import Spread
-from steelyard.predict.cost_table import Costs, Missing, OperatorCost, Survey
+from steelyard.predict.collectives.host_groups import RanksPerHost
+from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Survey
 from steelyard.predict.rank_subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
 from steelyard.run.codegen import emit
 from steelyard.run.compiled.inductor import compile_program
@@ -61,7 +61,7 @@ _UNCHECKED = Estimate(value=1.0, low=0.8, high=1.25)
 _JOIN = "aten.cat.default"
 
 
-class Prices:
+class CostProvider:
     """What operators cost here, one list that grows with every graph somebody asks about.
 
     A search that compared measured operators with declared ones would compare nothing.
@@ -100,7 +100,7 @@ class Prices:
             # Of one machine's ranks any two are as near, and of hosts with one each.
             if measured.near is not None:
                 each = cluster.ranks_of_a_host
-                spread = Spread(num_ranks=cluster.num_devices, each=each, near=measured.near)
+                spread = RanksPerHost(num_ranks=cluster.num_devices, each=each, near=measured.near)
             links |= dict.fromkeys((DATA, TENSOR), measured.link) | {PIPELINE: measured.handing}
             self.host_rates, skew = measured.host_rates, measured.skew
             subsets = {n: _subset_of(joined) for n, joined in measured.subsets.items()}
@@ -119,13 +119,13 @@ class Prices:
         if home.type != "cpu":
             # Each on a GPU of its own they are in nobody's way.
             of_a_host = hosts = 1
-        self._company = Company(of_a_host, self._device, hosts=hosts)
+        self._company = BackgroundLoad(of_a_host, self._device, hosts=hosts)
         if cluster.far is not None:
             on_progress("measuring far memory")
             far_links, notes = measured_links(cluster.far, cache=self._cache)
             links |= far_links
             self.notes += notes
-        self.costs = Costs(
+        self.costs = CostTable(
             device=cluster.fastest,
             devices=cluster.devices,
             operators=self._operators,
@@ -160,7 +160,7 @@ class Prices:
             )
         return withheld
 
-    def over(self, link: Link) -> "Prices":
+    def over(self, link: Link) -> "CostProvider":
         """The same, where ranks are joined by another link; what is measured later is of both."""
         other = copy.copy(self)
         links = {**self.costs.links, DATA: link, TENSOR: link}
@@ -176,7 +176,7 @@ class Prices:
             subsets = {**self.costs.subsets, len(ranks): subset}
             self.costs = replace(self.costs, subsets=subsets)
 
-    def settled(self) -> "Prices":
+    def settled(self) -> "CostProvider":
         """The same, without measuring what is not on the list yet: see ``knows``."""
         other = copy.copy(self)
         other._is_here = False
@@ -234,7 +234,7 @@ class Prices:
         self._operators.update(costs.operators)
         self._known |= costs.operators.keys()
 
-    def _measured(self, graphs: Sequence[Graph], **how: Any) -> tuple[Costs, Survey]:
+    def _measured(self, graphs: Sequence[Graph], **how: Any) -> tuple[CostTable, Survey]:
         """Beside others, where there will be others."""
         costs, survey = measure_operators(
             graphs,
@@ -279,7 +279,7 @@ class Prices:
         seconds = seconds.scaled(self._own_speed)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
-    def check(self, source: StepSource, base: Program) -> None:
+    def check(self, source: CapturedStep, base: Program) -> None:
         """Hold the list against a whole step, where one can be run in reasonable time."""
         self._base = base
         if not self._can_run(source, base):
@@ -300,7 +300,7 @@ class Prices:
         if self._home.type != "cpu" and self._update_calls:
             self._hide_update(source, base)
 
-    def _hide_update(self, source: StepSource, base: Program) -> None:
+    def _hide_update(self, source: CapturedStep, base: Program) -> None:
         """What the optimizer's Python takes, a GPU is still at the backward pass meanwhile."""
         run = self._runnable(source, base).run
         lead = self._checked(
@@ -318,7 +318,7 @@ class Prices:
         )
         self.costs = replace(self.costs, update_call_seconds=left)
 
-    def check_compiled(self, source: StepSource, base: Program, lowered: Program) -> None:
+    def check_compiled(self, source: CapturedStep, base: Program, lowered: Program) -> None:
         """The same of a step that is compiled, and of what the compiler made of it."""
         if not self._can_run(source, lowered):
             return
@@ -338,7 +338,7 @@ class Prices:
             self.compiled_step = found.scaled(self._withheld)
 
     @property
-    def compiled_costs(self) -> Costs:
+    def compiled_costs(self) -> CostTable:
         """The list for what a compiler made of a step, which compares otherwise with whole ones."""
         return replace(self.costs, whole_step=self.compiled_step, cut_steps={})
 
@@ -346,7 +346,7 @@ class Prices:
         """Whether the operators of ``cut`` add up to no less than those of ``whole``."""
         return self._operator_seconds(cut) >= self._operator_seconds(whole)
 
-    def check_cut(self, source: StepSource, cut: Program) -> None:
+    def check_cut(self, source: CapturedStep, cut: Program) -> None:
         """The same for the step in micro-batches, beside the whole one, once for each number.
 
         A cut may be faster, where its smaller operators stay in the processor's cache; it is said
@@ -383,7 +383,7 @@ class Prices:
 
     def _checked(
         self,
-        source: StepSource,
+        source: CapturedStep,
         name: str,
         doing: str,
         run: Callable[[], Estimate | None],
@@ -425,7 +425,7 @@ class Prices:
         finally:
             torch.set_num_threads(before)
 
-    def _can_run(self, source: StepSource, program: Program) -> bool:
+    def _can_run(self, source: CapturedStep, program: Program) -> bool:
         """Whether a step on the live model is possible and leaves nothing behind."""
         return (
             self._is_here
@@ -437,7 +437,7 @@ class Prices:
         )
 
     def _runnable(
-        self, source: StepSource, program: Program, *, lowered: Program | None = None
+        self, source: CapturedStep, program: Program, *, lowered: Program | None = None
     ) -> Runnable:
         """The step on the user's model, within ``_untouched``; compiled, where it is lowered."""
         parts = program.repeats
@@ -471,7 +471,7 @@ def _profiled(what: str) -> BadInput:
     )
 
 
-class Pricing:
+class LazyCosts:
     """The prices of a step, measured when somebody first asks for them.
 
     ``made`` measures the operators, for whoever asks for memory alone: in the middle of training,
@@ -479,16 +479,18 @@ class Pricing:
     """
 
     def __init__(
-        self, make: Callable[[], Prices], check: Callable[[Prices], None] = lambda _: None
+        self,
+        make: Callable[[], CostProvider],
+        check: Callable[[CostProvider], None] = lambda _: None,
     ) -> None:
         self._make, self._check = make, check
 
     @cached_property
-    def made(self) -> Prices:
+    def made(self) -> CostProvider:
         return self._make()
 
     @cached_property
-    def checked(self) -> Prices:
+    def checked(self) -> CostProvider:
         self._check(self.made)
         return self.made
 
@@ -556,10 +558,10 @@ def dims_of(update: Program) -> list[int]:
 class PricedSource:
     """The step at other batch sizes, each on the price list as soon as it is captured."""
 
-    def __init__(self, source: StepSource, prices: Prices) -> None:
+    def __init__(self, source: CapturedStep, prices: CostProvider) -> None:
         self._source = source
         self._prices = prices
-        self._updates: dict[tuple[Parting, ...], Program] = {}
+        self._updates: dict[tuple[ShardingChoice, ...], Program] = {}
 
     @property
     def transport(self) -> Transport:
@@ -587,12 +589,12 @@ class PricedSource:
     def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
         return self._source.regions(graph, num_ranks=num_ranks)
 
-    def in_parts(self, graph: Graph, choice: Parting, *, rank: int) -> Graph:
+    def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         graph = self._source.in_parts(graph, choice, rank=rank)
         self._prices.know(graph)
         return graph
 
-    def update_in_parts(self, update: Program, partings: tuple[Parting, ...]) -> Program:
+    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
         if partings not in self._updates:
             self._updates[partings] = self._source.update_in_parts(update, partings)
             self._prices.know(self._updates[partings].graph)

@@ -10,22 +10,30 @@ from math import inf
 
 import torch
 
-from steelyard.capture.deep.batch_template import SampledStep
+from steelyard.capture.deep.batch_template import TruncatedStep
 from steelyard.errors import Infeasible
-from steelyard.hardware.cluster import Far
-from steelyard.ir.batch_template import Sampled
-from steelyard.ir.parallel_layout import Layout
+from steelyard.hardware.cluster import OffloadTier
+from steelyard.ir.batch_template import BatchTemplate
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import FAR_TRADES, Rule
 from steelyard.planner.batch_notes import batch_held
 from steelyard.planner.gradient_compression import note_on_accuracy, untried
-from steelyard.planner.session import Request
+from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget, Minimize
-from steelyard.plans.plan import Decisions, MadeFor, NextCent, Plan
+from steelyard.plans.plan import Decisions, NextCent, Plan, Target
 from steelyard.plans.plan_check import DECOMPOSITIONS
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.missing_flops import refuse_uncounted
-from steelyard.search import ALIKE, Again, DeepSearch, Laid, rules_of, sets_again, told
-from steelyard.search.cluster.from_rules import Step as Told
+from steelyard.search import (
+    ALIKE,
+    ClusterPlan,
+    ClusterSearch,
+    RecomputeSet,
+    rules_of,
+    sets_again,
+    told,
+)
+from steelyard.search.cluster.from_rules import RuleContext as Told
 from steelyard.search.cluster.from_rules import laid_of
 from steelyard.search.cluster.uncertainty import doubt_said, rivals, rivals_said
 from steelyard.trades.recompute import recomputable
@@ -40,29 +48,29 @@ _MORE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Elsewhere:
+class DeclaredClusterPlanner:
     """A step, and a cluster that is only declared."""
 
-    request: Request
+    request: PlanRequest
 
     @cached_property
-    def step(self) -> SampledStep:
+    def step(self) -> TruncatedStep:
         request = self.request
         request.on_progress("capturing the step")
-        return SampledStep(
+        return TruncatedStep(
             model=request.model, loss=request.loss, batch=request.batch, optimizer=request.optimizer
         )
 
     @cached_property
-    def search(self) -> DeepSearch:
+    def search(self) -> ClusterSearch:
         refuse_uncounted([self.step.whole.graph])
-        return DeepSearch(self.step, self.request.cluster, again_of=self._again_of)
+        return ClusterSearch(self.step, self.request.cluster, again_of=self._again_of)
 
-    def _again_of(self, sampled: Sampled, costs: Costs) -> Sequence[Again]:
+    def _again_of(self, sampled: BatchTemplate, costs: CostTable) -> Sequence[RecomputeSet]:
         graph = sampled.graph
         return sets_again(graph, costs, self.step.blocks, values=recomputable(graph))
 
-    def best(self, budget: Budget, num_ranks: int) -> Laid:
+    def best(self, budget: Budget, num_ranks: int) -> ClusterPlan:
         """On so many of the devices; raises Infeasible where nothing fits there."""
         limit = self.search.limit_bytes(budget)
         bound = budget.step_seconds
@@ -78,7 +86,7 @@ class Elsewhere:
             )
         return found
 
-    def fewest(self, budget: Budget) -> Laid:
+    def fewest(self, budget: Budget) -> ClusterPlan:
         """On as few of the devices as keep the budget."""
         search, most = self.search, self.request.cluster.num_devices
         limit, bound = search.limit_bytes(budget), budget.step_seconds
@@ -113,9 +121,9 @@ class Elsewhere:
         why = self.search.why_together
         return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
-    def made_for(self) -> MadeFor:
+    def made_for(self) -> Target:
         graph, cluster = self.step.whole.graph, self.request.cluster
-        return MadeFor(
+        return Target(
             model=graph.model_fingerprint,
             graph=graph.fingerprint,
             decomposition=DECOMPOSITIONS["python"][0],
@@ -127,13 +135,13 @@ class Elsewhere:
             batch=self.step.entries,
         )
 
-    def plan(self, budget: Budget, minimize: Minimize | None) -> tuple[Plan, Laid]:
+    def plan(self, budget: Budget, minimize: Minimize | None) -> tuple[Plan, ClusterPlan]:
         """The fastest plan on all devices, or one on the fewest, and how its step lies on them."""
         most = self.request.cluster.num_devices
         laid = self.fewest(budget) if minimize else self.best(budget, most)
         return self._plan(laid, budget, minimize), laid
 
-    def predict(self, decisions: Decisions) -> tuple[Plan, Laid]:
+    def predict(self, decisions: Decisions) -> tuple[Plan, ClusterPlan]:
         """Decisions from a file on this step: nothing is searched, all is predicted."""
         step, limit = self.step, self.search.limit_bytes(decisions.budget)
         laid = laid_of(
@@ -162,7 +170,7 @@ class Elsewhere:
         )
         return plan, laid
 
-    def _plan(self, laid: Laid, budget: Budget, minimize: Minimize | None) -> Plan:
+    def _plan(self, laid: ClusterPlan, budget: Budget, minimize: Minimize | None) -> Plan:
         step, search = self.step, self.search
         limit = search.limit_bytes(budget)
         regions = step.regions(laid.layout.tensor) if laid.layout.tensor > 1 else ()
@@ -184,7 +192,7 @@ class Elsewhere:
             notes=(*self._notes(laid, limit), *note_on_accuracy(budget)),
         )
 
-    def _far(self, rules: Sequence[Rule]) -> Far | None:
+    def _far(self, rules: Sequence[Rule]) -> OffloadTier | None:
         """The memory of the hosts, as the slowest of their links and the smallest share are."""
         if not any(rule.trade in FAR_TRADES for rule in rules):
             return None
@@ -192,18 +200,18 @@ class Elsewhere:
         links = [device.host_link for device in classes if device.host_link is not None]
         rooms = [device.host_memory_bytes for device in classes if device.host_memory_bytes]
         rate = min(link.bytes_per_second for link in links)
-        return Far("the memory of each host", rate=rate, size=min(rooms))
+        return OffloadTier("the memory of each host", rate=rate, size=min(rooms))
 
-    def _title(self, laid: Laid) -> str:
+    def _title(self, laid: ClusterPlan) -> str:
         shapes = ", ".join("x".join(map(str, e.shape)) for e in self.step.entries[:1])
         ranks = laid.layout.num_ranks
         return f"{self.request.title}, batch {shapes}, {ranks} rank{'s' if ranks > 1 else ''}"
 
-    def _fewest_said(self, laid: Laid) -> str:
+    def _fewest_said(self, laid: ClusterPlan) -> str:
         most = self.request.cluster.num_devices
         return f"{laid.layout.num_ranks} of {most} devices; no layout on fewer keeps the budget"
 
-    def _next_cent(self, laid: Laid, limit: int) -> NextCent | None:
+    def _next_cent(self, laid: ClusterPlan, limit: int) -> NextCent | None:
         more = int(limit * _MORE)
         other = self.search.fastest(laid.layout.num_ranks, limit + more)
         assert other is not None, "what fits in less fits in more"
@@ -212,7 +220,7 @@ class Elsewhere:
         is_faster = saved > laid.step.step_seconds * ALIKE
         return NextCent(more_bytes=more, saved_seconds=saved) if is_faster else None
 
-    def _rates_said(self, laid: Laid) -> Iterator[str]:
+    def _rates_said(self, laid: ClusterPlan) -> Iterator[str]:
         """On what the times stand, how sure they are, and which stack they are of."""
         rates = self.request.cluster.rates_said
         yield f"nothing was measured: links at their declared rates, {rates}"
@@ -220,11 +228,13 @@ class Elsewhere:
         if self.step.is_sequence_parallel(laid.layout.tensor):
             yield _SEQUENCE_PARALLEL
 
-    def _batch_held(self, laid: Laid) -> Iterator[str]:
-        shared = Layout(batch=laid.layout.data, tensor=laid.layout.num_ranks // laid.layout.data)
+    def _batch_held(self, laid: ClusterPlan) -> Iterator[str]:
+        shared = ParallelLayout(
+            batch=laid.layout.data, tensor=laid.layout.num_ranks // laid.layout.data
+        )
         return batch_held(shared, self.step.num_samples)
 
-    def _notes(self, laid: Laid, limit: int) -> list[str]:
+    def _notes(self, laid: ClusterPlan, limit: int) -> list[str]:
         ranks = laid.layout.num_ranks
         least = self.search.least_seconds(ranks, limit, laid)
         gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")

@@ -23,15 +23,15 @@ from steelyard.operators.gradient_codecs import (
     encode_sum,
 )
 from steelyard.planner.compiled import compiled_limit, saved_bytes
-from steelyard.planner.lossy import NOT_PROBED, Lossy
-from steelyard.planner.session import Look
+from steelyard.planner.lossy import NOT_PROBED, LossyPlanner
+from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import Drift, beyond
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction
-from steelyard.plans.trade import Left, Refusal
+from steelyard.plans.trade import Rejection, Remaining
 from steelyard.predict import peak_bytes
-from steelyard.search.ranks.gradient_compression import CodedWay, Weighing
-from steelyard.search.result import Found
+from steelyard.search.ranks.gradient_compression import CompressedCandidate, Weighing
+from steelyard.search.result import SearchResult
 from steelyard.units import format_bytes, format_seconds
 
 # A gain of less is not worth any accuracy; nor is one that the doubt of the link may have made.
@@ -39,8 +39,8 @@ _LEAST_GAIN, _DOUBTS = 0.05, 2
 
 
 def with_codes(
-    lossy: Lossy, budget: Budget, exact: Found, predicted: Prediction
-) -> tuple[Found, Prediction]:
+    lossy: LossyPlanner, budget: Budget, exact: SearchResult, predicted: Prediction
+) -> tuple[SearchResult, Prediction]:
     """The fastest plan whose gradients go in codes, or the exact one, which then says why not.
     ``predicted`` is what the runner makes of the exact one, by which codes are judged: the search
     prices what was captured."""
@@ -48,14 +48,14 @@ def with_codes(
     if not budget.accuracy_loss:
         barred = _not_allowed(look, exact, predicted)
         refusals = (*exact.refused, *barred)
-        offers = exact.num_offers + sum(refusal.left is Left.WHOLE for refusal in barred)
+        offers = exact.num_offers + sum(refusal.left is Remaining.WHOLE for refusal in barred)
         return replace(exact, refused=refusals, num_offers=offers), predicted
-    found, plain, refused = exact, predicted, list[Refusal]()
+    found, plain, refused = exact, predicted, list[Rejection]()
     weighed = 0
     weighing = _weighing(look, refused)
     why_not = partial(_why_not, lossy, exact, plain)
 
-    def may_pay(way: CodedWay) -> bool:
+    def may_pay(way: CompressedCandidate) -> bool:
         return not why_not(way.seconds - weighing.coding_seconds(way), best=plain)
 
     for way in _ways(weighing, look, refused, may_pay):
@@ -71,35 +71,37 @@ def with_codes(
                 found, predicted = tried
                 continue
             reason = tried
-        refused.append(Refusal(trade=way.trade, label=way.codec.label, reason=reason))
+        refused.append(Rejection(trade=way.trade, label=way.codec.label, reason=reason))
     if found is exact:
         told = replace(exact, refused=(*exact.refused, *refused))
         return replace(told, num_offers=told.num_offers + weighed), predicted
-    others = sum(refusal.left is Left.WHOLE for refusal in refused)
+    others = sum(refusal.left is Remaining.WHOLE for refusal in refused)
     told = replace(found, refused=(*found.refused, *refused))
     return replace(told, num_offers=told.num_offers + others), predicted
 
 
-def _not_allowed(look: Look, exact: Found, predicted: Prediction) -> list[Refusal]:
+def _not_allowed(
+    look: PlanningSession, exact: SearchResult, predicted: Prediction
+) -> list[Rejection]:
     """A refusal of each code where no accuracy may be lost, with no figure that takes weighing.
 
     Codes spare nothing but waiting for other ranks, so where all ranks share the batch already that
     bounds what they could save.
     """
-    refused: list[Refusal] = []
+    refused: list[Rejection] = []
     reason = "is lossy and the accuracy budget is 0"
     layout, waits = exact.program.layout, predicted.quad.exposed_communication_seconds.value
     is_shared_by_all = layout.batch == look.request.cluster.num_devices
     if is_shared_by_all and waits:
         reason += f"; it could save at most the ~{format_seconds(waits)} that ranks wait"
     able = _codecs(look, refused)
-    refused += (Refusal(trade=able[c], label=c.label, reason=reason) for c in able)
+    refused += (Rejection(trade=able[c], label=c.label, reason=reason) for c in able)
     return refused
 
 
 def _why_not(
-    lossy: Lossy,
-    exact: Found,
+    lossy: LossyPlanner,
+    exact: SearchResult,
     plain: Prediction,
     seconds: float,
     *,
@@ -126,12 +128,13 @@ def _seconds(predicted: Prediction) -> float:
     return predicted.quad.step_seconds.value
 
 
-def untried() -> tuple[Refusal, ...]:
+def untried() -> tuple[Rejection, ...]:
     """Of devices that are not here: what few bits would do to the loss there, nobody can tell."""
     reason = f"is lossy, and {NOT_PROBED}"
     label = "gradients in codes"
     return tuple(
-        Refusal(trade=trade, label=label, reason=reason, left=Left.NEVER) for trade in CODE_TRADES
+        Rejection(trade=trade, label=label, reason=reason, left=Remaining.NEVER)
+        for trade in CODE_TRADES
     )
 
 
@@ -142,7 +145,7 @@ def note_on_accuracy(budget: Budget) -> tuple[str, ...]:
     return (f"no accuracy is lost, though the budget allows it: {NOT_PROBED}",)
 
 
-def codecs_here(look: Look) -> list[Codec]:
+def codecs_here(look: PlanningSession) -> list[Codec]:
     """The codes that can be had."""
     trades = {trade.name for trade in look.request.trades}
     is_compiling = _torch.cpp_compiler() is not None
@@ -170,7 +173,7 @@ def warm_codes(codecs: Sequence[Codec], *, num_ranks: int) -> None:
                 encode_sum(coded, own, codec.name)
 
 
-def _codecs(look: Look, refused: list[Refusal]) -> dict[Codec, str]:
+def _codecs(look: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]:
     """The codes that can be had here, with their trades; the others are refused."""
     codecs, trades = codecs_here(look), {trade.name for trade in look.request.trades}
     able: dict[Codec, str] = {}
@@ -179,32 +182,32 @@ def _codecs(look: Look, refused: list[Refusal]) -> dict[Codec, str]:
         if codec in codecs:
             able[codec] = trade
         elif trade in trades:
-            refusal = Refusal(trade=trade, label=codec.label, reason=reason, left=Left.NEVER)
+            refusal = Rejection(trade=trade, label=codec.label, reason=reason, left=Remaining.NEVER)
             refused.append(refusal)
     return able
 
 
-def _weighing(look: Look, refused: list[Refusal]) -> Weighing:
+def _weighing(look: PlanningSession, refused: list[Rejection]) -> Weighing:
     return Weighing(layouts=look.layouts, codecs=[*_codecs(look, refused)])
 
 
 def _ways(
     weighing: Weighing,
-    look: Look,
-    refused: list[Refusal],
-    may_pay: Callable[[CodedWay], bool],
-) -> list[CodedWay]:
+    look: PlanningSession,
+    refused: list[Rejection],
+    may_pay: Callable[[CompressedCandidate], bool],
+) -> list[CompressedCandidate]:
     """The fastest first, and made gentler where they may pay; what cannot be is told."""
     if not weighing.codecs:
         return []
     look.request.on_progress("weighing gradients in codes")
     found, cannot = weighing.fastest(thoroughly=True)
     found = [weighing.gentler(way) if may_pay(way) else way for way in found]
-    refused += (replace(refusal, left=Left.NEVER) for refusal in cannot)
+    refused += (replace(refusal, left=Remaining.NEVER) for refusal in cannot)
     return sorted(found, key=lambda way: way.seconds)
 
 
-def _too_little(look: Look, gain: float, plain: Prediction) -> str | None:
+def _too_little(look: PlanningSession, gain: float, plain: Prediction) -> str | None:
     """Why this is not faster by enough than the exact plan; None where it is."""
     step, waits = _seconds(plain), plain.quad.exposed_communication_seconds.value
     if gain <= 0:
@@ -221,13 +224,13 @@ def _too_little(look: Look, gain: float, plain: Prediction) -> str | None:
 
 def _tried(
     weighing: Weighing,
-    lossy: Lossy,
+    lossy: LossyPlanner,
     budget: Budget,
-    way: CodedWay,
+    way: CompressedCandidate,
     plain: Prediction,
     *,
     best: Prediction,
-) -> tuple[Found, Prediction] | str:
+) -> tuple[SearchResult, Prediction] | str:
     """The plan with all that the budget needs besides, as it runs, and probed; or why it is not
     taken."""
     look, limit, asked = lossy.look, budget.memory_bytes, budget
@@ -262,7 +265,7 @@ def _tried(
 
 
 def _drift_within(
-    lossy: Lossy, budget: Budget, rules: Sequence[Rule], program: Program
+    lossy: LossyPlanner, budget: Budget, rules: Sequence[Rule], program: Program
 ) -> Drift | str:
     """Of this plan, as far as can be seen; or why the budget does not allow it."""
     seen = lossy.drift_of(rules, program, budget.accuracy_loss)
@@ -271,7 +274,7 @@ def _drift_within(
     return seen if seen.keeps(budget.accuracy_loss) else beyond(seen, budget.accuracy_loss)
 
 
-def most_in_milder(look: Look, rules: Sequence[Rule], program: Program) -> int:
+def most_in_milder(look: PlanningSession, rules: Sequence[Rule], program: Program) -> int:
     """What a step takes in codes that lose less, or, as the first steps, in none beside the room
     for what codes hold back: training may come to go on so."""
     inputs = program.graph.inputs()
@@ -280,7 +283,7 @@ def most_in_milder(look: Look, rules: Sequence[Rule], program: Program) -> int:
     return max([_peak_bytes(look, exact) + held, *(_peak_bytes(look, c) for c in coded[1:])])
 
 
-def _peak_bytes(look: Look, rules: Sequence[Rule]) -> int:
+def _peak_bytes(look: PlanningSession, rules: Sequence[Rule]) -> int:
     program = look.struck(rules)
     if look.request.runner == "inductor":
         return look.priced(program).peak.nbytes

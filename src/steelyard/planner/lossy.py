@@ -16,18 +16,18 @@ from steelyard import _torch
 from steelyard.comm.devices import home_of
 from steelyard.errors import Infeasible
 from steelyard.ir.gradient_codec import CODE_TRADES
-from steelyard.ir.parallel_layout import LAYOUT_TRADES, Layout
+from steelyard.ir.parallel_layout import LAYOUT_TRADES, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, Spot, matching, spot_of
+from steelyard.ir.rule import CallSite, Rule, matching, spot_of
 from steelyard.measure.device_memory import free_bytes
 from steelyard.planner.accuracy_probe import MORE_STEPS, STEPS, coding_errors, drift, losses
-from steelyard.planner.session import Look
+from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import Drift, beyond
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction
-from steelyard.plans.trade import Left, Refusal
+from steelyard.plans.trade import Rejection, Remaining
 from steelyard.predict import peak_bytes
-from steelyard.search import Found, Search
+from steelyard.search import SearchResult, StepSearch
 from steelyard.units import format_bytes
 
 QUANTISE = "quantise"
@@ -41,17 +41,17 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 
 @dataclass(kw_only=True, eq=False)
-class Lossy:
+class LossyPlanner:
     """The plans of one step where accuracy may be lost; what was measured is kept."""
 
-    look: Look
-    _searches: dict[frozenset[Spot], Search] = field(default_factory=dict)
+    look: PlanningSession
+    _searches: dict[frozenset[CallSite], StepSearch] = field(default_factory=dict)
     _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
     # Of steps in which nothing is in few bits; several plans may be held against the same.
     _losses: dict[tuple[Rule, ...], list[float]] = field(default_factory=dict)
-    _answered: dict[Budget, Search] = field(default_factory=dict)
+    _answered: dict[Budget, StepSearch] = field(default_factory=dict)
 
-    def find(self, budget: Budget) -> tuple[Found, Prediction]:
+    def find(self, budget: Budget) -> tuple[SearchResult, Prediction]:
         """The fastest plan whose drift was seen to be within the budget."""
         barred = self._why_no_need(budget) or self.why_not_probed()
         if barred:
@@ -59,7 +59,7 @@ class Lossy:
         found, predicted = self._probed(budget)
         return self._told(found), predicted
 
-    def search_for(self, budget: Budget) -> Search:
+    def search_for(self, budget: Budget) -> StepSearch:
         """The search that answered this."""
         return self._answered.get(budget, self.look.search)
 
@@ -91,7 +91,7 @@ class Lossy:
         key = tuple(sorted(rules))
         if key not in self._drifts or len(self._drifts[key].shares) < steps:
             layout = program.layout
-            if layout != Layout(batch=layout.batch, shares=layout.shares):
+            if layout != ParallelLayout(batch=layout.batch, shares=layout.shares):
                 return "only ranks that share the batch, and nothing else, are probed"
             exact = self._exact_twin(rules)
             peaks = (peak_bytes(p, self.look.prices.costs) for p in (program, exact))
@@ -122,7 +122,7 @@ class Lossy:
         """The plan without its 8 bits, or, to the same bits in less memory, with all that can be
         computed again instead of what waits elsewhere."""
         kept = _kept(rules)
-        if len(kept) < len(rules) and Layout.of(rules).num_ranks > 1:
+        if len(kept) < len(rules) and ParallelLayout.of(rules).num_ranks > 1:
             return self.look.struck(kept)
         before = [r for r in kept if r.trade != "recompute"]
         again = self.look.recomputed(before)
@@ -137,7 +137,7 @@ class Lossy:
             return "is lossy, and the step fits without it"
         return ""
 
-    def _probed(self, budget: Budget) -> tuple[Found, Prediction]:
+    def _probed(self, budget: Budget) -> tuple[SearchResult, Prediction]:
         errors = self._errors
         allowed = frozenset(spot for spot, error in errors.items() if error <= _MOST_ERROR)
         barred = f"no value is within {_MOST_ERROR:.0%} of itself in 8 bits"
@@ -165,12 +165,12 @@ class Lossy:
             allowed = frozenset(spot for spot in allowed if errors[spot] < bound)
         return self._exactly(budget, barred)
 
-    def _exactly(self, budget: Budget, barred: str) -> tuple[Found, Prediction]:
+    def _exactly(self, budget: Budget, barred: str) -> tuple[SearchResult, Prediction]:
         self._answered[budget] = self.look.search
         found = self.look.search.find(budget, barred=barred)
         return found, found.prediction
 
-    def _at_best(self, search: Search, budget: Budget) -> Found:
+    def _at_best(self, search: StepSearch, budget: Budget) -> SearchResult:
         """An exact plan is taken where it is no slower.
 
         Beside 8 bits, what is compared or sorted is not computed again, and the same number of
@@ -191,18 +191,18 @@ class Lossy:
             return found
         return min((exact, found), key=lambda f: f.prediction.quad.step_seconds.value)
 
-    def _search(self, allowed: frozenset[Spot]) -> Search:
+    def _search(self, allowed: frozenset[CallSite]) -> StepSearch:
         if allowed not in self._searches:
             self._searches[allowed] = self.look.searching(lossy=allowed)
         return self._searches[allowed]
 
-    def _spots(self, program: Program) -> list[Spot]:
+    def _spots(self, program: Program) -> list[CallSite]:
         graph = program.graph
         spots = (spot_of(graph, graph.by_name[value]) for value in program.coded)
         return [spot for spot in spots if spot is not None]
 
     @cached_property
-    def _errors(self) -> dict[Spot, float]:
+    def _errors(self) -> dict[CallSite, float]:
         """By where it is made: what each value that could be kept in 8 bits would lose."""
         look = self.look
         look.request.on_progress("measuring what 8 bits lose")
@@ -218,15 +218,18 @@ class Lossy:
             if spot is not None
         }
 
-    def _told(self, found: Found) -> Found:
+    def _told(self, found: SearchResult) -> SearchResult:
         """With the values that are too far from themselves."""
         bad: dict[str, list[float]] = defaultdict(list)
         for spot, error in sorted(self._errors.items(), key=lambda e: str(e[0])):
             if error > _MOST_ERROR:
                 bad[spot.op].append(error)
         refusals = (
-            Refusal(
-                trade=QUANTISE, label=f"{op} ({len(lost)})", reason=_too_far(lost), left=Left.NEVER
+            Rejection(
+                trade=QUANTISE,
+                label=f"{op} ({len(lost)})",
+                reason=_too_far(lost),
+                left=Remaining.NEVER,
             )
             for op, lost in bad.items()
         )

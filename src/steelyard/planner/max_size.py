@@ -9,7 +9,7 @@ from dataclasses import replace
 from steelyard.capture.batch.resizing import impossible, sizes_of
 from steelyard.errors import BudgetError, CaptureRefused, Infeasible
 from steelyard.planner.planner import Planner
-from steelyard.planner.session import Look, Request
+from steelyard.planner.session import PlanningSession, PlanRequest
 from steelyard.plans.budget import Maximize
 from steelyard.plans.plan import Plan
 from steelyard.trades import TRADES
@@ -22,7 +22,7 @@ _MOST_TIMES = 1 << 12
 IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
 
 
-def largest(request: Request, maximize: Maximize) -> tuple[Planner, Plan]:
+def largest(request: PlanRequest, maximize: Maximize) -> tuple[Planner, Plan]:
     """The planner of the largest step and its plan: that was planned, and the next size was not
     feasible. Nothing is extrapolated."""
     if request.budget.memory_bytes is None:
@@ -52,14 +52,14 @@ class _Attempts:
     memory. Of those that fit, the last is the largest, and the only one that is planned.
     """
 
-    def __init__(self, request: Request, maximize: Maximize) -> None:
+    def __init__(self, request: PlanRequest, maximize: Maximize) -> None:
         self._request = replace(request, trades=IN_ONE_PIECE)
         self._sizes = sizes_of(request.batch, maximize)
         self._maximize = maximize
         self._least: dict[int, int] = {}
         self.now = self._sizes.now
         self.why: dict[int, str] = {}
-        self._fitting: Look | None = None
+        self._fitting: PlanningSession | None = None
 
     def bracket(self) -> tuple[int, int]:
         """A size that fits (0: none known) and a larger one that does not."""
@@ -70,7 +70,7 @@ class _Attempts:
             low, high = high, max(self.guess(high, high * 8), high * 2)
         return low, high
 
-    def fitting(self) -> Look:
+    def fitting(self) -> PlanningSession:
         """The largest step that fits."""
         assert self._fitting is not None, "a size fits, or nothing_fits is raised"
         return self._fitting

@@ -43,8 +43,8 @@ from steelyard.measure.links.worker import (
     work_until,
 )
 from steelyard.predict.rank_subsets import PARTS_OF_CORES
-from steelyard.run.launch.coordination import Together
-from steelyard.run.launch.environment import Who, who_am_i
+from steelyard.run.launch.coordination import Coordinator
+from steelyard.run.launch.environment import RankInfo, who_am_i
 from steelyard.run.launch.rendezvous import joined, meeting_place
 from steelyard.run.launch.status_reporter import told_by_itself
 from steelyard.safe_text import printable
@@ -65,10 +65,10 @@ _MOST_TOLD_BYTES, _MOST_PIECES = 256 << 20, 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class HostRendezvous:
     """Of all ranks, as many on each host; rank ``planner`` measures and plans."""
 
-    who: Who
+    who: RankInfo
     store: Store
     planner: int = 0
     # Kinds of device on which it is known what joins them.
@@ -246,7 +246,7 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterator[Meeting]:
+def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterator[HostRendezvous]:
     """All that were started together; ``asked`` is the same on all, and so are ``speeds``, where
     somebody says how fast each computes. The fastest measures and plans."""
     who = who_am_i(os.environ)
@@ -271,7 +271,7 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
         # Speeds of another number of ranks are refused by whoever plans.
         said = speeds if len(speeds) == who.size else _quick_speeds(who)
         planner = planner_of(said, each=who.size // who.hosts)
-    yield Meeting(who=who, store=store, planner=planner)
+    yield HostRendezvous(who=who, store=store, planner=planner)
 
 
 def planner_of(speeds: Sequence[float], *, each: int) -> int:
@@ -281,14 +281,14 @@ def planner_of(speeds: Sequence[float], *, each: int) -> int:
     return fastest if speeds[0] < (1 - ALIKE_SHARE) * speeds[fastest] else 0
 
 
-def _quick_speeds(who: Who) -> list[float]:
+def _quick_speeds(who: RankInfo) -> list[float]:
     """How much of some work each rank does in a second, while all do it."""
     with torch.no_grad(), on_own_cores(who):
         seconds = quick_product_seconds(who.size // who.hosts)
     return gathered(1 / seconds, float)
 
 
-def know_hosts(who: Who, home: torch.device) -> None:
+def know_hosts(who: RankInfo, home: torch.device) -> None:
     """Within a group of as many ranks on each host: what joins them is measured from where a step
     lies, unless all remember it of just these hosts and it is as it was."""
     cache, hosts = CostCache(), who.hosts
@@ -320,7 +320,7 @@ def own_device(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device())
 
 
-def words_of_gpu(home: torch.device, who: Who) -> dict[str, str]:
+def words_of_gpu(home: torch.device, who: RankInfo) -> dict[str, str]:
     """What has to be alike on all hosts: one of another kind would take other times, and hold
     less."""
     if home.type == "cpu":
@@ -329,7 +329,7 @@ def words_of_gpu(home: torch.device, who: Who) -> dict[str, str]:
     return {"kind of device": f"{torch.cuda.get_device_properties(home).name}{many}"}
 
 
-def check_neighbours(who: Who) -> None:
+def check_neighbours(who: RankInfo) -> None:
     """All say the same of it: nobody waits for one that has gone."""
     each = who.size // who.hosts
     found = gathered((who.local_rank, os.sched_getaffinity(0)), tuple[int, set[int]])
@@ -350,7 +350,7 @@ def check_neighbours(who: Who) -> None:
 
 
 @contextlib.contextmanager
-def on_own_cores(who: Who) -> Iterator[None]:
+def on_own_cores(who: RankInfo) -> Iterator[None]:
     """Within it this process does not wander over those of the other ranks of its host."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     keep_to_cores_of(who)
@@ -361,7 +361,7 @@ def on_own_cores(who: Who) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def keep_to_cores_of(who: Who) -> None:
+def keep_to_cores_of(who: RankInfo) -> None:
     """Ranks of one machine that wander over all of its cores get in each other's way."""
     each_host = max(1, who.size // who.hosts)
     part, parts = who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host))
@@ -410,7 +410,7 @@ def _no_plan() -> RankFailed:
     )
 
 
-def check_seen_by_all(folder: Path, together: Together) -> None:
+def check_seen_by_all(folder: Path, together: Coordinator) -> None:
     """One rank saves, and all go on from what it saved: the folder has to be one that all see."""
     mark, failure = "", ""
     if together.saves:

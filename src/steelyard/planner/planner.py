@@ -11,7 +11,7 @@ from functools import cached_property
 from steelyard.capture.batch.splitting import batch_size
 from steelyard.comm.devices import home_of
 from steelyard.errors import Mismatch
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.planner.batch_notes import batch_held, rounded_in_parts
@@ -19,15 +19,15 @@ from steelyard.planner.compatibility import other_than_planned
 from steelyard.planner.compiled import find_lowered, lowered_frontier
 from steelyard.planner.eager_note import note_beyond_eager
 from steelyard.planner.gradient_compression import note_on_accuracy, untried, with_codes
-from steelyard.planner.lossy import Lossy
+from steelyard.planner.lossy import LossyPlanner
 from steelyard.planner.optimizer_note import note_on_state
-from steelyard.planner.session import Look
+from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import beyond
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Decisions, Plan, Prediction
 from steelyard.predict import slowdown
 from steelyard.safe_text import printable
-from steelyard.search import ALLOWS_NONE, Floor, Found, Pipelines, Search
+from steelyard.search import ALLOWS_NONE, Floor, PipelineSearch, SearchResult, StepSearch
 from steelyard.units import format_bytes
 
 _NO_PROBE = "is not probed on several ranks"
@@ -36,13 +36,13 @@ _NO_PROBE = "is not probed on several ranks"
 class Planner:
     """Plans one step within any budget; what was searched and probed is kept."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: PlanningSession) -> None:
         self.look = look
 
     @cached_property
-    def lossy(self) -> Lossy:
+    def lossy(self) -> LossyPlanner:
         """The plans that may lose accuracy."""
-        return Lossy(look=self.look)
+        return LossyPlanner(look=self.look)
 
     def plan(self, budget: Budget) -> Plan:
         """The fastest plan within the budget, with its reasons."""
@@ -84,7 +84,7 @@ class Planner:
         look.prices.rest()
         return plan
 
-    def find(self, budget: Budget) -> tuple[Found, Prediction]:
+    def find(self, budget: Budget) -> tuple[SearchResult, Prediction]:
         """The fastest plan whose program, as its runner runs it, stays within the budget."""
         look = self.look
         request = look.request
@@ -114,7 +114,7 @@ class Planner:
         search = self._search_for(plan.decisions)
         search.explore_all()
         if look.request.runner == "inductor":
-            assert isinstance(search, Search), "stages are run by generated Python"
+            assert isinstance(search, StepSearch), "stages are run by generated Python"
             curve = lowered_frontier(look, search)
         elif plan.frontier:
             return self.plan(plan.decisions.budget)
@@ -128,7 +128,7 @@ class Planner:
         look = self.look
         program = look.struck(decisions.rules)
         predicted, lost = self._predicted(decisions, program)
-        used = decisions.ranks_used(Layout.of(decisions.rules).num_ranks)
+        used = decisions.ranks_used(ParallelLayout.of(decisions.rules).num_ranks)
         home = home_of(look.source.model)
         others = other_than_planned(look.made_for(), decisions.made_for, home, used=used)
         notes = [
@@ -172,7 +172,7 @@ class Planner:
             notes=stored.notes,
         )
 
-    def _search_for(self, decisions: Decisions) -> Search | Pipelines:
+    def _search_for(self, decisions: Decisions) -> StepSearch | PipelineSearch:
         """The search that these decisions are from."""
         if self.look.request.cluster.num_devices > 1:
             return self.look.layouts.search_by(decisions.rules)
@@ -197,7 +197,7 @@ class Planner:
         return replace(predicted, quad=quad), notes
 
     def _batch_notes(self, rules: Sequence[Rule]) -> Iterator[str]:
-        yield from batch_held(Layout.of(rules), batch_size(self.look.source.batch) or 1)
+        yield from batch_held(ParallelLayout.of(rules), batch_size(self.look.source.batch) or 1)
         yield from rounded_in_parts(rules, self.look.base.graph)
 
     def _state_notes(
@@ -211,7 +211,7 @@ class Planner:
         )
 
     def _title(self, rules: Sequence[Rule]) -> str:
-        ranks = Layout.of(rules).num_ranks
+        ranks = ParallelLayout.of(rules).num_ranks
         among = f", {ranks} ranks" if ranks > 1 else ""
         shapes = ", ".join("x".join(map(str, e.shape)) for e in self.look.source.entries()[:1])
         return f"{self.look.request.title}, batch {shapes}{among}"

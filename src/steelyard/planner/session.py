@@ -13,40 +13,40 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.devices import home_of
 from steelyard.errors import Mismatch
-from steelyard.hardware.cluster import Cluster, Far
+from steelyard.hardware.cluster import Cluster, OffloadTier
 from steelyard.hardware.device import Device
 from steelyard.hardware.host_os import memory_bytes
 from steelyard.hardware.link import Link
 from steelyard.ir.graph import Graph, Role
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.optimizer_update import update_digest
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import FAR_TRADES, Rule, Spot, matching, to_rules
+from steelyard.ir.rule import FAR_TRADES, CallSite, Rule, matching, to_rules
 from steelyard.measure.cache import CostCache
 from steelyard.measure.malloc import keep_what_is_freed
 from steelyard.offload.optimizer_state import why_uncut, why_undivided
 from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
-from steelyard.planner.cost_provider import PricedSource, Prices, Pricing, Progress, dims_of
+from steelyard.planner.cost_provider import CostProvider, LazyCosts, PricedSource, Progress, dims_of
 from steelyard.planner.local_cluster import cluster_at
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import MadeFor, Prediction
+from steelyard.plans.plan import Prediction, Target
 from steelyard.plans.plan_check import DECOMPOSITIONS
 from steelyard.plans.trade import Trade, strike_on_ranks
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.missing_flops import notes_on_uncounted, refuse_uncounted
 from steelyard.run.compiled.lower import compiled, lower
-from steelyard.run.compiled.recorder import Kernel
+from steelyard.run.compiled.recorder import GeneratedKernel
 from steelyard.run.model_guards import ModelWatch
 from steelyard.run.sharded_model.tensors import why_unparted
-from steelyard.search import Floor, Layouts, Search
+from steelyard.search import Floor, LayoutSearch, StepSearch
 from steelyard.search.ranks.slow_link_note import note_on_links
 from steelyard.trades import TRADES
 
@@ -54,7 +54,7 @@ Runner = Literal["python", "inductor"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
+class PlanRequest:
     """What the user asked for."""
 
     model: nn.Module
@@ -69,7 +69,9 @@ class Request:
     decomposition: str = ""
     trades: tuple[Trade, ...] = TRADES
 
-    def looked_at(self, *, within: Budget | None = None, is_priced: bool = True) -> "Look":
+    def looked_at(
+        self, *, within: Budget | None = None, is_priced: bool = True
+    ) -> "PlanningSession":
         """Capture the step and, if it ``is_priced``, measure its operators where its tensors lie.
 
         A budget to stay ``within`` is held against what stays for the whole step before anything
@@ -89,9 +91,9 @@ class Request:
             budget, ranks=self.cluster.num_devices, far_bytes=0 if far is None else far.size_bytes
         )
 
-    def _captured(self, home: torch.device, within: Budget) -> "Look":
+    def _captured(self, home: torch.device, within: Budget) -> "PlanningSession":
         self.on_progress("capturing the step")
-        source = StepSource(
+        source = CapturedStep(
             model=self.model,
             loss=self.loss,
             batch=self.batch,
@@ -112,23 +114,23 @@ class Request:
         if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
             keep_what_is_freed()
 
-        def measured() -> Prices:
-            prices = Prices(self.cluster, on_progress=self.on_progress, home=home)
+        def measured() -> CostProvider:
+            prices = CostProvider(self.cluster, on_progress=self.on_progress, home=home)
             prices.know(graph, may_lack=True)
             if update is not None:
                 prices.know(update.graph, may_lack=True)
             return prices
 
-        def check(prices: Prices) -> None:
+        def check(prices: CostProvider) -> None:
             prices.know(graph)
             if update is not None:
                 assert self.optimizer is not None
                 prices.know_update(self.optimizer, update)
             prices.check(source, base)
 
-        pricing = Pricing(measured, check=check)
+        pricing = LazyCosts(measured, check=check)
         watch = None if source.is_imagined else ModelWatch(self.model, source.captured().constants)
-        return Look(request=self, source=source, base=base, pricing=pricing, watch=watch)
+        return PlanningSession(request=self, source=source, base=base, pricing=pricing, watch=watch)
 
     def _with_reasons(self, update: Program) -> Program:
         """The optimizer's step with the reasons why it is carried out whole, where it is."""
@@ -168,20 +170,20 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Look:
+class PlanningSession:
     """The step as captured and priced: all that planning needs to know.
 
     ``watch`` remembers the model as it was captured; None where it is only imagined.
     """
 
-    request: Request
-    source: StepSource
+    request: PlanRequest
+    source: CapturedStep
     base: Program
-    pricing: Pricing
+    pricing: LazyCosts
     watch: ModelWatch | None
 
     @property
-    def prices(self) -> Prices:
+    def prices(self) -> CostProvider:
         """The prices of the step's operators, held against a whole step where one can be run."""
         return self.pricing.checked
 
@@ -193,15 +195,15 @@ class Look:
         return said if is_known else self.prices.cluster
 
     @cached_property
-    def search(self) -> Search:
+    def search(self) -> StepSearch:
         """Explored once, asked for any budget; its memory is that of generated Python."""
         return self.searching()
 
     @cached_property
-    def layouts(self) -> Layouts:
+    def layouts(self) -> LayoutSearch:
         """On as many of the ranks as is fastest."""
         cluster = self.request.cluster
-        return Layouts(
+        return LayoutSearch(
             self.base,
             trades=self.request.trades,
             source=self._priced_source,
@@ -212,10 +214,10 @@ class Look:
         )
 
     def searching(
-        self, *, lossy: frozenset[Spot] = frozenset(), layout: tuple[Rule, ...] = ()
-    ) -> Search:
+        self, *, lossy: frozenset[CallSite] = frozenset(), layout: tuple[Rule, ...] = ()
+    ) -> StepSearch:
         """``lossy`` are the values that may lose accuracy, ``layout`` where the step lies."""
-        return Search(
+        return StepSearch(
             self.base,
             trades=self.request.trades,
             source=self._priced_source,
@@ -232,12 +234,12 @@ class Look:
 
     def struck_unpriced(self, rules: Sequence[Rule]) -> Program:
         """The program after these rules, of which nothing is measured."""
-        layout = Layout.of(rules)
+        layout = ParallelLayout.of(rules)
         _refuse_unlike_stages(layout, self.cluster.devices)
         return strike_on_ranks(self.base, rules, trades=TRADES, source=self.source)
 
     def struck(self, rules: Sequence[Rule]) -> Program:
-        layout = Layout.of(rules)
+        layout = ParallelLayout.of(rules)
         _refuse_unlike_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
         program = strike_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
         if program.coded:
@@ -253,13 +255,13 @@ class Look:
         values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
         return self.struck((*rules, *to_rules(program.graph, values, trade=trade.name)))
 
-    def far_for(self, rules: Sequence[Rule]) -> Far | None:
+    def far_for(self, rules: Sequence[Rule]) -> OffloadTier | None:
         """The far memory that these rules move values to."""
         return self.request.cluster.far if any(r.trade in FAR_TRADES for r in rules) else None
 
     def used_ranks(self, rules: Sequence[Rule]) -> tuple[int, ...]:
         """The ranks that a step by these rules lies on; empty where they are simply the first."""
-        ranks = Layout.of(rules).num_ranks
+        ranks = ParallelLayout.of(rules).num_ranks
         subset = self.prices.costs.subsets.get(ranks)
         used = subset.ranks if subset is not None else ()
         return used if used != tuple(range(ranks)) else ()
@@ -269,7 +271,7 @@ class Look:
         ``seconds`` as planned."""
         each = self.request.cluster.ranks_of_a_host
 
-        def hosts_of(layout: Layout) -> frozenset[int]:
+        def hosts_of(layout: ParallelLayout) -> frozenset[int]:
             subset = self.prices.costs.subsets.get(layout.num_ranks)
             ranks = subset.ranks if subset is not None else range(layout.num_ranks)
             return frozenset(rank // each for rank in ranks)
@@ -279,27 +281,27 @@ class Look:
             ways = (way for layout in allowed for way in self.layouts.ways.of(layout))
             return min((way.seconds for way in ways), default=None)
 
-        used = hosts_of(Layout.of(rules))
+        used = hosts_of(ParallelLayout.of(rules))
         return note_on_links(self.prices.host_rates, used, seconds, least)
 
-    def over(self, link: Link) -> "Look":
+    def over(self, link: Link) -> "PlanningSession":
         """The same step on ranks that another link joins."""
         return self._at(self.prices.over(link))
 
-    def settled(self) -> "Look":
+    def settled(self) -> "PlanningSession":
         """The same, where nothing is measured any more and nobody is told of progress."""
         quiet = replace(self.request, on_progress=lambda _: None)
         return replace(self, request=quiet)._at(self.prices.settled())
 
-    def _at(self, prices: Prices) -> "Look":
+    def _at(self, prices: CostProvider) -> "PlanningSession":
         """At other prices; what it took to find out how ranks may lie is not done again."""
-        other = replace(self, pricing=Pricing(lambda: prices))
+        other = replace(self, pricing=LazyCosts(lambda: prices))
         if "layouts" in self.__dict__:
             other.__dict__["layouts"] = self.layouts.over(prices.costs, other._priced_source)
         return other
 
-    def made_for(self) -> MadeFor:
-        return MadeFor(
+    def made_for(self) -> Target:
+        return Target(
             model=self.base.graph.model_fingerprint,
             graph=self.base.graph.fingerprint,
             decomposition=self.base.graph.decomposition,
@@ -335,7 +337,7 @@ class Look:
         return predict(lowered, self.costs)
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> CostTable:
         """The price list of what runs."""
         is_compiled = self.request.runner == "inductor"
         return self.prices.compiled_costs if is_compiled else self.prices.costs
@@ -351,7 +353,7 @@ class Look:
         """What the runner makes of a program: Inductor makes another one."""
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
-            kernels: dict[str, Kernel] = {}
+            kernels: dict[str, GeneratedKernel] = {}
             with self.prices.as_a_rank():  # its threads are in what Inductor writes
                 program = lower(program, kernels)
 
@@ -398,7 +400,7 @@ class Look:
         return tuple(found)
 
 
-def _refuse_unlike_stages(layout: Layout, devices: Sequence[Device]) -> None:
+def _refuse_unlike_stages(layout: ParallelLayout, devices: Sequence[Device]) -> None:
     """Of a plan from a file; none is made so."""
     ranks = layout.num_ranks
     if layout.pipeline > 1 and len({*devices[:ranks]}) > 1:

@@ -8,16 +8,18 @@ from pathlib import Path
 
 from steelyard.errors import PlanFileError
 from steelyard.ir.program import Program
-from steelyard.planner.session import Look
+from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Decisions, Plan
 from steelyard.plans.prediction_file import explanation_path, read_plan
 from steelyard.predict import peak_bytes
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.report.document import tree_of
 from steelyard.search import Floor
 
 
-def stored_plan(path: Path, decisions: Decisions, look: Look, program: Program) -> Plan | str:
+def stored_plan(
+    path: Path, decisions: Decisions, look: PlanningSession, program: Program
+) -> Plan | str:
     """The plan as it was predicted before, or the reason why it has to be predicted anew.
 
     Whoever can write the file could make a plan look smaller than it is. So the peak is held
@@ -41,7 +43,7 @@ def stored_plan(path: Path, decisions: Decisions, look: Look, program: Program) 
     return plan
 
 
-def _least_bytes(look: Look, program: Program) -> int:
+def _least_bytes(look: PlanningSession, program: Program) -> int:
     """Bytes that the program holds at its peak, but for the workspace of kernels, which only a
     measurement tells. A compiler may hold less than what was captured, and a stage of a pipeline
     only its own part."""
@@ -50,4 +52,4 @@ def _least_bytes(look: Look, program: Program) -> int:
         return Floor.of(look.base).least_bytes(
             ranks=program.layout.num_ranks, far_bytes=0 if far is None else far.size_bytes
         )
-    return peak_bytes(program, Costs(device=look.cluster.fastest))
+    return peak_bytes(program, CostTable(device=look.cluster.fastest))

@@ -13,7 +13,7 @@ PIECES = "pieces on their way to far memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class LiveTensor:
     """Storages that are alive together, made by one operator of one module."""
 
     nbytes: int
@@ -24,13 +24,13 @@ class Holding:
     role: Role
 
     @classmethod
-    def of(cls, nbytes: int, what: str, role: Role) -> "Holding":
+    def of(cls, nbytes: int, what: str, role: Role) -> "LiveTensor":
         """What no single operator made."""
         return cls(nbytes=nbytes, what=what, path="", line="", phase=Phase.FORWARD, role=role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class PeakMemory:
     """The line of the step at which most is alive, and what is, largest first.
 
     ``resident_bytes`` (parameters, buffers, batch, optimizer state) are part of ``nbytes``.
@@ -43,7 +43,7 @@ class Peak:
     path: str
     line: str
     phase: Phase
-    alive: tuple[Holding, ...]
+    alive: tuple[LiveTensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from steelyard.hardware.cluster import Far
-from steelyard.ir.metrics import EXACT, Estimate, Quad
+from steelyard.hardware.cluster import OffloadTier
+from steelyard.ir.metrics import EXACT, Estimate, Metrics
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.peak_memory import Peak, Timeline
-from steelyard.plans.trade import Refusal
+from steelyard.plans.peak_memory import PeakMemory, Timeline
+from steelyard.plans.trade import Rejection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class BatchEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MadeFor:
+class Target:
     """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, as many
     on each of its ``hosts``, and ``speeds`` how fast each of them computes beside the fastest,
     where they are not equal. ``declared`` describes the declared cluster that was planned for;
@@ -61,10 +61,10 @@ class Decisions:
     ``made_for`` that the step lies on, where these are not simply the first ones.
     """
 
-    made_for: MadeFor
+    made_for: Target
     budget: Budget
     rules: tuple[Rule, ...] = ()
-    far: Far | None = None
+    far: OffloadTier | None = None
     used_ranks: tuple[int, ...] = ()
 
     def ranks_used(self, num_ranks: int) -> Sequence[int]:
@@ -100,14 +100,14 @@ class Decisions:
 class Prediction:
     """One program, priced: the four amounts, the peak behind the second, the step drawn out."""
 
-    quad: Quad
-    peak: Peak
+    quad: Metrics
+    peak: PeakMemory
     flops: int
     timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class SelectedTrade:
     """An offer that was struck: what it pays and buys beside the plan without it.
 
     ``buys_seconds`` are of computation where it buys any; of codes, of waiting for others.
@@ -160,8 +160,8 @@ class Plan:
     before: Prediction
     unplanned: Prediction
     predicted: Prediction
-    taken: tuple[Taken, ...] = ()
-    refused: tuple[Refusal, ...] = ()
+    taken: tuple[SelectedTrade, ...] = ()
+    refused: tuple[Rejection, ...] = ()
     num_offers: int = 0
     frontier: tuple[FrontierPoint, ...] = ()
     next_cent: NextCent | None = None

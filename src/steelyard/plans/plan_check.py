@@ -9,7 +9,7 @@ from pathlib import Path
 from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import Cluster, most_ranks_here
 from steelyard.hardware.host_os import num_cores
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.plans.plan import Decisions
 from steelyard.safe_text import printable
 
@@ -32,7 +32,7 @@ def check_file(path: str | Path, decisions: Decisions) -> None:
             expected=" or ".join(DECOMPOSITIONS[made_for.runner]),
             remedy="plan again with this version",
         )
-    ranks = Layout.of(decisions.rules).num_ranks
+    ranks = ParallelLayout.of(decisions.rules).num_ranks
     if ranks > made_for.ranks:
         raise Mismatch(
             f"{path} lies on {ranks} ranks, and is made for {made_for.ranks}",
@@ -51,7 +51,7 @@ def check_startable(path: str | Path, decisions: Decisions) -> None:
     """Refuse, before any process is started, a plan that this machine cannot have the ranks of."""
     check_file(path, decisions)
     made_for, name = decisions.made_for, printable(str(path))
-    ranks = Layout.of(decisions.rules).num_ranks
+    ranks = ParallelLayout.of(decisions.rules).num_ranks
     hosts, most = made_for.hosts_of(ranks), most_ranks_here()
     each = -(-ranks // hosts)
     if each > most:
@@ -74,7 +74,7 @@ def cluster_for(decisions: Decisions) -> Cluster:
     ranks = made_for.ranks
     if made_for.hosts > 1:
         # Only the hosts that the plan lies on have met.
-        ranks = Layout.of(decisions.rules).num_ranks
+        ranks = ParallelLayout.of(decisions.rules).num_ranks
     hosts = made_for.hosts_of(ranks)
     here = Cluster.here(ranks=ranks, hosts=hosts, far=decisions.far)
     if made_for.speeds:

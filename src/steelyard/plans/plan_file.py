@@ -15,11 +15,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from steelyard.hardware.cluster import Far
-from steelyard.ir.parallel_layout import Layout
+from steelyard.hardware.cluster import OffloadTier
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import FAR_TRADES, Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import BatchEntry, Decisions, MadeFor
+from steelyard.plans.plan import BatchEntry, Decisions, Target
 from steelyard.safe_files import (
     STRICT,
     problems_of,
@@ -293,7 +293,7 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
     if made_for.ranks % made_for.hosts:
         said = f"{made_for.ranks} ranks on {made_for.hosts} hosts"
         raise refusal(source, [f"is made for {said}, which are not as many on each"])
-    if problem := _ill_used(head.used_ranks, made_for, Layout.of(rules).num_ranks):
+    if problem := _ill_used(head.used_ranks, made_for, ParallelLayout.of(rules).num_ranks):
         raise refusal(source, [problem])
     moving = next((rule.trade for rule in rules if rule.trade in FAR_TRADES), "")
     if head.far is None and moving:
@@ -307,7 +307,7 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
     )
 
 
-def _ill_used(used: list[int], made_for: MadeFor, num_ranks: int) -> str:
+def _ill_used(used: list[int], made_for: Target, num_ranks: int) -> str:
     """Empty where these are as many of the ranks as the rules lie on, of whole hosts."""
     if not used:
         return ""
@@ -397,8 +397,8 @@ class _MadeFor(BaseModel):
     declared: Annotated[str, Field(max_length=200)] = ""
     batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
 
-    def value(self) -> MadeFor:
-        return MadeFor(
+    def value(self) -> Target:
+        return Target(
             model=self.model,
             graph=self.graph,
             decomposition=self.decomposition,
@@ -446,8 +446,8 @@ class _Far(BaseModel):
     rate: Annotated[float, _written(parse_rate, "rate"), _Positive]
     size: _Bytes
 
-    def value(self) -> Far:
-        return Far(self.folder, rate=self.rate, size=self.size)
+    def value(self) -> OffloadTier:
+        return OffloadTier(self.folder, rate=self.rate, size=self.size)
 
 
 class _Head(BaseModel):

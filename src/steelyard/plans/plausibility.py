@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from itertools import islice
 
-from steelyard.ir.metrics import Estimate, Quad
+from steelyard.ir.metrics import Estimate, Metrics
 from steelyard.plans.accuracy import is_word
-from steelyard.plans.peak_memory import Peak, Timeline
+from steelyard.plans.peak_memory import PeakMemory, Timeline
 from steelyard.plans.plan import FrontierPoint, Plan, Prediction
-from steelyard.plans.receipt import Measured
-from steelyard.plans.trade import Left
+from steelyard.plans.receipt import RunMeasurement
+from steelyard.plans.trade import Remaining
 from steelyard.safe_files import where
 from steelyard.units import format_bytes, format_seconds
 
@@ -40,7 +40,7 @@ _Place = tuple[str | int, ...]
 _Problem = tuple[_Place, str]
 
 
-def implausible(plan: Plan, measured: Measured | None) -> list[str]:
+def implausible(plan: Plan, measured: RunMeasurement | None) -> list[str]:
     """One line for each value that cannot be, with its place in the file."""
     values = [
         found
@@ -90,7 +90,7 @@ def _number(value: object, place: _Place) -> Iterator[_Problem]:
 
 def _of_plan(plan: Plan) -> Iterator[_Problem]:
     left = [refusal.left for refusal in plan.refused]
-    refused = sum(1 for how in left if how is not Left.NEVER)
+    refused = sum(1 for how in left if how is not Remaining.NEVER)
     for what, count in (("taken", len(plan.taken)), ("refused", refused)):
         if count > plan.num_offers:
             yield (what,), f"has {count} offers, and there were {plan.num_offers}"
@@ -106,7 +106,7 @@ def _of_prediction(prediction: Prediction) -> Iterator[_Problem]:
         yield ("timeline", "nbytes"), f"is more than twice the peak of {format_bytes(peak)}"
 
 
-def _of_quad(quad: Quad) -> Iterator[_Problem]:
+def _of_quad(quad: Metrics) -> Iterator[_Problem]:
     if not is_word(quad.accuracy_loss):
         yield ("accuracy_loss",), "is no word for an accuracy loss, such as exact"
     # They are estimated each by itself, so one may be slightly above the other.
@@ -123,7 +123,7 @@ def _of_point(point: FrontierPoint) -> Iterator[_Problem]:
         yield ("accuracy_loss",), "is no word for an accuracy loss, such as exact"
 
 
-def _of_peak(peak: Peak) -> Iterator[_Problem]:
+def _of_peak(peak: PeakMemory) -> Iterator[_Problem]:
     if peak.resident_bytes > peak.nbytes:
         yield ("resident_bytes",), f"is more than the peak of {format_bytes(peak.nbytes)}"
     for index, holding in enumerate(peak.alive):
@@ -142,7 +142,7 @@ def _of_timeline(timeline: Timeline) -> Iterator[_Problem]:
         yield ("seconds",), "does not ascend"
 
 
-def _of_measured(measured: Measured) -> Iterator[_Problem]:
+def _of_measured(measured: RunMeasurement) -> Iterator[_Problem]:
     if measured.first_step > measured.steps + 1:
         yield ("first_step",), f"is {measured.first_step}, beyond the last, {measured.steps}"
 
@@ -150,9 +150,9 @@ def _of_measured(measured: Measured) -> Iterator[_Problem]:
 _LAWS: dict[type, Callable[..., Iterator[_Problem]]] = {
     Plan: _of_plan,
     Prediction: _of_prediction,
-    Quad: _of_quad,
+    Metrics: _of_quad,
     FrontierPoint: _of_point,
-    Peak: _of_peak,
+    PeakMemory: _of_peak,
     Timeline: _of_timeline,
-    Measured: _of_measured,
+    RunMeasurement: _of_measured,
 }

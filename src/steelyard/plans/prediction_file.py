@@ -15,11 +15,11 @@ from pydantic import BaseModel, Field
 
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.ir.metrics import Estimate
-from steelyard.plans.plan import Decisions, FrontierPoint, NextCent, Plan, Prediction, Taken
+from steelyard.plans.plan import Decisions, FrontierPoint, NextCent, Plan, Prediction, SelectedTrade
 from steelyard.plans.plan_file import digest_of, digest_of_text, read_decisions, write_decisions
 from steelyard.plans.plausibility import MOST_INSTANTS, implausible
-from steelyard.plans.receipt import Measured
-from steelyard.plans.trade import Refusal
+from steelyard.plans.receipt import RunMeasurement
+from steelyard.plans.trade import Rejection
 from steelyard.safe_files import STRICT, json_model, read_bytes, refusal, write_whole
 from steelyard.safe_text import printable
 
@@ -43,7 +43,7 @@ class PlanOnFile:
 
     decisions: Decisions
     plan: Plan | None = None
-    measured: Measured | None = None
+    measured: RunMeasurement | None = None
     is_edited: bool = False
     written_sha256: str = ""
     asked: Asked = Asked()
@@ -87,7 +87,7 @@ def write_plan(path: Path, plan: Plan, *, asked: Asked | None = None) -> None:
     write_whole(explanation_path(path), raw)
 
 
-def write_explanation(path: Path, plan: Plan, measured: Measured | None = None) -> None:
+def write_explanation(path: Path, plan: Plan, measured: RunMeasurement | None = None) -> None:
     """Only the JSON beside ``path``; the plan file keeps its edits and comments."""
     try:
         # An edit that was checked, or run, is still an edit.
@@ -157,7 +157,7 @@ def read_plan(path: Path) -> PlanOnFile:
 
 def encode_explanation(
     plan: Plan,
-    measured: Measured | None = None,
+    measured: RunMeasurement | None = None,
     *,
     written_sha256: str = "",
     asked: Asked | None = None,
@@ -235,8 +235,8 @@ class _Body(BaseModel):
     before: Prediction
     unplanned: Prediction
     predicted: Prediction
-    taken: tuple[Taken, ...]
-    refused: tuple[Refusal, ...]
+    taken: tuple[SelectedTrade, ...]
+    refused: tuple[Rejection, ...]
     num_offers: int
     frontier: tuple[FrontierPoint, ...]
     next_cent: NextCent | None
@@ -258,7 +258,7 @@ class _Document(BaseModel):
     decisions_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     written_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     plan: _Body
-    measured: Measured | None
+    measured: RunMeasurement | None
     # Files of before it was kept.
     asked: Asked = Asked()
 

@@ -26,7 +26,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class RunMeasurement:
     """Figures of a run; None where nothing was measured yet.
 
     ``steps`` were taken in all, and those from ``first_step`` on by the process that measured; in
@@ -59,7 +59,7 @@ class Receipt:
     """A plan and what became of it; ``written``: where it is, if it took another one's place."""
 
     plan: Plan
-    measured: Measured
+    measured: RunMeasurement
     written: Path | None = None
 
     @property

@@ -10,10 +10,10 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from steelyard.errors import Mismatch
-from steelyard.ir.parallel_layout import Layout, spelled
+from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Laid, Source
+from steelyard.ir.step_source import ShardedSource, StepSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Offer:
     rules: tuple[Rule, ...]
 
 
-class Left(StrEnum):
+class Remaining(StrEnum):
     """How much of an offer was not taken."""
 
     WHOLE = "whole"
@@ -34,7 +34,7 @@ class Left(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Rejection:
     """An offer that was not taken, or a trade that has none here, and the reason that binds.
 
     ``left`` is ``rest`` of an offer of which a part was taken, and ``never`` of what could not be
@@ -44,7 +44,7 @@ class Refusal:
     trade: str
     label: str
     reason: str
-    left: Left = Left.WHOLE
+    left: Remaining = Remaining.WHOLE
 
 
 class Trade(Protocol):
@@ -60,18 +60,18 @@ class Trade(Protocol):
     is_bitwise: ClassVar[bool]
 
     def offers(
-        self, program: Program, source: Source
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        self, program: Program, source: StepSource
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """What could be struck here, and what could not, with the reason."""
         ...
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         """The program after striking these rules; the one given is not changed."""
         ...
 
 
 def strike(
-    program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: Source
+    program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: StepSource
 ) -> Program:
     """The program after all rules, each trade its own, in the order the trades are given.
 
@@ -85,7 +85,7 @@ def strike(
             expected=f"one of {', '.join(sorted(known))}",
             remedy="correct the trade of these rules, or plan again",
         )
-    layout = Layout.of(rules)
+    layout = ParallelLayout.of(rules)
     if layout != program.layout:
         source = _laid(source, layout, program.rank)
         program = replace(program.with_graph(source.graph(micro_batches=1)), layout=layout)
@@ -96,14 +96,14 @@ def strike(
 
 
 def strike_on_ranks(
-    program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: Source
+    program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: StepSource
 ) -> Program:
     """As ``strike``; where ranks have unequal shares, the program of the one that has most, and
     beside it one of each other share.
 
     They have to exchange the same in the same order, or they would wait for one another for ever.
     """
-    layout = Layout.of(rules)
+    layout = ParallelLayout.of(rules)
     if not layout.shares:
         return strike(program, rules, trades=trades, source=source)
     first, *others = (
@@ -121,7 +121,7 @@ def strike_on_ranks(
     return replace(first, beside=tuple(others))
 
 
-def _laid(source: Source, layout: Layout, rank: int) -> Laid:
+def _laid(source: StepSource, layout: ParallelLayout, rank: int) -> ShardedSource:
     possible = source.divisors() if layout.shares else source.sharers()
     if layout.shares and layout.units not in possible:
         raise Mismatch(
@@ -145,4 +145,4 @@ def _laid(source: Source, layout: Layout, rank: int) -> Laid:
             expected="a model and loss whose batch can be cut",
             remedy="take the shard_batch rule out of the plan, or plan again",
         )
-    return Laid(source=source, layout=layout, rank=rank)
+    return ShardedSource(source=source, layout=layout, rank=rank)

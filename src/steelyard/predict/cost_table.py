@@ -14,7 +14,7 @@ from steelyard.ir.graph import Body, Node, Phase
 from steelyard.ir.metrics import NOTHING, Estimate
 from steelyard.ir.parallel_layout import DATA, PIPELINE
 from steelyard.predict.arrival_skew import Skew
-from steelyard.predict.collectives.host_groups import Spread
+from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.rank_subsets import Subset
 
 # A roofline says which resource binds, not how well a kernel uses it: the published errors of
@@ -40,7 +40,7 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Costs:
+class CostTable:
     """The price list. ``whole_step`` is what a whole step took over the sum of its operators.
 
     ``cut_steps`` says the same of the step in so many equal parts, whose small operators lose
@@ -65,12 +65,12 @@ class Costs:
     far_bytes: int = 0
     carried: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()
-    spread: Spread | None = None
+    spread: RanksPerHost | None = None
     subsets: Mapping[int, Subset] = field(default_factory=dict)
     skew: Skew | None = None
     shares_cores: bool = False
 
-    def on(self, num_ranks: int) -> "Costs":
+    def on(self, num_ranks: int) -> "CostTable":
         """The prices on so many ranks: with the devices and the links of the ones chosen."""
         subset = self.subsets.get(num_ranks)
         if subset is None:
@@ -84,7 +84,7 @@ class Costs:
             subsets={},
         )
 
-    def of_rank(self, rank: int) -> "Costs":
+    def of_rank(self, rank: int) -> "CostTable":
         """What the same takes on this rank's device."""
         return replace(self, device=self.devices[rank], devices=()) if self.devices else self
 

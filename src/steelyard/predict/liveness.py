@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from steelyard.ir.graph import FAR_CALLS, Graph, Node, OutputKind, Role
 from steelyard.ir.program import Instruction, Program, Underway
 from steelyard.ir.quantized_activation import DECODE, ENCODE
-from steelyard.plans.peak_memory import Holding
-from steelyard.predict.cost_table import Costs
+from steelyard.plans.peak_memory import LiveTensor
+from steelyard.predict.cost_table import CostTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Liveness:
         return self.bytes_at[self.peak_index] if self.bytes_at else 0
 
 
-def liveness(program: Program, costs: Costs | None, *, accumulating: bool = False) -> Liveness:
+def liveness(program: Program, costs: CostTable | None, *, accumulating: bool = False) -> Liveness:
     """``accumulating``: gradients exist already and are added into, so that none is kept.
 
     Without costs, what kernels hold for themselves is left out: only a measurement knows it.
@@ -51,7 +51,7 @@ def liveness(program: Program, costs: Costs | None, *, accumulating: bool = Fals
     return Liveness(bytes_at=tuple(bytes_at), left_bytes=alive, peak_index=peak)
 
 
-def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tuple[Holding, ...]:
+def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tuple[LiveTensor, ...]:
     """What lies above the resident bytes while line ``index`` runs, largest first."""
     graph = program.graph
     owners, last = _owners_and_last_reads(program, accumulating=accumulating)
@@ -60,7 +60,7 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
         if born <= index <= last[key]:
             node = graph.by_name[instruction.node]
             found.append(
-                Holding(
+                LiveTensor(
                     nbytes=graph.storages[key[0]].nbytes,
                     what=_what(graph, instruction),
                     path=node.path,
@@ -112,9 +112,9 @@ def held_underway(program: Program) -> list[tuple[Underway, int]]:
     return found
 
 
-def _underway(node: Node, nbytes: int) -> Holding:
+def _underway(node: Node, nbytes: int) -> LiveTensor:
     what = f"{node.op} (on its way)"
-    return Holding(
+    return LiveTensor(
         nbytes=nbytes, what=what, path=node.path, line=node.line, phase=node.phase,
         role=Role.ACTIVATION,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from steelyard.errors import CaptureRefused
 from steelyard.ir.graph import Graph, Node
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.units import format_share
 
 _REGISTER = "torch.utils.flop_counter.register_flop_formula"
@@ -33,7 +33,7 @@ def refuse_uncounted(graphs: Iterable[Graph]) -> None:
     )
 
 
-def notes_on_uncounted(graphs: Iterable[Graph], costs: Costs) -> Iterator[str]:
+def notes_on_uncounted(graphs: Iterable[Graph], costs: CostTable) -> Iterator[str]:
     """A note for each operator and module, with its share of what the step computes."""
     graphs = tuple(graphs)
     whole = sum(_seconds(graph.nodes, costs) for graph in graphs)
@@ -78,5 +78,5 @@ def _at(pattern: str, nodes: Sequence[Node]) -> str:
     return f" in {paths[0]} and {len(paths) - 1} more modules"
 
 
-def _seconds(nodes: Iterable[Node], costs: Costs) -> float:
+def _seconds(nodes: Iterable[Node], costs: CostTable) -> float:
     return sum(costs.seconds(node).value for node in nodes)

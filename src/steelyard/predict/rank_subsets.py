@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from steelyard.hardware.link import Link
-from steelyard.hardware.topology import Scope
+from steelyard.hardware.topology import TopologyLevel
 from steelyard.ir.collective import Exchange
 
 # Times of two pairs that differ by less are noise of the measurement, and are taken to be equal.
@@ -80,7 +80,7 @@ def better_joined(
     return tuple(kept)
 
 
-def declared_seconds(tree: Scope) -> list[list[float]]:
+def declared_seconds(tree: TopologyLevel) -> list[list[float]]:
     """The time of a message of 1 MiB between each two devices of a declared cluster."""
     count = tree.num_devices
     seconds = [[0.0] * count for _ in range(count)]

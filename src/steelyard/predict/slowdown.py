@@ -8,14 +8,14 @@ from collections import Counter
 
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 
 # Measured beside predicted ratios of plans that only recompute (benchmarks/truth.py, one thread):
 # up to this much faster than their operators, since a smaller heap has fewer pages to fetch anew.
 _OTHER_HEAP_SHARE = 0.06
 
 
-def slowdown(program: Program, base: Program, costs: Costs) -> Estimate:
+def slowdown(program: Program, base: Program, costs: CostTable) -> Estimate:
     """Seconds of ``program`` over those of ``base``: forward and backward pass, no update.
 
     Step by step: what the program adds to its own graph's plain step, and that step, which has been
@@ -29,7 +29,7 @@ def slowdown(program: Program, base: Program, costs: Costs) -> Estimate:
     return _added(program, plain, costs).times(cut.scaled(_seconds(plain, costs) / before))
 
 
-def _added(program: Program, plain: Program, costs: Costs) -> Estimate:
+def _added(program: Program, plain: Program, costs: CostTable) -> Estimate:
     """By the operators: of two programs over one graph."""
     ours, theirs = _calls(program), _calls(plain)
     nodes = {n.signature: n for n in plain.graph.nodes if not n.is_free}
@@ -46,7 +46,7 @@ def _added(program: Program, plain: Program, costs: Costs) -> Estimate:
     return Estimate(value=ratio, low=max(0.0, ratio - width), high=ratio + width)
 
 
-def _seconds(program: Program, costs: Costs) -> float:
+def _seconds(program: Program, costs: CostTable) -> float:
     nodes = {n.signature: n for n in program.graph.nodes if not n.is_free}
     return sum(n * costs.seconds(nodes[s]).value for s, n in _calls(program).items())
 

@@ -10,12 +10,12 @@ from steelyard.hardware.cluster import FAR_PIECE_BYTES
 from steelyard.ir.collective import SLOTS
 from steelyard.ir.graph import Phase, Role
 from steelyard.ir.message_slots import rounds_of
-from steelyard.ir.metrics import EXACT, UNKNOWN, Estimate, Quad
+from steelyard.ir.metrics import EXACT, UNKNOWN, Estimate, Metrics
 from steelyard.ir.parallel_layout import PIPELINE
 from steelyard.ir.program import Program
-from steelyard.plans.peak_memory import PIECES, Holding, Peak, Timeline
+from steelyard.plans.peak_memory import PIECES, LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import Prediction
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import Liveness, alive_at, liveness
 from steelyard.predict.pipeline.step import pipelined
 from steelyard.predict.timeline import Durations, play
@@ -25,7 +25,7 @@ from steelyard.predict.unequal_ranks import kinds, together
 PEAK_SHARE = 0.01
 
 
-def predict(program: Program, costs: Costs) -> Prediction:
+def predict(program: Program, costs: CostTable) -> Prediction:
     costs = costs.on(program.layout.num_ranks)
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).prediction()
@@ -36,7 +36,7 @@ def predict(program: Program, costs: Costs) -> Prediction:
     )
     worst = max(passes, key=lambda p: p.nbytes)
     takes = _durations(program, costs)
-    quad = Quad(
+    quad = Metrics(
         accuracy_loss=UNKNOWN if program.is_lossy else EXACT,
         memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
         communication_bytes=Estimate.exactly(program.wire_bytes),
@@ -53,7 +53,7 @@ def predict(program: Program, costs: Costs) -> Prediction:
     )
 
 
-def peak_bytes(program: Program, costs: Costs) -> int:
+def peak_bytes(program: Program, costs: CostTable) -> int:
     """Only the second of the four amounts; what a search asks for thousands of times."""
     if program.pipeline is not None:
         on_ranks = costs.on(program.layout.num_ranks)
@@ -61,7 +61,7 @@ def peak_bytes(program: Program, costs: Costs) -> int:
     return max(_nbytes(one, costs) for one in (program, *program.beside))
 
 
-def rank_peak_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
+def rank_peak_bytes(program: Program, costs: CostTable) -> tuple[int, ...]:
     """What each rank of the layout holds at its peak."""
     layout = program.layout
     costs = costs.on(layout.num_ranks)
@@ -72,7 +72,7 @@ def rank_peak_bytes(program: Program, costs: Costs) -> tuple[int, ...]:
     return tuple(of_share[layout.share_of(rank)] for rank in range(layout.num_ranks))
 
 
-def kept_gradients_bytes(program: Program, costs: Costs) -> int:
+def kept_gradients_bytes(program: Program, costs: CostTable) -> int:
     """How much higher the peak is where gradients are kept from before, and added into."""
     planned = _passes(program, costs)
     if program.earlier is not program:
@@ -85,14 +85,14 @@ def kept_gradients_bytes(program: Program, costs: Costs) -> int:
     return max(0, held + later - max(p.nbytes for p in planned))
 
 
-def step_seconds(program: Program, costs: Costs) -> Estimate:
+def step_seconds(program: Program, costs: CostTable) -> Estimate:
     costs = costs.on(program.layout.num_ranks)
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).step
     return _durations(program, costs).step
 
 
-def least_possible_bytes(program: Program, costs: Costs) -> int:
+def least_possible_bytes(program: Program, costs: CostTable) -> int:
     """What no recomputation can go below: resident bytes, and the one line that needs most."""
     graph, resident = program.graph, _resident_bytes(program, costs)
     inputs = {t.storage for node in graph.inputs() for t in node.outputs}
@@ -116,7 +116,7 @@ class _Pass:
     program: Program
     liveness: Liveness
     base_bytes: int
-    base: tuple[Holding, ...]
+    base: tuple[LiveTensor, ...]
     accumulating: bool = False
 
     @property
@@ -124,11 +124,11 @@ class _Pass:
         return self.base_bytes + self.liveness.peak_bytes
 
 
-def _nbytes(program: Program, costs: Costs) -> int:
+def _nbytes(program: Program, costs: CostTable) -> int:
     return max(p.nbytes for p in _passes(program, costs))
 
 
-def _passes(program: Program, costs: Costs) -> list[_Pass]:
+def _passes(program: Program, costs: CostTable) -> list[_Pass]:
     resident = _resident_bytes(program, costs)
     beginning = program.passes[0]
     first = liveness(beginning, costs)
@@ -140,25 +140,25 @@ def _passes(program: Program, costs: Costs) -> list[_Pass]:
                 program=program,
                 liveness=liveness(program, costs, accumulating=True),
                 base_bytes=resident + gradients,
-                base=(Holding.of(gradients, "gradients so far", Role.GRADIENT),),
+                base=(LiveTensor.of(gradients, "gradients so far", Role.GRADIENT),),
                 accumulating=True,
             )
         )
     update = _update_pass(program, costs, resident + gradients)
     if update is not None:
-        held = Holding.of(gradients, "gradients", Role.GRADIENT)
+        held = LiveTensor.of(gradients, "gradients", Role.GRADIENT)
         passes.append(replace(update, base=(held,)))
     return passes
 
 
-def _update_pass(program: Program, costs: Costs, base_bytes: int) -> _Pass | None:
+def _update_pass(program: Program, costs: CostTable, base_bytes: int) -> _Pass | None:
     if program.update is None:
         return None
     alive = liveness(program.update, costs)
     return _Pass(program=program.update, liveness=alive, base_bytes=base_bytes, base=())
 
 
-def _resident_bytes(program: Program, costs: Costs) -> int:
+def _resident_bytes(program: Program, costs: CostTable) -> int:
     graph = program.graph
     held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
     held += graph.resident_bytes(Role.STATE)  # what codes of gradients have lost
@@ -174,24 +174,24 @@ def _pieces_bytes(program: Program) -> int:
     return 2 * FAR_PIECE_BYTES if program.is_moving else 0
 
 
-def _slots_bytes(program: Program, costs: Costs) -> int:
+def _slots_bytes(program: Program, costs: CostTable) -> int:
     """Room for what other ranks write here; of another host, for what is written there, too."""
     held = sum(rounds.held_bytes for rounds in rounds_of(program.graph).values())
     slots = costs.links.get(SLOTS)
     return 2 * held if slots is not None and slots.is_remote else held
 
 
-def _durations(program: Program, costs: Costs) -> Durations:
+def _durations(program: Program, costs: CostTable) -> Durations:
     """The whole step; each micro-batch has waited for its exchanges before the next begins."""
     alike = kinds(program, costs)
     return together(alike) if len(alike) > 1 else alike[0].alone
 
 
-def _explained(worst: _Pass, program: Program, costs: Costs) -> Peak:
+def _explained(worst: _Pass, program: Program, costs: CostTable) -> PeakMemory:
     alive = worst.liveness
     resident = _resident_bytes(program, costs)
     if not worst.program.instructions:
-        return Peak(
+        return PeakMemory(
             nbytes=worst.nbytes, resident_bytes=resident, workspace_bytes=0, at="", path="",
             line="", phase=Phase.UPDATE, alive=(*_residents(program, costs), *worst.base),
         )  # fmt: skip
@@ -200,7 +200,7 @@ def _explained(worst: _Pass, program: Program, costs: Costs) -> Peak:
     holdings = alive_at(worst.program, alive.peak_index, accumulating=worst.accumulating)
     workspace = alive.peak_bytes - sum(h.nbytes for h in holdings)
     everything = [*_residents(program, costs), *worst.base, *holdings]
-    return Peak(
+    return PeakMemory(
         nbytes=worst.nbytes,
         resident_bytes=resident,
         workspace_bytes=workspace,
@@ -212,28 +212,28 @@ def _explained(worst: _Pass, program: Program, costs: Costs) -> Peak:
     )
 
 
-def _residents(program: Program, costs: Costs) -> list[Holding]:
+def _residents(program: Program, costs: CostTable) -> list[LiveTensor]:
     graph = program.graph
     held = [
-        Holding.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
-        Holding.of(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
-        Holding.of(program.batch_bytes, "the batch", Role.BATCH),
-        Holding.of(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
-        Holding.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
+        LiveTensor.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
+        LiveTensor.of(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
+        LiveTensor.of(program.batch_bytes, "the batch", Role.BATCH),
+        LiveTensor.of(graph.resident_bytes(Role.CONSTANT), "constants", Role.CONSTANT),
+        LiveTensor.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]
     if lost := graph.resident_bytes(Role.STATE):
-        held.append(Holding.of(lost, "what codes of gradients have lost", Role.STATE))
+        held.append(LiveTensor.of(lost, "what codes of gradients have lost", Role.STATE))
     if slots := _slots_bytes(program, costs):
-        held.append(Holding.of(slots, "room for what other ranks write", Role.BUFFER))
+        held.append(LiveTensor.of(slots, "room for what other ranks write", Role.BUFFER))
     if pieces := _pieces_bytes(program):
-        held.append(Holding.of(pieces, PIECES, Role.BUFFER))
+        held.append(LiveTensor.of(pieces, PIECES, Role.BUFFER))
     if program.update is not None:
         state = program.update.graph.resident_bytes(Role.STATE)
-        held.append(Holding.of(state, "optimizer state", Role.STATE))
+        held.append(LiveTensor.of(state, "optimizer state", Role.STATE))
     return held
 
 
-def _timeline(costs: Costs, passes: list[_Pass]) -> Timeline:
+def _timeline(costs: CostTable, passes: list[_Pass]) -> Timeline:
     """The first micro-batch, the last one and the update, drawn out."""
     clock = 0.0
     begins: list[float] = []

@@ -13,7 +13,7 @@ from steelyard.ir.collective import Collective
 from steelyard.ir.graph import Argument, Node
 from steelyard.ir.metrics import NOTHING, Estimate
 from steelyard.ir.program import Program
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Durations:
         )
 
 
-def durations(program: Program, costs: Costs) -> Durations:
+def durations(program: Program, costs: CostTable) -> Durations:
     """One pass over the program, without what repeats it and what follows."""
     nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
     whole = costs.whole_step_in(program.parts)
@@ -123,7 +123,7 @@ def high(estimate: Estimate) -> float:
 
 def play(
     program: Program,
-    costs: Costs,
+    costs: CostTable,
     *,
     device: Pick = value,
     link: Pick = value,
@@ -176,7 +176,7 @@ class Playing:
     """The clock of the device, and until when each axis's link is busy."""
 
     def __init__(
-        self, costs: Costs, whole: float, device: Pick = value, link: Pick = value
+        self, costs: CostTable, whole: float, device: Pick = value, link: Pick = value
     ) -> None:
         self._costs, self._whole, self._device, self._link = costs, whole, device, link
         self.clock = self._exposed = self._beside = self._spared = self._at_most = 0.0

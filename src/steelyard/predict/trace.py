@@ -11,16 +11,16 @@ from steelyard.ir.collective import Collective
 from steelyard.ir.graph import Node
 from steelyard.ir.program import Program
 from steelyard.ir.trace_span import DEVICE, WAITING, Span
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.pipeline.step import pipelined
 from steelyard.predict.timeline import Playing, play
-from steelyard.predict.unequal_ranks import Kind, in_step, kinds, met
+from steelyard.predict.unequal_ranks import RankClass, in_step, kinds, met
 
 # Ranks that do the same are drawn so often, and no more.
 _MOST_RANKS = 64
 
 
-def spans(program: Program, costs: Costs) -> tuple[Span, ...]:
+def spans(program: Program, costs: CostTable) -> tuple[Span, ...]:
     costs = costs.on(program.layout.num_ranks)
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).spans()
@@ -33,7 +33,7 @@ def spans(program: Program, costs: Costs) -> tuple[Span, ...]:
 
 
 def _of_unlike_ranks(
-    alike: Sequence[Kind], program: Program, costs: Costs, ranks: Iterable[int]
+    alike: Sequence[RankClass], program: Program, costs: CostTable, ranks: Iterable[int]
 ) -> Iterator[Span]:
     """As their step is reckoned: each rank's update of the step before, and the micro-batches."""
     drawn: dict[tuple[int, object], list[Span]] = {}
@@ -49,7 +49,7 @@ def _of_unlike_ranks(
     for number in range(program.repeats):
         watched: list[_Recording] = []
 
-        def watching(kind: Kind, watched: list["_Recording"] = watched) -> Playing:
+        def watching(kind: RankClass, watched: list["_Recording"] = watched) -> Playing:
             watched.append(_Recording(kind.program, kind.costs))
             return watched[-1]
 
@@ -62,7 +62,7 @@ def _of_unlike_ranks(
         yield from (replace(span, rank=rank) for span in of)
 
 
-def _of_one_rank(program: Program, costs: Costs) -> Iterator[Span]:
+def _of_one_rank(program: Program, costs: CostTable) -> Iterator[Span]:
     """Every micro-batch, each behind the one before, and the update."""
     clock = 0.0
     for part in (*program.passes, *((program.update,) if program.update else ())):
@@ -75,7 +75,7 @@ def _of_one_rank(program: Program, costs: Costs) -> Iterator[Span]:
 class _Recording(Playing):
     """Notes down what the clock goes through."""
 
-    def __init__(self, program: Program, costs: Costs) -> None:
+    def __init__(self, program: Program, costs: CostTable) -> None:
         super().__init__(costs, costs.whole_step_in(program.parts).value)
         self.spans: list[Span] = []
 

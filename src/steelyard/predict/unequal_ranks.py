@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.timeline import (
     Durations,
     Pick,
@@ -26,12 +26,12 @@ from steelyard.predict.timeline import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class RankClass:
     """Ranks that are alike: the first of them, what it does, and what that costs there."""
 
     rank: int
     program: Program
-    costs: Costs
+    costs: CostTable
 
     @property
     def alone(self) -> Durations:
@@ -48,21 +48,21 @@ class Kind:
         return 0.0 if update is None else play(update, self.costs, device=pick).seconds
 
 
-def kinds(program: Program, costs: Costs) -> tuple[Kind, ...]:
+def kinds(program: Program, costs: CostTable) -> tuple[RankClass, ...]:
     """One for each share of the batch and each class of device, among the ranks it lies on."""
     if program.layout.num_ranks == 1 or not (program.beside or costs.devices):
-        return (Kind(rank=program.rank, program=program, costs=costs),)
+        return (RankClass(rank=program.rank, program=program, costs=costs),)
     programs = {known.share: known for known in (program, *program.beside)}
-    found: dict[tuple[int, object], Kind] = {}
+    found: dict[tuple[int, object], RankClass] = {}
     for rank in range(program.layout.num_ranks):
         share, own = program.layout.share_of(rank), costs.of_rank(rank)
         if share in programs:  # of a program that is a rank's alone, what others do is not known
-            kind = Kind(rank=rank, program=programs[share], costs=own)
+            kind = RankClass(rank=rank, program=programs[share], costs=own)
             found.setdefault((share, own.device), kind)
     return tuple(found.values())
 
 
-def rank_seconds(program: Program, costs: Costs) -> tuple[float, ...]:
+def rank_seconds(program: Program, costs: CostTable) -> tuple[float, ...]:
     """What each rank works in a step, without what it waits."""
     costs = costs.on(program.layout.num_ranks)
     alike = kinds(program, costs)
@@ -73,7 +73,7 @@ def rank_seconds(program: Program, costs: Costs) -> tuple[float, ...]:
     )
 
 
-def together(alike: Sequence[Kind]) -> Durations:
+def together(alike: Sequence[RankClass]) -> Durations:
     """What is said of working and waiting is of the rank that works longest; the step is of all."""
     ones = [kind.alone for kind in alike]
     busiest = max(range(len(alike)), key=lambda n: ones[n].computation.value)
@@ -93,12 +93,12 @@ def together(alike: Sequence[Kind]) -> Durations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _RankProgress:
     seconds: float
     exposed: float
 
 
-def _step(alike: Sequence[Kind], busiest: int, *, device: Pick, link: Pick) -> _Step:
+def _step(alike: Sequence[RankClass], busiest: int, *, device: Pick, link: Pick) -> _RankProgress:
     """The micro-batches behind each rank's update; those between the first and the last are
     alike."""
     clocks = [kind.update_seconds(device) for kind in alike]
@@ -110,10 +110,10 @@ def _step(alike: Sequence[Kind], busiest: int, *, device: Pick, link: Pick) -> _
             ends = met(alike, played, number=number)
             clocks = [begin + times * (end - begin) for begin, end in zip(clocks, ends)]
             exposed += times * played[busiest].exposed_seconds
-    return _Step(seconds=max(clocks), exposed=exposed)
+    return _RankProgress(seconds=max(clocks), exposed=exposed)
 
 
-def met(alike: Sequence[Kind], played: Sequence[Played], *, number: int) -> list[float]:
+def met(alike: Sequence[RankClass], played: Sequence[Played], *, number: int) -> list[float]:
     """The clocks behind a pass: of ranks that exchange in it, the last one's."""
     ends = [one.seconds for one in played]
     program = alike[0].program.passes[number]
@@ -122,13 +122,13 @@ def met(alike: Sequence[Kind], played: Sequence[Played], *, number: int) -> list
 
 
 def in_step(
-    alike: Sequence[Kind],
+    alike: Sequence[RankClass],
     *,
     begins: Sequence[float],
     number: int = 0,
     device: Pick = value,
     link: Pick = value,
-    watching: Callable[[Kind], Playing] | None = None,
+    watching: Callable[[RankClass], Playing] | None = None,
 ) -> list[Played]:
     """Micro-batch ``number`` of each kind, from where its clock stands; ``watching`` makes who
     keeps the clocks, where somebody wants to watch."""

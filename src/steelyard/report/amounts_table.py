@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.plans.plan import Plan
-from steelyard.plans.receipt import Measured
-from steelyard.report.quantities import Cell, Figure, Unit, cell, estimate_of
+from steelyard.plans.receipt import RunMeasurement
+from steelyard.report.quantities import Cell, Quantity, Unit, cell, estimate_of
 
 # A miss smaller than this shows as nothing, and pointing at nothing helps nobody.
 _LEAST_MISS = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AmountRow:
     """One of the four amounts, or the step; ``miss`` is measured over predicted, less one."""
 
     key: str
@@ -29,11 +29,11 @@ class Row:
     is_largest: bool = False
 
 
-def rows_of(plan: Plan, measured: Measured | None) -> tuple[Row, ...]:
+def rows_of(plan: Plan, measured: RunMeasurement | None) -> tuple[AmountRow, ...]:
     before, bare, after = plan.before.quad, plan.unplanned.quad, plan.predicted.quad
-    found = measured or Measured()
+    found = measured or RunMeasurement()
     rows = [
-        Row(
+        AmountRow(
             key="accuracy_loss",
             label="accuracy loss",
             before=before.accuracy_loss,
@@ -52,29 +52,29 @@ def rows_of(plan: Plan, measured: Measured | None) -> tuple[Row, ...]:
     return tuple(replace(r, is_largest=r is worst) for r in rows)
 
 
-def _row(key: str, label: str, plan: Plan, measured: float | None) -> Row:
+def _row(key: str, label: str, plan: Plan, measured: float | None) -> AmountRow:
     unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
     before, bare, after = (
         estimate_of(p.quad, key) for p in (plan.before, plan.unplanned, plan.predicted)
     )
     has_miss = measured is not None and after.value > 0
-    return Row(
+    return AmountRow(
         key=key,
         label=label,
         before=cell(before, unit),
         unplanned=cell(bare, unit),
         plan=cell(after, unit),
-        measured="-" if measured is None else Figure(value=measured, unit=unit),
+        measured="-" if measured is None else Quantity(value=measured, unit=unit),
         miss=measured / after.value - 1 if has_miss and measured is not None else None,
         is_outside=has_miss and measured is not None and not after.contains(measured),
     )
 
 
-def outside(rows: Sequence[Row]) -> list[str]:
+def outside(rows: Sequence[AmountRow]) -> list[str]:
     """On one device computation is the whole step; what they missed alike is said once."""
     labels: dict[str, list[str]] = {}
     for row in rows:
-        if row.is_outside and isinstance(row.plan, Figure):
+        if row.is_outside and isinstance(row.plan, Quantity):
             said = f"measured {row.measured}, predicted {row.plan.interval}"
             labels.setdefault(said, []).append(row.label)
     return [f"{' and '.join(names)}: {said}" for said, names in labels.items()]

@@ -11,13 +11,13 @@ from steelyard.ir.parallel_layout import spelled
 from steelyard.ir.rule import Rule
 from steelyard.plans.accuracy import keeps
 from steelyard.plans.peak_memory import Timeline
-from steelyard.plans.plan import Plan, Taken
-from steelyard.plans.receipt import Measured, RankMemory, Receipt
-from steelyard.plans.trade import Left, Refusal
-from steelyard.report.amounts_table import Row, outside, rows_of
+from steelyard.plans.plan import Plan, SelectedTrade
+from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
+from steelyard.plans.trade import Rejection, Remaining
+from steelyard.report.amounts_table import AmountRow, outside, rows_of
 from steelyard.report.frontier import CurvePoint, curve_of
 from steelyard.report.peak_groups import PeakTree, peak_of
-from steelyard.report.quantities import Figure, Unit, amount, cell, exactly
+from steelyard.report.quantities import Quantity, Unit, amount, cell, exactly
 from steelyard.units import format_bytes, format_seconds
 
 # Two sums of the same times may differ by their rounding; nobody pays or saves that.
@@ -42,7 +42,7 @@ class TakenOffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tree:
+class ReportDocument:
     """``stands_in`` says which machine was measured in place of a declared cluster.
     ``unplanned_peak`` is that of the graph without trades, where any are struck: what ran out
     of memory before there was a plan.
@@ -53,7 +53,7 @@ class Tree:
     budget: str
     budget_bytes: int | None
     runner: str
-    rows: tuple[Row, ...]
+    rows: tuple[AmountRow, ...]
     is_receipt: bool
     verdict: str
     fits: bool
@@ -63,10 +63,10 @@ class Tree:
     taken_is: str
     num_offers: int
     refused_is: str
-    refused: tuple[Refusal, ...]
+    refused: tuple[Rejection, ...]
     as_of: str
     next_cent: str
-    least: Figure
+    least: Quantity
     least_within: int
     least_is: str
     largest: str
@@ -96,17 +96,17 @@ _PAID_IN = dict.fromkeys(
 _SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients", "pinned_transfer")
 
 
-def tree_of(subject: Plan | Receipt) -> Tree:
+def tree_of(subject: Plan | Receipt) -> ReportDocument:
     if isinstance(subject, Plan):
         return _tree(subject, None)
     return _tree(subject.plan, subject.measured)
 
 
-def _tree(plan: Plan, measured: Measured | None) -> Tree:
+def _tree(plan: Plan, measured: RunMeasurement | None) -> ReportDocument:
     rows = rows_of(plan, measured)
     verdict, fits = _verdict(plan, measured)
     unplanned = plan.unplanned.quad
-    return Tree(
+    return ReportDocument(
         name=plan.decisions.name,
         title=plan.title,
         budget=str(plan.decisions.budget),
@@ -172,7 +172,7 @@ def _probe(plan: Plan) -> list[str]:
     return [f"accuracy loss ({probe}: {said}"] if probe else []
 
 
-def _verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
+def _verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
     """Whether it fits, which is the question most people came with."""
     said, fits = _memory_verdict(plan, measured)
     bound = plan.decisions.budget.accuracy_loss
@@ -187,7 +187,7 @@ def _verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
     return said, fits
 
 
-def _memory_verdict(plan: Plan, measured: Measured | None) -> tuple[str, bool]:
+def _memory_verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
     budget = plan.decisions.budget.memory_bytes
     if budget is None:
         return "no bound on memory was given", True
@@ -213,7 +213,7 @@ def _about(value: float, unit: Unit, of: str) -> str:
     return f"~{sign}{amount(abs(value), unit)} {of}" if abs(value) > _NO_TIME else "nothing"
 
 
-def _paid(taken: Taken) -> str:
+def _paid(taken: SelectedTrade) -> str:
     seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
     if taken.trade in _SENT_OTHERWISE and taken.buys_bytes < 0:
         memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
@@ -225,7 +225,7 @@ def _paid(taken: Taken) -> str:
     return seconds
 
 
-def _bought(taken: Taken) -> str:
+def _bought(taken: SelectedTrade) -> str:
     memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
     if taken.trade in _SENT_OTHERWISE:
         return _about(taken.buys_seconds, Unit.SECONDS, "communication")
@@ -245,16 +245,16 @@ def _least_is(plan: Plan) -> str:
 def _taken_is(plan: Plan) -> str:
     """What is taken, what is taken in part and what is not, add up to all that was on offer."""
     left = Counter(r.left for r in plan.refused)
-    whole = max(0, plan.num_offers - left[Left.WHOLE] - left[Left.REST])
-    in_part = f", and {left[Left.REST]} in part" if left[Left.REST] else ""
+    whole = max(0, plan.num_offers - left[Remaining.WHOLE] - left[Remaining.REST])
+    in_part = f", and {left[Remaining.REST]} in part" if left[Remaining.REST] else ""
     return f"{whole} of {plan.num_offers} offers{in_part}"
 
 
-def _refused(plan: Plan) -> tuple[Refusal, ...]:
+def _refused(plan: Plan) -> tuple[Rejection, ...]:
     """Where gradients go as they are, why not in the fastest of the codes comes first: with ranks
     to share a step it is what people ask."""
     is_coded = any(rule.trade in CODE_TRADES for rule in plan.decisions.rules)
-    codes = [r for r in plan.refused if r.trade in CODE_TRADES and r.left is Left.WHOLE]
+    codes = [r for r in plan.refused if r.trade in CODE_TRADES and r.left is Remaining.WHOLE]
     if is_coded or not codes:
         return plan.refused
     fastest = codes[0]
@@ -263,16 +263,16 @@ def _refused(plan: Plan) -> tuple[Refusal, ...]:
 
 def _refused_is(plan: Plan) -> str:
     left = Counter(r.left for r in plan.refused)
-    said = f"{left[Left.WHOLE]} of {plan.num_offers} offers"
-    if left[Left.REST]:
-        said += f", the rest of {left[Left.REST]}"
-    if left[Left.NEVER]:
-        said += f", and {left[Left.NEVER]} that cannot be offered"
+    said = f"{left[Remaining.WHOLE]} of {plan.num_offers} offers"
+    if left[Remaining.REST]:
+        said += f", the rest of {left[Remaining.REST]}"
+    if left[Remaining.NEVER]:
+        said += f", and {left[Remaining.NEVER]} that cannot be offered"
     return said
 
 
-def refused_label(refusal: Refusal) -> str:
-    return f"the rest of {refusal.label}" if refusal.left is Left.REST else refusal.label
+def refused_label(refusal: Rejection) -> str:
+    return f"the rest of {refusal.label}" if refusal.left is Remaining.REST else refusal.label
 
 
 def _as_of(plan: Plan) -> str:
@@ -295,7 +295,7 @@ def _next_cent(plan: Plan) -> str:
     )
 
 
-def _ran(measured: Measured) -> tuple[str, ...]:
+def _ran(measured: RunMeasurement) -> tuple[str, ...]:
     count = measured.steps - measured.first_step + 1
     said = [f"{count} step{'s' if count != 1 else ''}"]
     if measured.passes and measured.passes != count:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from steelyard.ir.metrics import EXACT
 from steelyard.plans.plan import FrontierPoint, Plan, Prediction
-from steelyard.report.quantities import Figure, Unit, estimate_of, exactly
+from steelyard.report.quantities import Quantity, Unit, estimate_of, exactly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
     """One plan of the memory-time curve; ``more_flops`` is beside the graph without trades."""
 
-    memory: Figure
-    step: Figure
+    memory: Quantity
+    step: Quantity
     more_flops: float
     micro_batches: int
     is_this_plan: bool
@@ -64,11 +64,11 @@ def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
     )
 
 
-def _predicted(value: float, like: Prediction, key: str) -> Figure:
+def _predicted(value: float, like: Prediction, key: str) -> Quantity:
     """Points of the curve come from the same predictor, so their intervals are as wide."""
     around = estimate_of(like.quad, key)
     unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
     if not around.value:
         return exactly(value, unit)
     scale = value / around.value
-    return Figure(value=value, unit=unit, low=around.low * scale, high=around.high * scale)
+    return Quantity(value=value, unit=unit, low=around.low * scale, high=around.high * scale)

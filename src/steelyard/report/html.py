@@ -11,10 +11,10 @@ from html import escape
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
 from steelyard.report import svg
-from steelyard.report.amounts_table import Row
-from steelyard.report.document import Tree, refused_label, rule_in_words, tree_of
+from steelyard.report.amounts_table import AmountRow
+from steelyard.report.document import ReportDocument, refused_label, rule_in_words, tree_of
 from steelyard.report.peak_groups import Group, PeakTree
-from steelyard.report.quantities import Figure
+from steelyard.report.quantities import Quantity
 from steelyard.report.rank_memory import lines_of, shown_of
 from steelyard.report.styled_text import unbroken
 from steelyard.safe_text import printable
@@ -68,7 +68,7 @@ def html_of(subject: Plan | Receipt) -> str:
     return to_html(tree_of(subject))
 
 
-def to_html(tree: Tree) -> str:
+def to_html(tree: ReportDocument) -> str:
     digest = base64.b64encode(sha256(_STYLE.encode()).digest()).decode()
     kind = "receipt" if tree.is_receipt else "plan"
     title = _safe(f"{kind} {tree.name}: {tree.title}")
@@ -92,7 +92,7 @@ def _safe(text: object) -> str:
     return escape(unbroken(printable(str(text), most=2000)))
 
 
-def _head(tree: Tree) -> str:
+def _head(tree: ReportDocument) -> str:
     tone = "good" if tree.fits else "bad"
     lines = [
         f"<h1>{'Receipt' if tree.is_receipt else 'Plan'} <code>{_safe(tree.name)}</code></h1>",
@@ -107,7 +107,7 @@ def _head(tree: Tree) -> str:
     return "\n".join(lines)
 
 
-def _amounts(tree: Tree) -> str:
+def _amounts(tree: ReportDocument) -> str:
     heads = ["", *(f">{column}" for column in _columns(tree))]
     rows = (_row(r, tree) for r in tree.rows)
     lines = ["<h2>The four amounts</h2>", _table(heads, rows, kind="amounts")]
@@ -125,14 +125,14 @@ def _amounts(tree: Tree) -> str:
     return "\n".join(lines)
 
 
-def _columns(tree: Tree) -> list[str]:
+def _columns(tree: ReportDocument) -> list[str]:
     columns = ["before", "without trades", "plan", "interval of the plan"]
     return columns + ([tree.measured_is, "miss"] if tree.is_receipt else [])
 
 
-def _row(row: Row, tree: Tree) -> str:
+def _row(row: AmountRow, tree: ReportDocument) -> str:
     """Each cell says what it is of, for screens so narrow that the head is left out."""
-    interval = row.plan.interval if isinstance(row.plan, Figure) and row.plan.value else ""
+    interval = row.plan.interval if isinstance(row.plan, Quantity) and row.plan.value else ""
     miss = "" if row.miss is None else format_share(row.miss)
     mark = " largest miss" if row.is_largest else ""
     cells = [row.before, row.unplanned, row.plan, interval, row.measured, f"{miss}{mark}"]
@@ -144,7 +144,7 @@ def _row(row: Row, tree: Tree) -> str:
     return f'<tr><th scope="row">{_safe(row.label)}</th>{said}</tr>'
 
 
-def _ranks(tree: Tree) -> str:
+def _ranks(tree: ReportDocument) -> str:
     if not tree.ranks:
         return ""
     shown = shown_of(tree.ranks)
@@ -160,7 +160,7 @@ def _ranks(tree: Tree) -> str:
     return f"<h2>Memory of each rank</h2>\n{table}{''.join(f'<p>{_safe(l)}</p>' for l in rest)}"
 
 
-def _memory(tree: Tree) -> str:
+def _memory(tree: ReportDocument) -> str:
     drawing = svg.timeline(tree)
     if not drawing:
         return ""
@@ -181,7 +181,7 @@ def _place(where: str, line: str) -> str:
     return f"(<code>{_safe(said)}</code>)" if said else ""
 
 
-def _taken(tree: Tree) -> str:
+def _taken(tree: ReportDocument) -> str:
     if tree.rules and not tree.taken:
         rules = "".join(f"<p><code>{_safe(rule_in_words(r))}</code></p>" for r in tree.rules)
         return f"<h2>Decisions: {len(tree.rules)}</h2>\n{rules}"
@@ -207,7 +207,7 @@ def _taken(tree: Tree) -> str:
     )
 
 
-def _curve(tree: Tree) -> str:
+def _curve(tree: ReportDocument) -> str:
     if not tree.curve:
         return ""
     rows = (
@@ -221,7 +221,7 @@ def _curve(tree: Tree) -> str:
     return f"<h2>The memory-time curve</h2>\n{svg.curve(tree.curve)}\n{_table(heads, rows)}"
 
 
-def _peak(tree: Tree) -> str:
+def _peak(tree: ReportDocument) -> str:
     peak, bare = tree.peak, tree.unplanned_peak
     workspace = ""
     if peak.workspace_bytes:

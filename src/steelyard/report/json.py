@@ -32,12 +32,12 @@ from dataclasses import asdict
 from typing import Any
 
 from steelyard.plans.plan import Decisions
-from steelyard.report.document import Tree
+from steelyard.report.document import ReportDocument
 from steelyard.report.peak_groups import PeakTree
-from steelyard.report.quantities import Cell, Figure
+from steelyard.report.quantities import Cell, Quantity
 
 
-def to_json(tree: Tree) -> dict[str, Any]:
+def to_json(tree: ReportDocument) -> dict[str, Any]:
     bare = tree.unplanned_peak
     return {
         "schema": f"steelyard.{'receipt' if tree.is_receipt else 'plan'}/1",
@@ -108,6 +108,6 @@ def dumps(document: dict[str, Any]) -> str:
 
 
 def _cell(cell: Cell) -> object:
-    if not isinstance(cell, Figure):
+    if not isinstance(cell, Quantity):
         return cell
     return {"value": cell.value, "unit": cell.unit.value, "low": cell.low, "high": cell.high}

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from steelyard.errors import BadInput
-from steelyard.hardware.diagnosis import Row, Verdict
+from steelyard.hardware.diagnosis import DoctorRow, Verdict
 from steelyard.plans.prediction_file import PlanOnFile, explanation_path
 from steelyard.plans.scaling_laws import Scaling
 from steelyard.report import json as as_json
 from steelyard.report import scaling as scaling_report
 from steelyard.report import terminal
-from steelyard.report.document import Tree, rule_in_words
+from steelyard.report.document import ReportDocument, rule_in_words
 from steelyard.report.styled_text import Line, Tone, Zoom, headed, indented, shown, words
 from steelyard.report.text import render
 from steelyard.safe_files import write_whole
@@ -24,11 +24,11 @@ from steelyard.safe_text import printable
 
 
 def show(
-    tree: Tree,
+    tree: ReportDocument,
     *,
     zoom: Zoom = Zoom.RECEIPT,
     in_json: bool = False,
-    what_if: Tree | None = None,
+    what_if: ReportDocument | None = None,
     why_not: str = "",
 ) -> None:
     """A plan or receipt, and what else was asked about it."""
@@ -67,7 +67,7 @@ def show_json(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def write_page(tree: Tree, path: Path | None) -> None:
+def write_page(tree: ReportDocument, path: Path | None) -> None:
     """The page that was asked for, if one was."""
     if path is None:
         return
@@ -125,7 +125,7 @@ def _decisions(found: PlanOnFile, path: Path, width: int) -> list[Line]:
 _TONES = {Verdict.OK: Tone.GOOD, Verdict.NOTE: Tone.PLAIN, Verdict.BAD: Tone.BAD}
 
 
-def show_diagnosis(rows: Sequence[Row], *, in_json: bool) -> None:
+def show_diagnosis(rows: Sequence[DoctorRow], *, in_json: bool) -> None:
     if in_json:
         show_json({"schema": "steelyard.doctor/1", "rows": [row._asdict() for row in rows]})
         return

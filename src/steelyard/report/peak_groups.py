@@ -5,7 +5,7 @@ Not for how they are drawn: see text.py and html.py.
 
 from dataclasses import dataclass
 
-from steelyard.plans.peak_memory import Holding, Peak
+from steelyard.plans.peak_memory import LiveTensor, PeakMemory
 
 _MOST_GROUPS = 20
 
@@ -57,8 +57,8 @@ def alike(path: str) -> str:
     return ".".join(starred)
 
 
-def peak_of(peak: Peak) -> PeakTree:
-    members: dict[tuple[str, str, str], list[Holding]] = {}
+def peak_of(peak: PeakMemory) -> PeakTree:
+    members: dict[tuple[str, str, str], list[LiveTensor]] = {}
     for holding in peak.alive:
         named = bool(holding.path or holding.line)
         key = (alike(holding.path), holding.line, "" if named else holding.what)
@@ -79,7 +79,7 @@ def peak_of(peak: Peak) -> PeakTree:
     )
 
 
-def _group(members: list[Holding], peak: Peak) -> Group:
+def _group(members: list[LiveTensor], peak: PeakMemory) -> Group:
     first = members[0]
     nbytes = sum(m.nbytes for m in members)
     paths = dict.fromkeys(m.path for m in members)

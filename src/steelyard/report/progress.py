@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.spinner import Spinner
 
 
-class Step(Protocol):
+class StepProgress(Protocol):
     """One step that was taken. A metered one has ``peak_bytes``, and no honest ``seconds``."""
 
     @property
@@ -34,7 +34,7 @@ class Step(Protocol):
     def predicted_bytes(self) -> int: ...
 
 
-class Progress:
+class TrainingProgress:
     """Shows each step it is told of on a terminal; says nothing where it is ``quiet``."""
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
@@ -42,7 +42,7 @@ class Progress:
         self._quiet = quiet
         self._bar: _Bar | None = None
         self._metered: int | None = None
-        self.last: Step | None = None
+        self.last: StepProgress | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +56,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: StepProgress) -> None:
         self.last = step
         self._metered = self._metered if step.peak_bytes is None else step.peak_bytes
         if self._quiet or not is_terminal(self._stream):
@@ -81,7 +81,7 @@ class Progress:
                 self._stream.flush()
 
 
-def line_of(step: Step, metered_bytes: int | None) -> str:
+def line_of(step: StepProgress, metered_bytes: int | None) -> str:
     peak = f"~{format_bytes(step.predicted_bytes)}"
     if metered_bytes is not None:
         peak = f"{format_bytes(metered_bytes)} ({peak})"

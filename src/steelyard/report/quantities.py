@@ -6,7 +6,7 @@ Not for what they are amounts of: see document.py.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from steelyard.ir.metrics import Estimate, Quad
+from steelyard.ir.metrics import Estimate, Metrics
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -16,7 +16,7 @@ class Unit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class Quantity:
     """An amount; ``~`` stands before every one that was predicted, nothing before the others."""
 
     value: float
@@ -43,7 +43,7 @@ class Figure:
         return f"between {amount(self.low, self.unit)} and {amount(self.high, self.unit)}"
 
 
-Cell = Figure | str
+Cell = Quantity | str
 """A figure, or a word where there is none: ``exact``, or ``-`` for not measured."""
 
 
@@ -51,14 +51,14 @@ def amount(value: float, unit: Unit) -> str:
     return format_bytes(value) if unit is Unit.BYTES else format_seconds(value)
 
 
-def estimate_of(quad: Quad, key: str) -> Estimate:
+def estimate_of(quad: Metrics, key: str) -> Estimate:
     found: Estimate = getattr(quad, key)
     return found
 
 
-def cell(estimate: Estimate, unit: Unit) -> Figure:
-    return Figure(value=estimate.value, unit=unit, low=estimate.low, high=estimate.high)
+def cell(estimate: Estimate, unit: Unit) -> Quantity:
+    return Quantity(value=estimate.value, unit=unit, low=estimate.low, high=estimate.high)
 
 
-def exactly(value: float, unit: Unit) -> Figure:
-    return Figure(value=value, unit=unit, low=value, high=value)
+def exactly(value: float, unit: Unit) -> Quantity:
+    return Quantity(value=value, unit=unit, low=value, high=value)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from steelyard.plans.peak_memory import Timeline
-from steelyard.report.document import Tree
+from steelyard.report.document import ReportDocument
 from steelyard.report.frontier import CurvePoint
 from steelyard.units import format_bytes, format_seconds
 
@@ -35,7 +35,7 @@ class _Axes:
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def timeline(tree: Tree) -> str:
+def timeline(tree: ReportDocument) -> str:
     """Bytes held at each instruction, the peak marked, the graph without trades behind it."""
     plan = tree.timeline.thinned(_MOST_INSTANTS) if tree.timeline else None
     if plan is None or not plan.nbytes:

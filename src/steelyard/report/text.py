@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from steelyard.ir.metrics import EXACT
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
-from steelyard.report.amounts_table import Row
-from steelyard.report.document import TakenOffer, Tree, refused_label, rule_in_words, tree_of
+from steelyard.report.amounts_table import AmountRow
+from steelyard.report.document import (
+    ReportDocument,
+    TakenOffer,
+    refused_label,
+    rule_in_words,
+    tree_of,
+)
 from steelyard.report.frontier import CurvePoint
 from steelyard.report.peak_groups import Group
-from steelyard.report.quantities import Figure
+from steelyard.report.quantities import Quantity
 from steelyard.report.rank_memory import lines_of
 from steelyard.report.styled_text import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
 from steelyard.safe_text import printable
@@ -29,7 +35,9 @@ def text_of(subject: Plan | Receipt, *, width: int = 100) -> str:
     return plain(render(tree_of(subject), width=width)).rstrip("\n")
 
 
-def render(tree: Tree, *, width: int = 100, zoom: Zoom = Zoom.RECEIPT) -> tuple[Line, ...]:
+def render(
+    tree: ReportDocument, *, width: int = 100, zoom: Zoom = Zoom.RECEIPT
+) -> tuple[Line, ...]:
     width = max(20, width)
     body = {
         Zoom.RECEIPT: _receipt,
@@ -43,7 +51,7 @@ def render(tree: Tree, *, width: int = 100, zoom: Zoom = Zoom.RECEIPT) -> tuple[
 # --- the parts of every zoom ----------------------------------------------------------------------
 
 
-def _header(tree: Tree, width: int) -> list[Line]:
+def _header(tree: ReportDocument, width: int) -> list[Line]:
     name, budget = f"plan {tree.name}", f"budget: {tree.budget}"
     title = printable(tree.title)
     used = len(name) + 2 + len(title)
@@ -65,7 +73,7 @@ def _column(head: str, text: str, width: int, tone: Tone = Tone.PLAIN) -> list[L
 # --- the receipt ----------------------------------------------------------------------------------
 
 
-def _receipt(tree: Tree, width: int) -> list[Line]:
+def _receipt(tree: ReportDocument, width: int) -> list[Line]:
     lines = [*_table(tree, width), *_verdict(tree, width)]
     lines += _column("baselines", tree.baselines, width)
     if tree.largest:
@@ -84,11 +92,11 @@ def _receipt(tree: Tree, width: int) -> list[Line]:
     return lines + _last(tree, width)
 
 
-def _as_of(tree: Tree, width: int) -> list[Line]:
+def _as_of(tree: ReportDocument, width: int) -> list[Line]:
     return _column("reasons", tree.as_of, width) if tree.as_of else []
 
 
-def _last(tree: Tree, width: int) -> list[Line]:
+def _last(tree: ReportDocument, width: int) -> list[Line]:
     lines: list[Line] = []
     if tree.least.value:
         lines += _column("least", f"{tree.least} {tree.least_is}", width)
@@ -99,11 +107,11 @@ def _last(tree: Tree, width: int) -> list[Line]:
     return lines
 
 
-def _verdict(tree: Tree, width: int) -> list[Line]:
+def _verdict(tree: ReportDocument, width: int) -> list[Line]:
     return _column("memory", tree.verdict, width, Tone.GOOD if tree.fits else Tone.BAD)
 
 
-def _table(tree: Tree, width: int) -> list[Line]:
+def _table(tree: ReportDocument, width: int) -> list[Line]:
     titles = ["before", "plan"] + ([tree.measured_is, "miss"] if tree.is_receipt else [])
     rows = [(row, _cells(row, tree.is_receipt)) for row in tree.rows]
     columns = [max(len(t), *(len(cells[i]) for _, cells in rows)) for i, t in enumerate(titles)]
@@ -120,14 +128,14 @@ def _table(tree: Tree, width: int) -> list[Line]:
     return lines
 
 
-def _cells(row: Row, is_receipt: bool) -> list[str]:
+def _cells(row: AmountRow, is_receipt: bool) -> list[str]:
     cells = [str(row.before), str(row.plan)]
     if is_receipt:
         cells += [str(row.measured), "" if row.miss is None else format_share(row.miss)]
     return cells
 
 
-def _stacked(rows: list[tuple[Row, list[str]]], titles: list[str], width: int) -> list[Line]:
+def _stacked(rows: list[tuple[AmountRow, list[str]]], titles: list[str], width: int) -> list[Line]:
     """Where the table is too wide: each amount on lines of its own."""
     lines: list[Line] = []
     for row, cells in rows:
@@ -139,7 +147,7 @@ def _stacked(rows: list[tuple[Row, list[str]]], titles: list[str], width: int) -
     return lines
 
 
-def _taken(tree: Tree, width: int) -> list[Line]:
+def _taken(tree: ReportDocument, width: int) -> list[Line]:
     if tree.rules and not tree.taken:
         # Checked or edited by hand: decisions that no search weighed.
         lines: list[Line] = [((f"decisions ({len(tree.rules)})", Tone.STRONG),)]
@@ -175,7 +183,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _refused(tree: Tree, width: int, *, most: int | None = None) -> list[Line]:
+def _refused(tree: ReportDocument, width: int, *, most: int | None = None) -> list[Line]:
     """With ``most``, what was refused for one reason is said together."""
     if not tree.refused:
         return []
@@ -199,10 +207,10 @@ def _refused(tree: Tree, width: int, *, most: int | None = None) -> list[Line]:
 # --- the offers, with the intervals of what was predicted -----------------------------------------
 
 
-def _offers(tree: Tree, width: int) -> list[Line]:
+def _offers(tree: ReportDocument, width: int) -> list[Line]:
     lines = headed("", "predicted, with the interval it should be found in", width, Tone.STRONG)
     for row in tree.rows:
-        if isinstance(row.plan, Figure) and row.plan.value:
+        if isinstance(row.plan, Quantity) and row.plan.value:
             lines += indented(f"{row.label}: {row.plan}, {row.plan.interval}", width)
         else:
             lines += indented(f"{row.label}: {row.plan}", width)
@@ -217,7 +225,7 @@ def _offers(tree: Tree, width: int) -> list[Line]:
 # --- what is alive at the peak --------------------------------------------------------------------
 
 
-def _peak(tree: Tree, width: int) -> list[Line]:
+def _peak(tree: ReportDocument, width: int) -> list[Line]:
     peak = tree.peak
     place = ", ".join(p for p in (peak.where, peak.line) if p)
     lines = _column(
@@ -242,7 +250,7 @@ def _peak(tree: Tree, width: int) -> list[Line]:
     return [*lines, *_unplanned_peak(tree, width)]
 
 
-def _unplanned_peak(tree: Tree, width: int) -> list[Line]:
+def _unplanned_peak(tree: ReportDocument, width: int) -> list[Line]:
     """What would be alive without the plan, largest first: what an out-of-memory error was of."""
     peak = tree.unplanned_peak
     if peak is None:
@@ -287,7 +295,7 @@ def _cut(text: str, room: int) -> str:
 # --- the memory-time curve ------------------------------------------------------------------------
 
 
-def _frontier(tree: Tree, width: int) -> list[Line]:
+def _frontier(tree: ReportDocument, width: int) -> list[Line]:
     if not tree.curve:
         return [(("no curve was computed for this plan", Tone.PLAIN),)]
     parts = "micro-batches" if width >= NARROW else "parts"

@@ -19,7 +19,7 @@ from steelyard.ir.program import LOSS_SO_FAR, SO_FAR, Program
 from steelyard.passes.data_parallel.all_reduce import SHARE
 from steelyard.passes.offload.sliced_gradients import gradients_in_slices
 from steelyard.run.codegen import Emitted
-from steelyard.run.error_feedback import Residuals
+from steelyard.run.error_feedback import ErrorFeedback
 from steelyard.run.target_counts import TargetCounter
 
 Shapes = tuple[torch.Size | None, ...]
@@ -89,7 +89,7 @@ class BatchLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _BatchPart:
     """How one leaf of the batch reaches one input; ``rows`` are those of a unit of it."""
 
     leaf: int
@@ -112,7 +112,7 @@ class BoundProgram:
         names: Sequence[str],
         shapes: Shapes,
         far_sink: Callable[[nn.Parameter], Sink | None] = lambda _: None,
-        residuals: Residuals | None = None,
+        residuals: ErrorFeedback | None = None,
     ) -> None:
         """``far_sink`` says where a gradient goes that does not stay; ``residuals`` holds what
         codes of gradients have lost so far."""
@@ -128,7 +128,7 @@ class BoundProgram:
         self.emitted = emitted
         nodes = {node.name: node for node in program.graph.inputs()}
         self._template: list[Any] = [None] * len(emitted.inputs)
-        self._parts: list[_Part] = []
+        self._parts: list[_BatchPart] = []
         self._strides: list[tuple[str, int, Tensor]] = []
         self._tangent: int | None = None
         self._share: int | None = None
@@ -153,7 +153,7 @@ class BoundProgram:
                 leaf = _leaf_of(name, names)
                 planned = nodes[name].outputs[0] if nodes[name].outputs else None
                 rows = _rows(name, planned, shapes[leaf], program)
-                self._parts.append(_Part(leaf=leaf, slot=slot, rows=rows))
+                self._parts.append(_BatchPart(leaf=leaf, slot=slot, rows=rows))
                 if planned is not None:
                     self._strides.append((name, leaf, planned))
         tangent = nodes.get("tangent")

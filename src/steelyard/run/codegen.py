@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from steelyard.comm.channel import Channel, check_channels
-from steelyard.comm.gloo.direct_collectives import Directly
-from steelyard.comm.gloo.thread_scheduling import Turns
-from steelyard.comm.shared_memory.collectives import Slotted
+from steelyard.comm.gloo.direct_collectives import DirectCollectives
+from steelyard.comm.gloo.thread_scheduling import ThreadScheduling
+from steelyard.comm.shared_memory.collectives import SharedMemoryCollectives
 from steelyard.errors import BadInput, RunFailed
 from steelyard.ir.collective import Exchange
 from steelyard.ir.gradient_codec import CODED_CALLS
@@ -23,8 +23,8 @@ from steelyard.ir.message_slots import rounds_of
 from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import Instruction, Program
 from steelyard.offload.activations import Slots
-from steelyard.offload.parameters import FarTensors
-from steelyard.offload.tier import FarMemory
+from steelyard.offload.parameters import OffloadedTensors
+from steelyard.offload.tier import OffloadFile
 from steelyard.operators import copy_laid_out, operator_named
 from steelyard.run.fast_bindings import Room, made_in, quickest
 from steelyard.run.finite_check import FiniteWatch, places_in, watched
@@ -58,15 +58,15 @@ class Emitted:
     inputs: tuple[str, ...]
     run: Callable[[Sequence[torch.Tensor], Sequence[Callable[[torch.Tensor], None]]], torch.Tensor]
     earlier: "Emitted | None" = None
-    carriers: tuple[Slotted | Directly, ...] = ()
+    carriers: tuple[SharedMemoryCollectives | DirectCollectives, ...] = ()
 
 
 def emit(
     program: Program,
     *,
     channels: Mapping[str, Channel] = _ALONE,
-    far: FarMemory | None = None,
-    tensors: FarTensors | None = None,
+    far: OffloadFile | None = None,
+    tensors: OffloadedTensors | None = None,
     fusing: Callable[[Program], Iterable[Line]] = lambda program: program.instructions,
     rooms: Mapping[str, Room] = MappingProxyType({}),
     watch: FiniteWatch | None = None,
@@ -91,9 +91,14 @@ def emit(
     return replace(whole, earlier=emitted(program.earlier))
 
 
-def _carriers(program: Program, channels: Mapping[str, Channel]) -> dict[str, Slotted | Directly]:
+def _carriers(
+    program: Program, channels: Mapping[str, Channel]
+) -> dict[str, SharedMemoryCollectives | DirectCollectives]:
     """Of the axes that it speaks over. Where nothing is really exchanged, there are calls."""
-    nodes, carriers = program.graph.by_name, dict[str, Slotted | Directly]()
+    nodes, carriers = (
+        program.graph.by_name,
+        dict[str, SharedMemoryCollectives | DirectCollectives](),
+    )
     issued = (nodes[program.instructions[one.issue].node].collective for one in program.exchanges)
     rounds = rounds_of(program.graph)
     for axis in sorted({c.axis for c in issued if c is not None and not c.is_far}):
@@ -101,9 +106,9 @@ def _carriers(program: Program, channels: Mapping[str, Channel]) -> dict[str, Sl
         if channel.calls:
             continue
         if axis in rounds:
-            carriers[axis] = Slotted(rounds[axis], channel)
-        elif Directly.can(channel):
-            carriers[axis] = Directly(channel)
+            carriers[axis] = SharedMemoryCollectives(rounds[axis], channel)
+        elif DirectCollectives.can(channel):
+            carriers[axis] = DirectCollectives(channel)
     return carriers
 
 
@@ -115,7 +120,7 @@ def _emitted(writer: "_Writer") -> Emitted:
     return Emitted(source=source, inputs=tuple(writer.inputs), run=scope["run"])
 
 
-def _slots(program: Program, far: FarMemory | None) -> Slots | None:
+def _slots(program: Program, far: OffloadFile | None) -> Slots | None:
     """Room in far memory for what the program moves; its sends number the slots."""
     nodes = program.graph.by_name
     sizes = {
@@ -132,7 +137,8 @@ def _slots(program: Program, far: FarMemory | None) -> Slots | None:
         raise BadInput(
             f"the plan moves {len(sizes)} values to far memory, and none is named",
             expected="a folder on a disk for them, as the plan was made for",
-            remedy='name it: --far DIR, or Cluster.here(far=Far("/scratch", ...)) in Python',
+            remedy="name it: --far DIR, or, in Python, "
+            'Cluster.here(far=OffloadTier("/scratch", ...))',
         )
     return Slots.of(far, [sizes[slot] for slot in range(len(sizes))])
 
@@ -144,7 +150,7 @@ class _Writer:
         lines: Sequence[Line],
         channels: Mapping[str, Channel],
         slots: Slots | None,
-        tensors: FarTensors | None,
+        tensors: OffloadedTensors | None,
         rooms: Mapping[str, Room],
         watch: FiniteWatch | None = None,
     ) -> None:
@@ -168,7 +174,7 @@ class _Writer:
             lines.append(f"    {', '.join(arguments)}, = inputs")
         deaths, giving = self._deaths(), self._gives_way()
         if giving:
-            self.scope[_GIVE_WAY] = Turns()
+            self.scope[_GIVE_WAY] = ThreadScheduling()
         sinks = 0
         for index, line in enumerate(self._lines):
             dead = deaths[index]
@@ -327,7 +333,7 @@ class _Writer:
         assert collective is not None
         return self._channels[collective.axis].waiting
 
-    def _caller(self, name: Argument) -> FarTensors | Slots | None:
+    def _caller(self, name: Argument) -> OffloadedTensors | Slots | None:
         """What has a place for good is named; what has one for a step has a number."""
         return self._tensors if isinstance(name, str) else self._slots
 

@@ -29,7 +29,7 @@ class Seen:
     reasons: tuple[str, ...]
 
 
-class Guard:
+class CompressionFallback:
     """``rungs`` are the plan's codes and those that lose less, the last of which are none;
     ``agreed`` are the most that any rank says."""
 
@@ -95,4 +95,4 @@ class Guard:
         return ""
 
 
-__all__ = ["EVERY", "MOST_HELD", "Guard", "Seen"]
+__all__ = ["EVERY", "MOST_HELD", "CompressionFallback", "Seen"]

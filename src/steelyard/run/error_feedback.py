@@ -28,7 +28,7 @@ Gradients = Mapping[str, torch.Tensor]
 _LeftArguments = tuple[Any, Ref, Ref, tuple[tuple[int, int], ...], int]
 
 
-class Residuals:
+class ErrorFeedback:
     """By the names of a program's inputs, the same for batches of every shape."""
 
     def __init__(self, channels: Mapping[str, Channel], device: torch.device = CPU) -> None:
@@ -245,4 +245,4 @@ def _decoded(graph: Graph, coded: Node) -> tuple[_Member, ...]:
     return tuple(sorted(found, key=lambda member: member[1]))
 
 
-__all__ = ["Gradients", "Residuals"]
+__all__ = ["ErrorFeedback", "Gradients"]

@@ -26,7 +26,7 @@ _PENDING = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Found:
+class NonFiniteValue:
     """A value of this rank that was not finite, in a step counted from this process's first."""
 
     step: int
@@ -37,7 +37,7 @@ class Found:
         return self.step * _STEP + self.place
 
     @classmethod
-    def of(cls, code: int) -> "Found":
+    def of(cls, code: int) -> "NonFiniteValue":
         return cls(*divmod(code, _STEP))
 
     @property
@@ -61,9 +61,9 @@ class FiniteWatch:
         self.step = 0
         # Whether the next call adds to the gradients of the last one, and is of the same step.
         self.adds_up = False
-        self.first: Found | None = None
+        self.first: NonFiniteValue | None = None
         self.failed_at: int | None = None
-        self._found: list[Found] = []
+        self._found: list[NonFiniteValue] = []
         self._pending: list[tuple[int, dict[int, torch.Tensor], torch.Tensor | None]] = []
         self._seen: dict[int, torch.Tensor] = {}
 
@@ -88,7 +88,7 @@ class FiniteWatch:
             before = self._seen.get(place)
             self._seen[place] = number if before is None else before + number
         elif not math.isfinite(number):
-            self._found.append(Found(self.step, place))
+            self._found.append(NonFiniteValue(self.step, place))
 
     def end(self, loss: torch.Tensor, batch: Callable[[], Iterable[Any]]) -> None:
         """``batch`` gives this rank's part of it, which is looked at where the loss is not finite:
@@ -106,7 +106,7 @@ class FiniteWatch:
         """The part of the batch of the step that failed."""
         tensors = [x for x in batch if isinstance(x, torch.Tensor) and x.is_floating_point()]
         if not all(math.isfinite(_told_by(tensor)) for tensor in tensors if tensor.numel()):
-            self._found.append(Found(self.failed_at or self.step, BATCH))
+            self._found.append(NonFiniteValue(self.failed_at or self.step, BATCH))
         self.first = min(self._found, default=None)
 
     def settle(self) -> None:
@@ -117,7 +117,9 @@ class FiniteWatch:
         step, seen, loss = self._pending.pop(0)
         if self.failed_at is not None or loss is None:
             return
-        self._found += [Found(step, place) for place, n in seen.items() if not math.isfinite(n)]
+        self._found += [
+            NonFiniteValue(step, place) for place, n in seen.items() if not math.isfinite(n)
+        ]
         self._judge(step, float(loss))
 
     def _judge(self, step: int, loss: float) -> bool:
@@ -181,7 +183,10 @@ def blamed(codes: Sequence[int], *, offset: int = 0) -> Blamed:
     first = min(codes)
     if first >= NOTHING:
         return Blamed()
-    found, ranks = Found.of(first), [rank for rank, code in enumerate(codes) if code == first]
+    found, ranks = (
+        NonFiniteValue.of(first),
+        [rank for rank, code in enumerate(codes) if code == first],
+    )
     is_batch, when = found.place == BATCH, f"in step {found.step + offset}"
     if len(ranks) == len(codes) and is_batch:
         return Blamed(words=f"the batch, {when}", is_batch=True)
@@ -197,6 +202,6 @@ def blamed(codes: Sequence[int], *, offset: int = 0) -> Blamed:
 
 
 __all__ = [
-    "ACTIVATIONS", "BATCH", "GRADIENTS", "LOSS", "NOTHING", "Blamed", "FiniteWatch", "Found",
-    "blamed", "places_in", "watched",
+    "ACTIVATIONS", "BATCH", "GRADIENTS", "LOSS", "NOTHING", "Blamed", "FiniteWatch",
+    "NonFiniteValue", "blamed", "places_in", "watched",
 ]  # fmt: skip

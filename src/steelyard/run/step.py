@@ -18,7 +18,7 @@ from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.program import Program
-from steelyard.offload.optimizer_state import FarStates
+from steelyard.offload.optimizer_state import OffloadedStates
 from steelyard.run.binding import (
     BatchLayout,
     BoundProgram,
@@ -28,8 +28,8 @@ from steelyard.run.binding import (
     shapes_of,
 )
 from steelyard.run.codegen import Emitted, emit
-from steelyard.run.compression_fallback import Guard
-from steelyard.run.error_feedback import Residuals
+from steelyard.run.compression_fallback import CompressionFallback
+from steelyard.run.error_feedback import ErrorFeedback
 from steelyard.run.finite_check import FiniteWatch
 from steelyard.run.model_guards import ModelWatch, OptimizerWatch
 from steelyard.run.rng_state import drawing_apart
@@ -107,7 +107,7 @@ class LiveStep:
         constants: Constants,
         batch: Any,
         optimizer: torch.optim.Optimizer | None = None,
-        states: FarStates | None = None,
+        states: OffloadedStates | None = None,
         parts: Held | None = None,
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
@@ -117,7 +117,7 @@ class LiveStep:
         rank: int = 0,
         in_stages: Callable[[Program, Mapping[str, Any]], InStages] | None = None,
         channels: Mapping[str, Channel] = MappingProxyType({}),
-        guard: Guard | None = None,
+        guard: CompressionFallback | None = None,
         finite: FiniteWatch | None = None,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -150,7 +150,7 @@ class LiveStep:
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
         self.finite = finite
-        self.residuals = Residuals(channels, self.home)
+        self.residuals = ErrorFeedback(channels, self.home)
         self._guard_by(guard)
         # In which codes the last step was.
         self.rung = 0
@@ -372,7 +372,7 @@ class LiveStep:
         self._rank, self.residuals.channels = rank, channels
         self._tell_loss, self._stands_by = tell_loss, stands_by
 
-    def begin_anew(self, guard: Guard | None) -> None:
+    def begin_anew(self, guard: CompressionFallback | None) -> None:
         """From the next step on, in which what codes hold back is paid, with the programs that
         ``other_shape`` then gives, at each shape."""
         self.residuals.owe_all()
@@ -381,7 +381,7 @@ class LiveStep:
         for held in (self._bound, self._reads, self._tangents, self.other):
             held.clear()
 
-    def _guard_by(self, guard: Guard | None) -> None:
+    def _guard_by(self, guard: CompressionFallback | None) -> None:
         self.guard = guard
         if guard is not None:
             guard.agreed = self.residuals.agreed

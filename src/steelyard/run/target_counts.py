@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.errors import Mismatch
-from steelyard.ir.graph import Counted, Graph, same_shares
+from steelyard.ir.graph import CountedMean, Graph, same_shares
 from steelyard.ir.program import Program, as_captured
 from steelyard.run.codegen import emit
 
@@ -16,7 +16,7 @@ from steelyard.run.codegen import emit
 class TargetCounter:
     """Computes the targets of a micro-batch from its inputs, before anything else runs."""
 
-    def __init__(self, graph: Graph, counted: Counted) -> None:
+    def __init__(self, graph: Graph, counted: CountedMean) -> None:
         made = [as_captured(graph, name) for name in graph.ancestors(counted.targets)]
         program = Program(graph=graph, instructions=tuple(made), loss=counted.targets)
         self._run = emit(program).run

@@ -27,7 +27,7 @@ from steelyard.run.checkpoint.directory import CheckpointFolder, step_of, verify
 from steelyard.run.checkpoint.state import Position
 from steelyard.run.data_feed import Batches, Feed
 from steelyard.run.finite_check import Blamed, blamed
-from steelyard.run.launch.coordination import Alone, Together
+from steelyard.run.launch.coordination import Alone, Coordinator
 from steelyard.run.rng_state import random_state, seed_everything, set_random_state
 from steelyard.run.step import LiveStep
 
@@ -85,7 +85,7 @@ def train(
     meter: Meter | None = None,
     may_meter: MayMeter = lambda _: True,
     predicted_bytes: int = 0,
-    together: Together = _ALONE,
+    together: Coordinator = _ALONE,
 ) -> Finished:
     """Take steps until ``steps`` are done, counting those of the run that is resumed.
 
@@ -97,7 +97,7 @@ def train(
     """
     if seed is not None:
         seed_everything(seed)
-    run = _Run(step, Feed(batches), checkpoints, on_note, together)
+    run = _TrainingRun(step, Feed(batches), checkpoints, on_note, together)
     stopped_by = ""
     with run.holding_folder(), run.counting_updates(), _Signals() as signals:
         run.begin()
@@ -125,7 +125,7 @@ def train(
 
 
 def _one_step(
-    run: "_Run", meter: Meter | None, may_meter: MayMeter, steps: int, predicted_bytes: int
+    run: "_TrainingRun", meter: Meter | None, may_meter: MayMeter, steps: int, predicted_bytes: int
 ) -> StepReport:
     losses: list[torch.Tensor] = []
     peak_bytes = seconds = None
@@ -151,7 +151,7 @@ def _one_step(
     )
 
 
-class _Run:
+class _TrainingRun:
     """What changes while a run goes on, and its way to and from the disk."""
 
     def __init__(
@@ -160,7 +160,7 @@ class _Run:
         feed: Feed,
         settings: Checkpoints | None,
         note: Callable[[str], None] | None,
-        together: Together,
+        together: Coordinator,
     ) -> None:
         self.live = live
         self.feed = feed

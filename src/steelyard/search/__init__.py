@@ -4,27 +4,27 @@ Torch-free, and handed its trades. Not for capturing, measuring or running."""
 from steelyard.search.cluster.explain import told
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.recompute_sets import sets_again
-from steelyard.search.cluster.search import DeepSearch, Laid
-from steelyard.search.cluster.stage_assignment import Again
+from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
+from steelyard.search.cluster.stage_assignment import RecomputeSet
 from steelyard.search.cluster.to_rules import rules_of
 from steelyard.search.memory_floor import Floor
-from steelyard.search.ranks.layout_search import Layouts
-from steelyard.search.ranks.pipeline_search import Pipelines
-from steelyard.search.result import Found, Gap
-from steelyard.search.single.search import ALLOWS_NONE, Search
+from steelyard.search.ranks.layout_search import LayoutSearch
+from steelyard.search.ranks.pipeline_search import PipelineSearch
+from steelyard.search.result import Gap, SearchResult
+from steelyard.search.single.search import ALLOWS_NONE, StepSearch
 
 __all__ = [
     "ALIKE",
     "ALLOWS_NONE",
-    "Again",
-    "DeepSearch",
+    "ClusterPlan",
+    "ClusterSearch",
     "Floor",
-    "Found",
     "Gap",
-    "Laid",
-    "Layouts",
-    "Pipelines",
-    "Search",
+    "LayoutSearch",
+    "PipelineSearch",
+    "RecomputeSet",
+    "SearchResult",
+    "StepSearch",
     "rules_of",
     "sets_again",
     "told",

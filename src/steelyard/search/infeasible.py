@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from steelyard.errors import Infeasible
 from steelyard.ir.graph import Phase, Role
 from steelyard.plans.budget import Budget
-from steelyard.plans.peak_memory import PIECES, Peak
+from steelyard.plans.peak_memory import PIECES, PeakMemory
 from steelyard.plans.plan import Prediction
-from steelyard.plans.trade import Refusal
+from steelyard.plans.trade import Rejection
 from steelyard.units import format_bytes, format_seconds
 
 
 def beyond_budget(
-    peak: Peak,
+    peak: PeakMemory,
     budget: Budget,
     *,
     parts: int,
-    refusals: Sequence[Refusal],
+    refusals: Sequence[Rejection],
     has_far: bool,
     leaner_settings: Sequence[str] = (),
 ) -> Infeasible:
@@ -43,7 +43,7 @@ def beyond_budget(
     )
 
 
-def _place(peak: Peak) -> str:
+def _place(peak: PeakMemory) -> str:
     if not peak.at:
         return "what stays for the whole step"
     where = f"{peak.at} in {peak.path or 'the loss'}"
@@ -52,11 +52,11 @@ def _place(peak: Peak) -> str:
 
 
 def _remedy(
-    peak: Peak,
+    peak: PeakMemory,
     limit_bytes: int,
     *,
     parts: int,
-    refusals: Sequence[Refusal],
+    refusals: Sequence[Rejection],
     has_far: bool,
     leaner_settings: Sequence[str],
 ) -> str:

@@ -17,7 +17,7 @@ class Point:
     again: frozenset[int]
 
 
-class Archive:
+class ParetoFront:
     """Points sorted by peak; of two, the one with the larger peak is the faster."""
 
     def __init__(self) -> None:

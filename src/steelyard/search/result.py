@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.plans.peak_memory import Peak
-from steelyard.plans.plan import FrontierPoint, NextCent, Prediction, Taken
-from steelyard.plans.trade import Refusal
+from steelyard.plans.peak_memory import PeakMemory
+from steelyard.plans.plan import FrontierPoint, NextCent, Prediction, SelectedTrade
+from steelyard.plans.trade import Rejection
 from steelyard.units import format_share
 
 
@@ -49,7 +49,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
+class SearchResult:
     """``least`` is the peak of the smallest plan known: the least memory this step can run in.
 
     It was looked for in at most ``least_within`` micro-batches; 0 where finer ones were tried too.
@@ -59,20 +59,20 @@ class Found:
     rules: tuple[Rule, ...]
     prediction: Prediction
     micro_batches: int
-    taken: tuple[Taken, ...]
-    refused: tuple[Refusal, ...]
+    taken: tuple[SelectedTrade, ...]
+    refused: tuple[Rejection, ...]
     num_offers: int
     frontier: tuple[FrontierPoint, ...]
-    least: Peak
+    least: PeakMemory
     least_within: int
     next_cent: NextCent | None
     gap: Gap | None
 
-    def why_not(self, trade: str) -> tuple[Refusal, ...]:
+    def why_not(self, trade: str) -> tuple[Rejection, ...]:
         """Why this trade, or the offer with this label, was not struck (or not all of it)."""
         return tuple(r for r in self.refused if trade in (r.trade, r.label) or _names(r, trade))
 
 
-def _names(refusal: Refusal, wanted: str) -> bool:
+def _names(refusal: Rejection, wanted: str) -> bool:
     """``blocks.*.mlp`` names the offer ``blocks.*.mlp (12)``."""
     return refusal.label.rpartition(" (")[0] == wanted

@@ -7,14 +7,14 @@ search/cluster/policy_mixture.py.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from steelyard.ir.cluster_layout import DeepLayout
-from steelyard.search.cluster.stage_assignment import Fate
+from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.search.cluster.stage_assignment import ActivationPolicy
 
 _TWICE, _THRICE = 2, 3
-Fates = tuple[tuple[tuple[Fate, int], ...], ...]
+Fates = tuple[tuple[tuple[ActivationPolicy, int], ...], ...]
 
 
-def burden(layout: DeepLayout, stages: Fates) -> tuple[int, ...]:
+def burden(layout: ClusterLayout, stages: Fates) -> tuple[int, ...]:
     """The simpler layout comes first: fewer trades, of which those that need a second memory, or
     ranks that do not all do the same, count more; then less that is offloaded, less that is
     recomputed, a lower ZeRO stage, fewer pipeline stages and tensor-parallel ranks, fewer
@@ -39,7 +39,7 @@ def burden(layout: DeepLayout, stages: Fates) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def without_a_trade(layout: DeepLayout, stages: Fates) -> Iterator[tuple[DeepLayout, Fates]]:
+def without_a_trade(layout: ClusterLayout, stages: Fates) -> Iterator[tuple[ClusterLayout, Fates]]:
     """The same blocks on the same ranks without one of the trades, or with a lower ZeRO stage."""
     if layout.far_states:
         yield replace(layout, far_states=False), stages

@@ -12,8 +12,8 @@ from typing import ClassVar
 from steelyard.errors import Mismatch
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Source
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.ir.step_source import StepSource
+from steelyard.plans.trade import Offer, Rejection
 
 
 class Accumulate:
@@ -28,13 +28,13 @@ class Accumulate:
     def offers(
         self,
         program: Program,  # noqa: ARG002 - the batch decides, not the program
-        source: Source,
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         parts = [k for k in source.divisors() if k > 1]
         reason = source.why_not_split() if parts else "the batch has only one example"
         if reason is not None:
             label = "the batch in equal parts"
-            return (), (Refusal(trade=self.name, label=label, reason=reason),)
+            return (), (Rejection(trade=self.name, label=label, reason=reason),)
         offers = (
             Offer(
                 trade=self.name,
@@ -45,7 +45,7 @@ class Accumulate:
         )
         return tuple(offers), ()
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
         assert not program.again, "accumulate changes the graph, so it is struck first"
@@ -55,7 +55,7 @@ class Accumulate:
         graph = source.graph(micro_batches=parts)
         return program.with_graph(graph).repeated(parts)
 
-    def _parts(self, rules: Sequence[Rule], source: Source) -> int:
+    def _parts(self, rules: Sequence[Rule], source: StepSource) -> int:
         degrees = sorted({rule.degree for rule in rules})
         possible = source.divisors()
         if len(degrees) > 1 or degrees[0] not in possible:

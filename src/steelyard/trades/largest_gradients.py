@@ -8,10 +8,10 @@ arithmetic: operators/gradient_codecs.py.
 
 from typing import ClassVar
 
-from steelyard.passes.compression.compressed_gradients import SendsCodes
+from steelyard.passes.compression.compressed_gradients import CompressesGradients
 
 
-class LargestGradients(SendsCodes):
+class LargestGradients(CompressesGradients):
     """Pays computation, memory for what is left out until it is sent, and accuracy; buys
     communication."""
 

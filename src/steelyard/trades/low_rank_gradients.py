@@ -8,10 +8,10 @@ operators/low_rank.py.
 
 from typing import ClassVar
 
-from steelyard.passes.compression.compressed_gradients import SendsCodes
+from steelyard.passes.compression.compressed_gradients import CompressesGradients
 
 
-class LowRankGradients(SendsCodes):
+class LowRankGradients(CompressesGradients):
     """Pays computation, memory for what is left until it is made up for, and accuracy; buys
     communication."""
 

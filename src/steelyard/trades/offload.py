@@ -17,7 +17,7 @@ from steelyard.ir.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of, to_rules
 from steelyard.ir.saved_activations import Late, first_late, first_wanted, waiting
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_activation_matmuls import (
     Read,
     sliceable_inputs,
@@ -25,7 +25,7 @@ from steelyard.passes.offload.sliced_activation_matmuls import (
 )
 from steelyard.passes.offload.transfer_nodes import rows_in_slice
 from steelyard.plans.offers import offers_of
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 # Of a value that may come back in slices. Two slices are near, so that of few nothing is gained; of
 # many, each is a transfer of its own and a product of few rows.
@@ -48,8 +48,8 @@ class Offload:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - other trades ask it
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - other trades ask it
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
         offers = offers_of(self.name, graph, waiting(program))
         reason = "no value of the forward pass is large, whole and read by the backward pass"
@@ -57,13 +57,13 @@ class Offload:
             reason = "Inductor compiles each pass as one, and would begin it with what comes back"
         elif offers:
             return (*offers, *_offers_in_slices(program)), ()
-        return (), (Refusal(trade=self.name, label="everything", reason=reason),)
+        return (), (Rejection(trade=self.name, label="everything", reason=reason),)
 
     def rewrite(
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,
+        source: StepSource,
     ) -> Program:
         if not rules:
             return program

@@ -16,7 +16,7 @@ from steelyard.ir.graph import Graph, Node, OutputKind, Role, path_matches
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, owners, states
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_gradients import made_by_products
 from steelyard.passes.offload.sliced_weight_matmuls import sliceable
 from steelyard.passes.offload.state_transfers import (
@@ -24,7 +24,7 @@ from steelyard.passes.offload.state_transfers import (
     with_states_far,
     with_weights_far,
 )
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 # Of a parameter; less costs as many calls and buys nothing. A smaller tensor, such as the number of
 # the step, stays where it is.
@@ -69,23 +69,23 @@ class OffloadState:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - other trades ask it
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - other trades ask it
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """One for each parameter, those of equal blocks together; of some in several numbers of
         slices, of which one can be taken."""
         if program.layout.num_ranks > 1:
-            refusal = Refusal(trade=self.name, label=", ".join(MOVABLE), reason=_ON_RANKS)
+            refusal = Rejection(trade=self.name, label=", ".join(MOVABLE), reason=_ON_RANKS)
             return (), (refusal,)
         able = {what: movable(program, what) for what in MOVABLE}
         possible = _possible(program, able)
         offers = {what: self._offers(program, what, able, possible) for what in MOVABLE}
         refusals = [
-            Refusal(trade=self.name, label=what, reason=_why_not(program) or _NOTHING_LARGE[what])
+            Rejection(trade=self.name, label=what, reason=_why_not(program) or _NOTHING_LARGE[what])
             for what, found in offers.items()
             if not found
         ]
         refusals += [
-            Refusal(trade=self.name, label=f"{part} in slices", reason=reason)
+            Rejection(trade=self.name, label=f"{part} in slices", reason=reason)
             for part, reason in possible.whole.items()
         ]
         return tuple(offer for found in offers.values() for offer in found), tuple(refusals)
@@ -95,7 +95,7 @@ class OffloadState:
         program: Program,
         what: str,
         able: Mapping[str, Mapping[str, int]],
-        possible: "_Slices",
+        possible: "_SliceLimits",
     ) -> list[Offer]:
         by_pattern: dict[str, list[tuple[int, ...]]] = {}
         for parameter in able[what]:
@@ -122,7 +122,7 @@ class OffloadState:
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,
+        source: StepSource,
     ) -> Program:
         if not rules:
             return program
@@ -217,14 +217,14 @@ def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slices:
+class _SliceLimits:
     """Into how many each of these may be taken apart, and why what is large is whole."""
 
     of: Mapping[str, Mapping[str, tuple[int, ...]]]
     whole: Mapping[str, str]
 
 
-def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _Slices:
+def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _SliceLimits:
     """Of large weights that only products read; of one that is trained, all that its update needs.
     Parameters of one rule are taken apart together or not at all."""
     found: dict[str, dict[str, tuple[int, ...]]] = {what: {} for what in MOVABLE}
@@ -257,7 +257,7 @@ def _possible(program: Program, able: Mapping[str, Mapping[str, int]]) -> _Slice
                 found[GRADIENTS][parameter] = (nbytes // _TRAINED_SLICE_BYTES,)
             elif parameter in able[GRADIENTS]:
                 whole[f"gradient of {pattern}"] = "no single product makes it"
-    return _Slices(of=found, whole=whole)
+    return _SliceLimits(of=found, whole=whole)
 
 
 def _parts(nbytes: int, *, is_trained: bool) -> tuple[int, ...]:

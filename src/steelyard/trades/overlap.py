@@ -12,9 +12,9 @@ from typing import ClassVar
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.ir.rule import WITHIN_PEAK, Rule
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.overlap import issued_ahead, sent_first, waits_within
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 from steelyard.predict.liveness import liveness
 
 
@@ -30,8 +30,8 @@ class Overlap:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - the program's exchanges decide
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - the program's exchanges decide
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         count = len(program.exchanges)
         windows = sorted({min(2**k, count) for k in range(count.bit_length() + 1)}) if count else ()
         offers = (
@@ -48,7 +48,7 @@ class Overlap:
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - the program's exchanges decide
+        source: StepSource,  # noqa: ARG002 - the program's exchanges decide
     ) -> Program:
         if not rules or not program.exchanges:
             return program

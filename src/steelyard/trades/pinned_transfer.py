@@ -17,8 +17,8 @@ from steelyard.ir.collective import THROUGH_SLOTS
 from steelyard.ir.graph import Graph, Node
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Source
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.ir.step_source import StepSource
+from steelyard.plans.trade import Offer, Rejection
 
 
 class PinnedTransfer:
@@ -34,8 +34,8 @@ class PinnedTransfer:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - the program says what is sent
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - the program says what is sent
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         if program.pipeline is not None:
             what, op = "messages of stages", STAGES
         elif _among_ranks(program.graph):
@@ -53,7 +53,7 @@ class PinnedTransfer:
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - the program says what is sent
+        source: StepSource,  # noqa: ARG002 - the program says what is sent
     ) -> Program:
         if not rules:
             return program

@@ -12,12 +12,12 @@ from typing import ClassVar
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Node, Phase
 from steelyard.ir.program import Instruction, Program
-from steelyard.ir.quantized_activation import Coding, can_be_coded, chooses, chosen_by
+from steelyard.ir.quantized_activation import QuantizedActivation, can_be_coded, chooses, chosen_by
 from steelyard.ir.rule import Rule, matching
 from steelyard.ir.saved_activations import LEAST_BYTES, Late, first_late, first_wanted, waiting
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.plans.offers import offers_of
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 _NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"
 
@@ -34,8 +34,8 @@ class Quantise:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - other trades ask it
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - other trades ask it
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
         offers = offers_of(self.name, graph, quantisable(program))
         reason = _NOT_UNDER_INDUCTOR
@@ -43,13 +43,13 @@ class Quantise:
             if offers:
                 return offers, ()
             reason = "no floating-point value is large, whole and read by the backward pass alone"
-        return (), (Refusal(trade=self.name, label="everything", reason=reason),)
+        return (), (Rejection(trade=self.name, label="everything", reason=reason),)
 
     def rewrite(
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - other trades ask it
+        source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> Program:
         if not rules:
             return program
@@ -106,7 +106,7 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
         return program
     in_order = sorted(wanted, key=graph.position.__getitem__)
     codings = [
-        Coding.of(graph, value, number=len(graph.storages) + place)
+        QuantizedActivation.of(graph, value, number=len(graph.storages) + place)
         for place, value in enumerate(in_order)
     ]
     behind, before = _places(graph, lines, codings, wanted)
@@ -142,11 +142,14 @@ def _misled(program: Program) -> Node | None:
     return None
 
 
-_Places = dict[int, list[Coding]]
+_Places = dict[int, list[QuantizedActivation]]
 
 
 def _places(
-    graph: Graph, lines: Sequence[Instruction], codings: Sequence[Coding], wanted: Mapping[str, int]
+    graph: Graph,
+    lines: Sequence[Instruction],
+    codings: Sequence[QuantizedActivation],
+    wanted: Mapping[str, int],
 ) -> tuple[_Places, _Places]:
     """Behind which line each value is written down, and before which it is read back.
 
@@ -160,7 +163,7 @@ def _places(
     behind: _Places = {}
     before: _Places = {}
 
-    def size(coding: Coding) -> tuple[int, int]:
+    def size(coding: QuantizedActivation) -> tuple[int, int]:
         (tensor,) = coding.decode.outputs
         return tensor.nbytes, -tensor.storage
 

@@ -15,10 +15,10 @@ from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Node, Phase
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.recompute_copies import Span, late_reads, starts
 from steelyard.plans.offers import offers_of
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 _ONCE: Mapping[str, int] = MappingProxyType({})
 
@@ -35,8 +35,8 @@ class Recompute:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - other trades ask it
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - other trades ask it
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
         offers = offers_of(self.name, graph, recomputable(graph))
         return offers, _refusals(self.name, graph)
@@ -45,7 +45,7 @@ class Recompute:
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,  # noqa: ARG002 - other trades ask it
+        source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> Program:
         able = recomputable(program.graph)
         named = rule_of(program.graph, rules)
@@ -298,7 +298,7 @@ def _reads_whole(graph: Graph, node: Node, user: str) -> bool:
     return graph.has_several(node.name) and (late or not reader.is_getitem)
 
 
-def _refusals(trade: str, graph: Graph) -> tuple[Refusal, ...]:
+def _refusals(trade: str, graph: Graph) -> tuple[Rejection, ...]:
     """The operators that would have been offered if they could be called again."""
     useful = graph.reaching_backward
     reasons: dict[tuple[str, str], int] = {}
@@ -309,6 +309,6 @@ def _refusals(trade: str, graph: Graph) -> tuple[Refusal, ...]:
         if reason is not None:
             reasons[node.op, reason] = reasons.get((node.op, reason), 0) + 1
     return tuple(
-        Refusal(trade=trade, label=f"{op} ({count})", reason=reason)
+        Rejection(trade=trade, label=f"{op} ({count})", reason=reason)
         for (op, reason), count in sorted(reasons.items())
     )

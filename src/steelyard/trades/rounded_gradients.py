@@ -8,10 +8,10 @@ operators/gradient_codecs.py.
 
 from typing import ClassVar
 
-from steelyard.passes.compression.compressed_gradients import SendsCodes
+from steelyard.passes.compression.compressed_gradients import CompressesGradients
 
 
-class RoundedGradients(SendsCodes):
+class RoundedGradients(CompressesGradients):
     """Pays computation and accuracy, buys communication."""
 
     name: ClassVar[str] = "rounded_gradients"

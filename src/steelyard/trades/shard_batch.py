@@ -14,14 +14,14 @@ from typing import ClassVar
 from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.all_reduce import (
     bucketed_all_reduce,
     why_not_reduced,
     with_whole_loss,
 )
 from steelyard.passes.data_parallel.sync_batchnorm import normalising, synchronised
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 
 class ShardBatch:
@@ -34,19 +34,19 @@ class ShardBatch:
     is_bitwise: ClassVar[bool] = False
 
     def offers(
-        self, program: Program, source: Source
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        self, program: Program, source: StepSource
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         shares = [k for k in source.sharers() if k > 1]
         reason = source.why_not_shared() if shares else "the batch has too few examples"
         reason = reason or why_not_reduced(program.graph)
         if reason is not None:
             label = "the batch among ranks"
-            return (), (Refusal(trade=self.name, label=label, reason=reason),)
-        refusals: tuple[Refusal, ...] = ()
+            return (), (Rejection(trade=self.name, label=label, reason=reason),)
+        refusals: tuple[Rejection, ...] = ()
         if normalising(program.graph):
             label = "with BatchNorm's statistics of each rank's own samples"
             lossy = "is lossy, each rank would normalise otherwise; those of all samples are taken"
-            refusals = (Refusal(trade=self.name, label=label, reason=lossy),)
+            refusals = (Rejection(trade=self.name, label=label, reason=lossy),)
         offers = (
             Offer(
                 trade=self.name,
@@ -61,7 +61,7 @@ class ShardBatch:
         self,
         program: Program,
         rules: Sequence[Rule],
-        source: Source,
+        source: StepSource,
     ) -> Program:
         ranks = program.layout.batch
         if not rules or ranks == 1:

@@ -15,9 +15,9 @@ from steelyard.errors import Mismatch
 from steelyard.ir.graph import Node
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 # Stages to a rank, under each of torch's schedules that is offered. LoopedBFS keeps more than
 # Interleaved1F1B for the same time, and GPipe than 1F1B, which takes no single micro-batch though.
@@ -38,8 +38,8 @@ class ShardPipeline:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - the modules decide, not the batch
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - the modules decide, not the batch
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """Each schedule, on stages that are to compute about equally much."""
         ranks = program.layout.pipeline
         if ranks == 1:
@@ -50,7 +50,7 @@ class ShardPipeline:
             return offers, ()
         reason = reason or f"the model has too few modules for {ranks} stages"
         label = f"layers on {ranks} ranks"
-        return (), (Refusal(trade=self.name, label=label, reason=reason),)
+        return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
     def _offered(self, program: Program, ranks: int) -> list[Offer]:
         found = []
@@ -63,7 +63,7 @@ class ShardPipeline:
                 found.append(Offer(trade=self.name, label=label, rules=rules))
         return found
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         ranks = program.layout.pipeline
         if not rules or ranks == 1:
             return program

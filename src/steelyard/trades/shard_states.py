@@ -21,10 +21,10 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.placement import Shard
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
-from steelyard.ir.sharding_choice import Parting
-from steelyard.ir.step_source import Source
+from steelyard.ir.sharding_choice import ShardingChoice
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.shard_parameters import check_shared, gathered, why_not_shared
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 # Of a parameter; less costs two exchanges more and buys nothing.
 _LEAST_BYTES = 16 << 10
@@ -42,8 +42,8 @@ class ShardStates:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - the program says what there is
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - the program says what there is
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """One for each parameter, those of equal blocks together."""
         ranks, graph = program.layout.batch, program.graph
         if ranks == 1:
@@ -67,9 +67,9 @@ class ShardStates:
             return offers, ()
         reason = reason or f"no large parameter has rows that divide among {ranks} ranks"
         label = f"weights among {ranks} ranks"
-        return (), (Refusal(trade=self.name, label=label, reason=reason),)
+        return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
         assert not program.again, "shard_states changes the graph, so it is struck early"
@@ -112,7 +112,7 @@ class ShardStates:
                 together={name: rule.bucket_bytes for name, rule in named},
             )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)
-        own = Parting(axis=DATA, num_ranks=layout.batch, inputs=inputs)
+        own = ShardingChoice(axis=DATA, num_ranks=layout.batch, inputs=inputs)
         partings = (*program.partings, own)
         if update is not None:
             update = source.update_in_parts(update, partings)

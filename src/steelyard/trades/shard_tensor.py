@@ -16,9 +16,9 @@ from steelyard.ir.parallel_layout import TENSOR
 from steelyard.ir.placement import Placement, Shard
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
-from steelyard.ir.sharding_choice import Parting, Region
-from steelyard.ir.step_source import Source
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.ir.sharding_choice import Region, ShardingChoice
+from steelyard.ir.step_source import StepSource
+from steelyard.plans.trade import Offer, Rejection
 
 
 class ShardTensor:
@@ -31,8 +31,8 @@ class ShardTensor:
     is_bitwise: ClassVar[bool] = False
 
     def offers(
-        self, program: Program, source: Source
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        self, program: Program, source: StepSource
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """Each region, those of equal blocks together, among the ranks that tensors lie on; first
         those which exchange least for what is computed."""
         ranks = program.layout.tensor
@@ -50,11 +50,11 @@ class ShardTensor:
             reason = "" if by_pattern else "no operators go together that could work on parts"
         if reason:
             label = f"tensors among {ranks} ranks"
-            return (), (Refusal(trade=self.name, label=label, reason=reason),)
+            return (), (Rejection(trade=self.name, label=label, reason=reason),)
         cheapest = sorted(by_pattern.values(), key=_exchanged_for_flops)
         return tuple(_offer(program.graph, regions, ranks) for regions in cheapest), ()
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         ranks = program.layout.tensor
         if not rules or ranks == 1:
             return program
@@ -65,7 +65,9 @@ class ShardTensor:
                 expected="an optimizer that changes each element by its own gradient and state",
                 remedy="take the shard_tensor rules out of the plan, or plan again",
             )
-        choice = Parting(axis=TENSOR, num_ranks=ranks, inputs=tuple(_named(program.graph, rules)))
+        choice = ShardingChoice(
+            axis=TENSOR, num_ranks=ranks, inputs=tuple(_named(program.graph, rules))
+        )
         rank = program.layout.place(program.rank, TENSOR)
         graph = source.in_parts(program.graph, choice, rank=rank)
         update = program.update

@@ -12,9 +12,9 @@ from steelyard.errors import Mismatch
 from steelyard.ir.optimizer_update import WEIGHT, parameters_named
 from steelyard.ir.program import Program
 from steelyard.ir.rule import ROWS, Rule
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.sparse_embedding_grads import Table, in_rows, tables
-from steelyard.plans.trade import Left, Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection, Remaining
 
 
 class SparseGradients:
@@ -29,8 +29,8 @@ class SparseGradients:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - the program says what is exchanged
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - the program says what is exchanged
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         ranks = program.layout.batch
         if ranks == 1:
             return (), ()
@@ -39,8 +39,11 @@ class SparseGradients:
             name = table.target.removeprefix(WEIGHT)
             if reason := table.why_whole or _why_not_fewer(table, ranks):
                 refusals.append(
-                    Refusal(
-                        trade=self.name, label=f"rows of {name}", reason=reason, left=Left.NEVER
+                    Rejection(
+                        trade=self.name,
+                        label=f"rows of {name}",
+                        reason=reason,
+                        left=Remaining.NEVER,
                     )
                 )
             else:
@@ -49,7 +52,7 @@ class SparseGradients:
                 offers.append(Offer(trade=self.name, label=label, rules=(rule,)))
         return tuple(offers), tuple(refusals)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
         assert not program.again, "what is exchanged is changed before anything is computed again"

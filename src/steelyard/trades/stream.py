@@ -12,13 +12,13 @@ from math import prod
 from typing import ClassVar
 
 from steelyard.errors import Mismatch
-from steelyard.ir.graph import Body, Graph, Node, Phase, Ref, Sliced, Symbol, Tensor
+from steelyard.ir.graph import Body, Graph, Node, Phase, Ref, SlicedValue, Symbol, Tensor
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
-from steelyard.ir.step_source import Source
-from steelyard.passes.slicing.region import Stretch, stretch_around
-from steelyard.passes.slicing.row_rules import Kind, Unsliceable, arguments, leading
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.ir.step_source import StepSource
+from steelyard.passes.slicing.region import SlicedRegion, stretch_around
+from steelyard.passes.slicing.row_rules import SliceKind, Unsliceable, arguments, leading
+from steelyard.plans.trade import Offer, Rejection
 
 # Fewer rows than this make products slow; and what holds less is no trouble.
 _FEWEST_ROWS = 128
@@ -45,8 +45,8 @@ class Stream:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - other trades ask it
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - other trades ask it
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
         offers: list[Offer] = []
         reasons: dict[str, str] = {}
@@ -77,9 +77,9 @@ class Stream:
             return tuple(offers), ()
         # Why not the largest; the reasons of all others would bury it.
         label, reason = next(iter(reasons.items()), (_NONE, _WHY_NONE))
-        return (), (Refusal(trade=self.name, label=label, reason=reason),)
+        return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
         assert not program.again, "stream changes the graph, so it is struck before recompute"
@@ -95,7 +95,7 @@ _NONE = "a large value in slices"
 _WHY_NONE = "no value of the forward pass is large beside the others"
 
 
-def _stretch(graph: Graph, maker: Node) -> Stretch:
+def _stretch(graph: Graph, maker: Node) -> SlicedRegion:
     from steelyard.operators import is_pointwise
 
     if graph.decomposition.startswith("inductor"):
@@ -111,7 +111,7 @@ def _huge(graph: Graph) -> list[Node]:
     return sorted(huge, key=lambda n: (-n.outputs[0].nbytes, graph.position[n.name]))
 
 
-def _parts(maker: Node, stretch: Stretch) -> list[int]:
+def _parts(maker: Node, stretch: SlicedRegion) -> list[int]:
     """Of matrices with so many rows; where those cannot be parted, of as few as can be."""
     rows = prod(maker.outputs[0].shape[:-1])
     if rows < 2 * _FEWEST_ROWS:
@@ -142,7 +142,7 @@ def _cannot(maker: Node, why: str) -> Mismatch:
 class _Replacing:
     """Writes the graph in which one node stands for a stretch."""
 
-    def __init__(self, graph: Graph, maker: Node, stretch: Stretch, parts: int) -> None:
+    def __init__(self, graph: Graph, maker: Node, stretch: SlicedRegion, parts: int) -> None:
         self._graph = graph
         self._maker = maker
         self._stretch = stretch
@@ -198,7 +198,7 @@ class _Replacing:
             weighed = _weight(mean, count)
             counts.append(weighed)
             if mean.args[3] == _SUM:
-                gives[loss.name] = Sliced(name=mean.name, tensor=loss.outputs[0], along=None)
+                gives[loss.name] = SlicedValue(name=mean.name, tensor=loss.outputs[0], along=None)
             else:
                 gives[mean.name] = self._sum_of(mean)
                 means.append(self._divided(mean, loss, weighed))
@@ -206,23 +206,23 @@ class _Replacing:
         results = [self._result(whole, name, place) for place, name in enumerate(gives)]
         return [*counts, whole, *results, *means]
 
-    def _give(self, name: str, kind: Kind) -> Sliced:
+    def _give(self, name: str, kind: SliceKind) -> SlicedValue:
         return self._sliced(name, self._graph.by_name[name].outputs[0], kind)
 
-    def _sum_of(self, mean: Node) -> Sliced:
+    def _sum_of(self, mean: Node) -> SlicedValue:
         self._storages.append(self._storages[mean.outputs[0].storage])
         tensor = replace(mean.outputs[0], storage=len(self._storages) - 1)
-        return Sliced(name=mean.name, tensor=tensor, along=None)
+        return SlicedValue(name=mean.name, tensor=tensor, along=None)
 
-    def _sliced(self, name: str, tensor: Tensor, kind: Kind) -> Sliced:
-        if kind is Kind.COLUMNS:
+    def _sliced(self, name: str, tensor: Tensor, kind: SliceKind) -> SlicedValue:
+        if kind is SliceKind.COLUMNS:
             unit = tensor.shape[-1] // self._stretch.rows
-            return Sliced(name=name, tensor=tensor, along=-1, unit=unit)
-        if kind is not Kind.ROWS:
-            return Sliced(name=name, tensor=tensor, along=None)
+            return SlicedValue(name=name, tensor=tensor, along=-1, unit=unit)
+        if kind is not SliceKind.ROWS:
+            return SlicedValue(name=name, tensor=tensor, along=None)
         dims = leading(tensor.shape, self._stretch.rows)
         unit = prod(tensor.shape[:dims]) // self._stretch.rows
-        return Sliced(name=name, tensor=tensor, along=0, dims=dims, unit=unit)
+        return SlicedValue(name=name, tensor=tensor, along=0, dims=dims, unit=unit)
 
     def _taken_apart(self, mean: Node) -> tuple[Node, Node]:
         """The nodes that take the count and the loss of a mean."""
@@ -244,7 +244,7 @@ class _Replacing:
         )
         return replace(divided, nth=self._next_nth(divided))
 
-    def _whole(self, gives: Sequence[Sliced]) -> Node:
+    def _whole(self, gives: Sequence[SlicedValue]) -> Node:
         stretch, maker = self._stretch, self._maker
         takes = tuple(
             self._sliced(name, self._graph.by_name[name].outputs[0], kind)

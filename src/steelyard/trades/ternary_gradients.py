@@ -8,10 +8,10 @@ operators/gradient_codecs.py.
 
 from typing import ClassVar
 
-from steelyard.passes.compression.compressed_gradients import SendsCodes
+from steelyard.passes.compression.compressed_gradients import CompressesGradients
 
 
-class TernaryGradients(SendsCodes):
+class TernaryGradients(CompressesGradients):
     """Pays computation, memory for what is lost until it is made up for, and accuracy; buys
     communication."""
 

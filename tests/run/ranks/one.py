@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steelyard.run.launch.environment import Who, who_am_i
+from steelyard.run.launch.environment import RankInfo, who_am_i
 from steelyard.run.launch.rendezvous import joined
 
 STEPS = 6
@@ -49,7 +49,7 @@ def main(folder: Path, scenario: str, seconds: float) -> None:
     print(f"rank {who.rank} of {who.size}", flush=True)
 
 
-def break_as(scenario: str, who: Who, folder: Path) -> None:
+def break_as(scenario: str, who: RankInfo, folder: Path) -> None:
     match scenario:
         case "kill once" if who.attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)

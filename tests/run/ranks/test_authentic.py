@@ -11,7 +11,7 @@ from torch.distributed import HashStore, Store
 
 from steelyard.errors import BadInput, RankFailed, RanksDiffer, SteelyardError
 from steelyard.run.launch.authenticated_store import AuthenticStore, authenticated
-from steelyard.run.launch.environment import Who
+from steelyard.run.launch.environment import RankInfo
 from steelyard.run_token import is_proof, proof, token_of
 
 TOKEN, OTHER = b"the secret of this run", b"the secret of another run"
@@ -26,7 +26,7 @@ def all_meet(
     found: list[Store | SteelyardError] = [place] * len(tokens)
 
     def meet(rank: int, token: bytes) -> None:
-        who = Who(rank=rank, size=(sizes or [len(tokens)] * len(tokens))[rank])
+        who = RankInfo(rank=rank, size=(sizes or [len(tokens)] * len(tokens))[rank])
         try:
             found[rank] = authenticated(place, who, token, timeout_seconds=seconds)
         except SteelyardError as error:
@@ -105,7 +105,7 @@ def test_a_proof_of_another_meeting_proves_nothing() -> None:
         now.set(key, before.get(key).decode())
     error = None
     try:
-        authenticated(now, Who(rank=0, size=2), TOKEN, timeout_seconds=5)
+        authenticated(now, RankInfo(rank=0, size=2), TOKEN, timeout_seconds=5)
     except RankFailed as refused:
         error = refused
     assert error is not None
@@ -113,7 +113,7 @@ def test_a_proof_of_another_meeting_proves_nothing() -> None:
     for key in ("challenge/0", "answer/1"):
         now.set(key, before.get(key).decode())
     with pytest.raises(RankFailed, match="whoever came as rank 0 does not know"):
-        authenticated(now, Who(rank=1, size=2), TOKEN, timeout_seconds=5)
+        authenticated(now, RankInfo(rank=1, size=2), TOKEN, timeout_seconds=5)
 
 
 def test_a_proof_sent_back_to_who_made_it_proves_nothing() -> None:
@@ -122,7 +122,7 @@ def test_a_proof_sent_back_to_who_made_it_proves_nothing() -> None:
 
     def come() -> None:
         try:
-            authenticated(place, Who(rank=1, size=2), TOKEN, timeout_seconds=5)
+            authenticated(place, RankInfo(rank=1, size=2), TOKEN, timeout_seconds=5)
         except RankFailed as error:
             refused.append(error.rank)
 

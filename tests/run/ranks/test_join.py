@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from steelyard.comm.network_interfaces import address_towards, interface_of
 from steelyard.errors import BadInput, Mismatch, RankFailed, RanksDiffer
 from steelyard.run.launch.consistency_check import agree, first_difference, words_for
-from steelyard.run.launch.environment import Who, who_am_i
+from steelyard.run.launch.environment import RankInfo, who_am_i
 from steelyard.run.launch.network_interface import speak_between_hosts
 from steelyard.run.launch.rendezvous import joined
 from tests.run.ranks.one import STEPS
@@ -48,7 +48,7 @@ SRUN = {
 
 
 def test_alone_without_any_variable() -> None:
-    assert who_am_i({"PATH": "/bin", "MASTER_ADDR": "host"}) == Who(rank=0, size=1)
+    assert who_am_i({"PATH": "/bin", "MASTER_ADDR": "host"}) == RankInfo(rank=0, size=1)
 
 
 def test_under_torchrun() -> None:
@@ -72,7 +72,7 @@ def test_under_srun() -> None:
 
 def test_a_batch_script_that_is_not_under_srun_is_alone() -> None:
     alone = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert who_am_i(alone) == Who()
+    assert who_am_i(alone) == RankInfo()
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_half_of_the_variables_are_refused() -> None:
 
 
 def test_a_plan_for_four_ranks_is_not_run_on_two() -> None:
-    Who(size=4).check_size(4)
+    RankInfo(size=4).check_size(4)
     with pytest.raises(Mismatch, match="for 4 ranks, and 2"):
-        Who(size=2).check_size(4)
+        RankInfo(size=2).check_size(4)
 
 
 def test_hosts_are_as_many_as_the_starter_says() -> None:
@@ -142,7 +142,7 @@ def test_the_first_looks_towards_the_second_and_nobody_overrules_who_knows_bette
     environs = [dict(given), dict(given)]
     for rank in (1, 0):
         # The first's name stands for its own loopback, as on many machines.
-        who = Who(rank=rank, size=2, hosts=2, address="127.0.0.1")
+        who = RankInfo(rank=rank, size=2, hosts=2, address="127.0.0.1")
         speak_between_hosts(store, who, environs[rank])
     assert environs == [{"GLOO_SOCKET_IFNAME": own or "lo"}] * 2
 
@@ -161,7 +161,7 @@ def test_all_ranks_of_the_first_host_look_towards_the_second(
     monkeypatch.setattr(f"{module}.address_towards", towards)
     monkeypatch.setattr(f"{module}.interface_of", lambda address: f"one {address}")
     for rank in (3, 2, 1, 0):
-        who = Who(rank=rank, size=4, hosts=2, local_rank=rank % 2, address="alpha")
+        who = RankInfo(rank=rank, size=4, hosts=2, local_rank=rank % 2, address="alpha")
         speak_between_hosts(store, who, environ := {})
         # By the address of its own on the way there.
         expected = "10.0.0.2" if rank >= 2 else "10.0.0.1"
@@ -169,7 +169,7 @@ def test_all_ranks_of_the_first_host_look_towards_the_second(
 
 
 def test_a_rank_alone_needs_no_group() -> None:
-    with joined(Who(), {}, timeout_seconds=1):
+    with joined(RankInfo(), {}, timeout_seconds=1):
         assert not torch.distributed.is_initialized()
 
 
@@ -189,7 +189,7 @@ def all_agree(
     found: list[BaseException | None] = [None] * len(words)
 
     def one(rank: int) -> None:
-        who = Who(rank=rank, size=sizes[rank] if sizes else len(words))
+        who = RankInfo(rank=rank, size=sizes[rank] if sizes else len(words))
         try:
             agree(store, who, words[rank], timeout_seconds=seconds)
         except Exception as error:  # noqa: BLE001 - it is what is asked for

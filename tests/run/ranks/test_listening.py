@@ -15,7 +15,7 @@ from steelyard.errors import BadInput
 from steelyard.run.launch import network_interface as interface
 from steelyard.run.launch import rendezvous as join
 from steelyard.run.launch import rendezvous_port as listening
-from steelyard.run.launch.environment import Who, who_am_i
+from steelyard.run.launch.environment import RankInfo, who_am_i
 from steelyard.run.launch.rendezvous_port import addresses, served_store
 from tests.run.ranks.test_launch import listening as listened_at
 
@@ -27,8 +27,8 @@ def free_port(address: str = "127.0.0.1") -> int:
         return int(free.getsockname()[1])
 
 
-def first(address: str, *, hosts: int = 1, port: int = 1) -> Who:
-    return Who(rank=0, size=2, hosts=hosts, address=address, port=port)
+def first(address: str, *, hosts: int = 1, port: int = 1) -> RankInfo:
+    return RankInfo(rank=0, size=2, hosts=hosts, address=address, port=port)
 
 
 def own_addresses() -> list[str]:
@@ -132,7 +132,7 @@ def test_a_meeting_that_others_can_reach_says_in_one_line_that_it_has_no_secret(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("STEELYARD_TOKEN", token)
     monkeypatch.setattr(join, "_store_at_port", lambda *_: HashStore())
-    who = Who(rank=0, size=1, hosts=hosts, address=address, port=29500)
+    who = RankInfo(rank=0, size=1, hosts=hosts, address=address, port=29500)
     join.meeting_place(who, timeout_seconds=1)
     said = capsys.readouterr().err
     assert said.count("\n") == int(is_said)

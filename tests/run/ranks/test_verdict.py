@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from steelyard.errors import BadInput, NonFinite, RankFailed, RanksDiffer, SteelyardError
 from steelyard.run.launch import monitor as watch
-from steelyard.run.launch.failure_diagnosis import Case, Evidence, at_once, verdict
-from steelyard.run.launch.rank_status import Issued, Progress, Statement
+from steelyard.run.launch.failure_diagnosis import Evidence, FailureCase, at_once, verdict
+from steelyard.run.launch.rank_status import Issued, RankProgress, RankStatus
 from steelyard.run.launch.run_files import read_whole, write_whole
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Connection reset by peer"
@@ -29,16 +29,16 @@ def at(
     *,
     is_waiting: bool = True,
     before: tuple[int, ...] = (),
-) -> Progress:
+) -> RankProgress:
     lately = tuple(Issued(group="0", number=n, words=words) for n in (*before, number))
-    return Progress(
+    return RankProgress(
         issued=lately[-1:], lately=lately, is_waiting=is_waiting, line="train.py:7: wait()"
     )
 
 
-def lost(seconds: float = 1.0, progress: Progress | None = None) -> dict[str, Any]:
+def lost(seconds: float = 1.0, progress: RankProgress | None = None) -> dict[str, Any]:
     """A rank that complains of another, and lives on for the moment."""
-    said = Statement(
+    said = RankStatus(
         kind="RuntimeError",
         text=GLOO,
         at_seconds=seconds,
@@ -49,11 +49,11 @@ def lost(seconds: float = 1.0, progress: Progress | None = None) -> dict[str, An
 
 
 def raised(seconds: float = 1.0, **more: Any) -> dict[str, Any]:
-    said = Statement(kind="KeyError", text="no", line="f.py:1", at_seconds=seconds, **more)
+    said = RankStatus(kind="KeyError", text="no", line="f.py:1", at_seconds=seconds, **more)
     return {"statement": said, "status": 1}
 
 
-def asked(progress: Progress | None) -> dict[str, Any]:
+def asked(progress: RankProgress | None) -> dict[str, Any]:
     return {"was_asked": True, "answer": progress}
 
 
@@ -61,9 +61,9 @@ def ended(status: int, seconds: float = 1.0, stderr: str | None = "") -> dict[st
     return {"status": status, "ended_seconds": seconds, "stderr": stderr}
 
 
-def case(*ranks: Mapping[str, Any], oom_kills: int = 0) -> Case:
+def case(*ranks: Mapping[str, Any], oom_kills: int = 0) -> FailureCase:
     evidence = tuple(Evidence(rank=i, **facts) for i, facts in enumerate(ranks))
-    return Case(ranks=evidence, timeout_seconds=9, logs="logs/run", oom_kills=oom_kills)
+    return FailureCase(ranks=evidence, timeout_seconds=9, logs="logs/run", oom_kills=oom_kills)
 
 
 # What befell the culprit, and what the two others say of it; how it is to be called.
@@ -80,7 +80,7 @@ STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stopped": ({"is_stopped": True}, lost(), "stopped"),
     "ended early": (ended(0), lost(), "ended early"),
     "behind": (asked(at(4)), lost(), "hanging"),
-    "came to no exchange at all": (asked(Progress(is_waiting=True)), lost(), "hanging"),
+    "came to no exchange at all": (asked(RankProgress(is_waiting=True)), lost(), "hanging"),
     "no answer": (asked(None), lost(), "hanging"),
     "in no exchange": (asked(at(5, is_waiting=False)), lost(), "hanging"),
     "another exchange": (lost(progress=at(5, "broadcast Float [4]")), lost(), "other exchange"),
@@ -154,7 +154,7 @@ def test_what_only_one_rank_cannot_honour_is_told_of_that_rank() -> None:
 
 
 def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_named() -> None:
-    missing = Statement(kind="RankFailed", text="nothing came", of_exchange=True, missed=1)
+    missing = RankStatus(kind="RankFailed", text="nothing came", of_exchange=True, missed=1)
     waits = {"statement": missing}
     elsewhere = lost(progress=at(5, "all_gather Byte [64]"))
     found = verdict(case(waits, elsewhere))
@@ -164,13 +164,13 @@ def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_n
     assert "batches of the same form" in found.remedy
     # Who is stopped, or has ended by itself, is so named; two that miss each other are not told.
     assert getattr(verdict(case(waits, {"is_stopped": True})), "cause", "") == "stopped"
-    other = {"statement": Statement(kind="RankFailed", text="", of_exchange=True, missed=0)}
+    other = {"statement": RankStatus(kind="RankFailed", text="", of_exchange=True, missed=0)}
     assert getattr(verdict(case(waits, other)), "cause", "") == "exchange"
-    assert Statement.of_json(json.loads(json.dumps(missing.to_json()))) == missing
+    assert RankStatus.of_json(json.loads(json.dumps(missing.to_json()))) == missing
 
 
 def test_a_rank_that_was_never_there_is_absent_unless_more_is_known() -> None:
-    said = Statement(kind="RankFailed", text="", of_exchange=True, absent=1)
+    said = RankStatus(kind="RankFailed", text="", of_exchange=True, absent=1)
     missed = {"statement": said}
     for facts, cause in (
         ({}, "absent"),
@@ -189,7 +189,7 @@ def test_complaints_alone_blame_nobody_wrongly() -> None:
 
 
 def test_with_the_recorder_switched_off_nobody_is_blamed_for_waiting() -> None:
-    nothing = Progress(is_waiting=True)
+    nothing = RankProgress(is_waiting=True)
     found = verdict(case(lost(progress=nothing), asked(nothing), asked(nothing)))
     assert isinstance(found, RankFailed)
     assert found.cause == "exchange"
@@ -227,21 +227,21 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
 )
-FIELDS = st.dictionaries(st.sampled_from(sorted(Statement.__slots__)), JSON)
+FIELDS = st.dictionaries(st.sampled_from(sorted(RankStatus.__slots__)), JSON)
 
 
 @given(FIELDS)
 def test_a_statement_of_any_form_is_read(found: dict[str, Any]) -> None:
-    said = Statement.of_json(found)
+    said = RankStatus.of_json(found)
     assert all(c.isprintable() for c in said.kind + said.text + said.line)
 
 
 def test_a_statement_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    said = Statement(
+    said = RankStatus(
         kind="K", text="t", at_seconds=1.5, of_memory=True, differs=(1, "plan"), progress=at(3)
     )
     write_whole(tmp_path / "error.json", said.to_json())
-    assert Statement.of_json(read_whole(tmp_path / "error.json") or {}) == said
+    assert RankStatus.of_json(read_whole(tmp_path / "error.json") or {}) == said
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "\xff", "[" * 100_000, '{"a": '])
@@ -303,7 +303,7 @@ def test_logs_that_do_not_stay_are_not_pointed_at() -> None:
 
 
 def not_finite(seconds: float) -> dict[str, Any]:
-    said = Statement(
+    said = RankStatus(
         kind="NonFinite",
         text="the loss is nan at step 4; first not finite: the own loss of rank 1, in step 4",
         at_seconds=seconds,
@@ -311,7 +311,7 @@ def not_finite(seconds: float) -> dict[str, Any]:
         remedy="lower the learning rate",
         not_finite=True,
     )
-    return {"statement": Statement.of_json(json.loads(json.dumps(said.to_json()))), "status": 4}
+    return {"statement": RankStatus.of_json(json.loads(json.dumps(said.to_json()))), "status": 4}
 
 
 def test_who_says_first_that_the_loss_is_not_finite_is_not_blamed_for_it() -> None:

@@ -16,9 +16,9 @@ from steelyard.comm.gloo import point_to_point as handing
 from steelyard.comm.gloo.point_to_point import Note
 from steelyard.errors import CheckpointError, Mismatch, RankFailed, RanksDiffer
 from steelyard.run.launch import status_reporter as witness
-from steelyard.run.launch.environment import Who
-from steelyard.run.launch.rank_status import Progress, Statement
-from steelyard.run.launch.run_files import RankPlace, read_whole
+from steelyard.run.launch.environment import RankInfo
+from steelyard.run.launch.rank_status import RankProgress, RankStatus
+from steelyard.run.launch.run_files import RankFiles, read_whole
 from steelyard.run.launch.status_reporter import answer_when_asked, recorded, statement_of
 
 PARTS: dict[str, Any] = {"expected": "e", "remedy": "r"}
@@ -31,17 +31,17 @@ def caused_by(error: BaseException, cause: BaseException) -> BaseException:
 
 
 @pytest.fixture
-def who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Who:
+def who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankInfo:
     monkeypatch.setattr(witness, "_VERDICT_SECONDS", 0)
-    return Who(rank=1, size=2, place=RankPlace(path=tmp_path))
+    return RankInfo(rank=1, size=2, place=RankFiles(path=tmp_path))
 
 
-def said_of(who: Who, error: BaseException) -> Statement | None:
+def said_of(who: RankInfo, error: BaseException) -> RankStatus | None:
     with pytest.raises(type(error)), recorded(who):
         raise error
     assert who.place is not None
     found = read_whole(who.place.error)
-    return Statement.of_json(found["steelyard"]) if found else None
+    return RankStatus.of_json(found["steelyard"]) if found else None
 
 
 def test_exchanges_of_torchs_and_of_ours_are_counted_as_one(
@@ -93,7 +93,7 @@ def test_exchanges_of_torchs_and_of_ours_are_counted_as_one(
     ],
 )
 def test_errors_are_told_apart(
-    who: Who, error: BaseException, of_exchange: bool, of_memory: bool, of_input: bool
+    who: RankInfo, error: BaseException, of_exchange: bool, of_memory: bool, of_input: bool
 ) -> None:
     said = said_of(who, error)
     assert said is not None
@@ -101,36 +101,36 @@ def test_errors_are_told_apart(
     assert (said.of_exchange, said.of_memory, said.of_input) == (of_exchange, of_memory, of_input)
 
 
-def test_memory_that_torch_cannot_allocate_is_known_as_such(who: Who) -> None:
+def test_memory_that_torch_cannot_allocate_is_known_as_such(who: RankInfo) -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.empty(2**52)
     assert statement_of(failed.value).of_memory
 
 
-def test_the_users_line_is_told_and_not_torchs(who: Who) -> None:
+def test_the_users_line_is_told_and_not_torchs(who: RankInfo) -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.nn.Linear(2, 3)(torch.ones(4, 4))
     assert statement_of(failed.value).line.startswith("test_witness.py:")
     assert "torch.nn.Linear(2, 3)" in statement_of(failed.value).line
 
 
-def test_the_first_that_was_written_stays(who: Who) -> None:
+def test_the_first_that_was_written_stays(who: RankInfo) -> None:
     assert said_of(who, ValueError("first")) == said_of(who, KeyError("second"))
 
 
 @pytest.mark.parametrize(("code", "is_told"), [(0, False), (None, False), (3, True), ("no", True)])
-def test_an_exit_is_told_if_it_is_a_failure(who: Who, code: Any, is_told: bool) -> None:
+def test_an_exit_is_told_if_it_is_a_failure(who: RankInfo, code: Any, is_told: bool) -> None:
     assert (said_of(who, SystemExit(code)) is not None) == is_told
 
 
 def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path: Path) -> None:
-    nowhere = Who(rank=1, size=2, place=RankPlace(path=tmp_path / "missing"))
+    nowhere = RankInfo(rank=1, size=2, place=RankFiles(path=tmp_path / "missing"))
     assert said_of(nowhere, ValueError("no")) is None
 
 
 def test_torchrun_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(ValueError, match="no such"), recorded(Who(rank=1, size=2)):
+    with pytest.raises(ValueError, match="no such"), recorded(RankInfo(rank=1, size=2)):
         raise ValueError("no such sample")
     read = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
     assert "no such sample" in str(read.message)
@@ -138,13 +138,13 @@ def test_torchrun_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_rank_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
-    place = RankPlace(path=tmp_path)
+    place = RankFiles(path=tmp_path)
     answer_when_asked(place)
     with place.ask.open("wb", buffering=0) as asking:
         asking.write(b"?")
     end = time.monotonic() + 60
     while not place.answer.exists() and time.monotonic() < end:
         time.sleep(0.01)
-    answer = Progress.of_json(read_whole(place.answer) or {})
+    answer = RankProgress.of_json(read_whole(place.answer) or {})
     assert answer.line.startswith("test_witness.py:")
     assert place.ask.stat().st_mode & 0o077 == 0

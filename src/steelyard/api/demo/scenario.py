@@ -20,7 +20,7 @@ from steelyard.api.demo.worker import Role, Task
 from steelyard.errors import BadInput, RunFailed
 from steelyard.plans.plan import Plan
 from steelyard.plans.prediction_file import read_plan
-from steelyard.plans.receipt import Measured, RankMemory, Receipt
+from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
 from steelyard.units import format_bytes, format_share
 
 OnLine = Callable[[str], None]
@@ -203,9 +203,9 @@ def _peak(theirs: _Ended, plan: Plan) -> str:
     return f"{format_bytes(theirs.one('peak_bytes'))} (~{predicted} predicted)"
 
 
-def _measured(told: Mapping[str, Any]) -> Measured:
+def _measured(told: Mapping[str, Any]) -> RunMeasurement:
     ranks = tuple(RankMemory(**each) for each in told["ranks"])
-    return Measured(**{**told, "ranks": ranks, "notes": tuple(told["notes"])})
+    return RunMeasurement(**{**told, "ranks": ranks, "notes": tuple(told["notes"])})
 
 
 def _side_by_side(theirs: Sequence[float], ours: Sequence[float]) -> list[str]:

@@ -22,7 +22,7 @@ from steelyard.api.workload import Workload
 from steelyard.hardware.cluster import Cluster
 from steelyard.measure.operators.memory import meter_once
 from steelyard.planner.planner import Planner
-from steelyard.planner.session import Request
+from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget
 from steelyard.run.rng_state import seed_everything
 from steelyard.trades import TRADES
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _plan(task: Task, work: Workload) -> None:
-    request = Request(
+    request = PlanRequest(
         model=work.model,
         loss=work.loss,
         batch=work.first_batch(),

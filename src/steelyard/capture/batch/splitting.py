@@ -21,7 +21,7 @@ from steelyard.capture.batch.independence_proof import (
 )
 from steelyard.capture.checks.batch_independence import coupling
 from steelyard.capture.tracing.joint_graph import Loss
-from steelyard.ir.graph import Counted, Graph, OutputKind, Ref, same_shares
+from steelyard.ir.graph import CountedMean, Graph, OutputKind, Ref, same_shares
 from steelyard.operators import call
 from steelyard.passes.data_parallel.sync_batchnorm import normalising, why_not_synchronised
 from steelyard.plans.plan import BatchEntry
@@ -196,7 +196,7 @@ def _scaled_by_frequency(graph: Graph) -> str:
     return ""
 
 
-def _counts(graph: Graph, counted: Counted, batch: Any) -> list[int]:
+def _counts(graph: Graph, counted: CountedMean, batch: Any) -> list[int]:
     """Targets of each sample that the mean counts; empty where the batch does not say."""
     values: dict[str, Any] = {
         f"batch:{_torch.keystr(path)}": leaf

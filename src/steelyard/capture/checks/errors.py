@@ -67,16 +67,16 @@ def check_trains(model: nn.Module, value: torch.Tensor | None = None) -> None:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _TraceProgress:
     """What has been traced so far, to find the line of an operator that fails later."""
 
     step: Any = None
 
 
 @contextlib.contextmanager
-def reading_errors(model: nn.Module) -> Iterator[_Reading]:
+def reading_errors(model: nn.Module) -> Iterator[_TraceProgress]:
     """Turn what tracing raises into a refusal that names the user's line."""
-    reading = _Reading()
+    reading = _TraceProgress()
     try:
         yield reading
     except CaptureRefused:

@@ -22,7 +22,7 @@ from steelyard.errors import Mismatch
 _AGAIN = "plan again after changing it, or give it as a tensor in the batch"
 
 
-class Reads:
+class StateGuards:
     """``check`` refuses a step of which something that was read has changed since.
 
     ``unread`` are the keys of the batch, where it is a dict, that the code never looked at.
@@ -147,4 +147,4 @@ def _of_step(name: str) -> str:
     return f"{path}{rest}".replace(".__self__", "")
 
 
-__all__ = ["Reads"]
+__all__ = ["StateGuards"]

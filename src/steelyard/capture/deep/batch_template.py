@@ -14,33 +14,33 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.capture.batch.splitting import batch_size, entries, why_together
-from steelyard.capture.deep.truncate import Stretch, cut_to
+from steelyard.capture.deep.truncate import BlockRange, cut_to
 from steelyard.capture.deep.truncated_model import provably_cut
 from steelyard.capture.spmd.partition import parted
 from steelyard.capture.spmd.sequence_parallel import sequence_placements
 from steelyard.capture.spmd.shardable_regions import regions
-from steelyard.capture.step import StepSource
+from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
-from steelyard.ir.batch_template import Sampled, telling_number
+from steelyard.ir.batch_template import BatchTemplate, telling_number
 from steelyard.ir.cluster_layout import Blocks, Formats
 from steelyard.ir.collective import NCCL
 from steelyard.ir.graph import Graph, Role
 from steelyard.ir.parallel_layout import TENSOR
 from steelyard.ir.placement import Placement
-from steelyard.ir.sharding_choice import Parting, Region
+from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.plans.plan import BatchEntry
 
 
 @dataclass(kw_only=True, eq=False)
-class SampledStep:
+class TruncatedStep:
     """``batch`` is the global batch: of its samples only their number and sizes are used."""
 
     model: nn.Module
     loss: Loss
     batch: Any
     optimizer: OptimizerFactory | None
-    _graphs: dict[int, Sampled] = field(default_factory=dict, init=False)
+    _graphs: dict[int, BatchTemplate] = field(default_factory=dict, init=False)
     _regions: dict[int, tuple[Region, ...]] = field(default_factory=dict, init=False)
 
     @property
@@ -68,18 +68,18 @@ class SampledStep:
         return Blocks(path=path, first=stretches[path].first, count=stretches[path].count)
 
     @cached_property
-    def whole(self) -> Sampled:
+    def whole(self) -> BatchTemplate:
         """As one device would compute it."""
-        return Sampled(graph=self._source.captured().graph, samples=self._samples)
+        return BatchTemplate(graph=self._source.captured().graph, samples=self._samples)
 
-    def in_parts(self, tensor: int) -> Sampled:
+    def in_parts(self, tensor: int) -> BatchTemplate:
         """That of one rank of so many neighbours, which hold parts of all tensors that can be."""
         if tensor == 1:
             return self.whole
         if tensor not in self._graphs:
             lies = tuple(lies for region in self.regions(tensor) for lies in region.inputs)
             values = self._along_the_sequence(tensor)
-            choice = Parting(axis=TENSOR, num_ranks=tensor, inputs=lies, values=values)
+            choice = ShardingChoice(axis=TENSOR, num_ranks=tensor, inputs=lies, values=values)
             graph = parted(self.whole.graph, choice, rank=0, transport=NCCL)
             self._graphs[tensor] = replace(self.whole, graph=graph)
         return self._graphs[tensor]
@@ -118,17 +118,17 @@ class SampledStep:
         )
 
     @cached_property
-    def _source(self) -> StepSource:
+    def _source(self) -> CapturedStep:
         """The shortened model, at the number of samples that tells."""
         model, blocks = self.model, self.blocks
         if blocks.count:
             model = cut_to(self.model, {blocks.path: self._stretches[blocks.path]})
-        return StepSource(
+        return CapturedStep(
             model=model, loss=self.loss, batch=self._sampled_batch, optimizer=self.optimizer
         )
 
     @cached_property
-    def _stretches(self) -> Mapping[str, Stretch]:
+    def _stretches(self) -> Mapping[str, BlockRange]:
         short = provably_cut(self.model, self.loss, self._sampled_batch)
         return {} if short is None else short.stretches
 

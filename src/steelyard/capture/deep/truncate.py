@@ -20,7 +20,7 @@ _KEPT = 3  # first, middle, last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class BlockRange:
     """``count`` alike siblings from index ``first`` to the end; what stands before is kept."""
 
     first: int
@@ -31,33 +31,33 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Truncation:
     """A model with its runs of alike blocks shortened to three; shares all tensors."""
 
     model: nn.Module
-    stretches: Mapping[str, Stretch]
+    stretches: Mapping[str, BlockRange]
 
 
-def cut(model: nn.Module, *, at_least: int = 6) -> Cut | None:
+def cut(model: nn.Module, *, at_least: int = 6) -> Truncation | None:
     """None where no run is long enough or its siblings are not provably alike."""
     stretches = _stretches(model, at_least)
     if not stretches:
         return None
-    return Cut(model=cut_to(model, stretches), stretches=stretches)
+    return Truncation(model=cut_to(model, stretches), stretches=stretches)
 
 
-def cut_to(model: nn.Module, stretches: Mapping[str, Stretch]) -> nn.Module:
+def cut_to(model: nn.Module, stretches: Mapping[str, BlockRange]) -> nn.Module:
     """With three blocks in these runs alone."""
     return _shortened(model, stretches, {})
 
 
-def with_one_more(model: nn.Module, stretches: Mapping[str, Stretch], prefix: str) -> nn.Module:
+def with_one_more(model: nn.Module, stretches: Mapping[str, BlockRange], prefix: str) -> nn.Module:
     """The same, but with four blocks in the run ``prefix``: to see what a block adds."""
     return _shortened(model, stretches, {prefix: _KEPT + 1})
 
 
-def _stretches(model: nn.Module, at_least: int) -> dict[str, Stretch]:
-    stretches: dict[str, Stretch] = {}
+def _stretches(model: nn.Module, at_least: int) -> dict[str, BlockRange]:
+    stretches: dict[str, BlockRange] = {}
     lengths: set[int] = set()
     for name, children in _sibling_lists(model):
         stretch = _alike_to_the_end(children)
@@ -67,11 +67,11 @@ def _stretches(model: nn.Module, at_least: int) -> dict[str, Stretch]:
     return {} if _told_apart_elsewhere(model, lengths) else stretches
 
 
-def multiplied(graph: Graph, stretches: Mapping[str, Stretch]) -> Graph | None:
+def multiplied(graph: Graph, stretches: Mapping[str, BlockRange]) -> Graph | None:
     """The graph of the whole model; None where the three blocks are not equal after all."""
     graph = replace(graph, runs=())
     for prefix, stretch in stretches.items():
-        grown = _Run(graph, prefix, stretch).grown()
+        grown = _GrowingRun(graph, prefix, stretch).grown()
         if grown is None or grown.problems():
             return None
         graph = grown
@@ -84,13 +84,13 @@ def _sibling_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
             yield name, list(module)
 
 
-def _alike_to_the_end(blocks: list[nn.Module]) -> Stretch:
+def _alike_to_the_end(blocks: list[nn.Module]) -> BlockRange:
     """The longest stretch that ends with the last sibling; the first ones often differ."""
     last = len(blocks) - 1
     first = last
     while first > 0 and _same(blocks[first - 1], blocks[last], first - 1, last):
         first -= 1
-    return Stretch(first=first, count=last + 1 - first)
+    return BlockRange(first=first, count=last + 1 - first)
 
 
 def _same(a: Any, b: Any, at_a: int, at_b: int) -> bool:
@@ -153,7 +153,7 @@ def _told_apart_elsewhere(model: nn.Module, counts: set[int]) -> bool:
 
 
 def _shortened(
-    model: nn.Module, stretches: Mapping[str, Stretch], more: Mapping[str, int], prefix: str = ""
+    model: nn.Module, stretches: Mapping[str, BlockRange], more: Mapping[str, int], prefix: str = ""
 ) -> nn.Module:
     """A copy of the module tree, not of its tensors, with only three blocks of each run.
 
@@ -174,13 +174,13 @@ def _shortened(
     return twin
 
 
-class _Run:
+class _GrowingRun:
     """One run of three equal blocks in a graph, about to be grown to its full length.
 
     Blocks are counted from the first of the run: 0, 1 and 2 in the graph at hand.
     """
 
-    def __init__(self, graph: Graph, prefix: str, stretch: Stretch) -> None:
+    def __init__(self, graph: Graph, prefix: str, stretch: BlockRange) -> None:
         self._graph = graph
         self._prefix = prefix
         self._first = stretch.first

@@ -10,21 +10,21 @@ from typing import Any
 
 from torch import nn
 
-from steelyard.capture.deep.truncate import Cut, cut, with_one_more
-from steelyard.capture.eager_baseline import Call, EagerTwin, eager_twin, forward_calls
+from steelyard.capture.deep.truncate import Truncation, cut, with_one_more
+from steelyard.capture.eager_baseline import Call, EagerBaseline, eager_twin, forward_calls
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.errors import CaptureRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Short:
+class TruncatedModel:
     """``twin`` is the whole model's, extrapolated; None where that is not to be had."""
 
-    cut: Cut
-    twin: EagerTwin | None
+    cut: Truncation
+    twin: EagerBaseline | None
 
 
-def shortened(model: nn.Module, loss: Loss, batch: Any) -> Short | None:
+def shortened(model: nn.Module, loss: Loss, batch: Any) -> TruncatedModel | None:
     """None where the whole does not make the calls of three blocks and, for each block more, those
     that a fourth one adds: a model may count its blocks, and treat one of them apart.
     """
@@ -52,10 +52,10 @@ def shortened(model: nn.Module, loss: Loss, batch: Any) -> Short | None:
             )
     # Of two runs it is not plain which of them is at its height at the peak.
     twin = replace(three, held_bytes=held) if len(fours) == 1 else None
-    return Short(cut=short, twin=twin)
+    return TruncatedModel(cut=short, twin=twin)
 
 
-def provably_cut(model: nn.Module, loss: Loss, batch: Any) -> Cut | None:
+def provably_cut(model: nn.Module, loss: Loss, batch: Any) -> Truncation | None:
     """The same, for who does not ask what eager PyTorch would hold."""
     short = cut(model)
     if short is None:
@@ -72,7 +72,7 @@ def provably_cut(model: nn.Module, loss: Loss, batch: Any) -> Cut | None:
 
 
 def _expected(
-    short: Cut, three: Mapping[Call, int], fours: Mapping[str, Mapping[Call, int]]
+    short: Truncation, three: Mapping[Call, int], fours: Mapping[str, Mapping[Call, int]]
 ) -> Counter[Call]:
     """Of the whole: the calls of three blocks, and as often as there are more, what one adds."""
     expected = Counter(three)

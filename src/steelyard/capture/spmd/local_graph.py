@@ -20,7 +20,7 @@ from steelyard.operators import live, operator_named
 from steelyard.passes.graph_editor import issue, wait
 
 
-class LocalNodes:
+class LocalGraphBuilder:
     """The nodes so far, and a fake tensor for each of their values."""
 
     def __init__(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from steelyard.capture.spmd.extra_sharding_rules import VALUELESS, argument_dim
-from steelyard.capture.spmd.local_graph import LocalNodes, numbered
+from steelyard.capture.spmd.local_graph import LocalGraphBuilder, numbered
 from steelyard.capture.spmd.redistribute import contiguous, received_bytes, redistributed
 from steelyard.capture.spmd.sharding_strategies import SPLITS, strategies, tensors_of
 from steelyard.capture.spmd.vocab_parallel import split_by_rows
@@ -44,22 +44,27 @@ from steelyard.ir.placement import (
     local_shape,
     local_tensor,
 )
-from steelyard.ir.sharding_choice import Parting
+from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.operators import is_pointwise
 
 
 def parted(
-    graph: Graph, choice: Parting, *, rank: int, transport: Transport, device: torch.device = CPU
+    graph: Graph,
+    choice: ShardingChoice,
+    *,
+    rank: int,
+    transport: Transport,
+    device: torch.device = CPU,
 ) -> Graph:
     """The graph that rank ``rank`` runs; those of all ranks exchange the same in the same order."""
     _check(graph, choice)
-    work = _Parting(graph, choice, rank, transport, device)
+    work = _Partitioner(graph, choice, rank, transport, device)
     for node in graph.nodes:
         work.place(node)
     return work.result()
 
 
-def _check(graph: Graph, choice: Parting) -> None:
+def _check(graph: Graph, choice: ShardingChoice) -> None:
     for name, placement in (*choice.inputs, *choice.values):
         node = graph.by_name.get(name)
         if node is None:
@@ -78,18 +83,18 @@ def _check(graph: Graph, choice: Parting) -> None:
 
 
 @dataclass(slots=True)
-class _Held:
+class _LocalValue:
     """A value of the whole step: the placements in which this rank has it, the first made first."""
 
     copies: dict[Placement, str]
     is_weight: bool = False
 
 
-class _Parting:
+class _Partitioner:
     def __init__(
         self,
         graph: Graph,
-        choice: Parting,
+        choice: ShardingChoice,
         rank: int,
         transport: Transport,
         device: torch.device,
@@ -98,14 +103,14 @@ class _Parting:
         self._inputs = dict(choice.inputs)
         self._chosen = dict(choice.values)
         self._num_ranks = choice.num_ranks
-        self._local = LocalNodes(
+        self._local = LocalGraphBuilder(
             axis=choice.axis,
             num_ranks=choice.num_ranks,
             rank=rank,
             transport=transport,
             device=device,
         )
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _LocalValue] = {}
         # Of calls with several results, what each lies as, and its value where it has one already.
         self._gives: dict[str, tuple[Placement, ...]] = {}
         self._parts: dict[str, tuple[str, ...]] = {}
@@ -176,7 +181,7 @@ class _Parting:
             storage = replace(storage, nbytes=tensor.nbytes)
         self._local.input(node, tensor, storage)
         is_weight = storage.role in (Role.PARAMETER, Role.BUFFER)
-        self._held[node.name] = _Held({placement: node.name}, is_weight=is_weight)
+        self._held[node.name] = _LocalValue({placement: node.name}, is_weight=is_weight)
 
     def _place_getitem(self, node: Node) -> None:
         source, index = node.inputs[0], node.args[1]
@@ -186,7 +191,7 @@ class _Parting:
         made = (
             parts[index] if parts else self._local.getitem(source, index, at=node, name=node.name)
         )
-        self._held[node.name] = _Held({placement: made})
+        self._held[node.name] = _LocalValue({placement: made})
 
     def _place_shaped_like(self, node: Node) -> None:
         """What is made like another value in form alone: whole on every rank, whatever that is."""
@@ -202,7 +207,7 @@ class _Parting:
             self._local.like(made, (args[0], *sizes, *args[1:]), kwargs=tuple(dropped))
         else:
             self._local.like(node, args)
-        self._held[node.name] = _Held({REPLICATE: node.name})
+        self._held[node.name] = _LocalValue({REPLICATE: node.name})
 
     def _place_call(self, node: Node) -> None:
         names = tensors_of(node)
@@ -231,11 +236,11 @@ class _Parting:
                 self._parts[node.name] = made
         elif best.gives:
             is_weight = bool(held) and all(h.is_weight for h in held)
-            self._held[node.name] = _Held({best.gives[0]: made[0]}, is_weight=is_weight)
+            self._held[node.name] = _LocalValue({best.gives[0]: made[0]}, is_weight=is_weight)
 
     def _lay_out(self, node: Node, placement: Placement) -> None:
         value = self._as(node.name, placement, at=node)
-        self._held[node.name] = _Held({placement: value})
+        self._held[node.name] = _LocalValue({placement: value})
 
     def _as(self, name: str, placement: Placement, *, at: Node) -> str:
         """The value in this placement, exchanged for it once if need be."""
@@ -253,7 +258,7 @@ class _Parting:
     # --- which strategy
 
     def _cost(
-        self, node: Node, strategy: Strategy, held: Sequence[_Held], takes: Sequence[Tensor]
+        self, node: Node, strategy: Strategy, held: Sequence[_LocalValue], takes: Sequence[Tensor]
     ) -> tuple[float, float, int, int]:
         """Bytes of weights gathered, bytes exchanged sooner or later, and smaller things.
 

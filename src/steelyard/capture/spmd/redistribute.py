@@ -5,7 +5,7 @@ As DTensor's ``redistribute``, but as nodes of the graph. Not for when: see part
 
 import math
 
-from steelyard.capture.spmd.local_graph import LocalNodes
+from steelyard.capture.spmd.local_graph import LocalGraphBuilder
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import Node, Ref, Symbol
 from steelyard.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, local_tensor
@@ -14,7 +14,7 @@ _CONTIGUOUS = Symbol("torch.contiguous_format")
 
 
 def redistributed(
-    local: LocalNodes, value: str, old: Placement, new: Placement, *, at: Node
+    local: LocalGraphBuilder, value: str, old: Placement, new: Placement, *, at: Node
 ) -> str:
     """``value`` lies as ``old`` says, and what is returned as ``new`` says. By way of the whole,
     where there is no single exchange for it."""
@@ -47,19 +47,19 @@ def received_bytes(nbytes: int, old: Placement, new: Placement, num_ranks: int) 
     return once
 
 
-def contiguous(local: LocalNodes, value: str, *, at: Node) -> str:
+def contiguous(local: LocalGraphBuilder, value: str, *, at: Node) -> str:
     if local.tensor(value).is_contiguous:
         return value
     return local.call("aten.clone.default", Ref(value), at=at, memory_format=_CONTIGUOUS)
 
 
-def viewed(local: LocalNodes, value: str, shape: tuple[int, ...], *, at: Node) -> str:
+def viewed(local: LocalGraphBuilder, value: str, shape: tuple[int, ...], *, at: Node) -> str:
     if local.shape(value) == shape:
         return value
     return local.call("aten.view.default", Ref(value), shape, at=at)
 
 
-def cut(local: LocalNodes, value: str, shard: Shard, *, at: Node) -> str:
+def cut(local: LocalGraphBuilder, value: str, shard: Shard, *, at: Node) -> str:
     """This rank's part of a value that is there whole, dense as the whole is.
 
     A copy, unless it lies in one piece or the whole is expanded: some kernels trust that what they
@@ -81,7 +81,7 @@ def cut(local: LocalNodes, value: str, shard: Shard, *, at: Node) -> str:
     return local.call("steelyard.copy_laid_out", Ref(part), dense.shape, dense.stride, at=at)
 
 
-def _gathered(local: LocalNodes, value: str, shard: Shard, *, at: Node) -> str:
+def _gathered(local: LocalGraphBuilder, value: str, shard: Shard, *, at: Node) -> str:
     shape, ranks = local.shape(value), local.num_ranks
     value = contiguous(local, value, at=at)
     value = viewed(local, value, (1, math.prod(shape)), at=at)
@@ -97,7 +97,7 @@ def _gathered(local: LocalNodes, value: str, shard: Shard, *, at: Node) -> str:
     return viewed(local, whole, (*before, shard.groups * ranks * size, *after), at=at)
 
 
-def _scattered(local: LocalNodes, value: str, shard: Shard, *, at: Node) -> str:
+def _scattered(local: LocalGraphBuilder, value: str, shard: Shard, *, at: Node) -> str:
     shape, ranks = local.shape(value), local.num_ranks
     before, after = shape[: shard.dim], shape[shard.dim + 1 :]
     size = shape[shard.dim] // (shard.groups * ranks)

@@ -93,7 +93,7 @@ def _of_dtensor(node: Node, takes: Sequence[Tensor], count: int) -> Pairs:
     def described(argument: Argument) -> Any:
         if isinstance(argument, Ref):
             tensor = next(given)
-            return _torch.Layout(tensor.shape, tensor.stride, getattr(torch, tensor.dtype))
+            return _torch.MetaTensor(tensor.shape, tensor.stride, getattr(torch, tensor.dtype))
         if isinstance(argument, tuple):
             return [described(a) for a in argument]
         return live(argument, {})

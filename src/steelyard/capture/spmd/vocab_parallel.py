@@ -8,13 +8,13 @@ of each rank's logarithm of its own sum says as much.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from steelyard.capture.spmd.local_graph import LocalNodes
+from steelyard.capture.spmd.local_graph import LocalGraphBuilder
 from steelyard.capture.spmd.redistribute import redistributed, viewed
 from steelyard.ir.graph import Argument, Node, Ref, Symbol
 from steelyard.ir.placement import PARTIAL, REPLICATE, Placement, Shard, Strategy
 
 # Takes the arguments of the call on this rank's parts; gives the values of its results.
-Split = Callable[[LocalNodes, Node, tuple[Argument, ...]], tuple[str, ...]]
+Split = Callable[[LocalGraphBuilder, Node, tuple[Argument, ...]], tuple[str, ...]]
 
 
 def split_by_rows(node: Node, strategy: Strategy) -> Split | None:
@@ -46,7 +46,7 @@ def _dim(node: Node, place: int) -> int:
     return dim % len(node.outputs[0].shape)
 
 
-def _looked_up(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
+def _looked_up(local: LocalGraphBuilder, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
     table, indices, *_ = args
     assert isinstance(table, Ref)
     rows = local.shape(table.name)[0]
@@ -56,7 +56,9 @@ def _looked_up(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tup
     return (local.like(_as(node, "aten.masked_fill.Scalar"), (Ref(found), Ref(mask), 0)),)
 
 
-def _looked_up_back(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
+def _looked_up_back(
+    local: LocalGraphBuilder, node: Node, args: tuple[Argument, ...]
+) -> tuple[str, ...]:
     gradient, indices, rows, padding, by_frequency = args
     assert isinstance(rows, int)
     rows //= local.num_ranks
@@ -66,7 +68,9 @@ def _looked_up_back(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -
     return (local.like(node, (Ref(kept), Ref(own), rows, padding, by_frequency)),)
 
 
-def _own_rows(local: LocalNodes, node: Node, indices: Argument, rows: int) -> tuple[str, str]:
+def _own_rows(
+    local: LocalGraphBuilder, node: Node, indices: Argument, rows: int
+) -> tuple[str, str]:
     """Indices from the first of this rank's rows on, 0 for those of others; and which these are."""
     shifted = local.call("aten.sub.Scalar", indices, local.rank * rows, at=node)
     below = local.call("aten.lt.Scalar", Ref(shifted), 0, at=node)
@@ -76,7 +80,9 @@ def _own_rows(local: LocalNodes, node: Node, indices: Argument, rows: int) -> tu
     return own, others
 
 
-def _log_softmax(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
+def _log_softmax(
+    local: LocalGraphBuilder, node: Node, args: tuple[Argument, ...]
+) -> tuple[str, ...]:
     scores, dim, _ = args
     assert isinstance(dim, int)
     part = local.call("aten.logsumexp.default", scores, (dim,), True, at=node)
@@ -88,7 +94,9 @@ def _log_softmax(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> t
     return (local.like(_as(node, "aten.sub.Tensor"), (scores, Ref(total))),)
 
 
-def _log_softmax_back(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
+def _log_softmax_back(
+    local: LocalGraphBuilder, node: Node, args: tuple[Argument, ...]
+) -> tuple[str, ...]:
     gradient, result, dim, _ = args
     assert isinstance(dim, int)
     part = local.call("aten.sum.dim_IntList", gradient, (dim,), True, at=node)
@@ -101,7 +109,7 @@ def _log_softmax_back(local: LocalNodes, node: Node, args: tuple[Argument, ...])
 _MEAN, _SUM = 1, 2  # as ATen numbers its reductions
 
 
-def _lost(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
+def _lost(local: LocalGraphBuilder, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
     scores, targets, _, reduction, ignored = args
     own = _own_targets(local, node, scores, targets, ignored)
     summed = (scores, Ref(own), None, _SUM, ignored)
@@ -117,7 +125,7 @@ def _lost(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tuple[st
     return loss, weight
 
 
-def _lost_back(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
+def _lost_back(local: LocalGraphBuilder, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
     gradient, scores, targets, weights, reduction, ignored, total = args
     own = _own_targets(local, node, scores, targets, ignored)
     given = (gradient, scores, Ref(own), weights, reduction, ignored, total)
@@ -125,7 +133,7 @@ def _lost_back(local: LocalNodes, node: Node, args: tuple[Argument, ...]) -> tup
 
 
 def _own_targets(
-    local: LocalNodes, node: Node, scores: Argument, targets: Argument, ignored: Argument
+    local: LocalGraphBuilder, node: Node, scores: Argument, targets: Argument, ignored: Argument
 ) -> str:
     """Targets from the first of this rank's classes on; those of others count as ignored."""
     assert isinstance(scores, Ref)

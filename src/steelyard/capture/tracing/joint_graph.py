@@ -33,7 +33,7 @@ from steelyard.capture.checks.errors import (
     shortened,
 )
 from steelyard.capture.checks.loss_inputs import name_of_cell
-from steelyard.capture.checks.python_state_guards import Reads
+from steelyard.capture.checks.python_state_guards import StateGuards
 from steelyard.capture.tracing.source_lines import clean_path
 from steelyard.errors import CaptureRefused
 from steelyard.ir.graph import Output, OutputKind, Role
@@ -63,10 +63,10 @@ class Trace:
     outputs: tuple[Output, ...]
     constants: dict[str, torch.Tensor]
     missing: tuple[str, ...]
-    reads: Reads
+    reads: StateGuards
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """The whole step as one module, so that Dynamo sees the loss too."""
 
     loss: Loss
@@ -80,13 +80,13 @@ class _Step(nn.Module):
         return self.loss(self.model, batch)
 
 
-def _step(model: nn.Module, loss: Loss) -> _Step:
+def _step(model: nn.Module, loss: Loss) -> _StepModule:
     """Dynamo (torch 2.13) leaves what it found among the globals of the function it traces, where
     its guards look for it and where it lives for good: so each trace has globals of its own.
     """
-    forward = FunctionType(_Step.forward.__code__, {"__builtins__": __builtins__}, "forward")
-    kind = type("_Step", (_Step,), {"forward": forward})
-    made: _Step = kind(model, loss)
+    forward = FunctionType(_StepModule.forward.__code__, {"__builtins__": __builtins__}, "forward")
+    kind = type("_StepModule", (_StepModule,), {"forward": forward})
+    made: _StepModule = kind(model, loss)
     return made
 
 
@@ -143,7 +143,7 @@ def _slots_kept(model: nn.Module) -> Iterator[None]:
                 table.update(kept)
 
 
-def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], Reads]:
+def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], StateGuards]:
     """Dynamo's graph module, the modules whose tables of buffers the forward pass changes, and
     what it read."""
     whole = _step(model, loss)
@@ -163,7 +163,7 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], R
         raise _changes_state(", ".join(others))
     if found.draws_in_python:
         raise drawn_by_python()
-    return step, buffers, Reads(found, model=model, batch=batch)
+    return step, buffers, StateGuards(found, model=model, batch=batch)
 
 
 def _data_detached(step: Any) -> None:
@@ -241,7 +241,7 @@ def _check_buffers(model: nn.Module, trace: Trace, changed: list[str]) -> None:
 
 
 def _described(
-    joint: torch.fx.GraphModule, step: Any, model: nn.Module, batch: Any, reads: Reads
+    joint: torch.fx.GraphModule, step: Any, model: nn.Module, batch: Any, reads: StateGuards
 ) -> Trace:
     """Name inputs and outputs by their descriptors, never by their position."""
     names = _NamesOfTensors(step, model)

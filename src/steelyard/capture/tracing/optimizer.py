@@ -43,7 +43,7 @@ def capture_update(
                 parameter.grad = torch.empty_like(parameter)
         try:
             optimizer.step()
-            recorder = _Recorder(parameters, optimizer)
+            recorder = _OptimizerRecorder(parameters, optimizer)
             with recorder.watch:
                 optimizer.step()
         except Exception as error:
@@ -141,7 +141,7 @@ def _refuse_values(what: str, error: Exception) -> None:
         ) from error
 
 
-class _Recorder:
+class _OptimizerRecorder:
     """Follows the operators of one optimizer step and writes them down as nodes."""
 
     def __init__(

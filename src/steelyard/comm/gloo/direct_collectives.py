@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from steelyard.comm.channel import Channel, Waiting
 from steelyard.comm.devices import CPU
-from steelyard.comm.gloo.point_to_point import UnderWay, begin_step, hand_over
+from steelyard.comm.gloo.point_to_point import PendingMessages, begin_step, hand_over
 from steelyard.ir.collective import Exchange
 
 
@@ -59,7 +59,7 @@ def _goes_directly(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 def _filled(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, kind: Exchange
-) -> UnderWay:
+) -> PendingMessages:
     """With this rank's own part now, and with what comes from the others when it has."""
     rooms, own = whole.chunk(group.size()), group.rank()
     under_way = hand_over(kind, parts, rooms, group)
@@ -69,7 +69,7 @@ def _filled(
 
 def _asked_to_sum(
     x: torch.Tensor, result: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[UnderWay, Callable[[], None]]:
+) -> tuple[PendingMessages, Callable[[], None]]:
     """What is to be waited for, and what to do then. One part that comes lies in ``result``."""
     assert group.size() > 1, "nobody's part lies in the result"
     parts = x.chunk(group.size())
@@ -85,7 +85,7 @@ def _asked_to_sum(
     return hand_over(Exchange.REDUCE_SCATTER, parts, rooms, group), add_up
 
 
-class Directly:
+class DirectCollectives:
     """``over`` is the channel of the axis, whose time of waiting is counted on."""
 
     # Between steps.
@@ -95,9 +95,9 @@ class Directly:
         assert over.process_group is not None, "see can"
         self._over, self._group = over, over.process_group
         # By what was returned when it was issued, which whoever waits hands in.
-        self._under_way: dict[int, tuple[torch.Tensor, UnderWay, Callable[[], None]]] = {}
+        self._under_way: dict[int, tuple[torch.Tensor, PendingMessages, Callable[[], None]]] = {}
         # Of steps that were broken off.
-        self._left: list[UnderWay] = []
+        self._left: list[PendingMessages] = []
 
     @staticmethod
     def can(over: Channel) -> bool:
@@ -143,7 +143,10 @@ class Directly:
         return self._issued(result, *_asked_to_sum(x, result, self._group))
 
     def _issued(
-        self, result: torch.Tensor, under_way: UnderWay, finish: Callable[[], None] = lambda: None
+        self,
+        result: torch.Tensor,
+        under_way: PendingMessages,
+        finish: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         self._under_way[id(result)] = result, under_way, finish
         return result

@@ -63,7 +63,7 @@ def begin_step(group: dist.ProcessGroup) -> None:
     _TAGS[group.group_name].begin()
 
 
-class UnderWay:
+class PendingMessages:
     """What is to be waited for, and has its place as long as this is there."""
 
     def __init__(
@@ -86,7 +86,7 @@ def hand_over(
     parts: Sequence[torch.Tensor],
     rooms: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
-) -> UnderWay:
+) -> PendingMessages:
     """To each other rank its part; what comes from each is put into its room."""
     tags, (part, *_) = _TAGS[group.group_name], parts
     tag = tags.next()
@@ -97,4 +97,4 @@ def hand_over(
     works = [dist.irecv(rooms[r], group=group, group_src=r, tag=tag) for r in others]
     works += [dist.isend(parts[r], group=group, group_dst=r, tag=tag) for r in others]
     # Who is in the group is given one for each.
-    return UnderWay(cast("list[dist.Work]", works), [*rooms, *parts], note)
+    return PendingMessages(cast("list[dist.Work]", works), [*rooms, *parts], note)

@@ -22,7 +22,7 @@ def give_way() -> None:
     os.sched_yield()
 
 
-class Turns:
+class ThreadScheduling:
     """Called again and again by what computes while something is on its way: gives way now and
     then, and the more seldom the longer it does not get the core back. So where another program
     is at work there, that one has a fifth of it from here, and not all."""

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from steelyard.comm.channel import Channel, Waiting
 from steelyard.comm.json_gather import gathered
 from steelyard.comm.shared_memory.transport import pinned_among
-from steelyard.ir.message_slots import Rounds
+from steelyard.ir.message_slots import CollectiveSlots
 
 _Finish = Callable[[], object]
 
 
-class Slotted:
+class SharedMemoryCollectives:
     """``over`` is the channel of the axis, whose time of waiting is counted on."""
 
-    def __init__(self, rounds: Rounds, over: Channel) -> None:
+    def __init__(self, rounds: CollectiveSlots, over: Channel) -> None:
         group = over.process_group
         assert group is not None, "these ranks are no processes"
         rounds = _of_all(rounds, group)
@@ -46,7 +46,7 @@ class Slotted:
             "_c10d_functional.all_to_all_single.default": self._all_to_all,
             "steelyard.all_gather": self._all_gather,
         }
-        return replace(self._over, calls=calls, waiting=_Reading(self._finished))
+        return replace(self._over, calls=calls, waiting=_PendingRead(self._finished))
 
     def begin(self) -> None:
         """A step; what was left behind by one that was broken off is nobody's."""
@@ -165,9 +165,9 @@ class Slotted:
         return self._index[source, target] + (len(self._index) if sums else 0)
 
 
-def _of_all(own: Rounds, group: dist.ProcessGroup) -> Rounds:
+def _of_all(own: CollectiveSlots, group: dist.ProcessGroup) -> CollectiveSlots:
     """Ranks that work on more samples than others may have more under way at one time."""
-    everyones = gathered(own, Rounds, group=group)
+    everyones = gathered(own, CollectiveSlots, group=group)
     return replace(
         own,
         part_bytes=max(rounds.part_bytes for rounds in everyones),
@@ -176,7 +176,7 @@ def _of_all(own: Rounds, group: dist.ProcessGroup) -> Rounds:
     )
 
 
-class _Reading(Waiting):
+class _PendingRead(Waiting):
     """What others wrote is read when it is waited for."""
 
     def __init__(self, finished: Callable[[torch.Tensor], torch.Tensor]) -> None:

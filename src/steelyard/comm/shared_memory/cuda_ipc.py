@@ -19,23 +19,28 @@ import torch.distributed as dist
 
 from steelyard.comm.json_gather import gathered
 from steelyard.comm.shared_memory.gpu_memory import Event, Gpu
-from steelyard.comm.shared_memory.same_host import WATCHED_SECONDS, Elsewhere, Offered, Pinned
+from steelyard.comm.shared_memory.same_host import (
+    WATCHED_SECONDS,
+    NotReachable,
+    Offered,
+    SharedMemoryTransport,
+)
 from steelyard.comm.shared_memory.slots import Outlet, Room
-from steelyard.ir.message_slots import Edge, evenly_held_bytes
+from steelyard.ir.message_slots import SlotSpec, evenly_held_bytes
 from steelyard.units import format_bytes
 
 # Between two looks at a GPU that has much to do.
 _PAUSE_SECONDS = 2e-5
 
 
-class OnGpus(Pinned):
+class CudaIpcTransport(SharedMemoryTransport):
     """As among ranks of one host, each on its GPU, or some of them on one. All have as much room as
     the one that reads most: ``held_bytes``."""
 
     expects: ClassVar[str] = "ranks of one host and user, on GPUs that reach each other's memory"
     through: ClassVar[str] = "memory of GPUs that ranks share"
 
-    def __init__(self, edges: Sequence[Edge], *, group: dist.ProcessGroup, gpu: Gpu) -> None:
+    def __init__(self, edges: Sequence[SlotSpec], *, group: dist.ProcessGroup, gpu: Gpu) -> None:
         self._gpu = gpu
         self._events: dict[int, list[Event]] = {}
         super().__init__(edges, group=group)
@@ -52,7 +57,7 @@ class OnGpus(Pinned):
             return self._made_here(files)
         except RuntimeError as error:  # the driver's own, or an allocator's
             size = format_bytes(self.held_bytes)
-            raise Elsewhere(f"no {size} of its GPU can be shared: {_said(error)}") from None
+            raise NotReachable(f"no {size} of its GPU can be shared: {_said(error)}") from None
 
     def _made_here(self, files: list[FileIO]) -> "_OnGpu":
         self._whole = self._gpu.memory(self.held_bytes)
@@ -70,11 +75,11 @@ class OnGpus(Pinned):
     def _open(self, everyones: Sequence[Offered], files: list[FileIO], *, host: str) -> None:
         """All find the same in the way, or nothing: torch has them come together."""
         if any(each.host != host for each in everyones):
-            raise Elsewhere("another rank is on another host, or kept apart from this one")
+            raise NotReachable("another rank is on another host, or kept apart from this one")
         gpus = [each.gpu for each in everyones if isinstance(each, _OnGpu)]
         for rank, reaches in enumerate(self._all_reach(gpus)):
             if not reaches:
-                raise Elsewhere(f"the GPU of rank {rank} does not reach all others")
+                raise NotReachable(f"the GPU of rank {rank} does not reach all others")
         try:
             self._views = self._gpu.views(self._whole, self._group)
             for index, room in self._read.items():
@@ -82,7 +87,7 @@ class OnGpus(Pinned):
                 room.filled = self._opened(everyones[room.edge.source], index)
             super()._open(everyones, files, host=host)
         except RuntimeError as error:
-            raise Elsewhere(f"what another GPU has cannot be opened: {_said(error)}") from None
+            raise NotReachable(f"what another GPU has cannot be opened: {_said(error)}") from None
 
     def _all_reach(self, gpus: Sequence[str]) -> list[bool]:
         """By rank, whether its GPU reaches all of these."""
@@ -105,7 +110,7 @@ class OnGpus(Pinned):
     def _opened(self, theirs: Offered, index: int) -> list[Event]:
         assert isinstance(theirs, _OnGpu)
         if len(theirs.events.get(index, ())) != self._edges[index].count:
-            raise Elsewhere("another rank made no event for each slot")
+            raise NotReachable("another rank made no event for each slot")
         return [self._gpu.opened(handle) for handle in theirs.events[index]]
 
     # --- waiting
@@ -135,7 +140,9 @@ class RoomOnGpu(Room):
 
     filled: Sequence[Event]
 
-    def __init__(self, edge: Edge, gpu: Gpu, whole: torch.Tensor, emptied: Sequence[Event]) -> None:
+    def __init__(
+        self, edge: SlotSpec, gpu: Gpu, whole: torch.Tensor, emptied: Sequence[Event]
+    ) -> None:
         super().__init__(edge)
         self._gpu, self._whole, self._emptied = gpu, whole, emptied
 
@@ -153,7 +160,12 @@ class OutletOnGpu(Outlet):
     """What was given back is free when its reader's GPU is done with it."""
 
     def __init__(
-        self, edge: Edge, whole: torch.Tensor, *, filled: Sequence[Event], emptied: Sequence[Event]
+        self,
+        edge: SlotSpec,
+        whole: torch.Tensor,
+        *,
+        filled: Sequence[Event],
+        emptied: Sequence[Event],
     ) -> None:
         super().__init__(edge, whole)
         self._filled, self._emptied = filled, emptied
@@ -190,7 +202,7 @@ class _Slot:
         self.address = whole.data_ptr() + begin
 
 
-def _begins(edges: Sequence[Edge]) -> list[int]:
+def _begins(edges: Sequence[SlotSpec]) -> list[int]:
     """Where each edge's slots begin in the memory of who reads them."""
     ends: dict[int, int] = {}
     found = []

@@ -40,7 +40,7 @@ _SPIN_SECONDS, _NAP_SECONDS, _HELP_MS = 2e-3, 5e-5, 1
 _MANY = 4096
 
 
-class Carrier:
+class NixlProxy:
     """``setup`` names the rank, its edges, and the numbers of the files that both hold."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -316,7 +316,7 @@ def main() -> None:
         print(json.dumps(what), file=out, flush=True)
 
     try:
-        carrier = Carrier(json.loads(sys.stdin.readline()))
+        carrier = NixlProxy(json.loads(sys.stdin.readline()))
         say(carrier.offered)
         carrier.meet(json.loads(sys.stdin.readline()))
     except Exception as error:  # noqa: BLE001 - NIXL's have nothing in common; the rank tells it

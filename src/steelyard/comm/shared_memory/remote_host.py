@@ -26,10 +26,18 @@ import torch.distributed as dist
 
 from steelyard.comm.network_interfaces import address_of
 from steelyard.comm.shared_memory import nixl_proxy
-from steelyard.comm.shared_memory.same_host import Elsewhere, From, Offered, Pinned, To, host, pipe
+from steelyard.comm.shared_memory.same_host import (
+    From,
+    NotReachable,
+    Offered,
+    SharedMemoryTransport,
+    To,
+    host,
+    pipe,
+)
 from steelyard.comm.shared_memory.slots import Outlet, SharedRoom, mapped, memory_of
 from steelyard.errors import RankFailed
-from steelyard.ir.message_slots import Edge
+from steelyard.ir.message_slots import SlotSpec
 from steelyard.safe_text import printable
 
 # To import NIXL, and for all hosts to reach one another.
@@ -47,13 +55,13 @@ def has_devices() -> bool:
     return any(os.access(device, os.R_OK | os.W_OK) for device in verbs)
 
 
-class BetweenHosts(Pinned):
+class RdmaTransport(SharedMemoryTransport):
     """As among ranks of one host; ``held_bytes`` is the room for what goes, too."""
 
     expects: ClassVar[str] = "hosts that reach one another by NIXL"
     through: ClassVar[str] = "slots that NIXL carries to other hosts"
 
-    def __init__(self, edges: Sequence[Edge], *, group: dist.ProcessGroup) -> None:
+    def __init__(self, edges: Sequence[SlotSpec], *, group: dist.ProcessGroup) -> None:
         super().__init__(edges, group=group)
         self.held_bytes += sum(edge.nbytes for edge in edges if edge.source == self._rank)
         # The carrier has this rank's core now and again.
@@ -106,7 +114,7 @@ class BetweenHosts(Pinned):
             "given_back": given_back, "rings": rings, "frees": frees,
         }  # fmt: skip
         numbers = [edge["file"] for edge in edges.values()]
-        self._carrier = _Carrier([*numbers, *(end.fileno() for end in theirs)])
+        self._carrier = _ProxyProcess([*numbers, *(end.fileno() for end in theirs)])
         weakref.finalize(self, self._carrier.end)
         for end in theirs:
             end.close()
@@ -132,7 +140,7 @@ class _Reached(Offered):
     carrier: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Carrier:
+class _ProxyProcess:
     """The process beside this rank, which holds the files of these ``numbers`` too."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -178,8 +186,8 @@ class _Carrier:
         lines = self._complaints.read().decode(errors="replace").strip().splitlines()
         return printable((lines or ["nothing"])[-1])
 
-    def _failure(self, said: str) -> Elsewhere:
-        return Elsewhere(f"its carrier says {printable(said) or self.complaint}")
+    def _failure(self, said: str) -> NotReachable:
+        return NotReachable(f"its carrier says {printable(said) or self.complaint}")
 
     def end(self) -> None:
         self._process.kill()

@@ -35,7 +35,7 @@ from steelyard.comm.shared_memory.slots import (
 )
 from steelyard.errors import BadInput, RankFailed
 from steelyard.hardware.host_os import quota_cores
-from steelyard.ir.message_slots import Edge
+from steelyard.ir.message_slots import SlotSpec
 from steelyard.units import format_bytes, format_seconds
 
 # Of a message: the how-manieth from its sender, the edge, the step, its number, the slot.
@@ -45,7 +45,7 @@ _MANY = 16
 WATCHED_SECONDS = 200e-6
 
 
-class Pinned:
+class SharedMemoryTransport:
     """Of one rank of ``group``: what it reads and sends along ``edges``, which all ranks know.
 
     Made by all of them together. ``held_bytes`` is the room made here for what comes,
@@ -56,7 +56,7 @@ class Pinned:
     expects: ClassVar[str] = "ranks of one host and one user that see each other's processes"
     through: ClassVar[str] = "memory that ranks share"
 
-    def __init__(self, edges: Sequence[Edge], *, group: dist.ProcessGroup) -> None:
+    def __init__(self, edges: Sequence[SlotSpec], *, group: dist.ProcessGroup) -> None:
         self._edges, self._group, self._rank = edges, group, dist.get_rank(group)
         backend: Any = group._get_backend(torch.device("cpu"))
         self._timeout: float = backend.options._timeout.total_seconds()
@@ -100,7 +100,7 @@ class Pinned:
             offered = self._made(files)
         except OSError as error:
             failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
-        except Elsewhere as elsewhere:
+        except NotReachable as elsewhere:
             failure = str(elsewhere)
         everyones = gathered(offered, self._kind, group=self._group)
         self.watches = all(each.has_cores for each in everyones) and len(
@@ -111,7 +111,7 @@ class Pinned:
                 self._open(everyones, files, host=offered.host)
             except OSError as error:
                 failure = f"what another rank made cannot be opened: {error.strerror}"
-            except Elsewhere as elsewhere:
+            except NotReachable as elsewhere:
                 failure = str(elsewhere)
         failures = gathered(failure, str | None, group=self._group)
         for file in files:  # others have opened them, and when those end it is seen
@@ -183,7 +183,7 @@ class Pinned:
         edge = self._edges[index]
         files.append(memory := theirs.memory(index, host=host))
         if os.fstat(memory.fileno()).st_size != edge.nbytes:
-            raise Elsewhere("what another rank made is not as large as was planned")
+            raise NotReachable("what another rank made is not as large as was planned")
         return Outlet(edge, mapped(memory, edge.nbytes))
 
     # --- sending
@@ -323,7 +323,7 @@ class Pinned:
         )
 
 
-class Elsewhere(Exception):
+class NotReachable(Exception):
     """What another rank made, or is to carry, is not where it can be had."""
 
 
@@ -350,7 +350,7 @@ class Offered:
         """The memory that this rank made for the edge of that index."""
         path = self._path(self.rooms, index, host=host)
         if not str(path.readlink()).startswith("/memfd:"):
-            raise Elsewhere("what another rank offers as memory is none")
+            raise NotReachable("what another rank offers as memory is none")
         return FileIO(path, "r+")
 
     def pipe(self, numbers: Mapping[int, int], rank: int, *, host: str) -> FileIO:
@@ -358,14 +358,14 @@ class Offered:
         which file it is: a file that is no pipe must not even be opened for writing."""
         path = self._path(numbers, rank, host=host)
         if not path.is_fifo():
-            raise Elsewhere("what another rank offers as a pipe is none")
+            raise NotReachable("what another rank offers as a pipe is none")
         return FileIO(path, "w")
 
     def _path(self, numbers: Mapping[int, int], key: int, *, host: str) -> Path:
         if self.host != host:
-            raise Elsewhere("another rank is on another host, or kept apart from this one")
+            raise NotReachable("another rank is on another host, or kept apart from this one")
         if key not in numbers:
-            raise Elsewhere("another rank made nothing for this one")
+            raise NotReachable("another rank made nothing for this one")
         return Path(f"/proc/{self.pid}/fd/{numbers[key]}")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from steelyard.ir.message_slots import Edge
+from steelyard.ir.message_slots import SlotSpec
 
 # Of a slot that is free again: the edge, the slot.
 CREDIT = struct.Struct("<II")
@@ -49,7 +49,7 @@ def mapped(memory: FileIO, nbytes: int) -> torch.Tensor:
 class Room(ABC):
     """The slots of an edge, where they are read."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: SlotSpec) -> None:
         self.edge, self._offsets = edge, edge.offsets
         # What stands for a slot that is held; it says when it goes.
         self._held: dict[int, weakref.ref[Any]] = {}
@@ -95,7 +95,7 @@ class Room(ABC):
 class SharedRoom(Room):
     """In memory of this host."""
 
-    def __init__(self, edge: Edge, memory: FileIO) -> None:
+    def __init__(self, edge: SlotSpec, memory: FileIO) -> None:
         super().__init__(edge)
         whole = memoryview(mmap.mmap(memory.fileno(), edge.nbytes))
         size = edge.slot_bytes
@@ -118,7 +118,7 @@ class Outlet:
     for. What the next one holds may be made in a slot that is taken for it before it is sent.
     ``whole`` are the bytes of all of them."""
 
-    def __init__(self, edge: Edge, whole: torch.Tensor) -> None:
+    def __init__(self, edge: SlotSpec, whole: torch.Tensor) -> None:
         self.edge = edge
         self.free = deque(range(edge.count))
         self.waiting: deque[tuple[int, tuple[torch.Tensor, ...], int | None]] = deque()

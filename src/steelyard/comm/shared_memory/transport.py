@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 from steelyard.comm.devices import CPU
 from steelyard.comm.json_gather import gathered
-from steelyard.comm.shared_memory.cuda_ipc import OnGpus
+from steelyard.comm.shared_memory.cuda_ipc import CudaIpcTransport
 from steelyard.comm.shared_memory.gpu_memory import Gpu
-from steelyard.comm.shared_memory.remote_host import BetweenHosts, is_able
-from steelyard.comm.shared_memory.same_host import Pinned, host
-from steelyard.ir.message_slots import Edge
+from steelyard.comm.shared_memory.remote_host import RdmaTransport, is_able
+from steelyard.comm.shared_memory.same_host import SharedMemoryTransport, host
+from steelyard.ir.message_slots import SlotSpec
 
 
 def pinned_among(
-    edges: Sequence[Edge], *, group: dist.ProcessGroup, device: torch.device = CPU
-) -> Pinned:
+    edges: Sequence[SlotSpec], *, group: dist.ProcessGroup, device: torch.device = CPU
+) -> SharedMemoryTransport:
     """Made by all ranks of the group together, in the same way; what is sent lies on ``device``."""
     if device.type == "cuda":
-        return OnGpus(edges, group=group, gpu=Gpu(device))
+        return CudaIpcTransport(edges, group=group, gpu=Gpu(device))
     everyones = gathered((host(), is_able()), tuple[str, bool], group=group)
     are_apart = len({where for where, _ in everyones}) > 1
     if are_apart and all(able for _, able in everyones):
-        return BetweenHosts(edges, group=group)
-    return Pinned(edges, group=group)
+        return RdmaTransport(edges, group=group)
+    return SharedMemoryTransport(edges, group=group)

@@ -89,7 +89,7 @@ class _Line:
         return bytes(found)
 
 
-class Company:
+class BackgroundLoad:
     """The others of so many ranks here, or of as many on each of several ``hosts``. There are none
     beside a single rank, nor where this process is one of several itself: the others measure when
     it does."""

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from steelyard.measure.links.worker import NEXT_TO_NONE, Sizes, exchanged_among
+from steelyard.measure.links.worker import NEXT_TO_NONE, ExchangeSizes, exchanged_among
 from steelyard.predict.rank_subsets import best_joined, better_joined
 
 # Bytes of the messages of a pair: the larger of the last two where the first is quick.
@@ -24,7 +24,7 @@ _ROUNDS, _FEW_ROUNDS = 9, 3
 _MOST_WITH_ALL = 16
 
 
-def timed_joins(speeds: Sequence[float], *, each: int, sizes: Sizes) -> dict[str, float]:
+def timed_joins(speeds: Sequence[float], *, each: int, sizes: ExchangeSizes) -> dict[str, float]:
     """Named figures: latency and rate of each pair that was timed, and for each number of hosts
     that are better joined than all, seconds of exchanges among them. The same on every rank.
     ``speeds`` are of the hosts, with ``each`` ranks on one."""

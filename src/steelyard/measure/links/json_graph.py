@@ -9,14 +9,14 @@ from enum import Enum
 from typing import Any
 
 from steelyard.hardware.device import Device
-from steelyard.hardware.efficiency import Reached
+from steelyard.hardware.efficiency import AchievedFraction
 from steelyard.hardware.link import Link
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import (
     Axis,
     BlockRun,
     Body,
-    Counted,
+    CountedMean,
     Graph,
     Node,
     Output,
@@ -24,7 +24,7 @@ from steelyard.ir.graph import (
     Phase,
     Ref,
     Role,
-    Sliced,
+    SlicedValue,
     Storage,
     Symbol,
     Tensor,
@@ -33,8 +33,8 @@ from steelyard.ir.graph import (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Axis, BlockRun, Body, Collective, Counted, Device, Exchange, Graph, Link, Node, Output,
-        OutputKind, Phase, Reached, Ref, Role, Sliced, Storage, Symbol, Tensor,
+        Axis, BlockRun, Body, Collective, CountedMean, Device, Exchange, Graph, Link, Node, Output,
+        OutputKind, Phase, AchievedFraction, Ref, Role, SlicedValue, Storage, Symbol, Tensor,
     )
 }  # fmt: skip
 

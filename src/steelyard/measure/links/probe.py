@@ -34,7 +34,14 @@ from steelyard.measure.links.host_pairs import (
     rate_of,
     timed_joins,
 )
-from steelyard.measure.links.worker import DOUBT, NEXT_TO_NONE, SECONDS, SIZES, Sizes, sizes_of
+from steelyard.measure.links.worker import (
+    DOUBT,
+    NEXT_TO_NONE,
+    SECONDS,
+    SIZES,
+    ExchangeSizes,
+    sizes_of,
+)
 from steelyard.predict.arrival_skew import Skew
 from steelyard.predict.rank_subsets import best_joined
 
@@ -59,7 +66,7 @@ _met_here: dict[str, dict[str, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class LinkMeasurement:
     """Of some ranks: what joins them where all exchange something, and where one hands something to
     another, and both through memory that they share, where they can; what joins those of one host,
     where others are on other hosts; and how fast each computes beside the fastest, no speeds where
@@ -94,7 +101,7 @@ def measured_ranks(
     home: torch.device = CPU,
     speeds: Sequence[float] = (),
     cache: CostCache | None = None,
-) -> Measured:
+) -> LinkMeasurement:
     """So many ranks, measured once and remembered: on this machine they are started for it, where
     ``home`` is one of its GPUs each on one, and those of several hosts have met before. ``speeds``
     are believed in place of those that were measured."""
@@ -181,7 +188,7 @@ def _groups(found: Mapping[str, float], hosts: int, each: int) -> Mapping[int, t
 
 
 def _subsets(
-    found: Mapping[str, float], num_ranks: int, *, hosts: int, sizes: Sizes
+    found: Mapping[str, float], num_ranks: int, *, hosts: int, sizes: ExchangeSizes
 ) -> dict[int, Joined]:
     if hosts == 1:
         # Any two ranks of one machine are as near.
@@ -206,7 +213,7 @@ def _subsets(
 
 
 def _joined_figures(
-    found: Mapping[str, float], group: Sequence[int], *, hosts: int, each: int, sizes: Sizes
+    found: Mapping[str, float], group: Sequence[int], *, hosts: int, each: int, sizes: ExchangeSizes
 ) -> dict[str, float]:
     """What joins these hosts, by the exchanges of the smallest group that was measured and is no
     smaller; empty where that is all of them."""
@@ -237,7 +244,7 @@ def _figures_of(
     names: Sequence[str],
     *,
     each: int,
-    sizes: Sizes,
+    sizes: ExchangeSizes,
 ) -> dict[str, float]:
     """As these hosts would have measured it, had no others come. Where their own exchanges were not
     measured there is nothing to look at when they meet, and they measure."""
@@ -280,7 +287,7 @@ def _number_of(names: Sequence[str]) -> float:
     return 1.0 + int(sha256("\n".join(names).encode()).hexdigest()[:12], 16)
 
 
-def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measured:
+def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> LinkMeasurement:
     link = Link(
         kind=kind,
         latency_seconds=found["latency"],
@@ -324,7 +331,7 @@ def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> Measu
             bytes_per_second=found["near rate"],
             disturbs=found["near disturbs"],
         )
-    return Measured(
+    return LinkMeasurement(
         link=link,
         handing=handing,
         near=near,
@@ -370,8 +377,8 @@ def _on_gpus(home: torch.device) -> str:
 def fitted(
     said: Sequence[Mapping[str, float]],
     *,
-    sizes: Sizes = SIZES["cpu"],
-    near: Sizes = SIZES["cpu"],
+    sizes: ExchangeSizes = SIZES["cpu"],
+    near: ExchangeSizes = SIZES["cpu"],
     each: int = 1,
 ) -> dict[str, float]:
     """A line through the times of a small and two large exchanges, as a ring sends them, and one
@@ -405,7 +412,9 @@ def _waits_for_the_last(said: Sequence[Mapping[str, float]]) -> dict[str, float]
     return {name: max(fmean(one[name] for one in said), NEXT_TO_NONE) for name in _SKEW}
 
 
-def _among_neighbours(timed: Mapping[str, float], sizes: Sizes, each: int) -> dict[str, float]:
+def _among_neighbours(
+    timed: Mapping[str, float], sizes: ExchangeSizes, each: int
+) -> dict[str, float]:
     if "near small" not in timed:
         return {}
     near = {name: timed[f"near {name}"] for name in sizes._fields}
@@ -414,7 +423,7 @@ def _among_neighbours(timed: Mapping[str, float], sizes: Sizes, each: int) -> di
 
 
 def _latency_and_rate(
-    timed: Mapping[str, float], num_ranks: int, sizes: Sizes
+    timed: Mapping[str, float], num_ranks: int, sizes: ExchangeSizes
 ) -> tuple[float, float]:
     """Of each hop around the ring, and of the bytes that each rank sends."""
     small, middle, large = (
@@ -433,7 +442,7 @@ def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[fl
     return min(1.0, max(most, NEXT_TO_NONE))
 
 
-def _handed_on(timed: Mapping[str, float], sizes: Sizes) -> dict[str, float]:
+def _handed_on(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str, float]:
     seconds = max(timed["hop middle"] - timed["hop small"], NEXT_TO_NONE)
     rate = (sizes.middle - sizes.small) / seconds
     return {
@@ -443,7 +452,7 @@ def _handed_on(timed: Mapping[str, float], sizes: Sizes) -> dict[str, float]:
     }
 
 
-def _through_slots(timed: Mapping[str, float], sizes: Sizes) -> dict[str, float]:
+def _through_slots(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str, float]:
     """Next to none of anything where there is no memory to share. What two ranks' cores do for a
     message is not on its way."""
     if "slot small" not in timed:
@@ -465,7 +474,7 @@ def _copied(timed: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 def _exchanged_through_slots(
-    timed: Mapping[str, float], num_ranks: int, sizes: Sizes
+    timed: Mapping[str, float], num_ranks: int, sizes: ExchangeSizes
 ) -> dict[str, float]:
     if "slotted small" not in timed:
         return dict.fromkeys(_SLOTTED, NEXT_TO_NONE)

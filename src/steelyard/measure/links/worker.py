@@ -29,19 +29,19 @@ from steelyard.comm.channel import Channel
 from steelyard.comm.devices import CPU
 from steelyard.comm.gloo.thread_scheduling import take_turns
 from steelyard.comm.json_gather import gathered
-from steelyard.comm.shared_memory.collectives import Slotted
-from steelyard.comm.shared_memory.remote_host import BetweenHosts
-from steelyard.comm.shared_memory.same_host import Pinned
+from steelyard.comm.shared_memory.collectives import SharedMemoryCollectives
+from steelyard.comm.shared_memory.remote_host import RdmaTransport
+from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
 from steelyard.comm.shared_memory.transport import pinned_among
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Link
 from steelyard.hardware.host_os import are_cores_alike, cores_of, quota_cores
 from steelyard.ir.collective import GLOO, Exchange
-from steelyard.ir.message_slots import Edge, Rounds
+from steelyard.ir.message_slots import CollectiveSlots, SlotSpec
 from steelyard.measure.operators.timer import Clock
 
 
-class Sizes(NamedTuple):
+class ExchangeSizes(NamedTuple):
     """Of what is exchanged: nothing to speak of; enough to show a rate; more than caches hold."""
 
     small: int
@@ -49,10 +49,13 @@ class Sizes(NamedTuple):
     large: int
 
 
-SIZES = {"cpu": Sizes(4096, 1 << 20, 16 << 20), "cuda": Sizes(4096, 16 << 20, 128 << 20)}
+SIZES = {
+    "cpu": ExchangeSizes(4096, 1 << 20, 16 << 20),
+    "cuda": ExchangeSizes(4096, 16 << 20, 128 << 20),
+}
 
 
-def sizes_of(home: torch.device, hosts: int) -> Sizes:
+def sizes_of(home: torch.device, hosts: int) -> ExchangeSizes:
     """What lies on GPUs goes over a network, too, where large sizes would take minutes."""
     return SIZES["cpu" if hosts > 1 else home.type]
 
@@ -74,7 +77,7 @@ _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
 _SKEWED = {"short": (0.004, 60), "long": (0.04, 24)}
 # The rarest waits are somebody else's work on this machine.
 _USUAL_WAITS = 0.9
-_MakesSlots = Callable[..., Pinned]
+_MakesSlots = Callable[..., SharedMemoryTransport]
 
 
 def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
@@ -108,7 +111,9 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
         if hosts > 1:
             # What neighbours do of a few seconds is another figure some seconds later.
             product_seconds = partial(_product_seconds_of_host, each)
-        slots: _MakesSlots | None = Pinned if hosts == 1 else pinned_among if each == 1 else None
+        slots: _MakesSlots | None = (
+            SharedMemoryTransport if hosts == 1 else pinned_among if each == 1 else None
+        )
         if _is_on_gpu():
             product_seconds = _product_seconds_of_gpu
             slots = partial(pinned_among, device=home) if hosts == 1 else None
@@ -168,7 +173,7 @@ def _among_neighbours(each: int) -> dict[str, float]:
     return found
 
 
-def exchanged_among(ranks: Sequence[int], sizes: Sizes) -> dict[str, float]:
+def exchanged_among(ranks: Sequence[int], sizes: ExchangeSizes) -> dict[str, float]:
     """Seconds of all-reduces of a small, a middle and a large tensor among these ranks of the
     group, how much one disturbs what is computed meanwhile, and the least seconds of the first two,
     by which it is seen later whether the link has become another. Of the slowest rank each, and the
@@ -200,7 +205,7 @@ def exchanged_among(ranks: Sequence[int], sizes: Sizes) -> dict[str, float]:
     return dict(zip(names, map(float, figures), strict=True))
 
 
-def _figures(sizes: Sizes, *, slots: _MakesSlots | None, other: int) -> dict[str, float]:
+def _figures(sizes: ExchangeSizes, *, slots: _MakesSlots | None, other: int) -> dict[str, float]:
     """``other`` is the rank to which the first hands something."""
     small, middle, large = (_ones(nbytes // 4) for nbytes in sizes)
     begin, calls = time.thread_time(), 3 * _ROUNDS
@@ -440,7 +445,7 @@ def _handed_in_slots(
     """The same through slots; nothing where these ranks have none."""
     ends = ((0, 1), (1, 0))
     edges = [
-        Edge(source=source, target=target, sizes=(x.nbytes,), count=1, holds_all=True)
+        SlotSpec(source=source, target=target, sizes=(x.nbytes,), count=1, holds_all=True)
         for x in xs.values()
         for source, target in ends
     ]  # fmt: skip
@@ -465,7 +470,7 @@ def _handed_in_slots(
     pinned.settle()
     dist.barrier()
     pinned.close()
-    if isinstance(pinned, BetweenHosts):
+    if isinstance(pinned, RdmaTransport):
         x = xs["large"]
         found["slot copy"] = median(_took(partial(torch.clone, x)) for _ in range(_ROUNDS))
     return found
@@ -478,9 +483,9 @@ def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) ->
     parts = large.split(part // 4)
     assert dist.group.WORLD is not None
     over = Channel.of(dist.group.WORLD, _here())
-    rounds = Rounds(num_ranks=over.num_ranks, part_bytes=part, sum_bytes=part, count=2)
+    rounds = CollectiveSlots(num_ranks=over.num_ranks, part_bytes=part, sum_bytes=part, count=2)
     try:
-        slotted = Slotted(rounds, over)
+        slotted = SharedMemoryCollectives(rounds, over)
     except BadInput:
         return {}
     through, op = slotted.channel, "_c10d_functional.all_reduce_.default"
@@ -505,7 +510,12 @@ def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) ->
 
 
 def _there_and_back(
-    pinned: Pinned, index: int, x: torch.Tensor, rounds: int, *, is_awaited: bool = True
+    pinned: SharedMemoryTransport,
+    index: int,
+    x: torch.Tensor,
+    rounds: int,
+    *,
+    is_awaited: bool = True,
 ) -> tuple[float, float]:
     """Half of what that takes, and half of what it takes of this rank's core."""
     rank, seconds, begin = dist.get_rank(), [], 0.0

@@ -22,12 +22,12 @@ from steelyard.measure.cache import CostCache
 from steelyard.measure.device_memory import free_bytes, random_devices
 from steelyard.measure.malloc import is_kept
 from steelyard.measure.operators.cache_warmth import distances, preparation
-from steelyard.measure.operators.inputs import Arguments, Source, nbytes_of, shortened
+from steelyard.measure.operators.inputs import Arguments, InputFactory, nbytes_of, shortened
 from steelyard.measure.operators.interpolate import declared_from
 from steelyard.measure.operators.memory import is_profiled, meter_once
 from steelyard.measure.operators.timer import Clock, spread
 from steelyard.operators import callable_of
-from steelyard.predict.cost_table import Costs, Missing, OperatorCost, Survey, Unmeasured
+from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Survey, Unmeasured
 from steelyard.units import format_bytes
 
 _MOST_ROUNDS = 15
@@ -68,14 +68,14 @@ class _Subject:
     count: int = 0
     nbytes: int = 0
     ages: tuple[int, ...] = ()
-    call: "_Call | None" = None
+    call: "_BoundCall | None" = None
     workspace_bytes: int = 0
     wall_seconds: float = 0.0
     samples: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Call:
+class _BoundCall:
     """One operator on its arguments, and what to do before each call."""
 
     run: Callable[[], object]
@@ -94,7 +94,7 @@ def measure_operators(
     sharers: int = 1,
     hosts: int = 1,
     beside: Beside = contextlib.nullcontext,
-) -> tuple[Costs, Survey]:
+) -> tuple[CostTable, Survey]:
     """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared.
     ``calls`` makes, of signatures, what no operator of torch carries out. The machine is of so many
     ``sharers``, and one of so many ``hosts``."""
@@ -116,7 +116,7 @@ def measure_operators(
         table.measure([s for s in new if not s.node.is_far_product])
         table.measure_parts([s for s in new if s.node.body is not None])
     found = cache.settle(context, table.costs) if cache and table.costs else table.costs
-    costs = Costs(device=device, operators={**known, **found})
+    costs = CostTable(device=device, operators={**known, **found})
     nodes = [s.node for s in subjects]
     operators = {**costs.operators, **declared_from(costs, nodes)}
     survey = Survey(
@@ -190,12 +190,12 @@ class _Table:
         sharers: int = 1,
     ) -> None:
         self._calls, self._sharers = calls, sharers
-        self._plain = Costs(device=device)
+        self._plain = CostTable(device=device)
         self._device = torch_device
         self._budget = seconds_budget
         self._deadline = time.perf_counter() + seconds_budget
         self._slowness = 1.0
-        self._source = Source(torch_device)
+        self._source = InputFactory(torch_device)
         self._clock = Clock(torch_device, is_told_ahead=True)
         self.costs: dict[str, OperatorCost] = {}
         self.unmeasured: list[Unmeasured] = []
@@ -322,7 +322,7 @@ class _Table:
         kept = _SHARE_OF_SMALL if needed > _SMALL * self._budget else 0.0
         return time.perf_counter() + owed + needed < self._deadline - kept * self._budget
 
-    def _called(self, subject: _Subject) -> _Call:
+    def _called(self, subject: _Subject) -> _BoundCall:
         graph, node = subject.graph, subject.node
         try:
             call = self._call_of(subject, self._source.arguments(graph, node))
@@ -338,10 +338,10 @@ class _Table:
             )
         return call
 
-    def _call_of(self, subject: _Subject, given: Arguments) -> _Call:
+    def _call_of(self, subject: _Subject, given: Arguments) -> _BoundCall:
         operator = self._calls.get(subject.node.signature) or callable_of(subject.node)
         inputs = [given.tensors[name] for name in subject.node.inputs]
-        return _Call(
+        return _BoundCall(
             run=lambda: operator(*given.args, **given.kwargs),
             prepare=preparation(list(zip(inputs, subject.ages, strict=True))),
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from steelyard.ir.graph import Argument, Body, Graph, Node, Ref, Sliced, Tensor
+from steelyard.ir.graph import Argument, Body, Graph, Node, Ref, SlicedValue, Tensor
 from steelyard.operators import live, operator_named
 
 _NEGATED = operator_named("aten._neg_view.default")
@@ -28,7 +28,7 @@ class Arguments:
     tensors: dict[str, torch.Tensor]
 
 
-class Source:
+class InputFactory:
     """Makes arguments on one device, from random values that leave torch's generators alone."""
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +131,7 @@ def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
     count = body.calls[-1][0]
     rows = count * parts
 
-    def short(given: Sliced) -> Sliced:
+    def short(given: SlicedValue) -> SlicedValue:
         tensor = given.tensor
         if given.along is None:
             return given

@@ -9,14 +9,14 @@ from statistics import median
 
 from steelyard.ir.graph import Node
 from steelyard.ir.metrics import Estimate
-from steelyard.predict.cost_table import Costs, OperatorCost
+from steelyard.predict.cost_table import CostTable, OperatorCost
 
 # Between sizes of one operator a kernel may change its ways; between operators more so.
 _SAME_OPERATOR_SHARE = 0.5
 _OTHER_OPERATORS_SHARE = 0.8
 
 
-def declared_from(costs: Costs, nodes: Iterable[Node]) -> dict[str, OperatorCost]:
+def declared_from(costs: CostTable, nodes: Iterable[Node]) -> dict[str, OperatorCost]:
     """A declared cost, scaled by how measured neighbours compare with theirs, for each signature
     that ``costs`` does not hold."""
     nodes = list(nodes)
@@ -37,7 +37,7 @@ def declared_from(costs: Costs, nodes: Iterable[Node]) -> dict[str, OperatorCost
 
 
 def _like(
-    node: Node, costs: Costs, ratios: dict[str, list[float]], workspaces: dict[str, list[float]]
+    node: Node, costs: CostTable, ratios: dict[str, list[float]], workspaces: dict[str, list[float]]
 ) -> OperatorCost:
     declared = costs.declared_seconds(node)
     seconds = declared

@@ -29,13 +29,13 @@ from steelyard.ir.gradient_codec import (
 from steelyard.ir.graph import Argument, Graph, Node, Ref, Role, Storage
 from steelyard.ir.parallel_layout import DATA
 from steelyard.passes.data_parallel.buckets import (
-    Member,
+    BucketMember,
     Sized,
     buckets,
     handed_out,
     sent_as_they_are,
 )
-from steelyard.passes.graph_editor import Rewriting, call, issue, issue_in_place, wait
+from steelyard.passes.graph_editor import GraphEditor, call, issue, issue_in_place, wait
 
 
 def coded(
@@ -49,7 +49,7 @@ def coded(
 ) -> Graph:
     """The gradients of these parameters in their codes. What shares a bucket with them and has none
     goes with the like of other buckets, behind the last."""
-    change = Rewriting(graph)
+    change = GraphEditor(graph)
 
     def collective(kind: Exchange, nbytes: int) -> Collective:
         return transport.collective(
@@ -58,11 +58,11 @@ def coded(
 
     sending = _Sending(change, transport, collective, num_ranks)
     outputs = list(graph.outputs)
-    left: list[Member] = []
+    left: list[BucketMember] = []
     dropped: set[str] = set()
     last = ""
     for bucket in buckets(graph, axis):
-        by_codec: dict[Codec, list[Member]] = {}
+        by_codec: dict[Codec, list[BucketMember]] = {}
         for member in bucket.members:
             if member.target in codecs:
                 by_codec.setdefault(codecs[member.target], []).append(member)
@@ -88,7 +88,7 @@ class _Sending:
 
     def __init__(
         self,
-        change: Rewriting,
+        change: GraphEditor,
         transport: Transport,
         collective: Sized,
         num_ranks: int,
@@ -96,7 +96,7 @@ class _Sending:
         self._change, self._transport, self._collective = change, transport, collective
         self._num_ranks = num_ranks
 
-    def in_codes(self, members: Sequence[Member], codec: Codec, *, behind: str) -> Node:
+    def in_codes(self, members: Sequence[BucketMember], codec: Codec, *, behind: str) -> Node:
         flats = [member.flat for member in members]
         name = members[0].target.partition(":")[2]
         if codec.is_linear:
@@ -144,7 +144,9 @@ class _Sending:
             name=f"{name}.decoded", like=arrived, behind=behind,
         )  # fmt: skip
 
-    def _in_factors(self, members: Sequence[Member], rank: int, *, name: str, behind: str) -> Node:
+    def _in_factors(
+        self, members: Sequence[BucketMember], rank: int, *, name: str, behind: str
+    ) -> Node:
         """A product of matrices that are known of all ranks' sum, each after another all-reduce."""
         flats = [member.flat for member in members]
         shapes = tuple(matrix_of(member.laid_out) for member in members)

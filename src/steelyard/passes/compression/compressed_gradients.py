@@ -13,10 +13,10 @@ from steelyard.ir.graph import Graph, Node
 from steelyard.ir.optimizer_update import WEIGHT, parameters_named, parameters_of
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.compression.compressed_all_reduce import coded
 from steelyard.passes.data_parallel.buckets import buckets
-from steelyard.plans.trade import Offer, Refusal
+from steelyard.plans.trade import Offer, Rejection
 
 # What has one dimension scales or shifts whole channels: a few numbers, and much hangs on each.
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
@@ -24,7 +24,7 @@ _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
 _WARM_UP = 5
 
 
-class SendsCodes:
+class CompressesGradients:
     """A trade that sends gradients in codes, all but what it is called and pays."""
 
     name: ClassVar[str]
@@ -32,20 +32,20 @@ class SendsCodes:
     def offers(
         self,
         program: Program,
-        source: Source,  # noqa: ARG002 - the program says what is exchanged
-    ) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+        source: StepSource,  # noqa: ARG002 - the program says what is exchanged
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         return _offers_in(self.name, program)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: Source) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         return _with_codes(program, rules, source)
 
 
-def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
     """One for each code of the trade: all gradients that ranks sum up, but for the small ones."""
     if program.layout.batch == 1:
         return (), ()
     offers: list[Offer] = []
-    refused: list[Refusal] = []
+    refused: list[Rejection] = []
     for (own, op, degree), codec in CODES.items():
         if own != trade:
             continue
@@ -55,7 +55,7 @@ def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[R
             offers.append(Offer(trade=trade, label=codec.label, rules=rules))
         else:
             reason = "no gradient that ranks sum up is a large matrix of float32"
-            refused.append(Refusal(trade=trade, label=codec.label, reason=reason))
+            refused.append(Rejection(trade=trade, label=codec.label, reason=reason))
     return tuple(offers), tuple(refused)
 
 
@@ -88,7 +88,7 @@ def _rules_for(
     return tuple(sorted(found))
 
 
-def _with_codes(program: Program, rules: Sequence[Rule], source: Source) -> Program:
+def _with_codes(program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
     """The program that sends what the rules name in their codes."""
     if not rules:
         return program
@@ -136,4 +136,4 @@ def _is_codable(parameter: Node, codec: Codec, *, least_bytes: int = _LEAST_BYTE
     return is_large and is_matrix and tensor.dtype == "float32"
 
 
-__all__ = ["SendsCodes"]
+__all__ = ["CompressesGradients"]

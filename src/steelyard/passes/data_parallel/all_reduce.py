@@ -12,7 +12,7 @@ from steelyard.ir.collective import Collective, Exchange, Transport
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Ref, Role, Storage, Tensor
 from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import LOSS_SO_FAR, SO_FAR
-from steelyard.passes.graph_editor import Rewriting, call, issue, issue_in_place, view, wait
+from steelyard.passes.graph_editor import GraphEditor, call, issue, issue_in_place, view, wait
 
 # The input that says what a rank's loss weighs in the loss of all.
 SHARE = "share"
@@ -30,7 +30,7 @@ def with_whole_loss(
     """The loss of all ranks' samples, in place of this rank's own: what each weighs is an input of
     the step, for it may depend on the batch. Of several micro-batches the last one's is that of
     all."""
-    change = Rewriting(graph)
+    change = GraphEditor(graph)
     (loss,) = (graph.by_name[o.node] for o in graph.outputs if o.kind is OutputKind.LOSS)
     given = replace(loss.outputs[0], storage=len(change.storages), offset=0)
     change.storages.append(Storage(nbytes=given.nbytes, role=Role.TANGENT))
@@ -83,7 +83,7 @@ def bucketed_all_reduce(
     out of an exchange over this axis already are left alone. With ``repeats`` the last of so many
     micro-batches sends what all have added up, each gradient behind its own part.
     """
-    change = Rewriting(graph)
+    change = GraphEditor(graph)
 
     def collective(nbytes: int) -> Collective:
         return transport.collective(
@@ -119,7 +119,7 @@ def bucketed_all_reduce(
     return change.result(outputs)
 
 
-def _so_far(change: Rewriting, name: str, like: Node) -> Node:
+def _so_far(change: GraphEditor, name: str, like: Node) -> Node:
     """What micro-batches before this one have added up to."""
     (tensor,) = like.outputs
     lying = replace(tensor, storage=len(change.storages))
@@ -176,7 +176,7 @@ def _arrived_over(graph: Graph, name: str) -> str:
 
 
 def _reduced(
-    change: Rewriting,
+    change: GraphEditor,
     gradients: Sequence[Node],
     behind: str,
     number: int,
@@ -208,7 +208,7 @@ def _reduced(
     return change.put_behind(behind, wait(issued, transport))
 
 
-def _joined(change: Rewriting, flat: Sequence[Node], number: int) -> Node:
+def _joined(change: GraphEditor, flat: Sequence[Node], number: int) -> Node:
     tensors = [node.outputs[0] for node in flat]
     output = change.tensor((sum(t.numel for t in tensors),), tensors[0].dtype)
     return call(

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from steelyard.ir.collective import Collective, Exchange, Transport
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Ref, Tensor
 from steelyard.ir.parallel_layout import DATA
-from steelyard.passes.graph_editor import Rewriting, call, issue_in_place, view, wait
+from steelyard.passes.graph_editor import GraphEditor, call, issue_in_place, view, wait
 
 Sized = Callable[[Exchange, int], Collective]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class BucketMember:
     """One gradient of a bucket: its place among the graph's outputs, and what is sent of it."""
 
     place: int
@@ -32,7 +32,7 @@ class Bucket:
     """``nodes`` are those that only its exchange needs."""
 
     waited: Node
-    members: tuple[Member, ...]
+    members: tuple[BucketMember, ...]
     nodes: frozenset[str]
 
 
@@ -62,7 +62,7 @@ def _bucket(graph: Graph, issued: Node, waited: Node, places: Sequence[int]) -> 
     results = {place: graph.by_name[graph.outputs[place].node] for place in places}
     in_order = sorted(places, key=lambda place: results[place].outputs[0].offset)
     members = tuple(
-        Member(
+        BucketMember(
             place=place,
             target=graph.outputs[place].target,
             flat=flat,
@@ -79,9 +79,9 @@ def _bucket(graph: Graph, issued: Node, waited: Node, places: Sequence[int]) -> 
 
 
 def handed_out(
-    change: Rewriting,
+    change: GraphEditor,
     outputs: list[Output],
-    members: Sequence[Member],
+    members: Sequence[BucketMember],
     whole: Node,
     *,
     behind: str,
@@ -98,8 +98,8 @@ def handed_out(
 
 
 def sent_as_they_are(
-    change: Rewriting,
-    members: Sequence[Member],
+    change: GraphEditor,
+    members: Sequence[BucketMember],
     *,
     name: str,
     behind: str,
@@ -122,7 +122,7 @@ def sent_as_they_are(
     return change.put_behind(behind, wait(issued, transport))
 
 
-def _flattened(change: Rewriting, given: Node, behind: str) -> Node:
+def _flattened(change: GraphEditor, given: Node, behind: str) -> Node:
     tensor = given.outputs[0]
     if len(tensor.shape) == 1:
         return given
@@ -130,4 +130,4 @@ def _flattened(change: Rewriting, given: Node, behind: str) -> Node:
     return change.put_behind(behind, view(given, flat, name=change.fresh(f"{given.name}_as_flat")))
 
 
-__all__ = ["Bucket", "Member", "Sized", "buckets", "handed_out", "sent_as_they_are"]
+__all__ = ["Bucket", "BucketMember", "Sized", "buckets", "handed_out", "sent_as_they_are"]

@@ -13,7 +13,7 @@ from steelyard.ir.collective import Collective, Exchange, Transport
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Phase, Tensor
 from steelyard.ir.parallel_layout import DATA
 from steelyard.passes.graph_editor import (
-    Rewriting,
+    GraphEditor,
     issue,
     joined_rows,
     view,
@@ -39,7 +39,7 @@ def gathered(
     ``again`` are so in front of the first reader of the backward pass, and not kept until then.
     Those that follow one another are exchanged ``together``, up to so many bytes of each.
     """
-    change = Rewriting(graph)
+    change = GraphEditor(graph)
 
     def collective(kind: Exchange, nbytes: int) -> Collective:
         return transport.collective(
@@ -88,7 +88,7 @@ def _read_late(graph: Graph, parameter: str) -> list[str]:
 
 
 def _reroute_late(
-    change: Rewriting,
+    change: GraphEditor,
     graph: Graph,
     parameter: str,
     arrived: Node,
@@ -139,7 +139,7 @@ class _Exchanges:
 
     def __init__(
         self,
-        change: Rewriting,
+        change: GraphEditor,
         transport: Transport,
         collective: Callable[[Exchange, int], Collective],
         num_ranks: int,

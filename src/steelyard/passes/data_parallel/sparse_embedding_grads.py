@@ -12,13 +12,13 @@ from steelyard.ir.collective import Collective, Exchange, Transport
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Ref
 from steelyard.ir.parallel_layout import DATA
 from steelyard.passes.data_parallel.buckets import (
-    Member,
+    BucketMember,
     Sized,
     buckets,
     handed_out,
     sent_as_they_are,
 )
-from steelyard.passes.graph_editor import Rewriting, call, issue, wait
+from steelyard.passes.graph_editor import GraphEditor, call, issue, wait
 
 _LOOKED_UP_BACK = "aten.embedding_dense_backward.default"
 
@@ -74,12 +74,12 @@ def _why_whole(graph: Graph, made: Node) -> str:
     return ""
 
 
-def _made(graph: Graph, member: Member) -> Node:
+def _made(graph: Graph, member: BucketMember) -> Node:
     """Of one micro-batch, where several are added up before they go."""
     return _underneath(graph, graph.by_name[_gradient(graph, member).node])
 
 
-def _gradient(graph: Graph, member: Member) -> Output:
+def _gradient(graph: Graph, member: BucketMember) -> Output:
     output = graph.outputs[member.place]
     if output.kind is not OutputKind.SUMMED:
         return replace(output, node=member.flat.name)
@@ -108,7 +108,7 @@ def in_rows(
     stride: int = 1,
 ) -> Graph:
     """The gradients of these parameters sent as rows."""
-    change = Rewriting(graph)
+    change = GraphEditor(graph)
 
     def collective(kind: Exchange, nbytes: int) -> Collective:
         return transport.collective(
@@ -146,9 +146,9 @@ def in_rows(
 
 
 def _of_all(
-    change: Rewriting,
+    change: GraphEditor,
     made: Node,
-    member: Member,
+    member: BucketMember,
     num_ranks: int,
     transport: Transport,
     collective: Sized,

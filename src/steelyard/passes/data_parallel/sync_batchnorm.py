@@ -12,8 +12,8 @@ from dataclasses import replace
 from steelyard.errors import Mismatch
 from steelyard.ir.collective import Exchange, Transport
 from steelyard.ir.graph import Argument, Graph, Node, Ref, Tensor
-from steelyard.ir.parallel_layout import DATA, Layout, spelled
-from steelyard.passes.graph_editor import Rewriting, call, issue, wait
+from steelyard.ir.parallel_layout import DATA, ParallelLayout, spelled
+from steelyard.passes.graph_editor import GraphEditor, call, issue, wait
 
 _WITH_BUFFERS = "aten._native_batch_norm_legit_functional.default"
 _WITHOUT = "aten._native_batch_norm_legit.no_stats"
@@ -46,7 +46,7 @@ def is_synchronised(graph: Graph) -> bool:
     return any(node.op == _JOINT for node in graph.nodes)
 
 
-def synchronised(graph: Graph, *, layout: Layout, transport: Transport) -> Graph:
+def synchronised(graph: Graph, *, layout: ParallelLayout, transport: Transport) -> Graph:
     """The graph of a rank's share of the batch, with statistics of all shares."""
     norms = normalising(graph)
     if not norms:
@@ -73,9 +73,9 @@ def _given(graph: Graph, node: Node) -> Tensor:
 
 
 class _Synchronising:
-    def __init__(self, graph: Graph, layout: Layout, transport: Transport) -> None:
+    def __init__(self, graph: Graph, layout: ParallelLayout, transport: Transport) -> None:
         self._graph, self._layout, self._transport = graph, layout, transport
-        self._change = Rewriting(graph)
+        self._change = GraphEditor(graph)
         self._gone: set[str] = set()
         # What stands for a value that is no longer made, and where that lies.
         self._instead: dict[str, str] = {}

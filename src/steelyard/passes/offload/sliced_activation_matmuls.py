@@ -11,7 +11,7 @@ from steelyard.ir.collective import Collective
 from steelyard.ir.graph import Graph, Node, Role, Storage, Tensor
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.saved_activations import first_late
-from steelyard.passes.offload.sliced_loops import Carried, Loop, Product
+from steelyard.passes.offload.sliced_loops import Loop, LoopCall, Product
 from steelyard.passes.offload.transfer_nodes import Looks, slices_of
 
 
@@ -74,7 +74,7 @@ def with_inputs_in_slices(
             continue
         count = slices[product.far]
         loop = Loop.alone(number, product, count)
-        own = Carried(loop, program.graph, lines, slots)
+        own = LoopCall(loop, program.graph, lines, slots)
         room, link = slices_of(product.matrix, count, storage=len(storages))
         storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
         nodes += [own.node, *(node for node, _ in own.results())]

@@ -62,7 +62,7 @@ def _at(line: Instruction, beside: Instruction) -> Instruction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Making:
+class _GradientProduct:
     """The product that makes a gradient, where it stands, and the lines that only look at it."""
 
     product: Node
@@ -75,7 +75,7 @@ class _Making:
         return replace(self.product, op=op, args=args, outputs=())
 
 
-def _makings(program: Program, parameters: Iterable[str]) -> dict[str, _Making]:
+def _makings(program: Program, parameters: Iterable[str]) -> dict[str, _GradientProduct]:
     graph, lines = program.graph, program.instructions
     outputs = {o.target: o.node for o in graph.outputs if o.kind is OutputKind.GRADIENT}
     on: dict[int, list[int]] = {}
@@ -99,5 +99,5 @@ def _makings(program: Program, parameters: Iterable[str]) -> dict[str, _Making]:
         own = {first, *rest}
         is_read = any(k not in own for n in own for k in reads.get(lines[n].value, ()))
         if is_alike and whole.is_contiguous and are_looks and not is_read:
-            found[parameter] = _Making(product=product, place=first, gone=tuple(rest))
+            found[parameter] = _GradientProduct(product=product, place=first, gone=tuple(rest))
     return found

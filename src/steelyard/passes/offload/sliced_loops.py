@@ -19,7 +19,7 @@ from steelyard.ir.graph import (
     Node,
     Phase,
     Ref,
-    Sliced,
+    SlicedValue,
     Tensor,
 )
 from steelyard.ir.program import Instruction
@@ -217,7 +217,7 @@ def _is_alike(loops: Sequence[Loop]) -> bool:
     )
 
 
-class Carried:
+class LoopCall:
     """A loop as one call of the program: the node, its line, and the lines of what it gives. What
     lies far is named as it is there: by its place, where ``slots`` has one."""
 
@@ -248,7 +248,7 @@ class Carried:
                 read.update(line.inputs)
             else:
                 self._given.insert(0, line)
-        self._takes: dict[tuple[str, int | None], tuple[str, Sliced]] = {}
+        self._takes: dict[tuple[str, int | None], tuple[str, SlicedValue]] = {}
         self.body = self._body()
         self.node = self._whole()
 
@@ -286,7 +286,7 @@ class Carried:
         counts = sorted({loop.each, loop.rows % loop.each or loop.each}, reverse=True)
         calls = {count: tuple(self._calls(count)) for count in counts}
         far = tuple(
-            Sliced(name=product.far, tensor=product.matrix, along=0)
+            SlicedValue(name=product.far, tensor=product.matrix, along=0)
             for product in loop.products.values()
         )
         is_sum = not next(iter(loop.products.values())).by_columns
@@ -297,7 +297,7 @@ class Carried:
             takes=(*far, *(take for _, take in self._takes.values())),
             calls=tuple((count, calls[count]) for count in sorted(counts)),
             gives=tuple(
-                Sliced(
+                SlicedValue(
                     name=line.node,
                     tensor=graph.by_name[line.node].outputs[0],
                     along=None if is_sum else -1,
@@ -368,7 +368,7 @@ class Carried:
         """What the calls name it; the same value may be read whole and in columns."""
         called = {None: name, -1: f"{name}.columns", 0: f"{name}.rows"}[along]
         tensor = self._graph.by_name[name].outputs[0]
-        take = Sliced(name=called, tensor=tensor, along=along)
+        take = SlicedValue(name=called, tensor=tensor, along=along)
         self._takes.setdefault((name, along), (value, take))
         return called
 

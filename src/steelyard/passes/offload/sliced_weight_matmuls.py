@@ -11,7 +11,7 @@ from dataclasses import replace
 from steelyard.ir.graph import Graph, Node, Phase, Ref, Symbol
 from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.program import Instruction, Program
-from steelyard.passes.offload.sliced_loops import Carried, Loops, Product
+from steelyard.passes.offload.sliced_loops import LoopCall, Loops, Product
 from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, woven
 from steelyard.passes.slicing.column_rules import IsPointwise
 
@@ -54,11 +54,11 @@ def with_products_far(
     loops = Loops(graph, lines, looks, each, is_pointwise=is_pointwise).found()
     calls = Calls(graph, Phase.BACKWARD)
     calls.drop(looks.names)
-    carried = {loop.lines[-1]: (loop, Carried(loop, graph, lines)) for loop in loops}
+    carried = {loop.lines[-1]: (loop, LoopCall(loop, graph, lines)) for loop in loops}
     moved = {k: max(l.lines[-1] for l in loops if k in l.behind) for l in loops for k in l.behind}
     gone = {k for loop in loops for k in loop.lines}
     placed: list[Instruction] = []
-    at: dict[int, Carried] = {}
+    at: dict[int, LoopCall] = {}
     for number, line in enumerate(lines):
         if number not in gone and number not in moved:
             placed.append(line)
@@ -106,7 +106,7 @@ _LIKE, _TANGENT = "aten.empty_like.default", "tangent"
 def _with_slices(
     calls: Calls,
     lines: list[Instruction],
-    at: Mapping[int, Carried],
+    at: Mapping[int, LoopCall],
     slices: Mapping[str, int],
     leads: Mapping[str, int],
 ) -> list[Instruction]:

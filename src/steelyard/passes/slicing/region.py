@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from steelyard.ir.graph import Graph, Node, Phase, Ref
-from steelyard.passes.slicing.row_rules import Acts, IsPointwise, Kind, Unsliceable, acts
+from steelyard.passes.slicing.row_rules import Acts, IsPointwise, SliceKind, Unsliceable, acts
 
 # What is smaller than this share of the large value need not be sliced with it.
 _LARGE_SHARE = 0.25
@@ -18,7 +18,7 @@ _MEAN = "aten.nll_loss_forward.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class SlicedRegion:
     """``nodes`` in their order, with what each does on slices; ``takes`` and ``gives`` by kind.
 
     ``means`` are losses whose sum is taken slice by slice, to be divided by a number that is known
@@ -28,12 +28,12 @@ class Stretch:
     rows: int
     nodes: tuple[Node, ...]
     acts: Mapping[str, Acts]
-    takes: Mapping[str, Kind]
-    gives: Mapping[str, Kind]
+    takes: Mapping[str, SliceKind]
+    gives: Mapping[str, SliceKind]
     means: tuple[Node, ...]
 
 
-def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> Stretch:
+def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> SlicedRegion:
     """Raises Unsliceable, with the reason, where there is none."""
     shapes = [maker.outputs[0].shape, *_looked_at(graph, maker)]
     reasons = {}
@@ -71,7 +71,7 @@ class _Growing:
         self._inside = {maker.name}
         self._acts: dict[str, Acts] = {}
 
-    def stretch(self) -> Stretch:
+    def stretch(self) -> SlicedRegion:
         while True:
             size = len(self._inside)
             self._pass()
@@ -82,7 +82,7 @@ class _Growing:
             if len(self._inside) == size:
                 break
         self._check(takes)
-        return Stretch(
+        return SlicedRegion(
             rows=self._rows,
             nodes=tuple(self._node(n) for n in self._ordered()),
             acts=dict(self._acts),
@@ -100,7 +100,7 @@ class _Growing:
         for name in self._ordered():
             node = self._node(name)
             known = {i: self._acts[i].output for i in node.inputs if i in self._acts}
-            summed = [i for i, kind in known.items() if kind is Kind.SUM]
+            summed = [i for i, kind in known.items() if kind is SliceKind.SUM]
             if summed:
                 raise Unsliceable(f"{node.op} reads a sum over all rows")
             self._acts[name] = acts(
@@ -113,10 +113,12 @@ class _Growing:
         graph, found = self._graph, self._acts[name]
         for given, kind in found.inputs.items():
             node = graph.by_name[given]
-            if kind is not Kind.WHOLE and not node.is_input and self._is_large(node):
+            if kind is not SliceKind.WHOLE and not node.is_input and self._is_large(node):
                 self._inside.add(given)
         node = graph.by_name[name]
-        if found.output is Kind.COLUMNS or (found.output is Kind.ROWS and self._is_large(node)):
+        if found.output is SliceKind.COLUMNS or (
+            found.output is SliceKind.ROWS and self._is_large(node)
+        ):
             self._inside.update(graph.users[name])
 
     def _is_large(self, node: Node) -> bool:
@@ -140,8 +142,8 @@ class _Growing:
             outputs=node.outputs[:1],
         )
 
-    def _takes(self) -> dict[str, Kind]:
-        takes: dict[str, Kind] = {}
+    def _takes(self) -> dict[str, SliceKind]:
+        takes: dict[str, SliceKind] = {}
         for name in self._ordered():
             for given, kind in self._acts[name].inputs.items():
                 if given in self._inside:
@@ -150,22 +152,22 @@ class _Growing:
                     raise Unsliceable(f"{given} is read whole and in slices")
         return takes
 
-    def _gives(self) -> dict[str, Kind]:
+    def _gives(self) -> dict[str, SliceKind]:
         outputs = {o.node for o in self._graph.outputs}
-        gives: dict[str, Kind] = {}
+        gives: dict[str, SliceKind] = {}
         for name in self._ordered():
             node, kind = self._graph.by_name[name], self._acts[name].output
             read = name in outputs or any(u not in self._inside for u in self._graph.users[name])
             if name in self._means or not read:
                 continue
-            if kind is Kind.COLUMNS or (kind is Kind.ROWS and self._is_large(node)):
+            if kind is SliceKind.COLUMNS or (kind is SliceKind.ROWS and self._is_large(node)):
                 raise Unsliceable(f"{node.op} gives a large value that leaves the model")
             if not node.outputs[0].is_contiguous:
                 raise Unsliceable(f"{node.op} gives a value that lies otherwise than in order")
             gives[name] = kind
         return gives
 
-    def _pull_between(self, takes: Mapping[str, Kind]) -> None:
+    def _pull_between(self, takes: Mapping[str, SliceKind]) -> None:
         """What is taken and yet depends on what is given can only be made slice by slice too."""
         graph = self._graph
         later = set(self._inside)
@@ -185,7 +187,7 @@ class _Growing:
                 needed.update(i for i in node.inputs if i in later)
         self._inside |= needed
 
-    def _check(self, takes: Mapping[str, Kind]) -> None:
+    def _check(self, takes: Mapping[str, SliceKind]) -> None:
         """That the stretch may stand where its first call does, before the backward pass."""
         graph = self._graph
         lying = {s for name in takes for s in graph.storages_of(name)}
@@ -199,4 +201,4 @@ class _Growing:
                     raise Unsliceable(f"{node.op} would draw its random numbers sooner")
 
 
-__all__ = ["Stretch", "stretch_around"]
+__all__ = ["SlicedRegion", "stretch_around"]

@@ -15,7 +15,7 @@ IsPointwise = Callable[[str], bool]
 _PLAIN_LAYOUTS = ("torch.preserve_format", "torch.contiguous_format")
 
 
-class Kind(StrEnum):
+class SliceKind(StrEnum):
     """What a slice has of a value: all of it, its rows, its columns, a term of the sum it is."""
 
     WHOLE = "whole"
@@ -32,8 +32,8 @@ class Unsliceable(Exception):
 class Acts:
     """The kind of each input, and of the result."""
 
-    inputs: Mapping[str, Kind]
-    output: Kind
+    inputs: Mapping[str, SliceKind]
+    output: SliceKind
 
 
 def leading(shape: tuple[int, ...], rows: int) -> int:
@@ -51,7 +51,12 @@ def on_rows(shape: tuple[int, ...], rows: int, count: int) -> tuple[int, ...]:
 
 
 def acts(
-    graph: Graph, node: Node, known: Mapping[str, Kind], *, rows: int, is_pointwise: IsPointwise
+    graph: Graph,
+    node: Node,
+    known: Mapping[str, SliceKind],
+    *,
+    rows: int,
+    is_pointwise: IsPointwise,
 ) -> Acts:
     """``known`` are the kinds of the inputs that are computed slice by slice themselves."""
     rule = _RULES.get(node.op)
@@ -70,11 +75,11 @@ def acts(
             raise Unsliceable(f"{node.op} takes {found.inputs[name]} of what is there in {kind}")
     for name, kind in found.inputs.items():
         shape = graph.by_name[name].outputs[0].shape
-        if kind is Kind.ROWS:
+        if kind is SliceKind.ROWS:
             leading(shape, rows)
-        elif kind is Kind.COLUMNS and shape[-1] % rows:
+        elif kind is SliceKind.COLUMNS and shape[-1] % rows:
             raise Unsliceable(f"a value of shape {list(shape)} is not made of {rows} columns")
-    if found.output is Kind.ROWS:
+    if found.output is SliceKind.ROWS:
         leading(node.outputs[0].shape, rows)
     return found
 
@@ -93,7 +98,7 @@ def arguments(
 class _Call:
     graph: Graph
     node: Node
-    known: Mapping[str, Kind]
+    known: Mapping[str, SliceKind]
     rows: int
 
     @property
@@ -109,7 +114,7 @@ class _Call:
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.graph.by_name[name].outputs[0].shape
 
-    def kind(self, position: int) -> Kind | None:
+    def kind(self, position: int) -> SliceKind | None:
         return self.known.get(self.name(position))
 
     def number(self, position: int) -> int:
@@ -154,12 +159,12 @@ def _pointwise(call: _Call) -> Acts:
     for name in call.node.inputs:
         given = call.shape_of(name)
         if len(given) == rank and given[:dims] == shape[:dims]:
-            kinds[name] = Kind.ROWS
+            kinds[name] = SliceKind.ROWS
         elif len(given) <= rank - dims or (dims == 1 and len(given) == rank and given[0] == 1):
-            kinds[name] = Kind.WHOLE
+            kinds[name] = SliceKind.WHOLE
         else:
             raise Unsliceable(f"{call.node.op} spreads {list(given)} over rows of {list(shape)}")
-    return Acts(inputs=kinds, output=Kind.ROWS)
+    return Acts(inputs=kinds, output=SliceKind.ROWS)
 
 
 def _row_by_row(call: _Call) -> Acts:
@@ -171,7 +176,7 @@ def _row_by_row(call: _Call) -> Acts:
     dims = leading(call.shape_of(call.name(0)), call.rows)
     if len({call.shape_of(name)[:dims] for name in call.node.inputs}) > 1:
         raise Unsliceable(f"{call.node.op} takes fewer rows of one value than of another")
-    return Acts(inputs=dict.fromkeys(call.node.inputs, Kind.ROWS), output=Kind.ROWS)
+    return Acts(inputs=dict.fromkeys(call.node.inputs, SliceKind.ROWS), output=SliceKind.ROWS)
 
 
 def _row_by_row_resized(call: _Call, _: int) -> tuple[Argument, ...]:
@@ -181,7 +186,7 @@ def _row_by_row_resized(call: _Call, _: int) -> tuple[Argument, ...]:
 
 def _reshaped(call: _Call) -> Acts:
     """The same elements in the same order."""
-    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+    return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
 
 
 def _reshaped_resized(call: _Call, count: int) -> tuple[Argument, ...]:
@@ -193,9 +198,9 @@ def _expanded(call: _Call) -> Acts:
     given, shape = call.shape_of(call.name(0)), call.shape
     dims = leading(shape, call.rows)
     if len(given) == len(shape) and given[:dims] == shape[:dims]:
-        return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+        return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
     if len(given) <= len(shape) - dims:
-        return Acts(inputs={call.name(0): Kind.WHOLE}, output=Kind.ROWS)
+        return Acts(inputs={call.name(0): SliceKind.WHOLE}, output=SliceKind.ROWS)
     raise Unsliceable(f"{call.node.op} spreads {list(given)} over rows of {list(shape)}")
 
 
@@ -207,21 +212,21 @@ def _transposed(call: _Call) -> Acts:
     dims = [d % 2 for d in order if isinstance(d, int)] if isinstance(order, tuple) else []
     if dims and dims != [1, 0] and (dims != [0, 1] or call.node.op == "aten.permute.default"):
         raise Unsliceable(f"{call.node.op} leaves rows where they are")
-    if call.kind(0) is Kind.COLUMNS:
-        return Acts(inputs={call.name(0): Kind.COLUMNS}, output=Kind.ROWS)
+    if call.kind(0) is SliceKind.COLUMNS:
+        return Acts(inputs={call.name(0): SliceKind.COLUMNS}, output=SliceKind.ROWS)
     leading(call.shape_of(call.name(0)), call.rows)
-    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.COLUMNS)
+    return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.COLUMNS)
 
 
 def _product(call: _Call) -> Acts:
     left, right = call.name(0), call.name(1)
-    if call.kind(0) is Kind.COLUMNS or call.kind(1) is Kind.ROWS:
-        if call.kind(1) is Kind.COLUMNS or call.kind(0) is Kind.ROWS:
+    if call.kind(0) is SliceKind.COLUMNS or call.kind(1) is SliceKind.ROWS:
+        if call.kind(1) is SliceKind.COLUMNS or call.kind(0) is SliceKind.ROWS:
             raise Unsliceable(f"{call.node.op} multiplies rows by rows")
         call.one_dim(right)
-        return Acts(inputs={left: Kind.COLUMNS, right: Kind.ROWS}, output=Kind.SUM)
+        return Acts(inputs={left: SliceKind.COLUMNS, right: SliceKind.ROWS}, output=SliceKind.SUM)
     call.one_dim(left)
-    return Acts(inputs={left: Kind.ROWS, right: Kind.WHOLE}, output=Kind.ROWS)
+    return Acts(inputs={left: SliceKind.ROWS, right: SliceKind.WHOLE}, output=SliceKind.ROWS)
 
 
 def _added_product(call: _Call) -> Acts:
@@ -229,8 +234,10 @@ def _added_product(call: _Call) -> Acts:
     call.one_dim(left)
     given = call.shape_of(added)
     is_spread = len(given) < 2 or given[0] == 1
-    kind = Kind.WHOLE if is_spread else Kind.ROWS
-    return Acts(inputs={added: kind, left: Kind.ROWS, right: Kind.WHOLE}, output=Kind.ROWS)
+    kind = SliceKind.WHOLE if is_spread else SliceKind.ROWS
+    return Acts(
+        inputs={added: kind, left: SliceKind.ROWS, right: SliceKind.WHOLE}, output=SliceKind.ROWS
+    )
 
 
 def _summed(call: _Call) -> Acts:
@@ -239,10 +246,10 @@ def _summed(call: _Call) -> Acts:
     dims = leading(shape, call.rows)
     over = [d for d in call.dims(1) if d < dims]
     if not over:
-        return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+        return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
     if len(over) < dims:
         raise Unsliceable(f"{call.node.op} works across some of the rows")
-    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.SUM)
+    return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.SUM)
 
 
 def _summed_resized(call: _Call, _: int) -> tuple[Argument, ...]:
@@ -257,23 +264,23 @@ def _loss_terms(call: _Call) -> Acts:
     if call.node.args[3] != 2:
         raise Unsliceable("a mean is not a sum over rows")
     weight = call.node.args[2]
-    kinds = {call.name(0): Kind.ROWS, call.name(1): Kind.ROWS}
+    kinds = {call.name(0): SliceKind.ROWS, call.name(1): SliceKind.ROWS}
     if isinstance(weight, Ref):
-        kinds[weight.name] = Kind.WHOLE
-    return Acts(inputs=kinds, output=Kind.SUM)
+        kinds[weight.name] = SliceKind.WHOLE
+    return Acts(inputs=kinds, output=SliceKind.SUM)
 
 
 def _loss_backward(call: _Call) -> Acts:
     """Of a mean or sum: one gradient for all rows, and what they count all together."""
     if call.node.args[4] == 0:
         raise Unsliceable("each row has a loss of its own")
-    kinds = dict.fromkeys(call.node.inputs, Kind.WHOLE)
-    kinds[call.name(1)] = kinds[call.name(2)] = Kind.ROWS
-    return Acts(inputs=kinds, output=Kind.ROWS)
+    kinds = dict.fromkeys(call.node.inputs, SliceKind.WHOLE)
+    kinds[call.name(1)] = kinds[call.name(2)] = SliceKind.ROWS
+    return Acts(inputs=kinds, output=SliceKind.ROWS)
 
 
 def _filled(_: _Call) -> Acts:
-    return Acts(inputs={}, output=Kind.ROWS)
+    return Acts(inputs={}, output=SliceKind.ROWS)
 
 
 def _filled_resized(call: _Call, count: int) -> tuple[Argument, ...]:
@@ -285,15 +292,15 @@ def _filled_like(call: _Call) -> Acts:
     name = call.name(0)
     kind = call.known.get(name)
     if kind is None:
-        kind = Kind.ROWS if call.shape_of(name)[:1] == call.shape[:1] else Kind.WHOLE
-    return Acts(inputs={name: kind}, output=Kind.ROWS)
+        kind = SliceKind.ROWS if call.shape_of(name)[:1] == call.shape[:1] else SliceKind.WHOLE
+    return Acts(inputs={name: kind}, output=SliceKind.ROWS)
 
 
 def _put_within(call: _Call) -> Acts:
     """A gradient of a piece of each row, put into its place in the row."""
     if call.number(2) % len(call.shape) < leading(call.shape, call.rows):
         raise Unsliceable(f"{call.node.op} works across rows")
-    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+    return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
 
 
 def _put_within_resized(call: _Call, count: int) -> tuple[Argument, ...]:
@@ -307,13 +314,13 @@ def _padded(call: _Call) -> Acts:
     assert isinstance(pads, tuple)
     if len(pads) // 2 > len(call.shape) - leading(call.shape, call.rows):
         raise Unsliceable(f"{call.node.op} works across rows")
-    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+    return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
 
 
 def _unsqueezed(call: _Call) -> Acts:
     if call.number(1) % len(call.shape) < leading(call.shape_of(call.name(0)), call.rows):
         raise Unsliceable(f"{call.node.op} works across rows")
-    return Acts(inputs={call.name(0): Kind.ROWS}, output=Kind.ROWS)
+    return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
 
 
 def _unsqueezed_resized(call: _Call, _: int) -> tuple[Argument, ...]:
@@ -341,7 +348,7 @@ _WITHIN = (*_SUMS, "aten.amax.default", "aten.amin.default", "aten.logsumexp.def
 
 def _within_only(call: _Call) -> Acts:
     found = _summed(call)
-    if found.output is not Kind.ROWS:
+    if found.output is not SliceKind.ROWS:
         raise Unsliceable(f"{call.node.op} works across rows")
     return found
 

@@ -12,7 +12,7 @@ from steelyard.ir.graph import Graph, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class FusedKernel:
     nodes: tuple[Node, ...]
     moved_bytes: int
 
@@ -29,7 +29,7 @@ class Fusing:
     makers: Mapping[str, frozenset[str]]
     readers: Mapping[int, set[str]]
 
-    def kernels(self, graph: Graph) -> tuple[Kernel, ...]:
+    def kernels(self, graph: Graph) -> tuple[FusedKernel, ...]:
         """All calls that cost something."""
         found = []
         for group in self.groups:
@@ -37,11 +37,11 @@ class Fusing:
             moved = nodes[0].moved_bytes
             if len(nodes) > 1:
                 moved = _read_bytes(graph, nodes, self.makers) + _written_bytes(nodes, self.readers)
-            found.append(Kernel(nodes=nodes, moved_bytes=moved))
+            found.append(FusedKernel(nodes=nodes, moved_bytes=moved))
         return tuple(found)
 
 
-def fused(graph: Graph, place: Callable[[Node], Hashable]) -> tuple[Kernel, ...]:
+def fused(graph: Graph, place: Callable[[Node], Hashable]) -> tuple[FusedKernel, ...]:
     """All calls of the graph that cost something; none is fused with one of another place."""
     return fusing(graph, place).kernels(graph)
 
@@ -68,8 +68,8 @@ def fusing(graph: Graph, place: Callable[[Node], Hashable]) -> Fusing:
     return Fusing(groups=tuple(groups.values()), makers=makers, readers=_readers(graph))
 
 
-def unfused(nodes: Iterable[Node]) -> tuple[Kernel, ...]:
-    return tuple(Kernel(nodes=(n,), moved_bytes=n.moved_bytes) for n in nodes if not n.is_free)
+def unfused(nodes: Iterable[Node]) -> tuple[FusedKernel, ...]:
+    return tuple(FusedKernel(nodes=(n,), moved_bytes=n.moved_bytes) for n in nodes if not n.is_free)
 
 
 def is_allocation(node: Node) -> bool:

@@ -7,10 +7,10 @@ Not for what a section takes: see sections.py.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import Graph, Node, Phase
-from steelyard.ir.rule import Spot
+from steelyard.ir.rule import CallSite
 from steelyard.predict.analytic.fusion import Fusing, fusing
 
 # Of the blocks that were captured, the one that has a neighbour on either side: so many after the
@@ -20,7 +20,7 @@ _CALLS = "calls of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Belonging:
+class NodeAssignment:
     """By the names of calls: ``section_of``, blocks by their number; ``region_of``, what a call is
     computed again with, or nothing. ``gatherings`` are regions of what is gathered anew, ``calls``
     those of single calls, of which none hands on what it keeps to others, as a module does."""
@@ -34,17 +34,19 @@ class Belonging:
     fusing: Fusing
 
 
-def belonging(graph: Graph, layout: DeepLayout, *, blocks: str, first: int = 0) -> Belonging:
+def belonging(
+    graph: Graph, layout: ClusterLayout, *, blocks: str, first: int = 0
+) -> NodeAssignment:
     """``blocks`` is the path of the list that the captured blocks, three at least, stand in, the
     first of them at ``first``; empty where there are none."""
-    work = _Told(graph, layout, blocks, first)
+    work = _NodeRole(graph, layout, blocks, first)
     section_of, region_of = work.section_of, work.region_of()
 
     def place(node: Node) -> tuple[str, Phase, str]:
         # No kernel reaches from one section or pass to another.
         return section_of.get(node.name, ""), node.phase, region_of[node.name]
 
-    return Belonging(
+    return NodeAssignment(
         section_of=section_of,
         region_of=region_of,
         gatherings=frozenset(work.gathered.values()),
@@ -55,8 +57,8 @@ def belonging(graph: Graph, layout: DeepLayout, *, blocks: str, first: int = 0) 
     )
 
 
-class _Told:
-    def __init__(self, graph: Graph, layout: DeepLayout, blocks: str, first: int) -> None:
+class _NodeRole:
+    def __init__(self, graph: Graph, layout: ClusterLayout, blocks: str, first: int) -> None:
         self._graph, self._layout, self._blocks, self._first = graph, layout, blocks, first
         self._modules_again = tuple(a for a in layout.again if isinstance(a, str))
         # A call of several results runs again for any of them.
@@ -100,7 +102,7 @@ class _Told:
             return ""
         if self._calls_again and node.phase is Phase.FORWARD:
             _, _, inside = node.path.removeprefix(f"{self._blocks}.").partition(".")
-            if Spot(inside, node.op, node.nth) in self._calls_again:
+            if CallSite(inside, node.op, node.nth) in self._calls_again:
                 return f"{_CALLS}{number}"
         if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
             return ""

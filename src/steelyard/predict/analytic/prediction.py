@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from steelyard.hardware.calibration import DECLARED_DOUBT
 from steelyard.ir.graph import Phase, Role
-from steelyard.ir.metrics import Estimate, Quad
-from steelyard.plans.peak_memory import Holding, Peak
+from steelyard.ir.metrics import Estimate, Metrics
+from steelyard.plans.peak_memory import LiveTensor, PeakMemory
 from steelyard.plans.plan import Prediction
-from steelyard.predict.analytic.step import DeepLaid, Stage, StageMemory, deep_step_of
+from steelyard.predict.analytic.step import LayoutCost, StageBlocks, StageMemory, deep_step_of
 
 # Bytes are counted; what an allocator adds to them is not.
 _DOUBT_OF_BYTES = 0.1
 
 
 def priced(
-    laid: Sequence[DeepLaid], stages: Sequence[Stage], *, doubt: float = DECLARED_DOUBT
+    laid: Sequence[LayoutCost], stages: Sequence[StageBlocks], *, doubt: float = DECLARED_DOUBT
 ) -> Prediction:
     """Of the rank that holds most, and of the one that computes longest; ``laid`` says of each
     stage what that takes and holds where it lies. ``doubt`` is the share by which the step and its
@@ -31,7 +31,7 @@ def priced(
     in_all, sent = on.exchanged(*busiest)
     within = Estimate.within
     return Prediction(
-        quad=Quad(
+        quad=Metrics(
             memory_bytes=within(step.peak_bytes, share=_DOUBT_OF_BYTES),
             communication_bytes=Estimate.exactly(sent),
             communication_seconds=within(in_all, share=DECLARED_DOUBT),
@@ -53,15 +53,15 @@ def _give_or_take(seconds: float, doubt: float) -> Estimate:
     return Estimate(value=seconds, low=low, high=seconds * (1 + doubt))
 
 
-def _peak(memory: StageMemory, stage: int) -> Peak:
+def _peak(memory: StageMemory, stage: int) -> PeakMemory:
     held = (
-        Holding.of(memory.weight_bytes, "weights", Role.PARAMETER),
-        Holding.of(memory.gradient_bytes, "gradients", Role.GRADIENT),
-        Holding.of(memory.state_bytes, "optimizer state", Role.STATE),
-        Holding.of(memory.activation_bytes, "kept for the backward pass", Role.ACTIVATION),
-        Holding.of(memory.workspace_bytes, "made again, or gathered", Role.ACTIVATION),
+        LiveTensor.of(memory.weight_bytes, "weights", Role.PARAMETER),
+        LiveTensor.of(memory.gradient_bytes, "gradients", Role.GRADIENT),
+        LiveTensor.of(memory.state_bytes, "optimizer state", Role.STATE),
+        LiveTensor.of(memory.activation_bytes, "kept for the backward pass", Role.ACTIVATION),
+        LiveTensor.of(memory.workspace_bytes, "made again, or gathered", Role.ACTIVATION),
     )
-    return Peak(
+    return PeakMemory(
         nbytes=memory.nbytes,
         resident_bytes=memory.weight_bytes + memory.state_bytes,
         workspace_bytes=memory.workspace_bytes,

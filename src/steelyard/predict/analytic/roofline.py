@@ -7,10 +7,10 @@ Waterman and Patterson, "Roofline", CACM 52(4), 2009, bound it by the larger of 
 Not for which calls make a kernel: see fusion.py.
 """
 
-from steelyard.hardware.software_stack import Stack
+from steelyard.hardware.software_stack import SoftwareStack
 from steelyard.ir.graph import Node
-from steelyard.predict.analytic.fusion import Kernel
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.analytic.fusion import FusedKernel
+from steelyard.predict.cost_table import CostTable
 
 _ATTENTION = "aten._scaled_dot_product_"
 # Rows of queries that a kernel of attention holds while all keys and values pass by: FlashAttention
@@ -19,7 +19,7 @@ _QUERIES = 128
 _ITEM_BYTES = 2
 
 
-def kernel_seconds(kernel: Kernel, costs: Costs, stack: Stack | None) -> float:
+def kernel_seconds(kernel: FusedKernel, costs: CostTable, stack: SoftwareStack | None) -> float:
     """Without a stack, what the costs say of each call."""
     if stack is None:
         return sum(costs.seconds(node).value for node in kernel.nodes)

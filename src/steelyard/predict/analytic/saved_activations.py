@@ -6,14 +6,14 @@ Not for what else a section takes: see sections.py.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.graph import Graph, Node, Phase, Tensor
-from steelyard.ir.rule import Spot, spot_of
-from steelyard.predict.analytic.node_assignment import Belonging, belonging
+from steelyard.ir.rule import CallSite, spot_of
+from steelyard.predict.analytic.node_assignment import NodeAssignment, belonging
 
 
-class Kept:
-    def __init__(self, graph: Graph, layout: DeepLayout, belongs: Belonging) -> None:
+class SavedActivations:
+    def __init__(self, graph: Graph, layout: ClusterLayout, belongs: NodeAssignment) -> None:
         self._graph, self._layout, self._belongs = graph, layout, belongs
         self._given = {t.storage for node in graph.inputs() for t in node.outputs}
         self.maker: dict[int, Node] = {}
@@ -31,7 +31,7 @@ class Kept:
             mine[tensor.storage] = max(mine.get(tensor.storage, 0), nbytes)
         return {name: sum(each.values()) for name, each in found.items()}
 
-    def calls(self, section: str) -> Iterator[Spot]:
+    def calls(self, section: str) -> Iterator[CallSite]:
         """That make what a section keeps, as the layout says what is made again."""
         storages = {
             tensor.storage
@@ -78,7 +78,9 @@ class Kept:
                     yield tensor, maker
 
 
-def kept_calls(graph: Graph, layout: DeepLayout, *, blocks: str, first: int) -> tuple[Spot, ...]:
+def kept_calls(
+    graph: Graph, layout: ClusterLayout, *, blocks: str, first: int
+) -> tuple[CallSite, ...]:
     """Of the middle block, by modules of the model; ``blocks`` and ``first`` as in belonging."""
     belongs = belonging(graph, layout, blocks=blocks, first=first)
-    return tuple(Kept(graph, layout, belongs).calls(belongs.middle))
+    return tuple(SavedActivations(graph, layout, belongs).calls(belongs.middle))

@@ -7,15 +7,15 @@ middle one say what it hands on. Not for a whole step of many blocks: see step.p
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from steelyard.hardware.software_stack import Stack
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.hardware.software_stack import SoftwareStack
+from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import Graph, Node, Phase, Role, Tensor
 from steelyard.predict.analytic.fusion import unfused
-from steelyard.predict.analytic.node_assignment import Belonging, belonging
+from steelyard.predict.analytic.node_assignment import NodeAssignment, belonging
 from steelyard.predict.analytic.roofline import kernel_seconds
-from steelyard.predict.analytic.saved_activations import Kept
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.analytic.saved_activations import SavedActivations
+from steelyard.predict.cost_table import CostTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +59,20 @@ class Sections:
 
 def sections(
     graph: Graph,
-    costs: Costs,
-    layout: DeepLayout,
+    costs: CostTable,
+    layout: ClusterLayout,
     *,
     blocks: str,
     first: int = 0,
-    stack: Stack | None = None,
-    belongs: Belonging | None = None,
+    stack: SoftwareStack | None = None,
+    belongs: NodeAssignment | None = None,
 ) -> Sections:
     """``blocks`` and ``first`` as in ``belonging``, which is found anew unless it is given: that of
     the same graph at any number of samples. Without a ``stack``, each call takes what the costs say
     of it.
     """
     belongs = belongs or belonging(graph, layout, blocks=blocks, first=first)
-    work = _Told(graph, costs, layout, belongs, stack)
+    work = _SplitSections(graph, costs, layout, belongs, stack)
     return Sections(
         before=work.section("before"),
         block=work.section(belongs.middle),
@@ -81,19 +81,19 @@ def sections(
     )
 
 
-class _Told:
+class _SplitSections:
     def __init__(
         self,
         graph: Graph,
-        costs: Costs,
-        layout: DeepLayout,
-        belongs: Belonging,
-        stack: Stack | None,
+        costs: CostTable,
+        layout: ClusterLayout,
+        belongs: NodeAssignment,
+        stack: SoftwareStack | None,
     ) -> None:
         self._graph, self._costs, self._layout = graph, costs, layout
         self._belongs, self._of = belongs, belongs.section_of
         self._given = {t.storage for node in graph.inputs() for t in node.outputs}
-        kept = Kept(graph, layout, belongs)
+        kept = SavedActivations(graph, layout, belongs)
         self._maker = kept.maker
         self._kept = self._plain = kept.nbytes(self._region)
         if layout.again:
@@ -189,7 +189,7 @@ class _Told:
         products = sum(self._kernel_seconds.get(n.name, 0.0) for n in backward if n.flops)
         return min(exchanging, products / 2)
 
-    def _priced(self, stack: Stack | None) -> dict[str, float]:
+    def _priced(self, stack: SoftwareStack | None) -> dict[str, float]:
         """By the first call of each kernel."""
         fuses = stack is not None and stack.fuses
         kernels = self._belongs.fusing.kernels(self._graph) if fuses else unfused(self._graph.nodes)

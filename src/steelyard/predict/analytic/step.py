@@ -14,13 +14,13 @@ from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.device import Device
 from steelyard.hardware.offload_tier import FAR_PIECE_BYTES
-from steelyard.hardware.software_stack import Handing, Stack
-from steelyard.ir.cluster_layout import DeepLayout, Formats
+from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
+from steelyard.ir.cluster_layout import ClusterLayout, Formats
 from steelyard.ir.parallel_layout import TENSOR
 from steelyard.predict.analytic.sections import Section, Sections
 from steelyard.predict.collectives.algorithms import (
     Algorithm,
-    Carried,
+    CollectiveCost,
     all_gather,
     all_reduce,
     reduce_scatter,
@@ -28,9 +28,9 @@ from steelyard.predict.collectives.algorithms import (
 )
 from steelyard.predict.collectives.curves import carried
 from steelyard.predict.collectives.routes import Route, route
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 
-_Exchange = Callable[[Route, int], tuple[Carried, ...]]
+_Exchange = Callable[[Route, int], tuple[CollectiveCost, ...]]
 # Of state in the host's memory: what comes, what is updated, and what goes.
 _PIECES = 3
 
@@ -52,7 +52,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageBlocks:
     """What one rank of the pipeline holds: kinds of block, and how many are of each."""
 
     blocks: tuple[tuple[Section, int], ...]
@@ -63,7 +63,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepStep:
+class AnalyticStep:
     """Seconds of the micro-batches through the pipeline, of exchanging what the data ranks share as
     far as nothing hides it, and of the optimizer; and what each stage holds.
     """
@@ -82,19 +82,19 @@ class DeepStep:
         return max(stage.nbytes for stage in self.stages)
 
 
-def tensor_costs(cluster: Cluster, layout: DeepLayout, *, first: int = 0) -> Costs:
+def tensor_costs(cluster: Cluster, layout: ClusterLayout, *, first: int = 0) -> CostTable:
     """The declared prices of calls, and of exchanges among the neighbours that share tensors, the
     ``first`` of whom is the rank of that number."""
     found = {}
     if layout.tensor > 1:
         found = carried(cluster.tree, axis=TENSOR, numbers=[layout.tensor], first=first)
-    return Costs(device=cluster.tree.device_of(first), carried=found)
+    return CostTable(device=cluster.tree.device_of(first), carried=found)
 
 
-def deep_step_of(laid: "Sequence[DeepLaid]", stages: Sequence[Stage]) -> DeepStep:
+def deep_step_of(laid: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> AnalyticStep:
     """``laid`` says of each stage what that takes and holds where it lies."""
     numbered = list(zip(laid, enumerate(stages), strict=True))
-    return DeepStep(
+    return AnalyticStep(
         pipeline_seconds=laid[0].through([on.stage_seconds(n, s) for on, (n, s) in numbered]),
         exposed_seconds=max(on.exposed_seconds(n, s) for on, (n, s) in numbered),
         update_seconds=max(on.update_seconds(n, s.num_blocks) for on, (n, s) in numbered),
@@ -105,20 +105,20 @@ def deep_step_of(laid: "Sequence[DeepLaid]", stages: Sequence[Stage]) -> DeepSte
 def deep_step(
     parts: Sections,
     cluster: Cluster,
-    layout: DeepLayout,
+    layout: ClusterLayout,
     formats: Formats,
     *,
     num_blocks: int,
-    stack: Stack | None = None,
-) -> DeepStep:
+    stack: SoftwareStack | None = None,
+) -> AnalyticStep:
     """``parts`` are those of one tensor rank, for one micro-batch, as ``stack`` computes them."""
     counts = (layout.blocks_of_stage(num_blocks, number) for number in range(layout.pipeline))
-    stages = [Stage(blocks=((parts.block, count),)) for count in counts]
-    laid = DeepLaid(parts, cluster, layout, formats, stack)
+    stages = [StageBlocks(blocks=((parts.block, count),)) for count in counts]
+    laid = LayoutCost(parts, cluster, layout, formats, stack)
     return deep_step_of([laid] * layout.pipeline, stages)
 
 
-class DeepLaid:
+class LayoutCost:
     """What the stages of a layout take and hold; ``parts`` are those of one tensor rank, for one
     micro-batch, of which a stage may hold blocks of other kinds, with more computed again.
 
@@ -129,9 +129,9 @@ class DeepLaid:
         self,
         parts: Sections,
         cluster: Cluster,
-        layout: DeepLayout,
+        layout: ClusterLayout,
         formats: Formats,
-        stack: Stack | None = None,
+        stack: SoftwareStack | None = None,
         *,
         device: Device | None = None,
         place: int = 0,
@@ -143,7 +143,7 @@ class DeepLaid:
                 remedy="declare a larger cluster, or lower a degree of the layout",
             )
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
-        self._stack = stack or Stack()
+        self._stack = stack or SoftwareStack()
         device = device or cluster.device
         self._host = device.host_link
         assert self._host is not None or not layout.far_states, "nothing leads to the host"
@@ -151,7 +151,7 @@ class DeepLaid:
         self._first = place * layout.data * layout.tensor
 
     @property
-    def layout(self) -> DeepLayout:
+    def layout(self) -> ClusterLayout:
         return self._layout
 
     @property
@@ -165,7 +165,7 @@ class DeepLaid:
         filling = (sum(seconds) - slowest) / self._layout.virtual
         return self._layout.micro_batches * slowest + filling
 
-    def stage_seconds(self, number: int, stage: Stage) -> float:
+    def stage_seconds(self, number: int, stage: StageBlocks) -> float:
         """One micro-batch, forward and back, with what it waits for its neighbours."""
         blocks = sum(count * self.in_turn(block) for block, count in stage.blocks)
         return blocks + self.ends_seconds(number)
@@ -180,12 +180,12 @@ class DeepLaid:
         """A micro-batch comes and goes on, and its gradient comes and goes back. In turn, whoever
         has one neighbour waits while that one hands on to its other.
         """
-        if self._stack.handing is Handing.BESIDE:
+        if self._stack.handing is StageSendMode.BESIDE:
             return 0.0
-        in_turn = self._stack.handing is Handing.IN_TURN and self._layout.pipeline > 2
+        in_turn = self._stack.handing is StageSendMode.IN_TURN and self._layout.pipeline > 2
         return (4 if in_turn else 2) * self._layout.virtual * self.hand_on_seconds
 
-    def exposed_seconds(self, number: int, stage: Stage) -> float:
+    def exposed_seconds(self, number: int, stage: StageBlocks) -> float:
         """Gradients go once a step; with parts of the weights, they went block by block."""
         layout = self._layout
         if layout.data == 1 or layout.state_stage == 3:
@@ -196,7 +196,7 @@ class DeepLaid:
             taken = max(0.0, taken - back)
         return taken + self._shared_table_seconds
 
-    def exchanged(self, number: int, stage: Stage) -> tuple[float, int]:
+    def exchanged(self, number: int, stage: StageBlocks) -> tuple[float, int]:
         """Seconds of all exchanges of one rank in a step, hidden or not, and the bytes it sends."""
         layout = self._layout
         held = [*stage.blocks, *((part, 1) for part in self._around(number))]
@@ -217,7 +217,7 @@ class DeepLaid:
         in_all = layout.micro_batches * sent + sum(way.sent_bytes for way in once) + 2 * far
         return seconds, in_all
 
-    def _shared(self, number: int, stage: Stage) -> tuple[Carried, ...]:
+    def _shared(self, number: int, stage: StageBlocks) -> tuple[CollectiveCost, ...]:
         """What is done once a step with gradients, and with weights that are updated in shares."""
         count = self._num_parameters(number, stage.num_blocks)
         gradients = count * self._formats.gradient_bytes
@@ -226,7 +226,7 @@ class DeepLaid:
         gathered = all_gather(self._data, count * self._formats.weight_bytes)[0]
         return (gathered, reduce_scatter(self._data, gradients)[0])
 
-    def computing_seconds(self, number: int, stage: Stage) -> float:
+    def computing_seconds(self, number: int, stage: StageBlocks) -> float:
         """Of one rank in a step, the optimizer's included."""
         held = [*stage.blocks, *((part, 1) for part in self._around(number))]
         once = sum(
@@ -235,7 +235,7 @@ class DeepLaid:
         )
         return self._layout.micro_batches * once + self._updating_seconds(number, stage.num_blocks)
 
-    def flops(self, number: int, stage: Stage) -> int:
+    def flops(self, number: int, stage: StageBlocks) -> int:
         held = [*stage.blocks, *((part, 1) for part in self._around(number))]
         return self._layout.micro_batches * sum(count * part.flops for part, count in held)
 
@@ -244,7 +244,7 @@ class DeepLaid:
         updating = self._updating_seconds(number, num_blocks)
         return max(updating, self._fetching_seconds(number, num_blocks))
 
-    def far_bytes(self, number: int, stage: Stage) -> int:
+    def far_bytes(self, number: int, stage: StageBlocks) -> int:
         """In the memory of the host, for each device."""
         kept = sum(count * block.far_bytes for block, count in stage.blocks)
         return int(self.alive(number) * kept) + self._far_state_bytes(number, stage.num_blocks)
@@ -266,7 +266,7 @@ class DeepLaid:
         count = self._num_parameters(number, num_blocks) / self._share(from_stage=1)
         return count * self._formats.moved_by_update / self._bandwidth
 
-    def memory(self, number: int, stage: Stage) -> StageMemory:
+    def memory(self, number: int, stage: StageBlocks) -> StageMemory:
         kept = sum(count * block.kept_bytes for block, count in stage.blocks)
         # Before its backward pass, a block that is computed again is there as it would have been;
         # before that, at the end of the model, what the loss is made of.
@@ -317,18 +317,20 @@ class DeepLaid:
         backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
         return forward, max(backward, gather + scatter)
 
-    def _gathers(self, part: Section) -> list[Carried]:
+    def _gathers(self, part: Section) -> list[CollectiveCost]:
         return self._exchanges(all_gather, part, self._formats.weight_bytes)
 
-    def _scatters(self, part: Section) -> list[Carried]:
+    def _scatters(self, part: Section) -> list[CollectiveCost]:
         return self._exchanges(reduce_scatter, part, self._formats.gradient_bytes)
 
-    def _exchanges(self, exchange: _Exchange, part: Section, item_bytes: int) -> list[Carried]:
+    def _exchanges(
+        self, exchange: _Exchange, part: Section, item_bytes: int
+    ) -> list[CollectiveCost]:
         whole = (part.num_parameters,)
         sizes = whole if self._stack.flat else [numel for _, numel in part.parameters]
         return [self._quickest(exchange(self._data, n * item_bytes)) for n in sizes]
 
-    def _quickest(self, ways: Sequence[Carried]) -> Carried:
+    def _quickest(self, ways: Sequence[CollectiveCost]) -> CollectiveCost:
         if not self._stack.rings_only:
             return ways[0]
         return next(way for way in ways if way.algorithm is Algorithm.RING)

@@ -8,18 +8,20 @@ longer than its others. Not for the prediction: see step.py.
 
 from collections.abc import Iterator, Sequence
 
-from steelyard.ir.pipeline_schedule import Order, Work
+from steelyard.ir.pipeline_schedule import ActionKind, Order
 from steelyard.ir.trace_span import DEVICE, WAITING, Span
 from steelyard.predict.analytic.sections import Section
-from steelyard.predict.analytic.step import DeepLaid, Stage, deep_step_of
+from steelyard.predict.analytic.step import LayoutCost, StageBlocks, deep_step_of
 from steelyard.predict.pipeline.replay import Replayed, StageCost, replay
 
 # Stages beyond so many are not drawn.
 _MOST_RANKS = 64
-_WORDS = {Work.FORWARD: "forward", Work.BACKWARD: "backward"}
+_WORDS = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
 
 
-def deep_spans(order: Order, laid: Sequence[DeepLaid], stages: Sequence[Stage]) -> tuple[Span, ...]:
+def deep_spans(
+    order: Order, laid: Sequence[LayoutCost], stages: Sequence[StageBlocks]
+) -> tuple[Span, ...]:
     """``laid`` says of each stage what that takes where it lies."""
     layout = laid[0].layout
     costs = [
@@ -46,7 +48,7 @@ def deep_spans(order: Order, laid: Sequence[DeepLaid], stages: Sequence[Stage]) 
     return tuple(found)
 
 
-def _cost(on: DeepLaid, number: int, run: int, stage: Stage) -> StageCost:
+def _cost(on: LayoutCost, number: int, run: int, stage: StageBlocks) -> StageCost:
     """Of one run of a stage's blocks, with what is around them and what is handed on."""
     layout = on.layout
     blocks = [block for block, count in stage.blocks for _ in range(count)]
@@ -55,7 +57,7 @@ def _cost(on: DeepLaid, number: int, run: int, stage: Stage) -> StageCost:
     parts += on.around(number, run)
     passes = [on.passes(part) for part in parts]
     forward, backward = (sum(own[i] for own in passes) + on.hand_on_seconds for i in (0, 1))
-    return StageCost(seconds={Work.FORWARD: forward, Work.BACKWARD: backward})
+    return StageCost(seconds={ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward})
 
 
 def _passes(rank: int, actions: Sequence[Replayed]) -> Iterator[Span]:

@@ -21,8 +21,8 @@ from enum import StrEnum
 from math import prod
 
 from steelyard.ir.metrics import Estimate
-from steelyard.predict.collectives.group_topology import Gate
-from steelyard.predict.collectives.routes import Route, Stage
+from steelyard.predict.collectives.group_topology import Uplink
+from steelyard.predict.collectives.routes import Route, RouteStage
 
 
 class Algorithm(StrEnum):
@@ -34,7 +34,7 @@ class Algorithm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class CollectiveCost:
     """One way to carry an exchange out. ``sent_bytes`` is the most that any one rank sends."""
 
     algorithm: Algorithm
@@ -47,33 +47,33 @@ class Carried:
         return Estimate.within(self.seconds, share=self.doubt)
 
 
-def all_reduce(route: Route, nbytes: int) -> tuple[Carried, ...]:
+def all_reduce(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
     """Every rank gets the sum of ``nbytes`` of each; the quickest way first."""
     twice = [(name, 2 * seconds, 2 * sent) for name, seconds, sent in _shared_out(route, nbytes)]
     tree = (Algorithm.TREE, *_all_reduce_tree(route, nbytes))
     return _sorted(route, [*twice, tree, _through_one(route, taken=nbytes, given=nbytes)])
 
 
-def all_gather(route: Route, nbytes: int) -> tuple[Carried, ...]:
+def all_gather(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
     """Every rank has its share of ``nbytes`` and gets all of them."""
     share = _share(nbytes, route.num_ranks)
     through_one = _through_one(route, taken=share, given=nbytes)
     return _sorted(route, [*_shared_out(route, nbytes), through_one])
 
 
-def reduce_scatter(route: Route, nbytes: int) -> tuple[Carried, ...]:
+def reduce_scatter(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
     """Every rank gets its share of the sum of ``nbytes`` of each."""
     share = _share(nbytes, route.num_ranks)
     through_one = _through_one(route, taken=nbytes, given=share)
     return _sorted(route, [*_shared_out(route, nbytes), through_one])
 
 
-def all_to_all(route: Route, nbytes: int) -> tuple[Carried, ...]:
+def all_to_all(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
     """Every rank has a share of its ``nbytes`` for each other."""
     return _sorted(route, [(Algorithm.DIRECT, *_direct(route, nbytes))])
 
 
-def broadcast(route: Route, nbytes: int) -> tuple[Carried, ...]:
+def broadcast(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
     """Every rank gets the ``nbytes`` of one."""
     n = route.num_ranks
     chain = route.hop_seconds + max(
@@ -92,7 +92,7 @@ def broadcast(route: Route, nbytes: int) -> tuple[Carried, ...]:
     )
 
 
-def gather(route: Route, nbytes: int) -> tuple[Carried, ...]:
+def gather(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
     """One rank gets the shares that all have of ``nbytes``."""
     share = _share(nbytes, route.num_ranks)
     moving = max(
@@ -104,7 +104,7 @@ def gather(route: Route, nbytes: int) -> tuple[Carried, ...]:
     return _sorted(route, [direct, (Algorithm.TREE, tree, max(sent, direct[2]))])
 
 
-def send(route: Route, nbytes: int) -> tuple[Carried, ...]:
+def send(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
     """One of two ranks gets the ``nbytes`` of the other."""
     assert route.num_ranks == 2, "two ranks send to each other"
     (stage,) = route.stages
@@ -114,11 +114,11 @@ def send(route: Route, nbytes: int) -> tuple[Carried, ...]:
 _Found = tuple[Algorithm, float, int]
 
 
-def _sorted(route: Route, found: Iterable[_Found]) -> tuple[Carried, ...]:
+def _sorted(route: Route, found: Iterable[_Found]) -> tuple[CollectiveCost, ...]:
     """The quickest first; of equally quick ones, the one that is named first here."""
     order = list(Algorithm)
     return tuple(
-        Carried(algorithm=name, seconds=seconds, sent_bytes=sent, doubt=route.doubt)
+        CollectiveCost(algorithm=name, seconds=seconds, sent_bytes=sent, doubt=route.doubt)
         for name, seconds, sent in sorted(found, key=lambda f: (f[1], order.index(f[0])))
     )
 
@@ -193,21 +193,21 @@ def _linear(route: Route, nbytes: int) -> float:
     )
 
 
-def _entering(route: Route, stage: Stage, gate: Gate, nbytes: int) -> float:
+def _entering(route: Route, stage: RouteStage, gate: Uplink, nbytes: int) -> float:
     """So much from each rank that is not behind the gate, to one that is."""
     others = (route.num_ranks if gate in stage.outward else stage.behind) - gate.ranks
     messages = max(1, others)
     return route.moving_seconds(gate, others * nbytes, streams=1, messages=messages)
 
 
-def _whole(route: Route, stage: Stage, nbytes: int) -> float:
+def _whole(route: Route, stage: RouteStage, nbytes: int) -> float:
     """One message between two ranks that meet at this stage."""
     return stage.latency_seconds + max(
         route.moving_seconds(gate, nbytes, streams=1) for gate in stage.gates
     )
 
 
-def _ways(route: Route) -> Iterable[tuple[Stage, Gate]]:
+def _ways(route: Route) -> Iterable[tuple[RouteStage, Uplink]]:
     return ((stage, gate) for stage in route.stages for gate in stage.gates)
 
 

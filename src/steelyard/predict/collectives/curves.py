@@ -7,10 +7,10 @@ the algorithms: see algorithms.py.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from steelyard.hardware.link import Link
-from steelyard.hardware.topology import Scope
+from steelyard.hardware.topology import TopologyLevel
 from steelyard.ir.collective import Exchange
 from steelyard.predict.collectives.algorithms import (
-    Carried,
+    CollectiveCost,
     all_gather,
     all_reduce,
     all_to_all,
@@ -18,7 +18,7 @@ from steelyard.predict.collectives.algorithms import (
 )
 from steelyard.predict.collectives.routes import Route, route
 
-_ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[Carried, ...]]] = {
+_ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[CollectiveCost, ...]]] = {
     Exchange.ALL_REDUCE: all_reduce,
     Exchange.ALL_GATHER: all_gather,
     Exchange.REDUCE_SCATTER: reduce_scatter,
@@ -29,7 +29,7 @@ _SIZES = tuple(1 << power for power in range(2, 37, 2))
 
 
 def carried(
-    tree: Scope,
+    tree: TopologyLevel,
     *,
     axis: str,
     numbers: Iterable[int],

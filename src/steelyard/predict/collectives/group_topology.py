@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from steelyard.errors import BadInput
 from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
-from steelyard.hardware.topology import Member, Scope
+from steelyard.hardware.topology import LevelMember, TopologyLevel
 
 # Sorted, and a range wherever the steps are even: so that equal patterns are found equal.
 Group = range | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class Uplink:
     """What one member of a scope goes out by, and how much of the group is behind it.
 
     ``devices`` counts all behind it, ``ranks`` those of the group. ``host_link`` is what a device
@@ -47,8 +47,8 @@ class Level:
     members: int
     fewest: int
     most: int
-    gates: tuple[Gate, ...]
-    outward: tuple[Gate, ...]
+    gates: tuple[Uplink, ...]
+    outward: tuple[Uplink, ...]
 
     @property
     def hops(self) -> int:
@@ -74,7 +74,7 @@ def group_of(ranks: Sequence[int]) -> Group:
     return _evenly(sorted_ranks)
 
 
-def levels(cluster: Scope, ranks: Sequence[int]) -> tuple[Level, ...]:
+def levels(cluster: TopologyLevel, ranks: Sequence[int]) -> tuple[Level, ...]:
     """From inner to outer, up to the scope that holds the group."""
     group = group_of(ranks)
     if not group:
@@ -92,8 +92,8 @@ class _Found:
     names: dict[str, None] = field(default_factory=dict)
     scopes: int = 0
     joined: list[tuple[int, int]] = field(default_factory=list)
-    gates: dict[Gate, None] = field(default_factory=dict)
-    outward: dict[Gate, None] = field(default_factory=dict)
+    gates: dict[Uplink, None] = field(default_factory=dict)
+    outward: dict[Uplink, None] = field(default_factory=dict)
 
     def level(self) -> Level:
         return Level(
@@ -107,15 +107,15 @@ class _Found:
         )
 
 
-def _collect(scope: Scope, group: Group, *, times: int, found: dict[int, _Found]) -> int:
+def _collect(scope: TopologyLevel, group: Group, *, times: int, found: dict[int, _Found]) -> int:
     """The height of the scope; devices have none."""
-    height, joined, gates = 1, 0, list[tuple[Gate, bool]]()
+    height, joined, gates = 1, 0, list[tuple[Uplink, bool]]()
     for begin, member in scope.blocks():
         for count, inner in _shared_out(_part(group, begin, member.num_devices), member.size):
             joined += count
             if member.link is not None:
                 gates.append((_gate(member, member.link, len(inner)), member.size > 1))
-            if isinstance(member.of, Scope):
+            if isinstance(member.of, TopologyLevel):
                 inner_times = times * count
                 height = max(height, 1 + _collect(member.of, inner, times=inner_times, found=found))
     level = found.setdefault(height, _Found())
@@ -129,12 +129,12 @@ def _collect(scope: Scope, group: Group, *, times: int, found: dict[int, _Found]
     return height
 
 
-def _gate(member: Member, link: Link, ranks: int) -> Gate:
+def _gate(member: LevelMember, link: Link, ranks: int) -> Uplink:
     hosts = []
-    if isinstance(member.of, Scope):
+    if isinstance(member.of, TopologyLevel):
         inner = [m.of for m in member.of.members if isinstance(m.of, Device)]
         hosts = [device.host_link for device in inner if device.host_link is not None]
-    return Gate(
+    return Uplink(
         link=link,
         ports=member.ports,
         ranks=ranks,

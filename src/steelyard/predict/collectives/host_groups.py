@@ -16,7 +16,7 @@ from steelyard.ir.parallel_layout import DATA, PIPELINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class RanksPerHost:
     """Ranks of a host are neighbours, ``each`` of them; ``near`` is what joins these. Of programs
     that know of one rank where ``group`` of them share tensors, those that share the batch are so
     many times as far apart."""

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
-from steelyard.hardware.topology import Scope
-from steelyard.predict.collectives.group_topology import Gate, Level, levels
+from steelyard.hardware.topology import TopologyLevel
+from steelyard.predict.collectives.group_topology import Level, Uplink, levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class RouteStage:
     """One level of scopes at which ranks of the group meet, and all that is passed to get there.
 
     ``behind`` is how many ranks of the group one scope of this level holds at most, and ``inside``
@@ -24,11 +24,11 @@ class Stage:
     level: Level
     inside: int
     behind: int
-    inner: tuple[Gate, ...]
-    outward: tuple[Gate, ...]
+    inner: tuple[Uplink, ...]
+    outward: tuple[Uplink, ...]
 
     @property
-    def gates(self) -> tuple[Gate, ...]:
+    def gates(self) -> tuple[Uplink, ...]:
         return (*self.inner, *self.outward)
 
     @property
@@ -48,7 +48,7 @@ class Route:
     """Where the ranks of a group meet, from inner to outer; ``at_once`` groups like it exchange."""
 
     num_ranks: int
-    stages: tuple[Stage, ...]
+    stages: tuple[RouteStage, ...]
     at_once: int = 1
 
     @property
@@ -66,7 +66,7 @@ class Route:
         """What the hops down a tree of trees wait, one for each level."""
         return sum(stage.depth * stage.latency_seconds for stage in self.stages)
 
-    def gates(self) -> Iterator[Gate]:
+    def gates(self) -> Iterator[Uplink]:
         """Each once. What leads outward from one level is passed to all further ones."""
         for stage in self.stages:
             yield from stage.inner
@@ -74,7 +74,7 @@ class Route:
             yield from self.stages[-1].outward
 
     def moving_seconds(
-        self, gate: Gate, nbytes: float, *, streams: int | None = None, messages: int = 1
+        self, gate: Uplink, nbytes: float, *, streams: int | None = None, messages: int = 1
     ) -> float:
         """So many bytes through a gate, from so many of its ranks (all, unless said) at once."""
         streams = gate.ranks if streams is None else streams
@@ -87,19 +87,19 @@ class Route:
         return max(taken, gate.host_link.moving_seconds(nbytes / hosts, messages=messages))
 
 
-def usable_ports(gate: Gate, *, streams: int, at_once: int) -> float:
+def usable_ports(gate: Uplink, *, streams: int, at_once: int) -> float:
     """A device drives its even share of the ports, and one at least; groups divide them."""
     sharing = min(at_once, max(1, gate.devices // gate.ranks))
     each = max(1.0, gate.ports / gate.devices)
     return min(streams * each, gate.ports / sharing)
 
 
-def route(cluster: Scope, ranks: Sequence[int], *, at_once: int = 1) -> Route:
+def route(cluster: TopologyLevel, ranks: Sequence[int], *, at_once: int = 1) -> Route:
     """``at_once``: as many groups of as many ranks each, this one among them."""
     assert at_once >= 1
     found = levels(cluster, ranks)
     stages = []
-    inside, outward = 1, dict[Gate, None]()
+    inside, outward = 1, dict[Uplink, None]()
     for number, level in enumerate(found):
         further = found[number + 1].gates if number + 1 < len(found) else ()
         behind = max((gate.ranks for gate in further), default=len(ranks))
@@ -107,7 +107,7 @@ def route(cluster: Scope, ranks: Sequence[int], *, at_once: int = 1) -> Route:
         if level.most > 1:
             inner = tuple(gate for gate in level.gates if gate not in level.outward)
             stages.append(
-                Stage(
+                RouteStage(
                     level=level, inside=inside, behind=behind, inner=inner, outward=tuple(outward)
                 )
             )

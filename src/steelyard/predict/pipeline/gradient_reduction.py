@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from steelyard.ir.collective import GLOO, GLOO_GETS, GLOO_SENDS, Collective, Exchange, Transport
-from steelyard.ir.parallel_layout import DATA, PIPELINE, Layout
+from steelyard.ir.parallel_layout import DATA, PIPELINE, ParallelLayout
 
 Seconds = Callable[[Collective], float]
 
@@ -23,14 +23,14 @@ class Trained(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class GradientReductions:
     """``shared``: ranks of one pipeline and the bytes of what they sum up among them; ``trained``:
     of each of its ranks, each gradient, which it sums up with its like in the others;
     ``gathered``: of each weight that these share, and that is put together in front of the passes.
     All that goes over ``transport``, but the loss, which lies on the host.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     shared: tuple[tuple[frozenset[int], int], ...]
     trained: tuple[tuple[Trained, ...], ...]
     loss_bytes: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from steelyard.ir.graph import Phase, Role
 from steelyard.ir.program import Program
-from steelyard.plans.peak_memory import Holding, Peak
+from steelyard.plans.peak_memory import LiveTensor, PeakMemory
 from steelyard.predict.liveness import Liveness, alive_at
 
 
@@ -44,29 +44,29 @@ class RankBytes:
     def nbytes(self) -> int:
         return max(self.resident + self.above, self.nbytes_in_update)
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[LiveTensor]:
         where = f" of rank {self.number}"
         return [
-            Holding.of(self.parameters, f"parameters{where}", Role.PARAMETER),
-            Holding.of(self.buffers, f"buffers{where}", Role.BUFFER),
-            Holding.of(self.batch, "the batch", Role.BATCH),
-            Holding.of(self.others, "constants", Role.CONSTANT),
-            Holding.of(self.state, f"optimizer state{where}", Role.STATE),
+            LiveTensor.of(self.parameters, f"parameters{where}", Role.PARAMETER),
+            LiveTensor.of(self.buffers, f"buffers{where}", Role.BUFFER),
+            LiveTensor.of(self.batch, "the batch", Role.BATCH),
+            LiveTensor.of(self.others, "constants", Role.CONSTANT),
+            LiveTensor.of(self.state, f"optimizer state{where}", Role.STATE),
         ]
 
 
 def told(
-    program: Program, working: Liveness, rank: RankBytes, *, extra: list[Holding], phase: Phase
-) -> Peak:
+    program: Program, working: Liveness, rank: RankBytes, *, extra: list[LiveTensor], phase: Phase
+) -> PeakMemory:
     at = path = line = ""
-    alive: tuple[Holding, ...] = ()
+    alive: tuple[LiveTensor, ...] = ()
     if program.instructions:
         node = program.graph.by_name[program.instructions[working.peak_index].node]
         at, path, line = node.op, node.path, node.line
         is_late = phase is not Phase.UPDATE
         alive = alive_at(program, working.peak_index, accumulating=is_late)
     everything = [*rank.holdings(), *extra, *alive]
-    return Peak(
+    return PeakMemory(
         nbytes=rank.nbytes,
         resident_bytes=rank.resident,
         workspace_bytes=max(0, working.peak_bytes - sum(h.nbytes for h in alive)),

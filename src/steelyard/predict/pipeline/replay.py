@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
-from steelyard.ir.pipeline_schedule import AHEAD, Action, Order, Work, source_of
+from steelyard.ir.pipeline_schedule import AHEAD, Action, ActionKind, Order, source_of
 
-GIVE_GRADIENTS = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
+GIVE_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACK_TO_WEIGHTS)
 
 
 # What a stage holds of one micro-batch: the bytes of each storage, by its number, or by the name of
@@ -31,7 +31,7 @@ class StageCost:
     place of ``working_bytes`` that once.
     """
 
-    seconds: dict[Work, float]
+    seconds: dict[ActionKind, float]
     send_seconds: float = 0.0
     send_back_seconds: float = 0.0
     receives: Values = field(default_factory=dict)
@@ -40,8 +40,8 @@ class StageCost:
     sends_back: Values = field(default_factory=dict)
     kept: Values = field(default_factory=dict)
     kept_between: Values = field(default_factory=dict)
-    working_bytes: dict[Work, int] = field(default_factory=dict)
-    first_bytes: dict[Work, int] = field(default_factory=dict)
+    working_bytes: dict[ActionKind, int] = field(default_factory=dict)
+    first_bytes: dict[ActionKind, int] = field(default_factory=dict)
     gradient_bytes: int = 0
 
 
@@ -93,7 +93,7 @@ def replay(
     done: list[list[Replayed]] = [[] for _ in order.ranks]
     flights = _Flights(done, disturbs)
     ends = _Ends(order, stages, flights)
-    held = [_Held(order, stages, is_by_host=is_by_host) for _ in order.ranks]
+    held = [_HeldBytes(order, stages, is_by_host=is_by_host) for _ in order.ranks]
 
     def can_begin() -> Iterator[tuple[float, int]]:
         for rank, actions in enumerate(pending):
@@ -204,12 +204,12 @@ class _Ends:
     def put(self, action: Action, end: float) -> None:
         stage, micro_batch, cost = action.stage, action.micro_batch, self._stages[action.stage]
         match action.work:
-            case Work.FORWARD:
+            case ActionKind.FORWARD:
                 self._there[stage, "kept", micro_batch] = end
                 if stage < self._last:
                     sent = self._sent(stage, stage + 1, end, cost.send_seconds)
                     self._there[stage + 1, "activations", micro_batch] = sent
-            case Work.BACKWARD | Work.BACK_TO_INPUTS:
+            case ActionKind.BACKWARD | ActionKind.BACK_TO_INPUTS:
                 self._there[stage, "between", micro_batch] = end
                 if stage > 0:
                     sent = self._sent(stage, stage - 1, end, cost.send_back_seconds)
@@ -217,9 +217,9 @@ class _Ends:
 
     def _reads(self, action: Action) -> list[_Key]:
         stage, micro_batch = action.stage, action.micro_batch
-        if action.work is Work.FORWARD:
+        if action.work is ActionKind.FORWARD:
             return [(stage, "activations", micro_batch)] if stage > 0 else []
-        if action.work is Work.BACK_TO_WEIGHTS:
+        if action.work is ActionKind.BACK_TO_WEIGHTS:
             return [(stage, "between", micro_batch)]
         gradients: list[_Key] = [(stage, "gradients", micro_batch)] if stage < self._last else []
         return [(stage, "kept", micro_batch), *gradients]
@@ -240,7 +240,7 @@ _Use = tuple[int, str, int]
 _Value = tuple[int, int, int | str]
 
 
-class _Held:
+class _HeldBytes:
     """The bytes that one rank holds as it goes through its actions: each value is there once, and
     as long as anyone on this rank has a use for it."""
 
@@ -270,17 +270,17 @@ class _Held:
             self._nbytes += cost.gradient_bytes
         kept, between = (stage, "kept", micro_batch), (stage, "between", micro_batch)
         match work:
-            case Work.FORWARD:
+            case ActionKind.FORWARD:
                 self._use(kept, action, cost.kept)
-            case Work.BACK_TO_INPUTS:
+            case ActionKind.BACK_TO_INPUTS:
                 self._use(between, action, cost.kept_between)
-        if work is not Work.BACK_TO_WEIGHTS:
+        if work is not ActionKind.BACK_TO_WEIGHTS:
             self._hand_on(action)
         self._let_go(_reads(action))
         match work:
-            case Work.BACKWARD | Work.BACK_TO_INPUTS:
+            case ActionKind.BACKWARD | ActionKind.BACK_TO_INPUTS:
                 self._let_go(kept)
-            case Work.BACK_TO_WEIGHTS:
+            case ActionKind.BACK_TO_WEIGHTS:
                 self._let_go(between)
         return meanwhile
 
@@ -288,16 +288,16 @@ class _Held:
         """What this action is handed by another stage."""
         cost = self._stages[action.stage]
         match action.work:
-            case Work.FORWARD:
+            case ActionKind.FORWARD:
                 return cost.receives
-            case Work.BACKWARD | Work.BACK_TO_INPUTS:
+            case ActionKind.BACKWARD | ActionKind.BACK_TO_INPUTS:
                 return cost.receives_back
         return {}
 
     def _hand_on(self, action: Action) -> None:
         """To a stage of this rank, which lets go of it; or to another rank, and then it stays until
         the step ends, or (1F1B) till others go the same way, but for the first of all."""
-        cost, step = self._stages[action.stage], 1 if action.work is Work.FORWARD else -1
+        cost, step = self._stages[action.stage], 1 if action.work is ActionKind.FORWARD else -1
         to = replace(action, stage=action.stage + step)
         if to.stage not in self._rank_of:
             return
@@ -331,5 +331,5 @@ class _Held:
 
 
 def _reads(action: Action) -> _Use:
-    work = "reads" if action.work is Work.FORWARD else "reads back"
+    work = "reads" if action.work is ActionKind.FORWARD else "reads back"
     return action.stage, work, action.micro_batch

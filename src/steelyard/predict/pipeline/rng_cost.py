@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import product, takewhile
 
 from steelyard.ir.graph import Node
-from steelyard.ir.pipeline_schedule import Order, Work
-from steelyard.ir.pipeline_stages import Stage
+from steelyard.ir.pipeline_schedule import ActionKind, Order
+from steelyard.ir.pipeline_stages import PipelineStage
 
 # A state of torch's generator on the CPU (torch 2.13): a Mersenne twister's.
 STATE_BYTES = 5056
@@ -16,13 +16,13 @@ STATE_BYTES = 5056
 _PASSING = 0.55
 
 
-def states_bytes(stages: Sequence[Stage], order: Order, rank: int) -> int:
+def states_bytes(stages: Sequence[PipelineStage], order: Order, rank: int) -> int:
     """The states that this rank keeps at most: of places that it let pass, to draw there later."""
     return STATE_BYTES * _let_pass(stages, order, rank)[0]
 
 
 def passing_seconds(
-    stages: Sequence[Stage], order: Order, seconds: Callable[[Node], float]
+    stages: Sequence[PipelineStage], order: Order, seconds: Callable[[Node], float]
 ) -> list[float]:
     """Of each stage, in front of its forward pass: for what has been drawn since its rank did."""
     takes = [_PASSING * sum(map(seconds, _drawing(stage))) for stage in stages]
@@ -34,7 +34,7 @@ def passing_seconds(
 
 
 def _let_pass(
-    stages: Sequence[Stage], order: Order, rank: int
+    stages: Sequence[PipelineStage], order: Order, rank: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """How many states are kept at most, and each time that a stage is let pass: in front of which
     stage's forward pass, and which."""
@@ -44,7 +44,7 @@ def _let_pass(
     most, found = 0, []
     for action in order.ranks[rank]:
         place = action.micro_batch, action.stage
-        if action.work is not Work.FORWARD or not random[action.stage]:
+        if action.work is not ActionKind.FORWARD or not random[action.stage]:
             continue
         if place in kept:
             most = max(most, len(kept) + 1)  # and where it was before
@@ -58,5 +58,5 @@ def _let_pass(
     return most, found
 
 
-def _drawing(stage: Stage) -> list[Node]:
+def _drawing(stage: PipelineStage) -> list[Node]:
     return [node for node in stage.forward.nodes if node.is_random]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from steelyard.ir.graph import Graph, OutputKind
-from steelyard.ir.pipeline_schedule import Work
-from steelyard.ir.pipeline_stages import Stage
+from steelyard.ir.pipeline_schedule import ActionKind
+from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Program
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, StageCost
 
@@ -20,17 +20,17 @@ Seconds = Callable[[Graph], float]
 Handing = Callable[[Sequence[int]], float]
 
 
-def parts_of(stage: Stage) -> dict[Work, Graph]:
+def parts_of(stage: PipelineStage) -> dict[ActionKind, Graph]:
     return {
-        Work.FORWARD: stage.forward,
-        Work.BACKWARD: stage.backward,
-        Work.BACK_TO_INPUTS: stage.back_to_inputs,
-        Work.BACK_TO_WEIGHTS: stage.back_to_weights,
+        ActionKind.FORWARD: stage.forward,
+        ActionKind.BACKWARD: stage.backward,
+        ActionKind.BACK_TO_INPUTS: stage.back_to_inputs,
+        ActionKind.BACK_TO_WEIGHTS: stage.back_to_weights,
     }
 
 
 def timed(
-    cost: StageCost, stage: Stage, graph: Graph, *, seconds: Seconds, handing: Handing
+    cost: StageCost, stage: PipelineStage, graph: Graph, *, seconds: Seconds, handing: Handing
 ) -> StageCost:
     """The same stage on another device, or between others."""
     return replace(
@@ -41,7 +41,7 @@ def timed(
     )
 
 
-def stage_cost(stage: Stage, graph: Graph, costs: Costs) -> StageCost:
+def stage_cost(stage: PipelineStage, graph: Graph, costs: CostTable) -> StageCost:
     """``graph`` is the one that was cut. What is handed on takes no time, see ``timed``."""
     parts = parts_of(stage)
     trained = {o.target for o in stage.backward.outputs if o.kind is OutputKind.GRADIENT}

@@ -13,18 +13,18 @@ from steelyard.hardware.link import Link
 from steelyard.ir.collective import GLOO, GLOO_GETS, GLOO_SENDS, NCCL, Collective, Exchange
 from steelyard.ir.graph import Graph, Phase, Role
 from steelyard.ir.message_slots import PINNED, edges_of, evenly_held_bytes
-from steelyard.ir.metrics import Estimate, Quad
-from steelyard.ir.parallel_layout import PIPELINE, Layout
-from steelyard.ir.pipeline_schedule import Action, Work
-from steelyard.ir.pipeline_stages import Stage
+from steelyard.ir.metrics import Estimate, Metrics
+from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
+from steelyard.ir.pipeline_schedule import Action, ActionKind
+from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Pipeline, Program
 from steelyard.ir.trace_span import DEVICE, WAITING, Span
 from steelyard.passes.pipeline.in_place_sends import written_in_place
-from steelyard.plans.peak_memory import Holding, Peak, Timeline
+from steelyard.plans.peak_memory import LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import Prediction
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
-from steelyard.predict.pipeline.gradient_reduction import Sums, Trained
+from steelyard.predict.pipeline.gradient_reduction import GradientReductions, Trained
 from steelyard.predict.pipeline.rank_memory import RankBytes, told
 from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 from steelyard.predict.pipeline.rng_cost import STATE_BYTES, passing_seconds, states_bytes
@@ -38,11 +38,11 @@ _PEAK_SHARE = 0.05
 _CALLS_OF_ACTION = 5
 
 
-def pipelined(program: Program, pipeline: Pipeline, costs: Costs) -> "Pipelined":
-    return Pipelined(program, pipeline, costs)
+def pipelined(program: Program, pipeline: Pipeline, costs: CostTable) -> "PipelinePrediction":
+    return PipelinePrediction(program, pipeline, costs)
 
 
-def message_of(layout: Layout, nbytes: int) -> Collective:
+def message_of(layout: ParallelLayout, nbytes: int) -> Collective:
     """From one stage to another: of their ways the slowest. It takes as long as one of two that
     gather does."""
     return Collective(
@@ -52,15 +52,15 @@ def message_of(layout: Layout, nbytes: int) -> Collective:
     )  # fmt: skip
 
 
-class Pipelined:
+class PipelinePrediction:
     """A program in stages, priced; the figures are those of the rank that has most of each."""
 
-    def __init__(self, program: Program, pipeline: Pipeline, costs: Costs) -> None:
+    def __init__(self, program: Program, pipeline: Pipeline, costs: CostTable) -> None:
         self._program, self._pipeline, self._costs = program, pipeline, costs
         self._graph, self._stages = pipeline.stages.graph, pipeline.stages.stages
         self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
         order, stages, graph = self._order, self._stages, self._graph
-        self._copies: dict[tuple[int, Work], Sequence[str]] = {}
+        self._copies: dict[tuple[int, ActionKind], Sequence[str]] = {}
         self._edges = edges_of(order, stages, graph) if pipeline.is_pinned else ()
         if self._edges and PINNED not in costs.links:
             raise BadInput(
@@ -102,7 +102,7 @@ class Pipelined:
         computation = Estimate(value=alone[0], low=alone[1], high=alone[2])
         waiting = max(0.0, self.step.value - computation.value)
         return Prediction(
-            quad=Quad(
+            quad=Metrics(
                 memory_bytes=Estimate.within(worst.nbytes, share=_PEAK_SHARE),
                 communication_bytes=Estimate.exactly(max(self._sent_bytes)),
                 communication_seconds=Estimate.within(max(self._sending), share=0.5),
@@ -249,7 +249,7 @@ class Pipelined:
         playing = Playing(self._costs, whole, device, link or _nothing)
         return play(self._programs[part], self._costs, playing=playing).seconds
 
-    def _with_calls(self, stage: Stage, link: Pick | None, cost: StageCost) -> StageCost:
+    def _with_calls(self, stage: PipelineStage, link: Pick | None, cost: StageCost) -> StageCost:
         """And what goes on around an action, and its messages from and to other ranks, take of the
         device itself."""
         joins = self._costs.link_of(self._message(0))
@@ -259,9 +259,11 @@ class Pipelined:
         forward = stage.receives if before else (), stage.sends if behind else ()
         backward = stage.receives_back if behind else (), stage.sends_back if before else ()
         crossing = {
-            Work.FORWARD: forward, Work.BACKWARD: backward, Work.BACK_TO_INPUTS: backward,
-            Work.BACK_TO_WEIGHTS: ((), ()),
-        }  # fmt: skip
+            ActionKind.FORWARD: forward,
+            ActionKind.BACKWARD: backward,
+            ActionKind.BACK_TO_INPUTS: backward,
+            ActionKind.BACK_TO_WEIGHTS: ((), ()),
+        }
         own = {
             work: self._hands(come, go, joins, copied=self._copied(stage, work, go))
             for work, (come, go) in crossing.items()
@@ -274,7 +276,7 @@ class Pipelined:
         joins = self._costs.link_of(self._message(0))
         return 0.0 if joins is None or self._edges else joins.disturbs
 
-    def _copied(self, stage: Stage, work: Work, sent: Sequence[str]) -> Sequence[str]:
+    def _copied(self, stage: PipelineStage, work: ActionKind, sent: Sequence[str]) -> Sequence[str]:
         """What is not made in its slot."""
         if not sent or not self._edges:
             return sent
@@ -282,9 +284,9 @@ class Pipelined:
         if key in self._copies:
             return self._copies[key]
         part, kept = {
-            Work.FORWARD: (stage.forward, stage.kept),
-            Work.BACKWARD: (stage.backward, ()),
-            Work.BACK_TO_INPUTS: (stage.back_to_inputs, stage.kept_between),
+            ActionKind.FORWARD: (stage.forward, stage.kept),
+            ActionKind.BACKWARD: (stage.backward, ()),
+            ActionKind.BACK_TO_INPUTS: (stage.back_to_inputs, stage.kept_between),
         }[work]
         made_there = written_in_place(part, sent, kept=kept)
         copied = self._copies[key] = [name for name in sent if name not in made_there]
@@ -319,12 +321,12 @@ class Pipelined:
     def _sizes(self, names: Sequence[str]) -> list[int]:
         return [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
 
-    def _is_apart(self, stage: Stage, step: int) -> bool:
+    def _is_apart(self, stage: PipelineStage, step: int) -> bool:
         """Whether the stage before or behind it lies on another rank."""
         other = min(max(stage.index + step, 0), len(self._stages) - 1)
         return self._rank_of[other] != self._rank_of[stage.index]
 
-    def _stage_cost(self, stage: Stage) -> StageCost:
+    def _stage_cost(self, stage: PipelineStage) -> StageCost:
         """What comes and goes through slots is there all the time, and counted once."""
         cost = stage_cost(stage, self._graph, self._costs)
         if not self._edges:
@@ -368,7 +370,7 @@ class Pipelined:
         slots = self._costs.links[PINNED]
         return slots.seconds(sum(sizes if slots.is_remote else copied), messages=1)
 
-    def _summed_up(self) -> Sums:
+    def _summed_up(self) -> GradientReductions:
         shared = []
         for name, stages in self._pipeline.stages.shared:
             ranks = frozenset(self._rank_of[index] for index in stages)
@@ -376,7 +378,7 @@ class Pipelined:
                 shared.append((ranks, self._gradients[name]))
         numbers = range(len(self._order.ranks))
         loss = self._graph.by_name[self._program.loss].outputs[0]
-        return Sums(
+        return GradientReductions(
             layout=self._program.layout,
             shared=tuple(shared),
             trained=tuple(map(self._trained_bytes, numbers)),
@@ -412,11 +414,13 @@ class Pipelined:
         found = []
         last = len(self._stages) - 1
         works = {action.work for actions in self._order.ranks for action in actions}
-        back = Work.BACK_TO_INPUTS if Work.BACK_TO_INPUTS in works else Work.BACKWARD
+        back = (
+            ActionKind.BACK_TO_INPUTS if ActionKind.BACK_TO_INPUTS in works else ActionKind.BACKWARD
+        )
         for stage in self._stages:
             index, rank = stage.index, self._rank_of[stage.index]
             for names, work, other in (
-                (stage.sends, Work.FORWARD, min(index + 1, last)),
+                (stage.sends, ActionKind.FORWARD, min(index + 1, last)),
                 (stage.sends_back, back, max(index - 1, 0)),
             ):
                 if names and self._rank_of[other] != rank:
@@ -458,11 +462,11 @@ class Pipelined:
             flops[self._rank_of[stage.index]] += self._program.repeats * each
         return flops
 
-    def _explained(self, rank: RankBytes) -> Peak:
+    def _explained(self, rank: RankBytes) -> PeakMemory:
         if rank.is_in_update:
             assert rank.update is not None
             update = self._pipeline.updates[rank.number]
-            held = Holding.of(rank.gradients, "gradients", Role.GRADIENT)
+            held = LiveTensor.of(rank.gradients, "gradients", Role.GRADIENT)
             return told(update, rank.update, rank, extra=[held], phase=Phase.UPDATE)
         done = self._replay.ranks[rank.number]
         number = max(range(len(done)), key=lambda i: done[i].held_bytes)
@@ -476,11 +480,11 @@ class Pipelined:
         under_way = _under_way([d.action for d in done[: number + 1]])
         what = f"kept for the backward pass of {under_way} micro-batches"
         extra = [
-            Holding.of(kept, what, Role.ACTIVATION),
-            Holding.of(gradients, "gradients so far", Role.GRADIENT),
-            Holding.of(rank.gathered, "weights gathered for the passes", Role.PARAMETER),
+            LiveTensor.of(kept, what, Role.ACTIVATION),
+            LiveTensor.of(gradients, "gradients so far", Role.GRADIENT),
+            LiveTensor.of(rank.gathered, "weights gathered for the passes", Role.PARAMETER),
         ]
-        phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
+        phase = Phase.FORWARD if action.work is ActionKind.FORWARD else Phase.BACKWARD
         return told(program, working, rank, extra=extra, phase=phase)
 
     def spans(self) -> tuple[Span, ...]:
@@ -509,7 +513,9 @@ class Pipelined:
 
     def _timeline(self, rank: RankBytes) -> Timeline:
         done = self._replay.ranks[rank.number]
-        phases = [Phase.FORWARD if d.action.work is Work.FORWARD else Phase.BACKWARD for d in done]
+        phases = [
+            Phase.FORWARD if d.action.work is ActionKind.FORWARD else Phase.BACKWARD for d in done
+        ]
         begins = [d.begin_seconds for d in done]
         held = [rank.resident + rank.gathered + d.held_bytes for d in done]
         if rank.update is not None:
@@ -522,15 +528,16 @@ class Pipelined:
 def _later(cost: StageCost, seconds: float) -> StageCost:
     """The same, whose forward pass begins so much later."""
     return replace(
-        cost, seconds={**cost.seconds, Work.FORWARD: cost.seconds[Work.FORWARD] + seconds}
+        cost,
+        seconds={**cost.seconds, ActionKind.FORWARD: cost.seconds[ActionKind.FORWARD] + seconds},
     )
 
 
 _WORDS = {
-    Work.FORWARD: "forward",
-    Work.BACKWARD: "backward",
-    Work.BACK_TO_INPUTS: "backward to inputs",
-    Work.BACK_TO_WEIGHTS: "backward to weights",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACK_TO_INPUTS: "backward to inputs",
+    ActionKind.BACK_TO_WEIGHTS: "backward to weights",
 }
 
 
@@ -543,8 +550,8 @@ def _span(rank: int, stream: str, name: str, begin: float, until: Replayed) -> S
 
 def _under_way(done: Sequence[Action]) -> int:
     """Micro-batches that have begun here and whose gradients are not all made."""
-    begun = {(a.stage, a.micro_batch) for a in done if a.work is Work.FORWARD}
-    over = (Work.BACKWARD, Work.BACK_TO_WEIGHTS)
+    begun = {(a.stage, a.micro_batch) for a in done if a.work is ActionKind.FORWARD}
+    over = (ActionKind.BACKWARD, ActionKind.BACK_TO_WEIGHTS)
     ended = {(a.stage, a.micro_batch) for a in done[:-1] if a.work in over}
     return len(begun - ended)
 

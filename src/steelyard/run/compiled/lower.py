@@ -18,11 +18,11 @@ from steelyard import _torch
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Program
 from steelyard.run.compiled.inductor import FxSegments, Written, check_compiler, reading_failures
-from steelyard.run.compiled.recorder import Kernel, Scribe
+from steelyard.run.compiled.recorder import GeneratedKernel, ProgramRecorder
 from steelyard.run.compiled.segments import Segment, segments
 
 
-def lower(program: Program, kernels: dict[str, Kernel] | None = None) -> Program:
+def lower(program: Program, kernels: dict[str, GeneratedKernel] | None = None) -> Program:
     """The lines that ``compile_program(program)`` would run, on storages of their own; ``kernels``
     is told of those that Inductor wrote."""
     check_compiler()
@@ -34,17 +34,17 @@ def lower(program: Program, kernels: dict[str, Kernel] | None = None) -> Program
     return replace(lowered, before=before, beside=beside)
 
 
-def compiled(kernels: Mapping[str, Kernel]) -> dict[str, Callable[..., Any]]:
+def compiled(kernels: Mapping[str, GeneratedKernel]) -> dict[str, Callable[..., Any]]:
     """Each as something to call."""
     with reading_failures(), _torch.inductor_settings():
         made = _torch.compiled_kernels({n: (k.kinds, k.text) for n, k in kernels.items()})
     return {name: kernel.on(made[name]) for name, kernel in kernels.items()}
 
 
-def _lower(program: Program, kernels: dict[str, Kernel], mode: Any) -> Program:
+def _lower(program: Program, kernels: dict[str, GeneratedKernel], mode: Any) -> Program:
     written = FxSegments(program, mode)
     with mode:
-        scribe = Scribe(program)
+        scribe = ProgramRecorder(program)
         known = {node.name: scribe.input(node.name) for node in program.graph.inputs()}
     places: Counter[Phase] = Counter()
     for part in segments(program):
@@ -97,11 +97,11 @@ def _lowered(written: Written, mode: Any, *, place: int) -> _Source:
 
 
 def _walk(
-    source: _Source, taken: list[torch.Tensor], scribe: Scribe, mode: Any
+    source: _Source, taken: list[torch.Tensor], scribe: ProgramRecorder, mode: Any
 ) -> list[torch.Tensor]:
     """Execute the wrapper statement by statement, so that each buffer is known by its name."""
     module = ast.parse(source.text)
-    recorder = _Recorder(source, scribe)
+    recorder = _WrapperRecorder(source, scribe)
     scope: dict[str, Any] = {}
     for statement in module.body:
         if isinstance(statement, ast.ClassDef):
@@ -135,10 +135,10 @@ def _execute(statement: ast.stmt, scope: dict[str, Any]) -> None:
 _OF_STUBS = (torch.ops.aten.empty_strided.default, torch.ops.aten.as_strided.default)
 
 
-class _Recorder(_torch.TorchDispatchMode):
+class _WrapperRecorder(_torch.TorchDispatchMode):
     """Tells the scribe of each allocation, kernel and library call of the wrapper."""
 
-    def __init__(self, source: _Source, scribe: Scribe) -> None:
+    def __init__(self, source: _Source, scribe: ProgramRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # upstream's
         self._source = source
         self._scribe = scribe

@@ -32,7 +32,7 @@ _MOST_NAMED, _SEVERAL = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class GeneratedKernel:
     """A generated kernel: what it is called with, its source, and the buffers it is the first to
     write."""
 
@@ -54,11 +54,11 @@ class Kernel:
         return run
 
 
-class Scribe:
+class ProgramRecorder:
     """``kernels`` are those written down so far, by their signatures."""
 
     def __init__(self, program: Program) -> None:
-        self.kernels: dict[str, Kernel] = {}
+        self.kernels: dict[str, GeneratedKernel] = {}
         self._program = program
         self._node_of = {i.value: i.node for i in program.instructions if i.sink is None}
         self._line_of = {i.value: k for k, i in enumerate(program.instructions)}
@@ -138,7 +138,9 @@ class Scribe:
         fresh = tuple(
             (tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device) for _, fake in made
         )
-        self.kernels.setdefault(node.signature, Kernel(kinds=tuple(kinds), text=text, fresh=fresh))
+        self.kernels.setdefault(
+            node.signature, GeneratedKernel(kinds=tuple(kinds), text=text, fresh=fresh)
+        )
         self._add(node, made, origins)
 
     def call(

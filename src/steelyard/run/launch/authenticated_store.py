@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
 
 from steelyard.errors import BadInput, RankFailed, RanksDiffer
-from steelyard.run.launch.environment import Who
+from steelyard.run.launch.environment import RankInfo
 from steelyard.run_token import DIGEST_BYTES, VARIABLE, is_proof, proof
 
 _CHALLENGE_BYTES = 32
@@ -28,7 +28,7 @@ _NO_TOKEN = "no token"
 _FIRST, _OTHER, _KEY = b"first rank", b"other rank", b"key of this meeting"
 
 
-def authenticated(store: Store, who: Who, token: bytes, *, timeout_seconds: float) -> Store:
+def authenticated(store: Store, who: RankInfo, token: bytes, *, timeout_seconds: float) -> Store:
     """The store as it may be believed; as it is, where no rank was given a token.
 
     Raises ``BadInput`` if some ranks have a token and others do not, and ``RankFailed`` if a rank
@@ -42,7 +42,7 @@ def authenticated(store: Store, who: Who, token: bytes, *, timeout_seconds: floa
 class _Meeting:
     """One rank's part in proving that all know the token."""
 
-    def __init__(self, store: Store, who: Who, token: bytes, timeout_seconds: float) -> None:
+    def __init__(self, store: Store, who: RankInfo, token: bytes, timeout_seconds: float) -> None:
         self._store, self._who, self._token = store, who, token
         self._timeout_seconds = timeout_seconds
         # Ranks that believe in more ranks than there are would wait for those in vain.

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public by its documentation
 
 from steelyard.errors import RankFailed, RanksDiffer
-from steelyard.run.launch.environment import Who
+from steelyard.run.launch.environment import RankInfo
 from steelyard.safe_text import printable
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -40,7 +40,7 @@ def _lines(tensors: Named) -> str:
     )
 
 
-def agree(store: Store, who: Who, words: Mapping[str, str], *, timeout_seconds: float) -> None:
+def agree(store: Store, who: RankInfo, words: Mapping[str, str], *, timeout_seconds: float) -> None:
     """Raises ``RanksDiffer`` on every rank alike, or ``RankFailed`` if one does not come."""
     words = {_SIZE: str(who.size), **words}
     for item, text in words.items():
@@ -55,7 +55,9 @@ def agree(store: Store, who: Who, words: Mapping[str, str], *, timeout_seconds: 
         _refuse_difference(item, digests, store)
 
 
-def _digests_of(rank: int, store: Store, who: Who, timeout_seconds: float) -> Mapping[str, str]:
+def _digests_of(
+    rank: int, store: Store, who: RankInfo, timeout_seconds: float
+) -> Mapping[str, str]:
     try:
         store.wait([_key(rank)], timedelta(seconds=timeout_seconds))
     except DistError as error:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _STOP = 1 << 20
 
 
-class Together(Protocol):
+class Coordinator(Protocol):
     """``saves``: whether this rank writes what is the same on all. ``asked_bytes`` went to others
     to ask whether to stop, before each step and not for it."""
 
@@ -221,7 +221,7 @@ def begin_alike(tensors: Iterable[torch.Tensor], home: torch.device = CPU) -> No
     InGroup().draw_alike(home)
 
 
-def bring_up_to_date(step: "LiveStep", together: Together) -> None:
+def bring_up_to_date(step: "LiveStep", together: Coordinator) -> None:
     """Every rank takes from the first what those have missed that stood by: weights, buffers, what
     the optimizer keeps, what codes hold back, and what is drawn next."""
     begin_alike([*step.model.parameters(), *step.model.buffers()], step.home)

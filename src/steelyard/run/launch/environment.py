@@ -12,14 +12,14 @@ from pathlib import Path
 
 from steelyard.errors import BadInput, Mismatch
 from steelyard.predict.rank_subsets import STORE_IS_HELD
-from steelyard.run.launch.run_files import FOLDER_VARIABLE, RankPlace
+from steelyard.run.launch.run_files import FOLDER_VARIABLE, RankFiles
 from steelyard.safe_text import printable
 
 _MASTER = "MASTER_ADDR and MASTER_PORT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Who:
+class RankInfo:
     """``place`` if our launcher started this; else ``address`` and ``port`` of where to meet.
 
     ``agent_holds_store``: torchrun's agent listens there, and rank 0 must not. ``hosts`` are those
@@ -33,7 +33,7 @@ class Who:
     hosts: int = 1
     is_one_host: bool = False
     attempt: int = 0
-    place: RankPlace | None = None
+    place: RankFiles | None = None
     address: str = ""
     port: int = 0
     agent_holds_store: bool = False
@@ -59,28 +59,28 @@ def hosts_said(hosts: int) -> str:
     return f"{hosts} hosts" if hosts > 1 else "ranks of one host"
 
 
-def who_am_i(environ: Mapping[str, str]) -> Who:
+def who_am_i(environ: Mapping[str, str]) -> RankInfo:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _of_torchrun(environ)
     # A batch script that is not under srun has SLURM_PROCID and SLURM_NTASKS too, but is alone;
     # only srun sets the number of tasks of a step.
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return _of_slurm(environ)
-    return Who()
+    return RankInfo()
 
 
-def _of_torchrun(environ: Mapping[str, str]) -> Who:
+def _of_torchrun(environ: Mapping[str, str]) -> RankInfo:
     rank, size = _place_in_line(environ, "RANK", "WORLD_SIZE")
     folder = environ.get(FOLDER_VARIABLE)
     meet_at_store = folder is None and size > 1
-    return Who(
+    return RankInfo(
         rank=rank,
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", default=rank),
         hosts=_number(environ, "GROUP_WORLD_SIZE", default=1),
         is_one_host=size > 1 and environ.get("GROUP_WORLD_SIZE") == "1",
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
-        place=RankPlace(path=Path(folder)) if folder else None,
+        place=RankFiles(path=Path(folder)) if folder else None,
         address=_text(environ, "MASTER_ADDR") if meet_at_store else "",
         port=_port(environ) if meet_at_store else 0,
         agent_holds_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -88,11 +88,11 @@ def _of_torchrun(environ: Mapping[str, str]) -> Who:
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Who:
+def _of_slurm(environ: Mapping[str, str]) -> RankInfo:
     rank, size = _place_in_line(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     if size == 1:
-        return Who()
-    return Who(
+        return RankInfo()
+    return RankInfo(
         rank=rank,
         size=size,
         local_rank=_number(environ, "SLURM_LOCALID", default=rank),

@@ -20,7 +20,7 @@ from steelyard.errors import (
     RanksDiffer,
     SteelyardError,
 )
-from steelyard.run.launch.rank_status import Issued, Progress, Statement
+from steelyard.run.launch.rank_status import Issued, RankProgress, RankStatus
 
 _OF_GLOO = re.compile(
     r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
@@ -45,17 +45,17 @@ class Evidence:
     status: int | None = None
     ended_seconds: float = inf
     is_stopped: bool = False
-    statement: Statement | None = None
+    statement: RankStatus | None = None
     stderr: str | None = None
     was_asked: bool = False
-    answer: Progress | None = None
+    answer: RankProgress | None = None
     unlike: tuple[str, str] | None = None
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> RankProgress:
         if self.answer is not None:
             return self.answer
-        return self.statement.progress if self.statement else Progress()
+        return self.statement.progress if self.statement else RankProgress()
 
     @property
     def is_running(self) -> bool:
@@ -68,7 +68,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class FailureCase:
     """All ranks of one try; ``oom_kills``: processes the kernel killed for memory meanwhile;
     ``logs``: where what the ranks wrote stays, or empty."""
 
@@ -78,12 +78,12 @@ class Case:
     oom_kills: int = 0
 
 
-def at_once(case: Case) -> SteelyardError | None:
+def at_once(case: FailureCase) -> SteelyardError | None:
     """The verdict that no further question could change, if there is one."""
     return _first(case, (_refused, _not_finite, _failed_by_itself, _stopped))
 
 
-def verdict(case: Case) -> SteelyardError:
+def verdict(case: FailureCase) -> SteelyardError:
     # Whoever runs on is blamed last: others may be slow to say what they know.
     rules = (
         _ended_early, _absent, _alone_with_another, _other_exchange, _aborted, _behind,
@@ -94,17 +94,17 @@ def verdict(case: Case) -> SteelyardError:
     return found
 
 
-_Rule = Callable[[Case], SteelyardError | None]
+_Rule = Callable[[FailureCase], SteelyardError | None]
 
 
-def _first(case: Case, rules: Sequence[_Rule]) -> SteelyardError | None:
+def _first(case: FailureCase, rules: Sequence[_Rule]) -> SteelyardError | None:
     return next((found for rule in rules if (found := rule(case)) is not None), None)
 
 
 # --- a rank failed by itself ----------------------------------------------------------------------
 
 
-def _refused(case: Case) -> SteelyardError | None:
+def _refused(case: FailureCase) -> SteelyardError | None:
     for said in _by_time(case):
         if said.differs is not None:
             rank, item = said.differs
@@ -115,7 +115,7 @@ def _refused(case: Case) -> SteelyardError | None:
     return None if any(one.is_running for one in case.ranks) else _refusal(case)
 
 
-def _refusal(case: Case) -> SteelyardError | None:
+def _refusal(case: FailureCase) -> SteelyardError | None:
     """It is of one rank where another found nothing wrong, but that it lost the one."""
     said = {one.rank: one.statement for one in case.ranks if one.statement is not None}
     refused = [(s.at_seconds, rank) for rank, s in said.items() if s.of_input]
@@ -128,7 +128,7 @@ def _refusal(case: Case) -> SteelyardError | None:
     return BadInput(f"{where}{found.text}", expected=found.expected, remedy=found.remedy)
 
 
-def _not_finite(case: Case) -> SteelyardError | None:
+def _not_finite(case: FailureCase) -> SteelyardError | None:
     """All ranks find a loss that is not finite, and each names the one whose values were so first:
     who says it first is not to blame for that."""
     said = [one for one in _by_time(case) if not one.of_exchange]
@@ -138,7 +138,7 @@ def _not_finite(case: Case) -> SteelyardError | None:
     return NonFinite(found.text, expected=found.expected, remedy=found.remedy)
 
 
-def _failed_by_itself(case: Case) -> SteelyardError | None:
+def _failed_by_itself(case: FailureCase) -> SteelyardError | None:
     failures: list[tuple[float, RankFailed]] = []
     for one in case.ranks:
         said = one.statement
@@ -151,7 +151,7 @@ def _failed_by_itself(case: Case) -> SteelyardError | None:
     return min(failures, key=lambda failure: failure[0])[1] if failures else None
 
 
-def _is_own_end(case: Case, one: Evidence) -> bool:
+def _is_own_end(case: FailureCase, one: Evidence) -> bool:
     """Whether an end without a word was this rank's own, and not because it lost another."""
     if one.status == -signal.SIGABRT or (one.status or 0) > 0:
         if one.stderr is None:
@@ -163,7 +163,7 @@ def _is_own_end(case: Case, one: Evidence) -> bool:
     return True
 
 
-def _raised(case: Case, one: Evidence, said: Statement) -> RankFailed:
+def _raised(case: FailureCase, one: Evidence, said: RankStatus) -> RankFailed:
     where = f" at {said.line}" if said.line else ""
     cause: Cause = "out of memory" if said.of_memory else "exception"
     text = f": {said.text}" if said.text else ""
@@ -179,7 +179,7 @@ def _raised(case: Case, one: Evidence, said: Statement) -> RankFailed:
     )
 
 
-def _ended(case: Case, one: Evidence) -> RankFailed:
+def _ended(case: FailureCase, one: Evidence) -> RankFailed:
     assert one.status is not None
     last = f": {_last_line(one.stderr)}" if one.stderr and one.stderr.strip() else ""
     if one.stderr and _OF_MEMORY.search(one.stderr):
@@ -194,7 +194,7 @@ def _ended(case: Case, one: Evidence) -> RankFailed:
     return _failed(case, one, "killed", f"was killed ({name}){last}", remedy=_RESUME)
 
 
-def _stopped(case: Case) -> SteelyardError | None:
+def _stopped(case: FailureCase) -> SteelyardError | None:
     for one in case.ranks:
         if one.is_stopped:
             text = f"is stopped (SIGSTOP), and the others waited {case.timeout_seconds:g} s for it"
@@ -205,7 +205,7 @@ def _stopped(case: Case) -> SteelyardError | None:
 # --- all that failed had lost or missed another ---------------------------------------------------
 
 
-def _ended_early(case: Case) -> SteelyardError | None:
+def _ended_early(case: FailureCase) -> SteelyardError | None:
     for one in case.ranks:
         if one.status == 0:
             text = "ended, as if all were done, while the others waited for it"
@@ -213,7 +213,7 @@ def _ended_early(case: Case) -> SteelyardError | None:
     return None
 
 
-def _absent(case: Case) -> SteelyardError | None:
+def _absent(case: FailureCase) -> SteelyardError | None:
     for said in _by_time(case):
         if said.absent is not None and 0 <= said.absent < len(case.ranks):
             one = case.ranks[said.absent]
@@ -223,7 +223,7 @@ def _absent(case: Case) -> SteelyardError | None:
     return None
 
 
-def _alone_with_another(case: Case) -> SteelyardError | None:
+def _alone_with_another(case: FailureCase) -> SteelyardError | None:
     """Who has another batch than before asks all, and those that have none are in the step."""
     asking = [one for one in case.ranks if one.unlike is not None]
     if not asking or len(asking) == len(case.ranks):
@@ -241,7 +241,7 @@ def _alone_with_another(case: Case) -> SteelyardError | None:
     )
 
 
-def _other_exchange(case: Case) -> SteelyardError | None:
+def _other_exchange(case: FailureCase) -> SteelyardError | None:
     """The first of those that ranks remember: whoever does not wait has issued more since."""
     made: dict[tuple[str, int], dict[int, str]] = {}
     for one in case.ranks:
@@ -258,7 +258,7 @@ def _other_exchange(case: Case) -> SteelyardError | None:
     return None
 
 
-def _aborted(case: Case) -> SteelyardError | None:
+def _aborted(case: FailureCase) -> SteelyardError | None:
     """Gloo ends the process that is sent another amount than it asked for, be it right or wrong."""
     for one in case.ranks:
         if one.status == -signal.SIGABRT:
@@ -274,7 +274,7 @@ def _aborted(case: Case) -> SteelyardError | None:
     return None
 
 
-def _behind(case: Case) -> SteelyardError | None:
+def _behind(case: FailureCase) -> SteelyardError | None:
     """An exchange that is issued completes by itself: whoever is behind did not issue it."""
     furthest: dict[str, Issued] = {}
     for one in case.ranks:
@@ -293,14 +293,14 @@ def _behind(case: Case) -> SteelyardError | None:
     return None
 
 
-def _not_waiting(case: Case) -> SteelyardError | None:
+def _not_waiting(case: FailureCase) -> SteelyardError | None:
     for one in case.ranks:
         if one.is_running and one.answer is not None and not one.answer.is_waiting:
             return _hanging(case, one, None)
     return None
 
 
-def _hanging(case: Case, one: Evidence, missed: Issued | None) -> RankFailed:
+def _hanging(case: FailureCase, one: Evidence, missed: Issued | None) -> RankFailed:
     if not one.was_asked:
         where = "it has not joined the others"
     elif one.answer is None:
@@ -313,7 +313,7 @@ def _hanging(case: Case, one: Evidence, missed: Issued | None) -> RankFailed:
     return _failed(case, one, "hanging", text, remedy=remedy)
 
 
-def _elsewhere(case: Case) -> SteelyardError | None:
+def _elsewhere(case: FailureCase) -> SteelyardError | None:
     """What goes through memory that ranks share is in no list of torch's: one rank waited there
     for another, and that one for an exchange of torch's."""
     for other in case.ranks:
@@ -329,7 +329,7 @@ def _elsewhere(case: Case) -> SteelyardError | None:
     return None
 
 
-def _left(case: Case) -> SteelyardError | None:
+def _left(case: FailureCase) -> SteelyardError | None:
     """Nobody is to blame by what is known: the first complaint, as it is."""
     complaints = [one for one in case.ranks if one.is_witness]
     if complaints:
@@ -348,7 +348,7 @@ _SAME_EXCHANGES = "let every rank take the same steps on batches of the same for
 
 
 def _failed(
-    case: Case,
+    case: FailureCase,
     one: Evidence,
     cause: Cause,
     text: str,
@@ -366,7 +366,7 @@ def _failed(
     )
 
 
-def _by_time(case: Case) -> list[Statement]:
+def _by_time(case: FailureCase) -> list[RankStatus]:
     said = [one.statement for one in case.ranks if one.statement is not None]
     return sorted(said, key=lambda statement: statement.at_seconds)
 

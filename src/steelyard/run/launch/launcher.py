@@ -31,7 +31,7 @@ from steelyard import _torch
 from steelyard.errors import BadInput, Cause, RankFailed
 from steelyard.run.launch import orphan_guard
 from steelyard.run.launch.monitor import Watch
-from steelyard.run.launch.run_files import FOLDER_VARIABLE, RankPlace
+from steelyard.run.launch.run_files import FOLDER_VARIABLE, RankFiles
 from steelyard.safe_text import printable
 
 # What may go well a second time. An exception comes again from the same code and the same data.
@@ -153,7 +153,7 @@ class _Group(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self._attempt += 1
         places = [
-            RankPlace.of(self._run, attempt=self._attempt, rank=r) for r in range(self._num_ranks)
+            RankFiles.of(self._run, attempt=self._attempt, rank=r) for r in range(self._num_ranks)
         ]
         logs = LogsDest()
         for rank, place in enumerate(places):

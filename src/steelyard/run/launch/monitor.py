@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.errors import SteelyardError
-from steelyard.run.launch.failure_diagnosis import Case, Evidence, at_once, verdict
-from steelyard.run.launch.rank_status import Progress, Statement
-from steelyard.run.launch.run_files import RankPlace, read_whole
+from steelyard.run.launch.failure_diagnosis import Evidence, FailureCase, at_once, verdict
+from steelyard.run.launch.rank_status import RankProgress, RankStatus
+from steelyard.run.launch.run_files import RankFiles, read_whole
 from steelyard.safe_text import printable
 
 # A rank that dies hangs up before its process is seen dead; so long others' complaints wait.
@@ -37,7 +37,7 @@ class Watch:
     """Over the ranks of one try, whose processes are children of this one."""
 
     def __init__(
-        self, places: list[RankPlace], *, timeout_seconds: float, logs_stay: bool = True
+        self, places: list[RankFiles], *, timeout_seconds: float, logs_stay: bool = True
     ) -> None:
         self._places = places
         self._logs_stay = logs_stay
@@ -64,7 +64,7 @@ class Watch:
         self._wait(pids, set(pids), _DEATH_SECONDS)
         return found
 
-    def _is_trouble(self, case: Case) -> bool:
+    def _is_trouble(self, case: FailureCase) -> bool:
         now = time.monotonic()
         return any(
             (one.status is not None and one.status != 0)
@@ -73,7 +73,7 @@ class Watch:
             for one in case.ranks
         )
 
-    def _settled(self, case: Case, pids: Mapping[int, int]) -> Case:
+    def _settled(self, case: FailureCase, pids: Mapping[int, int]) -> FailureCase:
         """The case once nothing more is to be learnt."""
         start = time.monotonic()
         while at_once(case) is None:
@@ -87,7 +87,7 @@ class Watch:
             case = self._case(pids)
         return case
 
-    def _ask(self, case: Case) -> None:
+    def _ask(self, case: FailureCase) -> None:
         for one in case.ranks:
             if one.is_running and one.rank not in self._asked:
                 # Of a rank that has not joined yet nobody reads the pipe, or there is none.
@@ -99,10 +99,10 @@ class Watch:
 
     # --- looking ----------------------------------------------------------------------------------
 
-    def _case(self, pids: Mapping[int, int]) -> Case:
+    def _case(self, pids: Mapping[int, int]) -> FailureCase:
         ranks = tuple(self._evidence(rank, pids[rank]) for rank in range(len(self._places)))
         was_killed = any(one.status == -signal.SIGKILL for one in ranks)
-        return Case(
+        return FailureCase(
             ranks=ranks,
             timeout_seconds=self._timeout_seconds,
             logs=str(self._places[0].path.parent) if self._logs_stay else "",
@@ -130,10 +130,10 @@ class Watch:
             status=status,
             ended_seconds=self._ended_at.get(rank, inf),
             is_stopped=is_stopped,
-            statement=Statement.of_json(said) if isinstance(said, dict) else None,
+            statement=RankStatus.of_json(said) if isinstance(said, dict) else None,
             stderr=_end_of(place.stderr) if status else None,
             was_asked=rank in self._asked,
-            answer=Progress.of_json(answer) if answer is not None else None,
+            answer=RankProgress.of_json(answer) if answer is not None else None,
             unlike=None if unlike is None else (_text(unlike, "item"), _text(unlike, "words")),
         )
 

@@ -11,19 +11,19 @@ from collections.abc import MutableMapping
 from torch.distributed import Store  # type: ignore[attr-defined]  # public by its documentation
 
 from steelyard.comm.network_interfaces import address_towards, interface_of
-from steelyard.run.launch.environment import Who
+from steelyard.run.launch.environment import RankInfo
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def speak_on_one_host(who: Who, environ: MutableMapping[str, str]) -> None:
+def speak_on_one_host(who: RankInfo, environ: MutableMapping[str, str]) -> None:
     """Loopback where all ranks are known to be on one host; else the interface of MASTER_ADDR."""
     name = "lo" if who.is_one_host else interface_of(address_towards(who.address))
     if name:
         environ.setdefault(VARIABLE, name)
 
 
-def speak_between_hosts(store: Store, who: Who, environ: MutableMapping[str, str]) -> None:
+def speak_between_hosts(store: Store, who: RankInfo, environ: MutableMapping[str, str]) -> None:
     """The others look towards the first host, and the ranks of that one towards the second: its own
     name may stand for its loopback."""
     of_a_host = who.size // who.hosts

@@ -21,7 +21,7 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RankProgress:
     """``issued``: the last of each group; ``lately``: the last of all, in order. ``is_waiting``:
     for an exchange, of whatever kind. ``line``: where the user's code was."""
 
@@ -34,7 +34,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> "Progress":
+    def of_json(cls, found: Mapping[str, Any]) -> "RankProgress":
         return cls(
             issued=_issued(found.get("issued")),
             lately=_issued(found.get("lately")),
@@ -44,7 +44,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statement:
+class RankStatus:
     """An exception that ended a rank, as that rank saw it.
 
     ``of_input``: what was asked for cannot be honoured, on no rank and at no second try.
@@ -67,13 +67,13 @@ class Statement:
     absent: int | None = None
     missed: int | None = None
     not_finite: bool = False
-    progress: Progress = field(default_factory=Progress)
+    progress: RankProgress = field(default_factory=RankProgress)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> "Statement":
+    def of_json(cls, found: Mapping[str, Any]) -> "RankStatus":
         differs, progress = found.get("differs"), found.get("progress")
         seconds = found.get("at_seconds")
         return cls(
@@ -90,7 +90,7 @@ class Statement:
             absent=_rank(found, "absent"),
             missed=_rank(found, "missed"),
             not_finite=found.get("not_finite") is True,
-            progress=Progress.of_json(progress if isinstance(progress, dict) else {}),
+            progress=RankProgress.of_json(progress if isinstance(progress, dict) else {}),
         )
 
 

@@ -19,7 +19,7 @@ from steelyard.comm.network_interfaces import address_towards
 from steelyard.errors import RankFailed
 from steelyard.run.launch.authenticated_store import authenticated
 from steelyard.run.launch.consistency_check import agree
-from steelyard.run.launch.environment import Who
+from steelyard.run.launch.environment import RankInfo
 from steelyard.run.launch.network_interface import speak_between_hosts, speak_on_one_host
 from steelyard.run.launch.rendezvous_port import served_store
 from steelyard.run.launch.status_reporter import answer_when_asked, recorded
@@ -36,7 +36,7 @@ _BEAT_SECONDS, _COMING_SECONDS, _PATIENCE_SECONDS, _LOOK_SECONDS = 2.0, 900.0, 1
 
 @contextlib.contextmanager
 def joined(
-    who: Who,
+    who: RankInfo,
     words: Mapping[str, str],
     *,
     timeout_seconds: float,
@@ -80,7 +80,7 @@ def joined(
 
 
 @contextlib.contextmanager
-def needing_store(who: Who) -> Iterator[None]:
+def needing_store(who: RankInfo) -> Iterator[None]:
     """Within it a process that only holds the store for these ranks knows that they need it."""
     if not who.store_is_held or who.rank != 0:
         yield
@@ -108,13 +108,13 @@ def needing_store(who: Who) -> Iterator[None]:
             store.set(_NEEDED, _NO_MORE)
 
 
-def _store_to_hold(who: Who) -> Store:
+def _store_to_hold(who: RankInfo) -> Store:
     """Without the proof that ranks give each other: all that is read is whether it is needed."""
     store = _store_at_port(who, timedelta(seconds=_COMING_SECONDS))
     return PrefixStore(f"held in attempt-{who.attempt}", store)
 
 
-def hold_meeting_place(who: Who) -> None:
+def hold_meeting_place(who: RankInfo) -> None:
     """Until the ranks that meet there end, or none of them has said for long that it needs it."""
     store = _store_to_hold(who)
     said, until = b"", time.monotonic() + _COMING_SECONDS
@@ -127,7 +127,7 @@ def hold_meeting_place(who: Who) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def meeting_place(who: Who, *, timeout_seconds: float = 300) -> Store:
+def meeting_place(who: RankInfo, *, timeout_seconds: float = 300) -> Store:
     """A prefix for each try: addresses of the last one are stale (torchrun restarted in vain).
 
     Ranks that our launcher started meet in a file that only their user can open. All others meet at
@@ -145,7 +145,7 @@ def meeting_place(who: Who, *, timeout_seconds: float = 300) -> Store:
     return authenticated(met, who, token, timeout_seconds=timeout_seconds)
 
 
-def _store_at_port(who: Who, timeout: timedelta) -> Store:
+def _store_at_port(who: RankInfo, timeout: timedelta) -> Store:
     """Rank 0 has the store in its own process, unless torchrun's agent has it."""
     if who.rank == 0 and not (who.agent_holds_store or who.store_is_held):
         return served_store(who, os.environ, timeout=timeout)
@@ -164,7 +164,7 @@ def _store_at_port(who: Who, timeout: timedelta) -> Store:
         ) from error
 
 
-def is_within_host(who: Who) -> bool:
+def is_within_host(who: RankInfo) -> bool:
     """Whether only processes of this host reach the port: of several hosts the first one's name may
     stand for its own loopback, and the others come from elsewhere all the same."""
     try:

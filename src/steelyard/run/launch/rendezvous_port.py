@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public b
 
 from steelyard.comm.network_interfaces import address_of
 from steelyard.errors import BadInput
-from steelyard.run.launch.environment import Who
+from steelyard.run.launch.environment import RankInfo
 from steelyard.run.launch.network_interface import VARIABLE
 from steelyard.safe_text import printable
 
@@ -23,7 +23,7 @@ _BACKLOG = 4096
 _SERVED: dict[tuple[str, int], TCPStore] = {}
 
 
-def served_store(who: Who, environ: Mapping[str, str], *, timeout: timedelta) -> TCPStore:
+def served_store(who: RankInfo, environ: Mapping[str, str], *, timeout: timedelta) -> TCPStore:
     """The store of rank 0, in this process."""
     refused = []
     for address in addresses(who, environ):
@@ -56,7 +56,7 @@ def served_store(who: Who, environ: Mapping[str, str], *, timeout: timedelta) ->
     )
 
 
-def addresses(who: Who, environ: Mapping[str, str]) -> Iterator[str]:
+def addresses(who: RankInfo, environ: Mapping[str, str]) -> Iterator[str]:
     """Where to listen, the likeliest first: at MASTER_ADDR, unless it is a name that stands for
     this host's loopback while others have to come from elsewhere."""
     is_number = _is_address(who.address)

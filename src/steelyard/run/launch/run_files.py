@@ -21,11 +21,11 @@ _MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
+class RankFiles:
     path: Path
 
     @classmethod
-    def of(cls, run: Path, *, attempt: int, rank: int) -> "RankPlace":
+    def of(cls, run: Path, *, attempt: int, rank: int) -> "RankFiles":
         return cls(path=run / f"attempt-{attempt}" / f"rank-{rank}")
 
     @property

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steelyard.errors import BadInput, NonFinite, RankFailed, RanksDiffer, SteelyardError
-from steelyard.run.launch.environment import Who
-from steelyard.run.launch.rank_status import Issued, Progress, Statement
-from steelyard.run.launch.run_files import RankPlace, write_whole
+from steelyard.run.launch.environment import RankInfo
+from steelyard.run.launch.rank_status import Issued, RankProgress, RankStatus
+from steelyard.run.launch.run_files import RankFiles, write_whole
 from steelyard.safe_text import printable
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _VERDICT_SECONDS = 20
 
 
 @contextlib.contextmanager
-def recorded(who: Who) -> Iterator[None]:
+def recorded(who: RankInfo) -> Iterator[None]:
     """Whatever ends this block is written down for the launcher, or for torchrun, and goes on.
 
     May be nested: what was written first stays. A rank that lost another waits for the launcher's
@@ -73,7 +73,7 @@ def recorded(who: Who) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_by_itself(who: Who) -> Iterator[None]:
+def told_by_itself(who: RankInfo) -> Iterator[None]:
     """A rank that nobody watches, as on one of several hosts, says itself that it lost another; our
     launcher knows more of it, and says that."""
     try:
@@ -94,7 +94,7 @@ def _path_of(name: str | None) -> Path | None:
     return Path(name) if name else None
 
 
-def _as_error_file(error: BaseException, said: Statement) -> dict[str, Any]:
+def _as_error_file(error: BaseException, said: RankStatus) -> dict[str, Any]:
     text = "".join(traceback.format_exception(error))
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     return {
@@ -103,11 +103,11 @@ def _as_error_file(error: BaseException, said: Statement) -> dict[str, Any]:
     }
 
 
-def statement_of(error: BaseException) -> Statement:
+def statement_of(error: BaseException) -> RankStatus:
     of_exchange = any(map(_is_of_exchange, _chain(error)))
     ours = error if isinstance(error, SteelyardError) else None
     failed = error if isinstance(error, RankFailed) else None
-    return Statement(
+    return RankStatus(
         kind=type(error).__name__,
         text=ours.happened if ours else str(error),
         line=_line_of_error(error),
@@ -121,7 +121,7 @@ def statement_of(error: BaseException) -> Statement:
         absent=failed.rank if failed and failed.cause == "absent" else None,
         missed=failed.rank if failed and failed.cause == "exchange" and failed.rank >= 0 else None,
         not_finite=isinstance(error, NonFinite),
-        progress=progress() if of_exchange else Progress(),
+        progress=progress() if of_exchange else RankProgress(),
     )
 
 
@@ -151,7 +151,7 @@ def _is_of_memory(error: BaseException) -> bool:
 # --- where the rank is ----------------------------------------------------------------------------
 
 
-def progress(line: str = "") -> Progress:
+def progress(line: str = "") -> RankProgress:
     # Only when something went wrong: it brings in much of torch, which a step has long loaded.
     from steelyard import _torch
     from steelyard.comm.gloo.point_to_point import LATELY
@@ -159,7 +159,7 @@ def progress(line: str = "") -> Progress:
     entries, notes = _torch.exchanges_issued(), [*LATELY]
     issued = _numbered(entries, notes)
     last = {each.group: each for each in issued}
-    return Progress(
+    return RankProgress(
         issued=tuple(each for _, each in sorted(last.items())),
         lately=tuple(issued[-_LATELY:]),
         # Where nothing was recorded nothing is known: the recorder can be switched off.
@@ -191,7 +191,7 @@ def _words_for(entry: dict[str, Any]) -> str:
     return f"{kind} {', '.join(f'{dtype} {sizes}' for dtype, sizes in shapes)}".rstrip()
 
 
-def answer_when_asked(place: RankPlace) -> None:
+def answer_when_asked(place: RankFiles) -> None:
     os.mkfifo(place.ask, mode=0o600)
     # For writing too: a pipe without a writer would be at its end at once.
     pipe = os.open(place.ask, os.O_RDWR | os.O_CLOEXEC)

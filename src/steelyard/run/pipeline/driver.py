@@ -18,7 +18,7 @@ from steelyard.comm.gloo.thread_scheduling import take_turns
 from steelyard.comm.pipeline_schedules import made_schedule
 from steelyard.ir.graph import Graph, OutputKind
 from steelyard.ir.parallel_layout import PIPELINE
-from steelyard.ir.pipeline_schedule import Action, Work
+from steelyard.ir.pipeline_schedule import Action, ActionKind
 from steelyard.ir.program import Pipeline
 from steelyard.operators import copy_laid_out
 from steelyard.run.finite_check import ACTIVATIONS, GRADIENTS, LOSS, FiniteWatch
@@ -28,7 +28,7 @@ from steelyard.run.pipeline.sharded_weights import Shares
 from steelyard.run.pipeline.stage import LiveStage, Values, keep_only
 
 
-class StagesAtWork:
+class PipelineDriver:
     """What carries out the stages that this rank holds; every rank is given the whole batch.
 
     Micro-batches weigh, and draw random numbers, as they do on one device. What ranks hold together
@@ -297,7 +297,7 @@ class _Driven(PipelineStage):
         save_forward_output: bool = True,  # noqa: ARG002 - the same
     ) -> Any:
         values = self._values[fwd_chunk_id]
-        self._take_in(Work.FORWARD, fwd_chunk_id)
+        self._take_in(ActionKind.FORWARD, fwd_chunk_id)
         stage = self.live.stage
         assert self._draws is not None
         with self._waiting.stopped(), self._draws.at(fwd_chunk_id, stage.index):
@@ -316,7 +316,9 @@ class _Driven(PipelineStage):
         last_backward: bool = False,  # noqa: ARG002 - the same
     ) -> None:
         values, stage = self._values[bwd_chunk_id], self.live.stage
-        self._take_in(Work.BACKWARD if full_backward else Work.BACK_TO_INPUTS, bwd_chunk_id)
+        self._take_in(
+            ActionKind.BACKWARD if full_backward else ActionKind.BACK_TO_INPUTS, bwd_chunk_id
+        )
         with self._waiting.stopped():
             (self.live.backward if full_backward else self.live.back_to_inputs)(values)
         kept = () if full_backward else (*self._given, *stage.kept_between)
@@ -327,7 +329,7 @@ class _Driven(PipelineStage):
         bwd_chunk_id: int,
         last_backward: bool = False,  # noqa: ARG002 - torch's signature
     ) -> None:
-        self._take_in(Work.BACK_TO_WEIGHTS, bwd_chunk_id)
+        self._take_in(ActionKind.BACK_TO_WEIGHTS, bwd_chunk_id)
         with self._waiting.stopped():
             self.live.back_to_weights(self._values[bwd_chunk_id])
         self._values[bwd_chunk_id].clear()
@@ -357,7 +359,7 @@ class _Driven(PipelineStage):
         to = self.stage_index + step
         return self._messages.sending(to, index, values, is_back=step < 0)
 
-    def _take_in(self, work: Work, index: int) -> None:
+    def _take_in(self, work: ActionKind, index: int) -> None:
         """What has come lies as it was captured, before anything reads it."""
         action = Action(stage=self.stage_index, work=work, micro_batch=index)
         for name, come in self._messages.of(action).items():

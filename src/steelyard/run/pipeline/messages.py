@@ -14,11 +14,11 @@ from steelyard.comm.devices import CPU
 from steelyard.comm.gloo.thread_scheduling import give_way
 from steelyard.comm.shared_memory.slots import Like
 from steelyard.comm.shared_memory.transport import pinned_among
-from steelyard.comm.tcp_quickack import Receipts
+from steelyard.comm.tcp_quickack import QuickAcks
 from steelyard.ir.graph import Graph
 from steelyard.ir.message_slots import edges_of
-from steelyard.ir.pipeline_schedule import AHEAD, Action, Work, source_of
-from steelyard.ir.pipeline_stages import Stage
+from steelyard.ir.pipeline_schedule import AHEAD, Action, ActionKind, source_of
+from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Pipeline
 from steelyard.run.fast_bindings import Room
 
@@ -58,11 +58,11 @@ class Messages(Protocol):
         ...
 
 
-class Numbers:
+class MessageTags:
     """Each message of a step has its own, the same on all ranks: they may be asked for and sent in
     any order."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._num_stages = len(stages)
         self._width = max(max(len(s.receives), len(s.receives_back)) for s in stages)
 
@@ -82,7 +82,7 @@ class _OfRank:
 
     def _read_by(self, action: Action) -> tuple[bool, tuple[str, ...]]:
         """Whether it is read on the way back, and what of another rank it is; nothing of none."""
-        is_back = action.work is not Work.FORWARD
+        is_back = action.work is not ActionKind.FORWARD
         if source_of(action, self._rank_of) is None:
             return is_back, ()
         stage = self._stages[action.stage]
@@ -106,8 +106,8 @@ class ByGloo(_OfRank):
     ) -> None:
         super().__init__(pipeline, group, device)
         self._rank_at = rank_at
-        self._numbers = Numbers(self._stages)
-        self._receipts: Receipts | None = None
+        self._numbers = MessageTags(self._stages)
+        self._receipts: QuickAcks | None = None
         self._done = self._asked = 0
         self._coming: dict[Action, list[tuple[str, torch.Tensor, dist.Work]]] = {}
 
@@ -146,7 +146,7 @@ class ByGloo(_OfRank):
 
     def end(self) -> None:
         if self._receipts is None:  # connections come about when they are first used
-            self._receipts = Receipts()
+            self._receipts = QuickAcks()
 
     def _at_once(self) -> None:
         if self._receipts is not None:

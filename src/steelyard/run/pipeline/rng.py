@@ -14,7 +14,7 @@ import torch
 
 from steelyard.comm.devices import CPU, generator_of
 from steelyard.ir.graph import Graph, Node, Output, OutputKind
-from steelyard.ir.pipeline_stages import Stages
+from steelyard.ir.pipeline_stages import PipelineStages
 from steelyard.ir.program import Program
 from steelyard.run.codegen import emit
 
@@ -27,7 +27,9 @@ class Draws:
     m. The stages that draw themselves are one's ``own``; each comes once a step, one stage's
     micro-batches in their order."""
 
-    def __init__(self, stages: Stages, own: Collection[int], device: torch.device = CPU) -> None:
+    def __init__(
+        self, stages: PipelineStages, own: Collection[int], device: torch.device = CPU
+    ) -> None:
         self._generator = generator_of(device)
         known: dict[str, Draw] = {}
         self._stages: list[list[Draw]] = []

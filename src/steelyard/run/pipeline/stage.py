@@ -14,7 +14,7 @@ import torch
 from steelyard import _torch
 from steelyard.comm.channel import Channel
 from steelyard.ir.graph import Graph, Output, OutputKind
-from steelyard.ir.pipeline_stages import Stage
+from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Program
 from steelyard.passes.pipeline.in_place_sends import written_in_place
 from steelyard.run.codegen import emit
@@ -34,7 +34,7 @@ class LiveStage:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: PipelineStage,
         *,
         live: Mapping[str, Any],
         channels: Mapping[str, Channel] = MappingProxyType({}),
@@ -57,10 +57,10 @@ class LiveStage:
         rooms: Mapping[str, Room] = MappingProxyType({}),
         *,
         kept: Collection[str] = (),
-    ) -> "_Part":
+    ) -> "_StagePart":
         makers = written_in_place(graph, [*rooms], kept=kept)
         made = {maker: rooms[value] for value, maker in makers.items()}
-        return _Part(graph, self.live, channels, made)
+        return _StagePart(graph, self.live, channels, made)
 
     def begin(self) -> None:
         """A step."""
@@ -86,7 +86,7 @@ class LiveStage:
 _HELD = ("parameter:", "buffer:")
 
 
-class _Part:
+class _StagePart:
     def __init__(
         self,
         graph: Graph,

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from steelyard.comm.devices import CPU
-from steelyard.run.sharded_model.tensors import Parts
+from steelyard.run.sharded_model.tensors import ShardedTensors
 
 
-class Layers:
+class ShardedLayers:
     """``held`` says which of the model's tensors each rank of the group holds, by their names in a
     graph; letting go of the others happens here. What nobody holds stays with all."""
 
@@ -108,11 +108,11 @@ class Layers:
         return found
 
 
-class PartsOfLayers:
+class ShardedTensorsOfLayers:
     """A model in ``parts``, cut first, of which each rank then holds some ``layers``. To make it
     whole, ranks first tell each other their layers, and then put the parts together."""
 
-    def __init__(self, parts: Parts, layers: Layers) -> None:
+    def __init__(self, parts: ShardedTensors, layers: ShardedLayers) -> None:
         self._parts, self._layers = parts, layers
 
     @contextlib.contextmanager

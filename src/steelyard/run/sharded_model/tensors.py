@@ -19,7 +19,7 @@ _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ShardSpec:
     """How a tensor lies on the ranks of a group, and which of them this is."""
 
     shard: Shard
@@ -52,12 +52,12 @@ class Way:
         return apart
 
 
-class Parts:
+class ShardedTensors:
     """``ways`` says of which of the model's tensors this rank keeps a part, by their names in a
     graph, and of which a part of a part; cutting happens here."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], ways: Mapping[str, Sequence[Way]]
+        self, tensors: Mapping[str, torch.Tensor], ways: Mapping[str, Sequence[ShardSpec]]
     ) -> None:
         self._held = [tensors[name] for name in ways]
         self._ways = {id(tensors[name]): tuple(way) for name, way in ways.items()}

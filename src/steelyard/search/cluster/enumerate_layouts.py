@@ -6,15 +6,15 @@ Not for what any of them takes: see search.py.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from steelyard.hardware.topology import Scope
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.hardware.topology import TopologyLevel
+from steelyard.ir.cluster_layout import ClusterLayout
 
 # More runs of blocks on a rank, or samples in a micro-batch, are not looked into; nor tensors in
 # more parts.
 _MOST_VIRTUAL, _MOST_SAMPLES, _MOST_PARTS = 8, 64, 16
 
 
-def tensor_degrees(tree: Scope) -> list[int]:
+def tensor_degrees(tree: TopologyLevel) -> list[int]:
     """Neighbours: those of one innermost scope, which are joined best."""
     sizes = _innermost(tree)
     return [n for n in range(1, _MOST_PARTS + 1) if all(size % n == 0 for size in sizes)]
@@ -22,7 +22,7 @@ def tensor_degrees(tree: Scope) -> list[int]:
 
 def layouts_of(
     num_ranks: int, *, tensor: Sequence[int], samples: int, blocks: int, is_whole: bool
-) -> Iterator[tuple[DeepLayout, int]]:
+) -> Iterator[tuple[ClusterLayout, int]]:
     """Each, and the samples of its micro-batches; ``is_whole`` where the batch cannot be cut."""
     for parts in tensor:
         for pipeline in _divisors(num_ranks // parts) if num_ranks % parts == 0 else ():
@@ -31,14 +31,14 @@ def layouts_of(
                 continue
             each = samples // data
             for micro_batch in [each] if is_whole else _micro_batches(each):
-                first = DeepLayout(
+                first = ClusterLayout(
                     tensor=parts, pipeline=pipeline, data=data, micro_batches=each // micro_batch
                 )
                 for layout in _variants(first, blocks):
                     yield layout, micro_batch
 
 
-def _variants(layout: DeepLayout, blocks: int) -> Iterator[DeepLayout]:
+def _variants(layout: ClusterLayout, blocks: int) -> Iterator[ClusterLayout]:
     """With states held whole or in shares, in one run of blocks on each rank or in several."""
     # Gradients in shares are exchanged for each micro-batch; where there are several, that is
     # reckoned with weights in shares alone.
@@ -53,7 +53,7 @@ def _variants(layout: DeepLayout, blocks: int) -> Iterator[DeepLayout]:
             )
 
 
-def _virtual(layout: DeepLayout, blocks: int) -> Iterator[int]:
+def _virtual(layout: ClusterLayout, blocks: int) -> Iterator[int]:
     yield 1
     runs, rest = divmod(blocks, layout.pipeline)
     if layout.pipeline > 1 and not rest and layout.micro_batches % layout.pipeline == 0:
@@ -68,9 +68,9 @@ def _micro_batches(samples: int) -> list[int]:
     return [n for n in _divisors(samples) if n <= _MOST_SAMPLES] or [samples]
 
 
-def _innermost(scope: Scope) -> set[int]:
+def _innermost(scope: TopologyLevel) -> set[int]:
     """How many devices the smallest scopes have."""
     found: set[int] = set()
     for member in scope.members:
-        found |= _innermost(member.of) if isinstance(member.of, Scope) else {member.count}
+        found |= _innermost(member.of) if isinstance(member.of, TopologyLevel) else {member.count}
     return found

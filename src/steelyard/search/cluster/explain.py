@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from steelyard.ir.cluster_layout import DeepLayout
+from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.rule import Rule
-from steelyard.plans.plan import Prediction, Taken
-from steelyard.plans.trade import Left, Refusal
+from steelyard.plans.plan import Prediction, SelectedTrade
+from steelyard.plans.trade import Rejection, Remaining
 from steelyard.search.cluster.policy_mixture import ALIKE
-from steelyard.search.cluster.search import DeepSearch, Laid
+from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import KEPT
 from steelyard.units import format_bytes, format_seconds
 
@@ -31,20 +31,26 @@ _OFFLOAD, _OFFLOAD_STATE = "offload", "offload_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    taken: tuple[Taken, ...]
-    refused: tuple[Refusal, ...]
+class ClusterExplanation:
+    taken: tuple[SelectedTrade, ...]
+    refused: tuple[Rejection, ...]
     num_offers: int
 
 
-def told(search: DeepSearch, best: Laid, limit_bytes: int, rules: Sequence[Rule]) -> Told:
+def told(
+    search: ClusterSearch, best: ClusterPlan, limit_bytes: int, rules: Sequence[Rule]
+) -> ClusterExplanation:
     taken = tuple(_taken(search, best, rules))
     refused = tuple(_refused(search, best, limit_bytes))
-    never = sum(refusal.left is Left.NEVER for refusal in refused)
-    return Told(taken=taken, refused=refused, num_offers=len(taken) + len(refused) - never)
+    never = sum(refusal.left is Remaining.NEVER for refusal in refused)
+    return ClusterExplanation(
+        taken=taken, refused=refused, num_offers=len(taken) + len(refused) - never
+    )
 
 
-def _taken(search: DeepSearch, best: Laid, rules: Sequence[Rule]) -> Iterator[Taken]:
+def _taken(
+    search: ClusterSearch, best: ClusterPlan, rules: Sequence[Rule]
+) -> Iterator[SelectedTrade]:
     """Each beside the same layout without it, nothing being computed again in either; and what is,
     beside the layout with everything kept."""
     layout = best.layout
@@ -72,12 +78,12 @@ def _taken(search: DeepSearch, best: Laid, rules: Sequence[Rule]) -> Iterator[Ta
         yield _beside(_OFFLOAD, label, own, near, search.prediction(best))
 
 
-def _with_nothing_moved(best: Laid) -> Laid:
+def _with_nothing_moved(best: ClusterPlan) -> ClusterPlan:
     stages = (tuple((replace(f, moved=False), n) for f, n in stage) for stage in best.stages)
     return replace(best, stages=tuple(stages))
 
 
-def _parts_of(layout: DeepLayout, samples: int) -> Iterator[tuple[str, str, DeepLayout]]:
+def _parts_of(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, str, ClusterLayout]]:
     """Each trade that lays the step so, in words, and the layout without it."""
     cut = f"{layout.micro_batches} micro-batches of {samples}"
     plain = replace(layout, virtual=1)
@@ -112,13 +118,13 @@ def _parts_of(layout: DeepLayout, samples: int) -> Iterator[tuple[str, str, Deep
 
 def _beside(
     trade: str, label: str, rules: tuple[Rule, ...], before: Prediction, after: Prediction
-) -> Taken:
+) -> SelectedTrade:
     quicker = before.quad.computation_seconds.value - after.quad.computation_seconds.value
     waits = (
         after.quad.exposed_communication_seconds.value
         - before.quad.exposed_communication_seconds.value
     )
-    return Taken(
+    return SelectedTrade(
         trade=trade,
         label=label,
         rules=rules,
@@ -128,36 +134,38 @@ def _beside(
     )
 
 
-def _refused(search: DeepSearch, best: Laid, limit_bytes: int) -> Iterator[Refusal]:
+def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iterator[Rejection]:
     for trade, label, fits in _others(search, best.layout):
         yield _why_not(search, best, limit_bytes, trade, label, fits)
     fates = {fate for stage in best.stages for fate, _ in stage}
     all_fits = "everything that the backward pass reads fits as it is"
     if not any(fate.again for fate in fates):
         reason = all_fits if fates == {KEPT} else "moving what blocks keep is faster"
-        yield Refusal(trade="recompute", label="blocks", reason=reason)
+        yield Rejection(trade="recompute", label="blocks", reason=reason)
     if not any(fate.moved for fate in fates):
         yield _not_moved(search, best, "what blocks keep", all_fits if fates == {KEPT} else "")
     if not best.layout.far_states:
         yield _states_not_moved(search, best, limit_bytes, is_needed=fates != {KEPT})
     for trade in _NOT_WEIGHED:
         reason = "is not weighed for several devices that are not here"
-        yield Refusal(trade=trade, label="the step", reason=reason, left=Left.NEVER)
+        yield Rejection(trade=trade, label="the step", reason=reason, left=Remaining.NEVER)
     if search.why_together:
-        yield Refusal(trade=_BATCH, label="the batch", reason=search.why_together, left=Left.NEVER)
+        yield Rejection(
+            trade=_BATCH, label="the batch", reason=search.why_together, left=Remaining.NEVER
+        )
 
 
-def _not_moved(search: DeepSearch, best: Laid, label: str, reason: str) -> Refusal:
+def _not_moved(search: ClusterSearch, best: ClusterPlan, label: str, reason: str) -> Rejection:
     if not search.leads_to_hosts(best.layout):
         reason = "the cluster says of no memory of hosts, or of no link there"
-        return Refusal(trade=_OFFLOAD, label=label, reason=reason, left=Left.NEVER)
+        return Rejection(trade=_OFFLOAD, label=label, reason=reason, left=Remaining.NEVER)
     slower = "computing again is faster than moving, or the hosts have no room"
-    return Refusal(trade=_OFFLOAD, label=label, reason=reason or slower)
+    return Rejection(trade=_OFFLOAD, label=label, reason=reason or slower)
 
 
 def _states_not_moved(
-    search: DeepSearch, best: Laid, limit_bytes: int, *, is_needed: bool
-) -> Refusal:
+    search: ClusterSearch, best: ClusterPlan, limit_bytes: int, *, is_needed: bool
+) -> Rejection:
     label = "what the optimizer keeps"
     if not search.leads_to_hosts(best.layout):
         return replace(_not_moved(search, best, label, ""), trade=_OFFLOAD_STATE)
@@ -168,12 +176,12 @@ def _states_not_moved(
         if other is not None:
             takes = format_seconds(other.step.step_seconds)
             reason = f"takes ~{takes} a step, the plan ~{format_seconds(best.step.step_seconds)}"
-    return Refusal(trade=_OFFLOAD_STATE, label=label, reason=reason)
+    return Rejection(trade=_OFFLOAD_STATE, label=label, reason=reason)
 
 
 def _others(
-    search: DeepSearch, layout: DeepLayout
-) -> Iterator[tuple[str, str, Callable[[DeepLayout], bool]]]:
+    search: ClusterSearch, layout: ClusterLayout
+) -> Iterator[tuple[str, str, Callable[[ClusterLayout], bool]]]:
     """One way of sharing alone; and each way that is taken left out, each that is not put in."""
     ranks = layout.num_ranks
     if ranks == 1:
@@ -196,18 +204,18 @@ def _others(
             yield _STATES, f"{label} in shares", _with_states(stage)
 
 
-def _with_states(stage: int) -> Callable[[DeepLayout], bool]:
+def _with_states(stage: int) -> Callable[[ClusterLayout], bool]:
     return lambda layout: layout.state_stage == stage
 
 
 def _why_not(
-    search: DeepSearch,
-    best: Laid,
+    search: ClusterSearch,
+    best: ClusterPlan,
     limit_bytes: int,
     trade: str,
     label: str,
-    fits: Callable[[DeepLayout], bool],
-) -> Refusal:
+    fits: Callable[[ClusterLayout], bool],
+) -> Rejection:
     ranks = best.layout.num_ranks
     other = search.fastest(ranks, limit_bytes, fits=fits)
     if other is not None:
@@ -227,4 +235,4 @@ def _why_not(
             reason = f"holds ~{format_bytes(held)} at least, {format_bytes(limit_bytes)} is allowed"
             if leanest <= limit_bytes:
                 reason = f"holds more than the {format_bytes(limit_bytes)} that is allowed"
-    return Refusal(trade=trade, label=label, reason=reason)
+    return Rejection(trade=trade, label=label, reason=reason)

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from steelyard.errors import Mismatch
-from steelyard.ir.cluster_layout import Blocks, DeepLayout
+from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph
-from steelyard.ir.rule import Rule, Spot
+from steelyard.ir.rule import CallSite, Rule
 from steelyard.ir.sharding_choice import Region
-from steelyard.search.cluster.search import DeepSearch, Laid
-from steelyard.search.cluster.stage_assignment import Fate
+from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
+from steelyard.search.cluster.stage_assignment import ActivationPolicy
 from steelyard.search.cluster.to_rules import HELD, calls_moved, rules_of
 
 _FATES = ("recompute", "offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RuleContext:
     """What rules are told by: three blocks of the model, and what may be cut of them."""
 
     graph: Graph
@@ -30,7 +30,7 @@ class Step:
     regions: Callable[[int], Sequence[Region]]
 
 
-def laid_of(rules: Sequence[Rule], search: DeepSearch, step: Step) -> Laid:
+def laid_of(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterPlan:
     layout = _layout(rules, search, step)
     stages = _stages(rules, layout, step)
     laid = search.priced_as(layout, stages)
@@ -48,7 +48,7 @@ def _said(rules: Iterable[Rule]) -> Counter[Rule]:
     return Counter(rule for rule in rules if rule.trade not in _FATES)
 
 
-def _layout(rules: Sequence[Rule], search: DeepSearch, step: Step) -> DeepLayout:
+def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterLayout:
     of: dict[str, list[Rule]] = defaultdict(list)
     for rule in rules:
         of[rule.trade].append(rule)
@@ -71,7 +71,7 @@ def _layout(rules: Sequence[Rule], search: DeepSearch, step: Step) -> DeepLayout
         )
     held = {rule.op for rule in of["shard_states"]}
     stage = next((n for n, what in HELD.items() if held == {what}), 0)
-    layout = DeepLayout(
+    layout = ClusterLayout(
         tensor=degree("shard_tensor"),
         pipeline=pipeline,
         data=data,
@@ -94,10 +94,10 @@ def _layout(rules: Sequence[Rule], search: DeepSearch, step: Step) -> DeepLayout
 
 
 def _stages(
-    rules: Sequence[Rule], layout: DeepLayout, step: Step
-) -> tuple[tuple[tuple[Fate, int], ...], ...]:
+    rules: Sequence[Rule], layout: ClusterLayout, step: RuleContext
+) -> tuple[tuple[tuple[ActivationPolicy, int], ...], ...]:
     fates = _fates(rules, step)
-    found: list[Counter[Fate]] = [Counter() for _ in range(layout.pipeline)]
+    found: list[Counter[ActivationPolicy]] = [Counter() for _ in range(layout.pipeline)]
     begin = 0
     for run, end in enumerate([*_ends(rules, step.blocks), step.blocks.count]):
         found[run % layout.pipeline].update(fates[begin:end])
@@ -117,18 +117,18 @@ def _ends(rules: Iterable[Rule], blocks: Blocks) -> list[int]:
     return sorted(ends)
 
 
-def _fates(rules: Iterable[Rule], step: Step) -> list[Fate]:
+def _fates(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy]:
     """Of each block."""
-    again: list[list[Spot]] = [[] for _ in range(step.blocks.count)]
-    moved: list[list[Spot]] = [[] for _ in range(step.blocks.count)]
+    again: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
+    moved: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
     for rule in rules:
         if rule.trade in _FATES:
             for number, inside in _named(rule, step.blocks):
                 spots = again if rule.trade == "recompute" else moved
-                spots[number].append(Spot(inside, rule.op, rule.nth))
-    found, known = [], _Moved(step)
+                spots[number].append(CallSite(inside, rule.op, rule.nth))
+    found, known = [], _OffloadedOfBlock(step)
     for number, (made, sent) in enumerate(zip(again, moved, strict=True)):
-        fate = Fate(again=tuple(sorted(made, key=str)), moved=bool(sent))
+        fate = ActivationPolicy(again=tuple(sorted(made, key=str)), moved=bool(sent))
         if sent and Counter(sent) != known[fate]:
             raise Mismatch(
                 f"the plan moves {len(sent)} values of block {number + step.blocks.first}, and "
@@ -140,13 +140,13 @@ def _fates(rules: Iterable[Rule], step: Step) -> list[Fate]:
     return found
 
 
-class _Moved(dict[Fate, Counter[Spot]]):
+class _OffloadedOfBlock(dict[ActivationPolicy, Counter[CallSite]]):
     """What is moved of a block of each fate."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: RuleContext) -> None:
         self._step = step
 
-    def __missing__(self, fate: Fate) -> Counter[Spot]:
+    def __missing__(self, fate: ActivationPolicy) -> Counter[CallSite]:
         self[fate] = Counter(calls_moved(self._step.graph, self._step.blocks, fate.again))
         return self[fate]
 

@@ -20,7 +20,7 @@ ALIKE = 5e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class BlockKind:
     """What one block of it takes for one micro-batch, and keeps of each that is under way;
     ``again_bytes`` are there once, while it is computed again; ``far_bytes`` are kept elsewhere.
     ``num_again`` is how many of its calls are computed again."""
@@ -52,7 +52,7 @@ class Mix:
 
 
 def mixed(
-    kinds: Sequence[Kind], num_blocks: int, room_bytes: float, far_room_bytes: float = _NEVER
+    kinds: Sequence[BlockKind], num_blocks: int, room_bytes: float, far_room_bytes: float = _NEVER
 ) -> Mix | None:
     """The fastest of one kind or of two, and of those that are about as fast the simplest; None
     where none leaves the blocks room. Where not all that could be kept elsewhere has room there,
@@ -75,7 +75,7 @@ def mixed(
 
 
 def _beside(
-    kinds: Sequence[Kind],
+    kinds: Sequence[BlockKind],
     near: Sequence[int],
     far: int,
     count: int,
@@ -93,7 +93,7 @@ def _beside(
 
 
 def _of_two(
-    kinds: Sequence[Kind],
+    kinds: Sequence[BlockKind],
     chosen: Sequence[int],
     num_blocks: int,
     room_bytes: float,
@@ -135,7 +135,7 @@ def _fitting(num_blocks: int, mine: float, others: float, room: float) -> tuple[
     return max(fewest, ceil(left / between)), most
 
 
-def least_seconds(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> float:
+def least_seconds(kinds: Sequence[BlockKind], num_blocks: int, room_bytes: float) -> float:
     """No whole numbers of blocks take less, in so much room; infinite where they have too little.
 
     As if blocks could be of two kinds each, and anything had room elsewhere. Whatever they are of,
@@ -155,7 +155,7 @@ def least_seconds(kinds: Sequence[Kind], num_blocks: int, room_bytes: float) -> 
     )
 
 
-def _on_the_hull(kinds: Sequence[Kind], each_bytes: float) -> float:
+def _on_the_hull(kinds: Sequence[BlockKind], each_bytes: float) -> float:
     best = min((k.seconds for k in kinds if k.kept_bytes <= each_bytes), default=_NEVER)
     for one, other in combinations(kinds, 2):
         lean, wide = sorted((one, other), key=lambda k: k.kept_bytes)
@@ -249,7 +249,7 @@ def bettered(
         seconds = [seconds_of(s, n) for s, n in enumerate(held)]
 
 
-def _mix(kinds: Sequence[Kind], of: dict[int, int]) -> Mix:
+def _mix(kinds: Sequence[BlockKind], of: dict[int, int]) -> Mix:
     return Mix(
         counts=tuple(of.get(index, 0) for index in range(len(kinds))),
         seconds=sum(kinds[index].seconds * count for index, count in of.items()),

@@ -12,28 +12,28 @@ import numpy as np
 from steelyard.ir.cluster_layout import Blocks
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Spot, spot_of
+from steelyard.ir.rule import CallSite, spot_of
 from steelyard.predict.analytic.node_assignment import MIDDLE
-from steelyard.predict.cost_table import Costs
-from steelyard.search.single.fast_estimator import Tally
-from steelyard.search.single.min_cut import Cut
+from steelyard.predict.cost_table import CostTable
+from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.min_cut import MinCut
 
 # Of a second for each byte, from where nothing is worth it to where everything is.
 _PRICES = np.geomspace(1e-14, 1e-8, 25)
 
 
 def sets_again(
-    graph: Graph, costs: Costs, blocks: Blocks, *, values: Iterable[str]
-) -> tuple[tuple[Spot, ...], ...]:
+    graph: Graph, costs: CostTable, blocks: Blocks, *, values: Iterable[str]
+) -> tuple[tuple[CallSite, ...], ...]:
     """By modules inside a block, as `again` of a layout takes them; none first. ``values`` are
     what can be computed again of the graph."""
     if not blocks.count:
         return ((),)
     program = Program.plain(graph)
-    tally = Tally(program, costs, values)
-    found: dict[tuple[Spot, ...], None] = {(): None}
+    tally = FastEstimator(program, costs, values)
+    found: dict[tuple[CallSite, ...], None] = {(): None}
     if tally.unit_of:
-        cut = Cut(tally)
+        cut = MinCut(tally)
         nbytes = np.array([tally.nbytes[s] for s in cut.kept], dtype=np.float64)
         for price in _PRICES:
             again = cut.solve(nbytes * price).again
@@ -41,7 +41,9 @@ def sets_again(
     return tuple(found)
 
 
-def _inside(graph: Graph, tally: Tally, blocks: Blocks, again: frozenset[int]) -> Iterator[Spot]:
+def _inside(
+    graph: Graph, tally: FastEstimator, blocks: Blocks, again: frozenset[int]
+) -> Iterator[CallSite]:
     """But for what the block hands on: made again, it would need the block before it made again,
     and so on to the first."""
     head = f"{blocks.path}.{blocks.first + MIDDLE}"

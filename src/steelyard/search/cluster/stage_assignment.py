@@ -6,11 +6,11 @@ Not for which layout: see search.py. Not for the divisions themselves: see polic
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from steelyard.ir.rule import Spot
+from steelyard.ir.rule import CallSite
 from steelyard.predict.analytic.sections import Section
-from steelyard.predict.analytic.step import DeepLaid, Stage
+from steelyard.predict.analytic.step import LayoutCost, StageBlocks
 from steelyard.search.cluster.policy_mixture import (
-    Kind,
+    BlockKind,
     Mix,
     bettered,
     fastest_slowest,
@@ -21,30 +21,30 @@ from steelyard.search.cluster.policy_mixture import (
 
 _NEVER = float("inf")
 # Calls of a block that are computed again, by modules inside it.
-Again = tuple[Spot, ...]
+RecomputeSet = tuple[CallSite, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class ActivationPolicy:
     """What becomes of what a block makes: calls that are computed again, and whether all else that
     the backward pass reads waits in the memory of the host."""
 
-    again: Again = ()
+    again: RecomputeSet = ()
     moved: bool = False
 
 
-KEPT = Fate()
+KEPT = ActivationPolicy()
 
 
-class Stages:
+class StageAssignment:
     """The blocks of one layout, of some kinds, put into stages that hold what is allowed."""
 
     def __init__(
         self,
-        laid: Sequence[DeepLaid],
+        laid: Sequence[LayoutCost],
         limits_bytes: Sequence[float],
         num_blocks: int,
-        kinds_on: Callable[[DeepLaid], Sequence[tuple[Fate, Section]]],
+        kinds_on: Callable[[LayoutCost], Sequence[tuple[ActivationPolicy, Section]]],
         hosts_bytes: Sequence[int],
     ) -> None:
         """Of each stage, what says what it takes where it lies, and what it may hold there, and in
@@ -63,7 +63,7 @@ class Stages:
 
     def _first_alike(self) -> list[int]:
         """Of each stage the first that takes and may hold the same with as many blocks."""
-        first: dict[tuple[DeepLaid, bool, bool, float, float], int] = {}
+        first: dict[tuple[LayoutCost, bool, bool, float, float], int] = {}
         found, last = [], len(self._laid) - 1
         for stage, (on, limit) in enumerate(zip(self._laid, self._limits_bytes, strict=True)):
             # How often what is kept is there counts for nothing where anything may be.
@@ -77,11 +77,11 @@ class Stages:
         stages = self.stages()
         if stages is None:
             return False  # the hosts are too small
-        held = [Stage(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages]
+        held = [StageBlocks(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages]
         numbered = enumerate(zip(self._laid, held, limits_bytes, strict=True))
         return all(on.memory(n, stage).nbytes <= most for n, (on, stage, most) in numbered)
 
-    def stages(self) -> list[list[tuple[tuple[Fate, Section], int]]] | None:
+    def stages(self) -> list[list[tuple[tuple[ActivationPolicy, Section], int]]] | None:
         counts = self._best_counts()
         if counts is None:
             return None
@@ -152,18 +152,20 @@ class Stages:
     def _far_room_bytes(self, stage: int, count: int) -> float:
         """Of the memory of the host, what the optimizer's state leaves."""
         on = self._laid[stage]
-        return self._hosts_bytes[stage] - on.far_bytes(stage, Stage(blocks=((on.block, count),)))
+        return self._hosts_bytes[stage] - on.far_bytes(
+            stage, StageBlocks(blocks=((on.block, count),))
+        )
 
     def _room_bytes(self, stage: int, count: int) -> float:
         model = self._laid[stage].model_memory(stage, count).nbytes
         return self._limits_bytes[stage] - model - self._laid[stage].around_bytes(stage)
 
-    def _kinds(self, stage: int) -> list[Kind]:
+    def _kinds(self, stage: int) -> list[BlockKind]:
         on = self._laid[stage]
         alive, ending = on.alive(stage), on.ending_bytes(stage)
         known = zip(self._sections[on], self._seconds[on], strict=True)
         return [
-            Kind(
+            BlockKind(
                 seconds=seconds,
                 kept_bytes=alive * section.kept_bytes,
                 again_bytes=max(section.again_bytes, ending),
@@ -175,10 +177,10 @@ class Stages:
 
 
 def _worth_having(
-    on: DeepLaid, kinds: Sequence[tuple[Fate, Section]]
-) -> list[tuple[Fate, Section]]:
+    on: LayoutCost, kinds: Sequence[tuple[ActivationPolicy, Section]]
+) -> list[tuple[ActivationPolicy, Section]]:
     """Without those that take and hold no less of anything than one before them."""
-    found: list[tuple[tuple[float, int, int], tuple[Fate, Section]]] = []
+    found: list[tuple[tuple[float, int, int], tuple[ActivationPolicy, Section]]] = []
     for fate, section in kinds:
         own = on.in_turn(section), section.kept_bytes, section.again_bytes
         if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in found):

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from steelyard.ir.cluster_layout import Blocks, DeepLayout
+from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph, OutputKind, path_matches
 from steelyard.ir.placement import Shard
-from steelyard.ir.rule import Rule, Spot
+from steelyard.ir.rule import CallSite, Rule
 from steelyard.ir.sharding_choice import Region
 from steelyard.predict.analytic.node_assignment import MIDDLE
 from steelyard.predict.analytic.saved_activations import kept_calls
-from steelyard.search.cluster.search import Laid
-from steelyard.search.cluster.stage_assignment import Again, Fate
+from steelyard.search.cluster.search import ClusterPlan
+from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
 
 # What goes at a time, of gradients: what stock data parallelism sends.
 _BUCKET_BYTES = 25 * 2**20
@@ -25,7 +25,7 @@ HELD = {1: "optimizer", 2: "gradient", 3: ""}
 
 
 def rules_of(
-    laid: Laid, graph: Graph, regions: Sequence[Region], blocks: Blocks
+    laid: ClusterPlan, graph: Graph, regions: Sequence[Region], blocks: Blocks
 ) -> tuple[Rule, ...]:
     """``graph`` is that of three blocks on one device, ``regions`` are what is cut of it."""
     layout = laid.layout
@@ -102,7 +102,7 @@ def _inside(name: str, blocks: Blocks) -> str:
     return name.removeprefix(f"{blocks.path}.").partition(".")[2]
 
 
-def _ends(laid: Laid) -> list[int]:
+def _ends(laid: ClusterPlan) -> list[int]:
     """After how many blocks each stage but the last ends; runs go around the ranks in turn."""
     layout = laid.layout
     counts = [sum(count for _, count in stage) // layout.virtual for stage in laid.stages]
@@ -113,7 +113,9 @@ def _ends(laid: Laid) -> list[int]:
     return ends[:-1]
 
 
-def _fates(laid: Laid, blocks: Blocks, rules_of: Callable[[Fate], Sequence[Rule]]) -> list[Rule]:
+def _fates(
+    laid: ClusterPlan, blocks: Blocks, rules_of: Callable[[ActivationPolicy], Sequence[Rule]]
+) -> list[Rule]:
     """``rules_of`` a fate name calls by modules inside a block."""
     fates = {fate for stage in laid.stages for fate, _ in stage}
     said = {fate: rules_of(fate) for fate in fates}
@@ -130,7 +132,7 @@ def _fates(laid: Laid, blocks: Blocks, rules_of: Callable[[Fate], Sequence[Rule]
     ]
 
 
-def _of_block(graph: Graph, blocks: Blocks, fate: Fate) -> list[Rule]:
+def _of_block(graph: Graph, blocks: Blocks, fate: ActivationPolicy) -> list[Rule]:
     found = [("recompute", spot) for spot in fate.again]
     if fate.moved:
         found += [("offload", spot) for spot in calls_moved(graph, blocks, fate.again)]
@@ -139,10 +141,10 @@ def _of_block(graph: Graph, blocks: Blocks, fate: Fate) -> list[Rule]:
     ]
 
 
-def calls_moved(graph: Graph, blocks: Blocks, again: Again) -> Iterator[Spot]:
+def calls_moved(graph: Graph, blocks: Blocks, again: RecomputeSet) -> Iterator[CallSite]:
     """All that a block keeps beside what is computed again, by modules inside it."""
     head = f"{blocks.path}.{blocks.first + MIDDLE}"
-    layout = DeepLayout(again=again)
+    layout = ClusterLayout(again=again)
     for spot in kept_calls(graph, layout, blocks=blocks.path, first=blocks.first):
         yield replace(spot, module=spot.module.removeprefix(head).removeprefix("."))
 
@@ -151,7 +153,7 @@ def _within(block: str, module: str) -> str:
     return f"{block}.{module}" if module else block
 
 
-def by_block(laid: Laid) -> Iterator[tuple[int, Fate]]:
+def by_block(laid: ClusterPlan) -> Iterator[tuple[int, ActivationPolicy]]:
     """The blocks of each stage, one run of them after another."""
     layout = laid.layout
     begin = 0

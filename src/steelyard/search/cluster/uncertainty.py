@@ -8,9 +8,16 @@ hardware/calibration.py.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from steelyard.hardware.calibration import DECLARED_DOUBT, Calibration, Case, Kind, Score, percent
-from steelyard.ir.cluster_layout import DeepLayout
-from steelyard.search.cluster.search import DeepSearch, Laid
+from steelyard.hardware.calibration import (
+    DECLARED_DOUBT,
+    Calibration,
+    CalibrationCase,
+    Parallelism,
+    Score,
+    percent,
+)
+from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.units import format_seconds
 
 # Layouts that are named, and how many are looked into to find them.
@@ -26,12 +33,12 @@ class Rivals:
     """
 
     count: int
-    named: tuple[Laid, ...]
+    named: tuple[ClusterPlan, ...]
     between: float
     is_measured: bool
 
 
-def doubt_said(search: DeepSearch, layout: DeepLayout) -> list[str]:
+def doubt_said(search: ClusterSearch, layout: ClusterLayout) -> list[str]:
     """Sentences on the error of predictions, for each class of device."""
     case = search.case_of(layout)
     said = []
@@ -45,19 +52,19 @@ def doubt_said(search: DeepSearch, layout: DeepLayout) -> list[str]:
     return said
 
 
-def rivals(search: DeepSearch, best: Laid, limit_bytes: int) -> Rivals:
+def rivals(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Rivals:
     """What other degrees of parallelism the predictions do not tell from the best."""
-    mine = Kind.of(tensor=best.layout.tensor, pipeline=best.layout.pipeline)
+    mine = Parallelism.of(tensor=best.layout.tensor, pipeline=best.layout.pipeline)
     known = [found for found in search.calibrations.values() if found is not None]
 
-    def between(layout: DeepLayout) -> float:
+    def between(layout: ClusterLayout) -> float:
         errors = [
-            found.between(mine, Kind.of(tensor=layout.tensor, pipeline=layout.pipeline))
+            found.between(mine, Parallelism.of(tensor=layout.tensor, pipeline=layout.pipeline))
             for found in known
         ]
         return max(errors, default=DECLARED_DOUBT)
 
-    def is_near(layout: DeepLayout, seconds: float) -> bool:
+    def is_near(layout: ClusterLayout, seconds: float) -> bool:
         return seconds <= best.step.step_seconds * (1 + between(layout))
 
     near = [
@@ -65,7 +72,7 @@ def rivals(search: DeepSearch, best: Laid, limit_bytes: int) -> Rivals:
         for way in search.ways(best.layout.num_ranks)
         if degrees(way.layout) != degrees(best.layout) and is_near(way.layout, way.least_seconds)
     ]
-    named: dict[tuple[int, ...], Laid] = {}
+    named: dict[tuple[int, ...], ClusterPlan] = {}
     for way in near[:_MOST_LOOKED_INTO]:
         if len(named) == _MOST_NAMED:
             break
@@ -98,11 +105,11 @@ def rivals_said(found: Rivals) -> str:
     return f"not told apart from {named}{others}: {why}"
 
 
-def degrees(layout: DeepLayout) -> tuple[int, ...]:
+def degrees(layout: ClusterLayout) -> tuple[int, ...]:
     return layout.data, layout.tensor, layout.pipeline, layout.state_stage
 
 
-def layout_said(layout: DeepLayout) -> str:
+def layout_said(layout: ClusterLayout) -> str:
     """``data 8 x tensor 4, ZeRO-3``."""
     ways = (("data", layout.data), ("tensor", layout.tensor), ("pipeline", layout.pipeline))
     said = " x ".join(f"{name} {degree}" for name, degree in ways if degree > 1)
@@ -110,14 +117,14 @@ def layout_said(layout: DeepLayout) -> str:
     return f"{said or 'one device'}{zero}"
 
 
-def _of_calibration(calibration: Calibration, case: Case) -> str:
+def _of_calibration(calibration: Calibration, case: CalibrationCase) -> str:
     doubt = f"give or take {percent(calibration.doubt_of(case))}"
     why = calibration.outside(case)
     where = f"outside of what was fitted ({', '.join(why)})" if why else "like what was fitted"
     return "; ".join([f"{doubt}, {where}", *_errors(calibration, case)])
 
 
-def _errors(calibration: Calibration, case: Case) -> Iterator[str]:
+def _errors(calibration: Calibration, case: CalibrationCase) -> Iterator[str]:
     for score in calibration.scores:
         if score.kind and score.kind != case.kind.value:
             continue
@@ -134,7 +141,7 @@ def _steps(score: Score) -> str:
     return f"{score.domain.rows} step{'s' if score.domain.rows > 1 else ''}"
 
 
-def all_doubts_said(search: DeepSearch, layouts: Sequence[DeepLayout]) -> str:
+def all_doubts_said(search: ClusterSearch, layouts: Sequence[ClusterLayout]) -> str:
     """Of several layouts, the widest interval."""
     doubt = max(search.doubt_of(layout) for layout in layouts)
     return f"step times are give or take {percent(doubt)}; a plan of each says on what that stands"

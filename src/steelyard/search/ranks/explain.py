@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.ir.collective import SLOTS
-from steelyard.ir.metrics import Quad
-from steelyard.ir.parallel_layout import ALONE, Layout
+from steelyard.ir.metrics import Metrics
+from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.rule import Rule
 from steelyard.passes.data_parallel.sync_batchnorm import is_synchronised
-from steelyard.plans.plan import Taken
-from steelyard.plans.trade import Left, Offer, Refusal
+from steelyard.plans.plan import SelectedTrade
+from steelyard.plans.trade import Offer, Rejection, Remaining
 from steelyard.predict import predict
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.search.ranks.labels import called, slower, tensors
-from steelyard.search.ranks.layout_candidates import Way, Ways
-from steelyard.search.ranks.rank_speeds import Unlike
-from steelyard.search.result import Found
+from steelyard.search.ranks.layout_candidates import LayoutCandidate, LayoutCandidates
+from steelyard.search.ranks.rank_speeds import RankSpeeds
+from steelyard.search.result import SearchResult
 from steelyard.units import format_bytes, format_seconds
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
@@ -28,15 +28,20 @@ _THROUGH_SLOTS = "exchanges through slots"
 _MOST_SPELLED = 8
 
 
-class Told:
+class LayoutExplanation:
     """Beside the same step without, at what ``ways`` count."""
 
-    def __init__(self, ways: Ways, unlike: Unlike) -> None:
+    def __init__(self, ways: LayoutCandidates, unlike: RankSpeeds) -> None:
         self._ways, self._unlike = ways, unlike
 
     def of(
-        self, way: Way, found: Found, *, layouts: Sequence[Layout], refusals: Sequence[Refusal]
-    ) -> Found:
+        self,
+        way: LayoutCandidate,
+        found: SearchResult,
+        *,
+        layouts: Sequence[ParallelLayout],
+        refusals: Sequence[Rejection],
+    ) -> SearchResult:
         """With what was decided of the layout among what was taken and refused."""
         others = [x for x in layouts if x not in (ALONE, way.layout)]
         whole = [
@@ -56,7 +61,7 @@ class Told:
             num_offers=found.num_offers + offers,
         )
 
-    def taken(self, way: Way) -> Iterator[Taken]:
+    def taken(self, way: LayoutCandidate) -> Iterator[SelectedTrade]:
         """Each way of sharing beside the step without it, nothing else being done to either."""
         of_batch = tuple(r for r in way.rules if r.trade == _BATCH)
         of_tensors = tuple(r for r in way.rules if r.trade == _TENSOR)
@@ -93,10 +98,10 @@ class Told:
         if of_slots := tuple(r for r in way.rules if r.trade == _SLOTS):
             yield self._slots_taken(way, of_slots)
 
-    def _slots_taken(self, way: Way, slots: tuple[Rule, ...]) -> Taken:
+    def _slots_taken(self, way: LayoutCandidate, slots: tuple[Rule, ...]) -> SelectedTrade:
         """Beside the same through the link: of a rank's own work, too, exchanges take less."""
         without = self._ways.counted(tuple(rule for rule in way.rules if rule not in slots))
-        return Taken(
+        return SelectedTrade(
             trade=_SLOTS,
             label=_THROUGH_SLOTS,
             rules=slots,
@@ -107,11 +112,11 @@ class Told:
 
     def sent_otherwise(
         self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]
-    ) -> Taken:
+    ) -> SelectedTrade:
         """What it buys of communication and pays in computing, added to what was struck before."""
         struck = self._ways.strike(before), self._ways.strike((*before, *rules))
         without, with_it = (predict(program, self._ways.costs).quad for program in struck)
-        return Taken(
+        return SelectedTrade(
             trade=rules[0].trade,
             label=label,
             rules=rules,
@@ -126,15 +131,15 @@ class Told:
         label: str,
         before: tuple[Rule, ...],
         after: tuple[Rule, ...],
-        costs: Costs | None = None,
-    ) -> Taken:
+        costs: CostTable | None = None,
+    ) -> SelectedTrade:
         """``costs`` are of the batch among groups, where that is another price."""
         programs = self._ways.strike(before), self._ways.strike(after)
         without, with_it = (
             predict(program, costs or self._ways.costs).quad for program in programs
         )
         quicker = without.computation_seconds.value - with_it.computation_seconds.value
-        return Taken(
+        return SelectedTrade(
             trade=trade,
             label=label,
             rules=tuple(rule for rule in after if rule not in before),
@@ -143,49 +148,51 @@ class Told:
             pays_seconds=_exposed(with_it) - _exposed(without) + max(-quicker, 0.0),
         )
 
-    def why_not(self, layout: Layout, found: Found) -> Refusal:
+    def why_not(self, layout: ParallelLayout, found: SearchResult) -> Rejection:
         seconds = min(way.seconds for way in self._ways.of(layout))
-        return Refusal(
+        return Rejection(
             trade=_TENSOR if layout.tensor > 1 else _BATCH,
             label=self._labelled(layout),
             reason=slower(seconds, found) or "with it no faster plan fits the budget",
         )
 
-    def _labelled(self, layout: Layout) -> str:
+    def _labelled(self, layout: ParallelLayout) -> str:
         """Equal shares are said to be, where others are weighed too."""
         if layout.batch == 1 or layout.shares or self._unlike.is_alike(layout.num_ranks):
             return called(layout)
         return f"{called(layout)}, in equal shares"
 
-    def _why_whole(self, offer: Offer, found: Found, way: Way) -> Refusal:
+    def _why_whole(self, offer: Offer, found: SearchResult, way: LayoutCandidate) -> Rejection:
         """Of tensors that could be cut too, or otherwise, where others are."""
         if not self._ways.cut_by(way.rules).isdisjoint(self._ways.cut_by(offer.rules)):
             reason = "the same weights are cut otherwise"
         else:
             seconds = self._ways.counted((*way.rules, *offer.rules)).seconds
             reason = slower(seconds, found, than=way.seconds) or "no faster plan was found with it"
-        return Refusal(trade=_TENSOR, label=offer.label, reason=reason)
+        return Rejection(trade=_TENSOR, label=offer.label, reason=reason)
 
-    def _why_not_rows(self, offers: Sequence[Offer], found: Found, way: Way) -> Iterator[Refusal]:
+    def _why_not_rows(
+        self, offers: Sequence[Offer], found: SearchResult, way: LayoutCandidate
+    ) -> Iterator[Rejection]:
         for offer in offers:
             if not set(offer.rules) <= set(way.rules):
                 seconds = self._ways.counted((*way.rules, *offer.rules)).seconds
                 reason = slower(seconds, found, than=way.seconds) or "no faster plan has it"
-                yield Refusal(trade=_ROWS, label=offer.label, reason=reason)
+                yield Rejection(trade=_ROWS, label=offer.label, reason=reason)
 
-    def _why_no_slots(self, way: Way) -> Iterator[Refusal]:
+    def _why_no_slots(self, way: LayoutCandidate) -> Iterator[Rejection]:
         if way.layout == ALONE or any(rule.trade == _SLOTS for rule in way.rules):
             return
         if SLOTS not in self._ways.costs.links:
             reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
-            yield Refusal(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason, left=Left.NEVER)
+            yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason, left=Remaining.NEVER)
         elif rules := self._ways.slots_of(way.rules):
             tried = self._ways.counted((*way.rules, *rules))
             said = f"{format_seconds(tried.seconds)} a step and {format_bytes(tried.nbytes)}"
             beside = f"{format_seconds(way.seconds)} and {format_bytes(way.nbytes)}"
             reason = f"would take ~{said}, without them ~{beside}"
-            yield Refusal(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason)
+            yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason)
 
 
-def _exposed(quad: Quad) -> float:
+def _exposed(quad: Metrics) -> float:
     return quad.exposed_communication_seconds.value

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from steelyard.errors import Mismatch
 from steelyard.ir.gradient_codec import CODE_TRADES, CODES, Codec, codec_of
-from steelyard.ir.parallel_layout import ALONE, Layout
+from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import Taken
-from steelyard.plans.trade import Refusal
+from steelyard.plans.plan import SelectedTrade
+from steelyard.plans.trade import Rejection
 from steelyard.search.ranks.labels import tensors
-from steelyard.search.ranks.layout_search import Layouts
-from steelyard.search.result import Found
+from steelyard.search.ranks.layout_search import LayoutSearch
+from steelyard.search.result import SearchResult
 
 # What a code that loses less may take longer, of the step.
 _NEXT_TO_NOTHING = 0.002
@@ -26,7 +26,7 @@ _STATES = "shard_states"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodedWay:
+class CompressedCandidate:
     """``rules`` lay the step, and say what is coded; ``without`` are the same but for that.
     ``codec`` is the one that loses most of those in it."""
 
@@ -46,15 +46,17 @@ class CodedWay:
 class Weighing:
     """``layouts`` say how the step lies without; ``codecs`` can be had here."""
 
-    layouts: Layouts
+    layouts: LayoutSearch
     codecs: Collection[Codec]
 
-    def fastest(self, *, thoroughly: bool) -> tuple[list[CodedWay], tuple[Refusal, ...]]:
+    def fastest(
+        self, *, thoroughly: bool
+    ) -> tuple[list[CompressedCandidate], tuple[Rejection, ...]]:
         """How the step is fastest with all gradients that can be in each of these codes, nothing
         else being done; or why there is no such way. What is not to be had is only weighed beside
         what is fastest without."""
-        found: dict[Codec, CodedWay] = {}
-        refused: dict[str, Refusal] = {}
+        found: dict[Codec, CompressedCandidate] = {}
+        refused: dict[str, Rejection] = {}
         trades = [trade for trade in self.layouts.ways.trades if trade.name in CODE_TRADES]
         for without in self._shared(thoroughly=thoroughly):
             program = self.layouts.ways.strike(without)
@@ -70,12 +72,12 @@ class Weighing:
             return [], tuple(refused.values())
         return list(found.values()), ()
 
-    def coding_seconds(self, way: CodedWay) -> float:
+    def coding_seconds(self, way: CompressedCandidate) -> float:
         """What codes add to computing, which gentler ones may save."""
         coded = self.layouts.told.sent_otherwise(way.codec.label, way.without, way.codes)
         return max(0.0, coded.pays_seconds)
 
-    def plan(self, way: CodedWay, budget: Budget) -> Found:
+    def plan(self, way: CompressedCandidate, budget: Budget) -> SearchResult:
         """The plan that lies so, with all that the budget needs besides."""
         layouts = self.layouts
         found = layouts.search_by(way.rules).find(budget)
@@ -88,7 +90,7 @@ class Weighing:
             num_offers=found.num_offers + len(own),
         )
 
-    def gentler(self, way: CodedWay) -> CodedWay:
+    def gentler(self, way: CompressedCandidate) -> CompressedCandidate:
         """The same, with no code or one that loses less wherever that costs next to nothing; what
         the way is named for stays in it."""
         for rule in way.codes:
@@ -108,7 +110,9 @@ class Weighing:
                     break  # factors are exchanged twice, and may take longer than what is more
         return replace(way, seconds=self.layouts.ways.counted(way.rules).seconds)
 
-    def _in_codes(self, way: CodedWay, codes: tuple[Rule, ...]) -> CodedWay | None:
+    def _in_codes(
+        self, way: CompressedCandidate, codes: tuple[Rule, ...]
+    ) -> CompressedCandidate | None:
         """None where it would be another code's way, or not every gradient can go so."""
         if way.codec not in map(codec_of, codes):
             return None
@@ -129,7 +133,7 @@ class Weighing:
     def _shared(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
         """Every way in which ranks share the batch and nothing else, or the fastest."""
         for layout in self.layouts.layouts:
-            if layout == Layout(batch=layout.batch, shares=layout.shares) != ALONE:
+            if layout == ParallelLayout(batch=layout.batch, shares=layout.shares) != ALONE:
                 ways = self.layouts.ways.of(layout)
                 whole = [w for w in ways if not any(r.trade == _STATES for r in w.rules)]
                 fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))
@@ -137,15 +141,15 @@ class Weighing:
 
     def _way(
         self, codec: Codec, trade: str, without: tuple[Rule, ...], codes: tuple[Rule, ...]
-    ) -> CodedWay:
+    ) -> CompressedCandidate:
         rules = tuple(sorted((*without, *codes)))
         counted = self.layouts.ways.counted(rules)
-        return CodedWay(
+        return CompressedCandidate(
             codec=codec, trade=trade, rules=rules, without=without, seconds=counted.seconds,
             nbytes=counted.nbytes,
         )  # fmt: skip
 
-    def _taken(self, way: CodedWay) -> Iterator[Taken]:
+    def _taken(self, way: CompressedCandidate) -> Iterator[SelectedTrade]:
         """What each code buys and pays, one after the other."""
         before = way.without
         for codec in CODES.values():

@@ -5,10 +5,10 @@ Not for deciding that: see layout_search.py.
 
 from collections.abc import Iterable
 
-from steelyard.ir.parallel_layout import Layout, spelled
+from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.rule import Rule
-from steelyard.plans.trade import Refusal
-from steelyard.search.result import Found
+from steelyard.plans.trade import Rejection
+from steelyard.search.result import SearchResult
 from steelyard.units import format_seconds
 
 
@@ -17,7 +17,7 @@ def tensors(rules: Iterable[Rule]) -> str:
     return f"{count} tensor{'s' if count > 1 else ''}"
 
 
-def called(layout: Layout) -> str:
+def called(layout: ParallelLayout) -> str:
     if layout.shares:
         return f"among {layout.batch} ranks as {spelled(layout.shares)}"
     if layout.tensor == 1:
@@ -26,7 +26,7 @@ def called(layout: Layout) -> str:
     return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
 
 
-def too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
+def too_late(layout: ParallelLayout, seconds: float, found: SearchResult) -> Rejection:
     step = found.prediction.quad.step_seconds.value
     plan, takes = format_seconds(step), format_seconds(seconds)
     # What is fastest may not fit the budget, and what fits may save too little.
@@ -36,29 +36,29 @@ def too_late(layout: Layout, seconds: float, found: Found) -> Refusal:
     )
 
 
-def too_few(ranks: int, least_seconds: float, best_seconds: float) -> Refusal:
+def too_few(ranks: int, least_seconds: float, best_seconds: float) -> Rejection:
     """A number of ranks that could not be the fastest, so that the step was not captured for it."""
     least, best = format_seconds(least_seconds), format_seconds(best_seconds)
     reason = f"computes for ~{least} a step at least, on another number of ranks ~{best} in all"
-    return Refusal(trade="shard_batch", label=f"among {ranks} ranks", reason=reason)
+    return Rejection(trade="shard_batch", label=f"among {ranks} ranks", reason=reason)
 
 
-def stages_refused(layout: Layout, reason: str) -> Refusal:
-    return Refusal(trade="shard_pipeline", label=layers(layout), reason=reason)
+def stages_refused(layout: ParallelLayout, reason: str) -> Rejection:
+    return Rejection(trade="shard_pipeline", label=layers(layout), reason=reason)
 
 
-def layers(layout: Layout) -> str:
+def layers(layout: ParallelLayout) -> str:
     return f"layers {on_ranks(layout)}"
 
 
-def on_ranks(layout: Layout) -> str:
+def on_ranks(layout: ParallelLayout) -> str:
     """Of stages: in how many groups, too."""
     groups = f", in {layout.batch} groups that share the batch" if layout.batch > 1 else ""
     whose = f" times {layout.tensor} that share tensors" if layout.tensor > 1 else ""
     return f"on {layout.pipeline}{whose or ' ranks'}{groups}"
 
 
-def slower(seconds: float, found: Found, *, than: float | None = None) -> str:
+def slower(seconds: float, found: SearchResult, *, than: float | None = None) -> str:
     """Empty where it is not."""
     plan = found.prediction.quad.step_seconds.value
     if seconds < (plan if than is None else than):

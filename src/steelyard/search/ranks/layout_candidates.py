@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from steelyard.ir.collective import SLOTS
 from steelyard.ir.gradient_codec import CODE_TRADES
 from steelyard.ir.graph import path_matches
-from steelyard.ir.parallel_layout import ALONE, Layout
+from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Source
-from steelyard.plans.trade import Offer, Refusal, Trade, strike_on_ranks
+from steelyard.ir.step_source import StepSource
+from steelyard.plans.trade import Offer, Rejection, Trade, strike_on_ranks
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.search.ranks.gather_buckets import ahead, together
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
@@ -27,16 +27,16 @@ BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class LayoutCandidate:
     """How the step may lie, and what it takes so, nothing else being done."""
 
     rules: tuple[Rule, ...]
-    layout: Layout
+    layout: ParallelLayout
     seconds: float
     nbytes: int
 
 
-class Ways:
+class LayoutCandidates:
     """``regions``: what may be cut, for each number of ranks that share tensors, best first."""
 
     def __init__(
@@ -44,21 +44,21 @@ class Ways:
         program: Program,
         *,
         trades: Sequence[Trade],
-        source: Source,
-        costs: Costs,
+        source: StepSource,
+        costs: CostTable,
         regions: Mapping[int, Sequence[Offer]],
     ) -> None:
         self._program, self.source, self.costs = program, source, costs
         self.trades, self.regions = tuple(trades), regions
-        self._found: dict[Layout, list[Way]] = {}
+        self._found: dict[ParallelLayout, list[LayoutCandidate]] = {}
 
-    def over(self, costs: Costs, source: Source) -> "Ways":
+    def over(self, costs: CostTable, source: StepSource) -> "LayoutCandidates":
         """The same ways at other prices, which ``source`` puts what it captures on."""
         other = copy.copy(self)
         other.costs, other.source, other._found = costs, source, {}
         return other
 
-    def of(self, layout: Layout) -> list[Way]:
+    def of(self, layout: ParallelLayout) -> list[LayoutCandidate]:
         """With each bucket, each time to wait for one, and more and more of the tensors cut; with
         weights in shares too, where several have the same, and with rows of gradients in place of
         tables, where there are fewer; all of it through a link, or through memory that ranks
@@ -70,12 +70,12 @@ class Ways:
             self._found[layout] = ways
         return self._found[layout]
 
-    def _through_slots(self, ways: Sequence[Way]) -> Iterator[Way]:
+    def _through_slots(self, ways: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
         """The fastest with each size of what is sent at once, and the leanest, where there are
         slots."""
         if SLOTS not in self.costs.links or ways[0].layout == ALONE:
             return
-        by_size: dict[int, Way] = {}
+        by_size: dict[int, LayoutCandidate] = {}
         for way in sorted(ways, key=lambda way: (way.seconds, way.nbytes)):
             by_size.setdefault(at_once(way.rules), way)
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
@@ -86,7 +86,7 @@ class Ways:
         offers, _ = self.trade(_SLOTS).offers(self.strike(rules), self.source)
         return tuple(rule for offer in offers for rule in offer.rules)
 
-    def _with_states(self, ways: Sequence[Way]) -> Iterator[Way]:
+    def _with_states(self, ways: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
         """Added to the fastest and to the leanest."""
         if ways[0].layout.batch == 1:
             return
@@ -109,20 +109,20 @@ class Ways:
                     is_alike = not way.layout.shares
                     yield self.counted(ahead(one.rules, is_alike=is_alike))
 
-    def _with_rows(self, ways: Sequence[Way]) -> Iterator[Way]:
+    def _with_rows(self, ways: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
         """Of all tables that it is offered for."""
         offers, _ = self.rows_of(ways[0])
         rules = tuple(rule for offer in offers for rule in offer.rules)
         yield from (self.counted((*way.rules, *rules)) for way in ways if rules)
 
-    def rows_of(self, way: Way) -> tuple[tuple[Offer, ...], tuple[Refusal, ...]]:
+    def rows_of(self, way: LayoutCandidate) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """Of a step that lies so, and whose gradients go as a whole."""
         whole = tuple(rule for rule in way.rules if rule.trade not in (_ROWS, *CODE_TRADES))
-        if way.layout != Layout(batch=way.layout.batch) or way.layout == ALONE:
+        if way.layout != ParallelLayout(batch=way.layout.batch) or way.layout == ALONE:
             return (), ()
         return self.trade(_ROWS).offers(self.strike(whole), self.source)
 
-    def _rules(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
+    def _rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
             yield from self._shared(layout) if layout.batch > 1 else [()]
             return
@@ -142,7 +142,7 @@ class Ways:
             for offer in offers[:: max(len(offers) - 1, 1)]:
                 yield *offer.rules, *cut
 
-    def _fastest_of_groups(self, ways: Sequence[Way], group: int) -> Way:
+    def _fastest_of_groups(self, ways: Sequence[LayoutCandidate], group: int) -> LayoutCandidate:
         """Of ways to share the batch, where ``group`` ranks stand for each of theirs."""
         costs = self.costs_of_groups(group)
         if costs is self.costs:
@@ -150,7 +150,7 @@ class Ways:
         seconds = {way: step_seconds(self.strike(way.rules), costs).value for way in ways}
         return min(ways, key=lambda way: (seconds[way], way.nbytes))
 
-    def costs_of_groups(self, group: int) -> Costs:
+    def costs_of_groups(self, group: int) -> CostTable:
         """Of hosts that have several ranks, other links join groups than join as many ranks."""
         spread = self.costs.spread
         if spread is None or group == 1:
@@ -171,7 +171,7 @@ class Ways:
         names = (node.name.partition(":")[2] for node in self._program.graph.inputs())
         return frozenset(n for n in names if any(path_matches(n, p) for p in patterns))
 
-    def _shared(self, layout: Layout) -> Iterator[tuple[Rule, ...]]:
+    def _shared(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in BUCKETS:
             batch = Rule(
                 trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
@@ -181,9 +181,9 @@ class Ways:
             for offer in reversed(offers):
                 yield *offer.rules, batch
 
-    def counted(self, rules: tuple[Rule, ...]) -> Way:
+    def counted(self, rules: tuple[Rule, ...]) -> LayoutCandidate:
         program = self.strike(rules)
-        return Way(
+        return LayoutCandidate(
             rules=rules,
             layout=program.layout,
             seconds=step_seconds(program, self.costs).value,

@@ -14,23 +14,28 @@ from dataclasses import replace
 from functools import partial
 
 from steelyard.errors import Infeasible, Mismatch
-from steelyard.ir.parallel_layout import ALONE, LAYOUT_TRADES, Layout
+from steelyard.ir.parallel_layout import ALONE, LAYOUT_TRADES, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.plans.budget import Budget
-from steelyard.plans.trade import Left, Offer, Refusal, Trade
+from steelyard.plans.trade import Offer, Rejection, Remaining, Trade
 from steelyard.predict import rank_seconds, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.rank_subsets import numbers_of_ranks
 from steelyard.search.ranks.batch_shares import Shares, near_equal_shares, unequal_shares, units_for
-from steelyard.search.ranks.explain import Told
+from steelyard.search.ranks.explain import LayoutExplanation
 from steelyard.search.ranks.labels import layers, stages_refused, too_few, too_late
-from steelyard.search.ranks.layout_candidates import BUCKETS, Way, Ways, at_once
-from steelyard.search.ranks.pipeline_search import Pipelines
-from steelyard.search.ranks.rank_speeds import Unlike
-from steelyard.search.result import Found
-from steelyard.search.single.search import ALLOWS_NONE, Search
+from steelyard.search.ranks.layout_candidates import (
+    BUCKETS,
+    LayoutCandidate,
+    LayoutCandidates,
+    at_once,
+)
+from steelyard.search.ranks.pipeline_search import PipelineSearch
+from steelyard.search.ranks.rank_speeds import RankSpeeds
+from steelyard.search.result import SearchResult
+from steelyard.search.single.search import ALLOWS_NONE, StepSearch
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _PIPELINE, _ROWS, _SLOTS = "shard_pipeline", "sparse_gradients", "pinned_transfer"
@@ -49,7 +54,7 @@ _WORTH_OF_STATES = 0.95
 _SMALLER = 0.9
 
 
-class Layouts:
+class LayoutSearch:
     """``searching`` makes the search for some rules of a layout; they are kept for all budgets."""
 
     def __init__(
@@ -57,20 +62,22 @@ class Layouts:
         program: Program,
         *,
         trades: Sequence[Trade],
-        source: Source,
-        costs: Costs,
+        source: StepSource,
+        costs: CostTable,
         num_ranks: int,
         of_a_host: int = 1,
-        searching: Callable[[tuple[Rule, ...]], Search],
+        searching: Callable[[tuple[Rule, ...]], StepSearch],
     ) -> None:
         """On some of the ranks: on one, or on all ``of_a_host``, and as many of others."""
         self._program = program
         self._searching = searching
-        self._searches: dict[tuple[Rule, ...], Search] = {}
-        self._unlike = Unlike(program, costs)
+        self._searches: dict[tuple[Rule, ...], StepSearch] = {}
+        self._unlike = RankSpeeds(program, costs)
         self._regions: dict[int, tuple[Offer, ...]] = {1: ()}
-        self.ways = Ways(program, trades=trades, source=source, costs=costs, regions=self._regions)
-        self.told = Told(self.ways, self._unlike)
+        self.ways = LayoutCandidates(
+            program, trades=trades, source=source, costs=costs, regions=self._regions
+        )
+        self.told = LayoutExplanation(self.ways, self._unlike)
         self._num_ranks = num_ranks
         named = {num_ranks, *costs.subsets, *([2] if num_ranks % 2 and of_a_host == 1 else [])}
         divisors = sorted({d for n in named for d in range(2, n + 1) if n % d == 0})
@@ -87,7 +94,7 @@ class Layouts:
                 self._look_for_regions(ranks)
         self.pipelines = dict(self._look_for_stages(num_ranks, degrees))
         self.layouts = [
-            Layout(batch=batch, tensor=tensor)
+            ParallelLayout(batch=batch, tensor=tensor)
             for tensor in self._regions
             for batch in degrees
             if batch * tensor in self._counts
@@ -98,11 +105,11 @@ class Layouts:
         else:
             self._others = []
 
-    def over(self, costs: Costs, source: Source) -> "Layouts":
+    def over(self, costs: CostTable, source: StepSource) -> "LayoutSearch":
         """The same, with ways at the prices of other links."""
         other = copy.copy(self)
         other.ways = self.ways.over(costs, source)
-        other.told = Told(other.ways, self._unlike)
+        other.told = LayoutExplanation(other.ways, self._unlike)
         return other
 
     def _are_alike(self, ranks: int, trade: str, label: str) -> bool:
@@ -110,7 +117,7 @@ class Layouts:
         if self._unlike.is_alike(ranks):
             return True
         reason = f"all would wait for the slowest: {self._unlike.said(ranks)}"
-        self.refusals += (Refusal(trade=trade, label=label, reason=reason, left=Left.NEVER),)
+        self.refusals += (Rejection(trade=trade, label=label, reason=reason, left=Remaining.NEVER),)
         return False
 
     def _look_at_others(self) -> None:
@@ -127,14 +134,14 @@ class Layouts:
                 self.refusals += (too_few(ranks, least / _SMALLER, best),)
                 continue
             if ranks in self._degrees:
-                self.layouts.append(Layout(batch=ranks))
+                self.layouts.append(ParallelLayout(batch=ranks))
             unequal = [*self._unequal([ranks])]
             self.layouts += unequal
-            tried = [Layout(batch=ranks)] if ranks in self._degrees else unequal
+            tried = [ParallelLayout(batch=ranks)] if ranks in self._degrees else unequal
             seconds = [way.seconds for layout in tried for way in self.ways.of(layout)]
             best = min([best, *seconds])
 
-    def _unequal(self, counts: Iterable[int]) -> Iterator[Layout]:
+    def _unequal(self, counts: Iterable[int]) -> Iterator[ParallelLayout]:
         """The batch among ranks of unequal speed, in shares that they take as long for; and among
         equal ranks that have no equal shares of it, in shares that are nearly equal."""
         possible = self.ways.source.divisors()
@@ -169,10 +176,10 @@ class Layouts:
                 self.refusals += self._never_shared(label, odd.happened)
                 continue
             if shares is not None:
-                yield Layout(batch=ranks, shares=shares)
+                yield ParallelLayout(batch=ranks, shares=shares)
 
     def _look_for_regions(self, ranks: int) -> None:
-        among = replace(self._program, layout=Layout(tensor=ranks))
+        among = replace(self._program, layout=ParallelLayout(tensor=ranks))
         offers, refusals = self.ways.trade(_TENSOR).offers(among, self.ways.source)
         self.refusals = (*self.refusals, *_never(refusals))
         if offers:
@@ -180,12 +187,12 @@ class Layouts:
 
     def _look_for_stages(
         self, num_ranks: int, degrees: Sequence[int]
-    ) -> Iterator[tuple[Layout, Pipelines]]:
+    ) -> Iterator[tuple[ParallelLayout, PipelineSearch]]:
         """On so many ranks each, in each number of groups that share the batch."""
         if not any(trade.name == _PIPELINE for trade in self.ways.trades):
             return
         laid = [
-            Layout(pipeline=stages, batch=batch, tensor=tensor)
+            ParallelLayout(pipeline=stages, batch=batch, tensor=tensor)
             for tensor in self._regions
             for batch in degrees
             for stages in range(2, num_ranks + 1)
@@ -196,7 +203,7 @@ class Layouts:
                 continue
             if not self._are_alike(ranks, _PIPELINE, layers(layout)):
                 continue
-            found = Pipelines(
+            found = PipelineSearch(
                 self._program,
                 layout=layout,
                 trades=self.ways.trades,
@@ -213,16 +220,16 @@ class Layouts:
         """Tensors as they are cut where that is fastest, nothing else being done, or leanest."""
         if ranks == 1:
             return ((),)
-        ways = self.ways.of(Layout(tensor=ranks))
+        ways = self.ways.of(ParallelLayout(tensor=ranks))
         fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
         chosen = fastest.rules, leanest.rules
         return tuple(tuple(rule for rule in rules if rule.trade == _TENSOR) for rules in chosen)
 
-    def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
+    def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
         """The plan that is fastest, on as many ranks as that takes; the fewest of those."""
         self._look_at_others()
-        best: tuple[Way, Found] | None = None
+        best: tuple[LayoutCandidate, SearchResult] | None = None
         tightest: Infeasible | None = None
         for way in self._most_promising(budget):
             if best is not None and way.seconds >= _seconds(best[1]):
@@ -239,17 +246,17 @@ class Layouts:
         if staged is not None:
             others = (self.told.why_not(x, staged) for x in self.layouts if x != ALONE)
             said = (*self.refusals, *others, *staged.refused, *refused)
-            weighed = sum(refusal.left is Left.WHOLE for refusal in said) + len(staged.taken)
+            weighed = sum(refusal.left is Remaining.WHOLE for refusal in said) + len(staged.taken)
             return replace(staged, refused=said, num_offers=weighed)
         if best is not None:
             told = self._told(*best)
-            more = sum(refusal.left is Left.WHOLE for refusal in refused)
+            more = sum(refusal.left is Remaining.WHOLE for refusal in refused)
             return replace(
                 told, refused=(*told.refused, *refused), num_offers=told.num_offers + more
             )
         raise min((e for e in (tightest, *too_tight) if e is not None), key=_least)
 
-    def rivals(self, found: Found, budget: Budget) -> Iterator[Found]:
+    def rivals(self, found: SearchResult, budget: Budget) -> Iterator[SearchResult]:
         """What is hardly slower with nothing else done: on other ranks, or with other sizes of what
         is sent at once, or otherwise sent. For a runner whose own prices are known of single plans
         only."""
@@ -266,11 +273,11 @@ class Layouts:
                 continue  # it was one to compare with
 
     def _in_stages(
-        self, budget: Budget, best: Found | None
-    ) -> tuple[Found | None, list[Refusal], list[Infeasible]]:
+        self, budget: Budget, best: SearchResult | None
+    ) -> tuple[SearchResult | None, list[Rejection], list[Infeasible]]:
         """What is faster with the layers on ranks, and why not else."""
-        found: Found | None = None
-        refused: list[Refusal] = []
+        found: SearchResult | None = None
+        refused: list[Rejection] = []
         tight: list[Infeasible] = []
         for layout, pipelines in self.pipelines.items():
             fastest = found or best
@@ -295,25 +302,25 @@ class Layouts:
                 refused.append(too_late(layout, pipelines.ways[0].seconds, fastest))
         return found, refused, tight
 
-    def search_by(self, rules: Sequence[Rule]) -> Search | Pipelines:
+    def search_by(self, rules: Sequence[Rule]) -> StepSearch | PipelineSearch:
         """The search of the step as these rules lay it."""
-        if (laid := Layout.of(rules)) in self.pipelines:
+        if (laid := ParallelLayout.of(rules)) in self.pipelines:
             return self.pipelines[laid]
         return self._search_by(rules)
 
-    def _search_by(self, rules: Sequence[Rule]) -> Search:
+    def _search_by(self, rules: Sequence[Rule]) -> StepSearch:
         layout = tuple(sorted(rule for rule in rules if rule.trade in LAYOUT_TRADES))
         known = self._searches.get(layout)
         if known is None:
             known = self._searches[layout] = self._searching(layout)
         return known
 
-    def _most_promising(self, budget: Budget) -> list[Way]:
+    def _most_promising(self, budget: Budget) -> list[LayoutCandidate]:
         """What is fastest of itself first: where that fits, nothing slower is looked into."""
         found = [way for layout in self.layouts for way in self._worth_searching(layout, budget)]
         return sorted(found, key=lambda way: (way.seconds, way.layout.num_ranks))
 
-    def _worth_searching(self, layout: Layout, budget: Budget) -> list[Way]:
+    def _worth_searching(self, layout: ParallelLayout, budget: Budget) -> list[LayoutCandidate]:
         """The fastest, nothing else being done; where that takes too much, the fastest of those
         that do not, and the leanest."""
         ways = sorted(self.ways.of(layout), key=lambda way: (way.seconds, way.nbytes))
@@ -328,24 +335,28 @@ class Layouts:
         lean = [leanest] if leanest.nbytes <= _LEANER * fastest.nbytes else []
         return [*dict.fromkeys((fastest, *fitting[:1], *lean))]
 
-    def _told(self, way: Way, found: Found) -> Found:
+    def _told(self, way: LayoutCandidate, found: SearchResult) -> SearchResult:
         return self.told.of(way, found, layouts=self.layouts, refusals=self.refusals)
 
-    def _never_shared(self, label: str, reason: str) -> tuple[Refusal, ...]:
-        return (Refusal(trade=_BATCH, label=label, reason=reason, left=Left.NEVER),)
+    def _never_shared(self, label: str, reason: str) -> tuple[Rejection, ...]:
+        return (Rejection(trade=_BATCH, label=label, reason=reason, left=Remaining.NEVER),)
 
 
 def _kind(rules: Iterable[Rule]) -> object:
     """What sets ways apart for whoever compares a few."""
-    return Layout.of(rules), at_once(rules), frozenset(rule.trade for rule in rules) - {_OVERLAP}
+    return (
+        ParallelLayout.of(rules),
+        at_once(rules),
+        frozenset(rule.trade for rule in rules) - {_OVERLAP},
+    )
 
 
-def _never(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
+def _never(refusals: Iterable[Rejection]) -> tuple[Rejection, ...]:
     """Of what could not be offered at all."""
-    return tuple(replace(refusal, left=Left.NEVER) for refusal in refusals)
+    return tuple(replace(refusal, left=Remaining.NEVER) for refusal in refusals)
 
 
-def _seconds(found: Found) -> float:
+def _seconds(found: SearchResult) -> float:
     return found.prediction.quad.step_seconds.value
 
 

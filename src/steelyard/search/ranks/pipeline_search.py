@@ -11,20 +11,20 @@ from functools import cached_property
 from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.graph import Node, Phase, Role
 from steelyard.ir.message_slots import PINNED
-from steelyard.ir.parallel_layout import Layout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.step_source import Source
+from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import FrontierPoint, Prediction, Taken
-from steelyard.plans.trade import Left, Refusal, Trade, strike
+from steelyard.plans.plan import FrontierPoint, Prediction, SelectedTrade
+from steelyard.plans.trade import Rejection, Remaining, Trade, strike
 from steelyard.predict import message_of, pipelined, predict, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.ranks.labels import on_ranks, tensors
-from steelyard.search.result import Found
-from steelyard.search.single.search import Search
+from steelyard.search.result import SearchResult
+from steelyard.search.single.search import StepSearch
 from steelyard.units import format_bytes, format_seconds
 
 _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
@@ -45,7 +45,7 @@ _EVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _ScheduleCandidate:
     """``schedule`` as people name it; what it takes as it is."""
 
     rules: tuple[Rule, ...]
@@ -64,7 +64,7 @@ class _Way:
         return any(rule.trade == _PINNED for rule in self.rules)
 
 
-class Pipelines:
+class PipelineSearch:
     """The layers on so many ranks, of each group. By each of ``cuts`` the ranks of a stage share
     tensors, or share none; ``searching`` searches the step as it lies by one of them alone."""
 
@@ -72,21 +72,21 @@ class Pipelines:
         self,
         program: Program,
         *,
-        layout: Layout,
+        layout: ParallelLayout,
         trades: Sequence[Trade],
-        source: Source,
-        costs: Costs,
-        searching: Callable[[tuple[Rule, ...]], Search],
+        source: StepSource,
+        costs: CostTable,
+        searching: Callable[[tuple[Rule, ...]], StepSearch],
         cuts: Callable[[], Sequence[tuple[Rule, ...]]] = lambda: ((),),
     ) -> None:
         self._program, self._layout = program, layout
         self._trades, self._source, self._costs = tuple(trades), source, costs
         self._searching, self._made_cuts = searching, cuts
-        self.refusals: tuple[Refusal, ...] = ()
+        self.refusals: tuple[Rejection, ...] = ()
         among = replace(program, layout=layout)
         self.offers, refusals = self._trade(_PIPELINE).offers(among, source)
         self._tell(refusals)
-        self._tried: dict[tuple[Rule, ...], _Way] = {}
+        self._tried: dict[tuple[Rule, ...], _ScheduleCandidate] = {}
         self._slots: tuple[Rule, ...] | None = None
 
     @property
@@ -100,12 +100,12 @@ class Pipelines:
         return tuple(dict.fromkeys(self._made_cuts()))
 
     @cached_property
-    def ways(self) -> list[_Way]:
+    def ways(self) -> list[_ScheduleCandidate]:
         """Nothing recomputed, the fastest first; empty where the step cannot be cut."""
         found = [way for parts in self._parts() for way in self._of_schedules(parts)]
         return sorted(found, key=lambda way: (way.seconds, way.nbytes))
 
-    def find(self, budget: Budget, *, within_seconds: float = _EVER) -> Found | None:
+    def find(self, budget: Budget, *, within_seconds: float = _EVER) -> SearchResult | None:
         """The fastest within the budget; raises Infeasible where there is none. None where none
         was found that takes less than ``within_seconds``."""
         limit = budget.memory_bytes
@@ -136,7 +136,7 @@ class Pipelines:
         prediction = predict(program, self._costs)
         if (slow := too_slow(prediction, budget)) is not None:
             raise slow
-        return Found(
+        return SearchResult(
             program=program,
             rules=best.rules,
             prediction=prediction,
@@ -151,11 +151,11 @@ class Pipelines:
             gap=None,
         )
 
-    def _best(self, limit: int | None) -> _Way | None:
+    def _best(self, limit: int | None) -> _ScheduleCandidate | None:
         fitting = [w for w in self._tried.values() if limit is None or w.nbytes <= limit]
         return min(fitting, key=lambda way: (way.seconds, way.nbytes), default=None)
 
-    def _leaner(self, fastest: _Way, within_seconds: float) -> _Way:
+    def _leaner(self, fastest: _ScheduleCandidate, within_seconds: float) -> _ScheduleCandidate:
         """What holds least of all that cannot be told from the fastest."""
         most = min(_ALIKE * fastest.seconds, within_seconds)
         alike = [way for way in self._tried.values() if way.seconds < most]
@@ -165,7 +165,7 @@ class Pipelines:
         for ways in self._by_parts():
             self._compute_again([*ways, *self._in_shares(ways)])
 
-    def _by_parts(self) -> list[list[_Way]]:
+    def _by_parts(self) -> list[list[_ScheduleCandidate]]:
         """The ways of each number of micro-batches, of the fastest first."""
         numbers = dict.fromkeys(way.parts for way in self.ways)
         return [[way for way in self.ways if way.parts == parts] for parts in numbers]
@@ -198,7 +198,7 @@ class Pipelines:
         wanted = [min(possible, key=lambda k: abs(k - each * ranks)) for each in _EACH]
         return list(dict.fromkeys(wanted)) if self.offers else []
 
-    def _of_schedules(self, parts: int) -> Iterator[_Way]:
+    def _of_schedules(self, parts: int) -> Iterator[_ScheduleCandidate]:
         """Each on stages that take equally long, and on such that hold equally much."""
         groups = self._layout.batch
         graph = self._source.graph(micro_batches=parts * groups)
@@ -238,7 +238,7 @@ class Pipelines:
         made = 0 if node.is_free else sum(t.nbytes for t in node.outputs)
         return 4 * weights + self._layout.pipeline * made
 
-    def _in_shares(self, ways: Sequence[_Way]) -> Iterator[_Way]:
+    def _in_shares(self, ways: Sequence[_ScheduleCandidate]) -> Iterator[_ScheduleCandidate]:
         """Of these, the fastest and the one that holds least, with what groups could share of
         weights, and of what goes with them, in shares."""
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
@@ -249,7 +249,7 @@ class Pipelines:
             if found is not None:
                 yield found
 
-    def _through_slots(self, way: _Way) -> Iterator[_Way]:
+    def _through_slots(self, way: _ScheduleCandidate) -> Iterator[_ScheduleCandidate]:
         """The same with its messages in memory that these ranks share, where they do."""
         if PINNED in self._costs.links:
             if self._slots is None:  # the same of all ways
@@ -259,7 +259,7 @@ class Pipelines:
             if found is not None:
                 yield found
 
-    def _compute_again(self, ways: Sequence[_Way]) -> None:
+    def _compute_again(self, ways: Sequence[_ScheduleCandidate]) -> None:
         """Of these, the fastest and the one that holds least, with ever more recomputed."""
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
         parts, chosen = ways[0].parts * self._layout.batch, dict.fromkeys((ways[0], leanest))
@@ -269,18 +269,18 @@ class Pipelines:
                     if way.cut == cut:
                         self._way((*way.rules, *again), way.schedule, way.parts)
 
-    def _way(self, rules: tuple[Rule, ...], schedule: str, parts: int) -> _Way | None:
+    def _way(self, rules: tuple[Rule, ...], schedule: str, parts: int) -> _ScheduleCandidate | None:
         """None where the step cannot be cut so, which is told."""
         if rules not in self._tried:
             try:
                 program = self._strike(rules)
             except (BadInput, Mismatch) as refusal:
                 label = f"{schedule}, {parts} micro-batches"
-                self._tell([Refusal(trade=_PIPELINE, label=label, reason=refusal.happened)])
+                self._tell([Rejection(trade=_PIPELINE, label=label, reason=refusal.happened)])
                 return None
             assert program.pipeline is not None
             priced = pipelined(program, program.pipeline, self._costs)
-            self._tried[rules] = _Way(
+            self._tried[rules] = _ScheduleCandidate(
                 rules=rules,
                 schedule=schedule,
                 parts=parts,
@@ -290,11 +290,11 @@ class Pipelines:
             )
         return self._tried[rules]
 
-    def _tell(self, refusals: Sequence[Refusal]) -> None:
-        never = (replace(refusal, left=Left.NEVER) for refusal in refusals)
+    def _tell(self, refusals: Sequence[Rejection]) -> None:
+        never = (replace(refusal, left=Remaining.NEVER) for refusal in refusals)
         self.refusals = tuple(dict.fromkeys((*self.refusals, *never)))
 
-    def _taken(self, way: _Way) -> Iterator[Taken]:
+    def _taken(self, way: _ScheduleCandidate) -> Iterator[SelectedTrade]:
         """Tensors in parts beside one device, stages beside that, and what is made again."""
         again = tuple(rule for rule in way.rules if rule.trade == _RECOMPUTE)
         shared = tuple(rule for rule in way.rules if rule.trade == _STATES)
@@ -305,7 +305,7 @@ class Pipelines:
         )
         if way.cut:
             quicker = _computing(alone) - _computing(before)
-            yield Taken(
+            yield SelectedTrade(
                 trade=_TENSOR,
                 label=f"{tensors(way.cut)} in parts on {self._layout.tensor} ranks",
                 rules=way.cut,
@@ -315,7 +315,7 @@ class Pipelines:
             )
         stages = sum(rule.trade == _PIPELINE for rule in rest) + 1
         cut = f", {way.parts} micro-batches" if way.parts > 1 else ""
-        yield Taken(
+        yield SelectedTrade(
             trade=_PIPELINE,
             label=f"{stages} stages {on_ranks(self._layout)}, {way.schedule}{cut}",
             rules=tuple(rule for rule in rest if rule.trade != _TENSOR),
@@ -327,7 +327,7 @@ class Pipelines:
             rest = (*rest, *slots)
             staged, after = after, predict(self._strike(rest), self._costs)
             faster = staged.quad.step_seconds.value - after.quad.step_seconds.value
-            yield Taken(
+            yield SelectedTrade(
                 trade=_PINNED,
                 label="messages of stages through slots",
                 rules=slots,
@@ -338,7 +338,7 @@ class Pipelines:
         if shared:
             staged, after = after, predict(self._strike((*rest, *shared)), self._costs)
             slower = after.quad.step_seconds.value - staged.quad.step_seconds.value
-            yield Taken(
+            yield SelectedTrade(
                 trade=_STATES,
                 label=f"{tensors(shared)} in shares on {self._layout.batch} ranks",
                 rules=shared,
@@ -349,7 +349,7 @@ class Pipelines:
         if again:
             whole = predict(self._strike(way.rules), self._costs)
             count = sum(rule.count for rule in again)
-            yield Taken(
+            yield SelectedTrade(
                 trade=_RECOMPUTE,
                 label=f"{count} operators of all stages",
                 rules=again,
@@ -357,7 +357,7 @@ class Pipelines:
                 pays_seconds=whole.quad.step_seconds.value - after.quad.step_seconds.value,
             )
 
-    def _why_not_others(self, best: _Way) -> Iterator[Refusal]:
+    def _why_not_others(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
         """The other schedules, each by its fastest way; and slots, where there are any."""
         yield from self._why_no_slots(best)
         for schedule in dict.fromkeys(way.schedule for way in self.ways):
@@ -366,24 +366,24 @@ class Pipelines:
                 said = f"{format_seconds(way.seconds)} and {format_bytes(way.nbytes)}"
                 beside = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
                 alike = ", which cannot be told apart" if way.seconds < best.seconds else ""
-                yield Refusal(
+                yield Rejection(
                     trade=_PIPELINE,
                     label=f"{schedule} {on_ranks(self._layout)}",
                     reason=f"takes ~{said} a step, the plan's schedule ~{beside}{alike}",
                 )
 
-    def _why_no_slots(self, best: _Way) -> Iterator[Refusal]:
+    def _why_no_slots(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
         if best.is_pinned:
             return
         label = "messages of stages through slots"
         if PINNED not in self._costs.links:
             reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
-            yield Refusal(trade=_PINNED, label=label, reason=reason, left=Left.NEVER)
+            yield Rejection(trade=_PINNED, label=label, reason=reason, left=Remaining.NEVER)
         for way in self._through_slots(best):
             said = f"{format_seconds(way.seconds)} a step and {format_bytes(way.nbytes)}"
             beside = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
             reason = f"would take ~{said}, the plan takes ~{beside}"
-            yield Refusal(trade=_PINNED, label=label, reason=reason)
+            yield Rejection(trade=_PINNED, label=label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
         return next(trade for trade in self._trades if trade.name == name)

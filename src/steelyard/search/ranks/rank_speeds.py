@@ -8,14 +8,14 @@ from dataclasses import replace
 from steelyard.hardware.device import Device
 from steelyard.ir.program import Program
 from steelyard.predict import step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.search.ranks.batch_shares import speeds_said
 
 
-class Unlike:
+class RankSpeeds:
     """Where the costs know one device for all ranks, all of them are alike."""
 
-    def __init__(self, program: Program, costs: Costs) -> None:
+    def __init__(self, program: Program, costs: CostTable) -> None:
         self._costs = costs
         own = {device: replace(costs, device=device, devices=()) for device in {*costs.devices}}
         self._seconds = {

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from steelyard.hardware.link import Link
 from steelyard.ir.gradient_codec import CODE_TRADES, Codec
-from steelyard.ir.parallel_layout import ALONE, DATA, LAYOUT_TRADES, TENSOR, Layout
+from steelyard.ir.parallel_layout import ALONE, DATA, LAYOUT_TRADES, TENSOR, ParallelLayout
 from steelyard.ir.rule import Rule
 from steelyard.search.ranks.gradient_compression import Weighing
-from steelyard.search.ranks.layout_candidates import Way
-from steelyard.search.ranks.layout_search import Layouts
+from steelyard.search.ranks.layout_candidates import LayoutCandidate
+from steelyard.search.ranks.layout_search import LayoutSearch
 
 _STATES, _BATCH = "shard_states", "shard_batch"
 # What is not faster by so much is left alone; and so much faster than all that lose nothing is what
@@ -28,10 +28,10 @@ _FEW_HOSTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Alternative:
     """A way to go on; ``ranks`` are those that take part."""
 
-    way: Way
+    way: LayoutCandidate
     ranks: tuple[int, ...]
 
     @property
@@ -41,33 +41,33 @@ class Choice:
 
 def why_not_otherwise(rules: Sequence[Rule]) -> str:
     """Empty where another way to send gradients can take this one's place."""
-    layout = Layout.of(rules)
+    layout = ParallelLayout.of(rules)
     if layout == ALONE:
         return "one rank has nobody to send gradients to"
-    is_shared = layout == Layout(batch=layout.batch, shares=layout.shares)
+    is_shared = layout == ParallelLayout(batch=layout.batch, shares=layout.shares)
     if not is_shared or any(rule.trade == _STATES for rule in rules):
         return "ranks hold parts of the model"
     return ""
 
 
 def in_codes(
-    layouts: Layouts, rules: Sequence[Rule], codecs: Collection[Codec]
+    layouts: LayoutSearch, rules: Sequence[Rule], codecs: Collection[Codec]
 ) -> tuple[tuple[Rule, ...], ...]:
     """Return the rules of the fastest step of this layout for each gradient code."""
-    layouts.layouts = [Layout.of(rules)]
+    layouts.layouts = [ParallelLayout.of(rules)]
     coded, _ = Weighing(layouts=layouts, codecs=codecs).fastest(thoroughly=False)
     return tuple(way.rules for way in coded)
 
 
 def otherwise(
-    layouts: Layouts, rules: Sequence[Rule], coded: Sequence[tuple[Rule, ...]]
-) -> Iterator[Way]:
+    layouts: LayoutSearch, rules: Sequence[Rule], coded: Sequence[tuple[Rule, ...]]
+) -> Iterator[LayoutCandidate]:
     """Every way in which the ranks of this layout could send gradients, without codes or as
     ``coded``, what else the rules say being done."""
     kept = _kept(rules)
     plain = (
         way.rules
-        for way in layouts.ways.of(Layout.of(rules))
+        for way in layouts.ways.of(ParallelLayout.of(rules))
         if not any(rule.trade == _STATES for rule in way.rules)
     )
     for own in (*plain, *coded):
@@ -81,15 +81,15 @@ def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(sorted(begun))
 
 
-def on_fewer(layouts: Layouts, rules: Sequence[Rule], ranks: int) -> Iterator[Way]:
+def on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> Iterator[LayoutCandidate]:
     """The same on so many ranks, in equal shares and with gradients as they are."""
     kept = _kept(rules)
-    for way in layouts.ways.of(Layout(batch=ranks)):
+    for way in layouts.ways.of(ParallelLayout(batch=ranks)):
         if not any(rule.trade == _STATES for rule in way.rules):
             yield layouts.ways.counted(tuple(sorted((*way.rules, *kept))))
 
 
-def same_on_fewer(layouts: Layouts, rules: Sequence[Rule], ranks: int) -> Way:
+def same_on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> LayoutCandidate:
     """The step as it lies, on so many ranks in equal shares, with gradients as they are."""
     own = _kept(rules)
     if ranks > 1:
@@ -130,12 +130,12 @@ def over(links: Mapping[str, Link], link: Link) -> dict[str, Link]:
 
 def worth_trying(
     now_seconds: float,
-    choices: Sequence[Choice],
+    choices: Sequence[Alternative],
     *,
     most_bytes: float,
     coming_back_seconds: float = 0.0,
     num_ranks: int = 0,
-) -> list[Choice]:
+) -> list[Alternative]:
     """The choices that gain enough beside what runs, the fastest first; none after the fastest that
     loses no accuracy. ``num_ranks`` take part now: with more of them, those that come back are
     brought up to date, and that is to be won back too."""

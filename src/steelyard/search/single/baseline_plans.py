@@ -7,7 +7,7 @@ checkpoints between checkpoints. Not for finding better ones: see explore.py and
 from collections.abc import Iterator
 
 from steelyard.ir.graph import Graph
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 
 # In a row of modules, what leaves every so manieth is kept, and what leaves every so manieth is
 # made again once.
@@ -19,7 +19,7 @@ _KEPT_AND_ONCE = tuple(
 )
 
 
-def simple_plans(tally: Tally) -> Iterator[frozenset[int]]:
+def simple_plans(tally: FastEstimator) -> Iterator[frozenset[int]]:
     """Sets of storages to recompute."""
     everything = frozenset(tally.unit_of)
     yield everything
@@ -33,7 +33,7 @@ def simple_plans(tally: Tally) -> Iterator[frozenset[int]]:
                 yield frozenset(s for s in plan if bounds[s] % every)
 
 
-def checkpointed(tally: Tally, depth: int) -> tuple[frozenset[int], dict[int, int]]:
+def checkpointed(tally: FastEstimator, depth: int) -> tuple[frozenset[int], dict[int, int]]:
     """What modules at this depth make and only they read; and each value's place in the row.
 
     This is torch.utils.checkpoint around each of them: inputs are kept, what is inside is not.
@@ -52,7 +52,7 @@ def checkpointed(tally: Tally, depth: int) -> tuple[frozenset[int], dict[int, in
     return frozenset(inner), place
 
 
-def checkpoints_between(tally: Tally) -> Iterator[frozenset[int]]:
+def checkpoints_between(tally: FastEstimator) -> Iterator[frozenset[int]]:
     """Few values kept; of those between them some made again once, and all else twice: on the way
     to the next of these, and when it is wanted itself (Chen et al. 2016, section 4.3)."""
     everything = frozenset(tally.unit_of)
@@ -65,7 +65,7 @@ def checkpoints_between(tally: Tally) -> Iterator[frozenset[int]]:
                 yield again.union(tally.often(s, 2) for s in twice)
 
 
-def _rows(tally: Tally, depth: int) -> tuple[dict[int, int], frozenset[int]]:
+def _rows(tally: FastEstimator, depth: int) -> tuple[dict[int, int], frozenset[int]]:
     """In which module of the row each value is made, or behind which; what leaves its module."""
     graph = tally.program.graph
     numbers: dict[str | None, int] = {}
@@ -80,7 +80,7 @@ def _rows(tally: Tally, depth: int) -> tuple[dict[int, int], frozenset[int]]:
     return rows, frozenset(leaving)
 
 
-def _readers(graph: Graph, tally: Tally, storage: int, depth: int) -> Iterator[str | None]:
+def _readers(graph: Graph, tally: FastEstimator, storage: int, depth: int) -> Iterator[str | None]:
     """Modules of the forward operators that read a value or a view of it."""
     pending = [tally.value_on[storage]]
     while pending:
@@ -99,11 +99,11 @@ def _module(graph: Graph, name: str, depth: int) -> str | None:
     return ".".join(parts[:depth]) if len(parts) >= depth and parts[0] else None
 
 
-def _deepest(tally: Tally) -> int:
+def _deepest(tally: FastEstimator) -> int:
     graph = tally.program.graph
     return max((graph.by_name[v].path.count(".") + 1 for v in tally.value_on.values()), default=0)
 
 
-def _is_dear(tally: Tally, unit: int) -> bool:
+def _is_dear(tally: FastEstimator, unit: int) -> bool:
     """Products, convolutions, attention: what is worth keeping if little is."""
     return tally.program.graph.by_name[tally.units[unit].node].flops > 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from steelyard.passes.recompute_copies import Span, starts
-from steelyard.search.single.estimate import Ints, Unit
+from steelyard.search.single.estimate import Ints, RecomputableUnit
 
 # Later than any line.
 NEVER = 1 << 40
@@ -48,11 +48,11 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placing:
+class CopyPlacement:
     """The operators of one program that can run again, and where what they make is read late."""
 
     num_lines: int
-    units: Sequence[Unit]
+    units: Sequence[RecomputableUnit]
     unit_of: Mapping[int, int]
     late_first: Sequence[int]
     late_reads: Mapping[int, Sequence[Span]]

@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from steelyard.ir.graph import Graph
-from steelyard.ir.quantized_activation import Coding
-from steelyard.predict.cost_table import Costs
+from steelyard.ir.quantized_activation import QuantizedActivation
+from steelyard.predict.cost_table import CostTable
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class PeakEstimate:
     """``active`` are the operators that really run again; a chosen value nobody reads is free.
 
     ``away`` are the choices to move to far memory, or to keep in 8 bits, that really do; ``often``
@@ -52,7 +52,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class RecomputableUnit:
     """One operator that can be called again: what it makes and reads, as storages."""
 
     node: str
@@ -75,8 +75,8 @@ class Coder:
     decode_workspace: int
 
     @classmethod
-    def of(cls, graph: Graph, value: str, costs: Costs) -> "Coder":
-        coding = Coding.of(graph, value, number=len(graph.storages))
+    def of(cls, graph: Graph, value: str, costs: CostTable) -> "Coder":
+        coding = QuantizedActivation.of(graph, value, number=len(graph.storages))
         return cls(
             nbytes=coding.storage.nbytes,
             encode_seconds=costs.seconds(coding.encode).value,

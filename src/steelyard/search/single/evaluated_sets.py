@@ -5,9 +5,9 @@ question has the same answer on any machine. Not for what to try: see price_swee
 local_search.py.
 """
 
-from steelyard.search.pareto_front import Archive, Point
-from steelyard.search.single.estimate import Counted
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.pareto_front import ParetoFront, Point
+from steelyard.search.single.estimate import PeakEstimate
+from steelyard.search.single.fast_estimator import FastEstimator
 
 # So many storages may be held by remembered sets; beyond that all are forgotten at once.
 _REMEMBERED = 4_000_000
@@ -16,10 +16,10 @@ _REMEMBERED = 4_000_000
 class Trials:
     """``whole`` holds only plans that treat all blocks of a run alike, which makes short files."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: FastEstimator) -> None:
         self.tally = tally
-        self.archive = Archive()
-        self.whole = Archive()
+        self.archive = ParetoFront()
+        self.whole = ParetoFront()
         self.made = 0
         self._known: dict[frozenset[int], Point] = {}
         able = len(tally.unit_of) + len(tally.far_value_on) + len(tally.coded_value_on)
@@ -34,11 +34,13 @@ class Trials:
             return known
         return self._whole_point(again, known.peak_bytes, known.seconds)
 
-    def counted(self, again: frozenset[int]) -> Counted:
+    def counted(self, again: frozenset[int]) -> PeakEstimate:
         self.made += 1
         return self.tally.count(again)
 
-    def noted(self, again: frozenset[int], counted: Counted, *, is_whole: bool = False) -> Point:
+    def noted(
+        self, again: frozenset[int], counted: PeakEstimate, *, is_whole: bool = False
+    ) -> Point:
         """The plan as a point of the archive, without what nobody reads; whole ones stay whole."""
         units = self.tally.units
         active = frozenset(s for u in counted.active for s in units[u].makes if s in again)

@@ -10,14 +10,14 @@ from dataclasses import replace
 from steelyard.ir.graph import Graph
 from steelyard.ir.rule import Rule, matching, spot_of, starred, to_rules
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import Taken
-from steelyard.plans.trade import Left, Offer, Refusal
+from steelyard.plans.plan import SelectedTrade
+from steelyard.plans.trade import Offer, Rejection, Remaining
 from steelyard.search.pareto_front import Point
-from steelyard.search.single.estimate import Counted
+from steelyard.search.single.estimate import PeakEstimate
 from steelyard.search.single.explore import Explored, again_rules, carried, carried_choice
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.granularity import moved_bytes
-from steelyard.search.single.transfer_timing import Way
+from steelyard.search.single.transfer_timing import TransferMode
 from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes, format_seconds
 
@@ -27,9 +27,9 @@ _MOST_PARTS = 10
 
 def taken(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point
-) -> tuple[Taken, ...]:
+) -> tuple[SelectedTrade, ...]:
     """The plan by modules, what buys most first."""
-    told: list[Taken] = []
+    told: list[SelectedTrade] = []
     home, moving = variant.at_home, point
     if variant.states:
         # Of the pass itself all is told with the optimizer's state near.
@@ -47,10 +47,12 @@ def taken(
     return tuple(told)
 
 
-def _taken_split(explored: Mapping[Variant, Explored], variant: Variant, point: Point) -> Taken:
+def _taken_split(
+    explored: Mapping[Variant, Explored], variant: Variant, point: Point
+) -> SelectedTrade:
     """Beside the same recomputations on the whole batch."""
     without = _carried_to(explored, variant, point, variant.whole)
-    return Taken(
+    return SelectedTrade(
         trade="accumulate",
         label=f"{variant.parts} micro-batches",
         rules=variant.unsliced.at_home.rules,
@@ -59,7 +61,9 @@ def _taken_split(explored: Mapping[Variant, Explored], variant: Variant, point: 
     )
 
 
-def _taken_streams(explored: Mapping[Variant, Explored], variant: Variant, point: Point) -> Taken:
+def _taken_streams(
+    explored: Mapping[Variant, Explored], variant: Variant, point: Point
+) -> SelectedTrade:
     """Beside the same recomputations without slices, of the whole batch where parts were never
     looked at without.
     """
@@ -69,7 +73,7 @@ def _taken_streams(explored: Mapping[Variant, Explored], variant: Variant, point
     rules = tuple(rule for rule in variant.rules if rule.trade == "stream")
     named = ", ".join(dict.fromkeys(rule.module or "the loss" for rule in rules))
     slices = " and ".join(dict.fromkeys(str(rule.degree) for rule in rules))
-    return Taken(
+    return SelectedTrade(
         trade="stream",
         label=f"{named} in {slices} slices",
         rules=rules,
@@ -78,7 +82,9 @@ def _taken_streams(explored: Mapping[Variant, Explored], variant: Variant, point
     )
 
 
-def _taken_states(home: Explored, variant: Variant, *, before: Point, point: Point) -> list[Taken]:
+def _taken_states(
+    home: Explored, variant: Variant, *, before: Point, point: Point
+) -> list[SelectedTrade]:
     """Beside the same plan with all of it near; priced as one, and shared out by bytes."""
     nbytes = moved_bytes(home.tally.program, variant.states)
     total = sum(nbytes.values())
@@ -87,7 +93,7 @@ def _taken_states(home: Explored, variant: Variant, *, before: Point, point: Poi
         rules = tuple(rule for rule in variant.states if rule.op == what)
         own, count = sum(nbytes[rule] for rule in rules), sum(rule.count for rule in rules)
         told.append(
-            Taken(
+            SelectedTrade(
                 trade="offload_state",
                 label=f"{what} of {count} parameter{'s' if count > 1 else ''}, {format_bytes(own)}",
                 rules=rules,
@@ -100,13 +106,13 @@ def _taken_states(home: Explored, variant: Variant, *, before: Point, point: Poi
 
 def _carried_to(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point, other: Variant
-) -> Counted:
+) -> PeakEstimate:
     """The same recomputations on another variant of the step."""
     ours, theirs = explored[variant], explored[other].tally
     return theirs.count(carried_choice(ours.tally, ours.choice(point), theirs))
 
 
-def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
+def _taken_modules(trade: str, explored: Explored, point: Point) -> list[SelectedTrade]:
     """What is recomputed, moved or kept in 8 bits, by modules."""
     tally = explored.tally
     graph = tally.program.graph
@@ -139,7 +145,7 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
         count = str(len(inside)) if len(inside) == possible else f"{len(inside)} of {possible}"
         count += _oftener(times[s] for s in inside if s in times)
         told.append(
-            Taken(
+            SelectedTrade(
                 trade=trade,
                 label=f"{module or 'top level'} ({count}){_in_slices(tally, inside, slices)}",
                 rules=_rules_for(trade, tally, inside, times),
@@ -150,7 +156,7 @@ def _taken_modules(trade: str, explored: Explored, point: Point) -> list[Taken]:
     return told
 
 
-def _in_slices(tally: Tally, inside: Iterable[int], slices: Mapping[str, int]) -> str:
+def _in_slices(tally: FastEstimator, inside: Iterable[int], slices: Mapping[str, int]) -> str:
     """How many of them come back in slices, and in how many."""
     values = [tally.value_away(c) for c in inside] if slices else []
     counts = sorted(slices[value] for value in values if value in slices)
@@ -170,7 +176,7 @@ def _oftener(times: Iterable[int]) -> str:
 
 
 def _rules_for(
-    trade: str, tally: Tally, inside: Iterable[int], times: Mapping[int, int]
+    trade: str, tally: FastEstimator, inside: Iterable[int], times: Mapping[int, int]
 ) -> tuple[Rule, ...]:
     graph = tally.program.graph
     value_on, _ = _fate(trade, tally)
@@ -180,7 +186,7 @@ def _rules_for(
     return to_rules(graph, values, trade=trade)
 
 
-def _fate(trade: str, tally: Tally) -> tuple[Mapping[int, str], Callable[[int], bool]]:
+def _fate(trade: str, tally: FastEstimator) -> tuple[Mapping[int, str], Callable[[int], bool]]:
     """The values that may have it, by their storage; and which choices are of it."""
     if trade == "offload":
         return tally.far_value_on, tally.is_far
@@ -211,11 +217,11 @@ def refused(
     variant: Variant,
     point: Point,
     budget: Budget,
-) -> tuple[Refusal, ...]:
+) -> tuple[Rejection, ...]:
     """Each offer that the plan leaves out, in whole or in part, and the reason that binds."""
     told = []
     for offer in offers:
-        left = Left.WHOLE
+        left = Remaining.WHOLE
         if offer.trade == "accumulate":
             reason = _why_not_split(offer, explored, variant, point)
         elif offer.trade == "stream":
@@ -226,13 +232,13 @@ def refused(
             able = _able_to_wait(offer, explored, variant)
             away = _away(offer, explored[variant], point)
             reason = _why_not_away(offer, able, explored[variant], point, budget)
-            left = Left.REST if able & away else Left.WHOLE
+            left = Remaining.REST if able & away else Remaining.WHOLE
         else:
             wanted = _wanted(offer, explored, variant)
             reason = _why_not_recompute(wanted, explored[variant], point, budget)
-            left = Left.REST if wanted & point.again else Left.WHOLE
+            left = Remaining.REST if wanted & point.again else Remaining.WHOLE
         if reason is not None:
-            told.append(Refusal(trade=offer.trade, label=offer.label, reason=reason, left=left))
+            told.append(Rejection(trade=offer.trade, label=offer.label, reason=reason, left=left))
     return tuple(told)
 
 
@@ -296,11 +302,11 @@ def _able_to_wait(
     return frozenset(tally.storage(c) for c in carried_choice(whole, choice, tally))
 
 
-def _waiting(offer: Offer, tally: Tally, storage: int) -> int:
+def _waiting(offer: Offer, tally: FastEstimator, storage: int) -> int:
     if offer.trade == "quantise":
         return tally.coded(storage)
     is_sliced = offer.rules[0].degree and storage in tally.sliced
-    return tally.far(storage, Way.IN_SLICES if is_sliced else Way.EASY)
+    return tally.far(storage, TransferMode.IN_SLICES if is_sliced else TransferMode.EASY)
 
 
 def _away(offer: Offer, explored: Explored, point: Point) -> frozenset[int]:
@@ -339,7 +345,7 @@ def _why_not_recompute(
     return _not_worth(point, tried, budget)
 
 
-def _not_worth(point: Point, tried: Counted, budget: Budget) -> str:
+def _not_worth(point: Point, tried: PeakEstimate, budget: Budget) -> str:
     buys, pays = point.peak_bytes - tried.peak_bytes, tried.seconds - point.seconds
     price = f"would pay ~{format_seconds(max(0.0, pays))} a step"
     if buys <= 0:

@@ -10,14 +10,14 @@ from types import MappingProxyType
 
 from steelyard.ir.graph import BlockRun, Graph
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, Spot, spot_of, spots, starred, to_rules
-from steelyard.predict.cost_table import Costs
-from steelyard.search.pareto_front import Archive, Point
+from steelyard.ir.rule import CallSite, Rule, spot_of, spots, starred, to_rules
+from steelyard.predict.cost_table import CostTable
+from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.baseline_plans import simple_plans
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import Tally
-from steelyard.search.single.local_search import Moves
-from steelyard.search.single.min_cut import Cut
+from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.local_search import LocalSearch
+from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.multi_recompute import make_oftener
 from steelyard.search.single.price_sweep import (
     Gaps,
@@ -27,7 +27,7 @@ from steelyard.search.single.price_sweep import (
     priced_sweep,
     uniform_sweep,
 )
-from steelyard.search.single.transfer_timing import Way
+from steelyard.search.single.transfer_timing import TransferMode
 
 _LIMITS = 24
 _ROUNDS, _FAR_ROUNDS = 20, 8
@@ -45,7 +45,7 @@ _WORTH_A_SHORT_PLAN = 1.001
 class Explored:
     """``chain``: a plan for each amount of memory, by rising peak and strictly falling seconds."""
 
-    tally: Tally
+    tally: FastEstimator
     chain: tuple[Point, ...]
     groups: tuple[frozenset[int], ...]
     trials: int
@@ -101,7 +101,7 @@ class Explored:
 
 def explore(
     program: Program,
-    costs: Costs,
+    costs: CostTable,
     values: Iterable[str],
     movable: Iterable[str] = (),
     codable: Iterable[str] = (),
@@ -116,7 +116,7 @@ def explore(
     memory, those with ``slices`` to come back so, ``codable`` ones kept in 8 bits; plans for
     ``known``, this step cut otherwise, are a start. ``briefly``: only plans that are known
     beforehand, for a budget that asks for none of them."""
-    tally = Tally(program, costs, values, movable, codable, slices)
+    tally = FastEstimator(program, costs, values, movable, codable, slices)
     trials = Trials(tally)
     groups = _groups(tally)
     choices = [*tally.unit_of, *tally.elsewhere()]
@@ -126,8 +126,8 @@ def explore(
         _sweep(trials)
     if choices and not briefly:
         if len(groups) < len(choices):
-            _improve(trials, Moves(trials, groups, are_whole=True), efforts=_WHOLE_EFFORTS)
-        moves = Moves(trials, (frozenset({s}) for s in choices), are_whole=False)
+            _improve(trials, LocalSearch(trials, groups, are_whole=True), efforts=_WHOLE_EFFORTS)
+        moves = LocalSearch(trials, (frozenset({s}) for s in choices), are_whole=False)
         _improve(trials, moves, efforts=_EFFORTS if thorough else _EFFORTS_ON_PARTS)
         if thorough:
             _kick(trials, moves)
@@ -137,9 +137,9 @@ def explore(
     return Explored(tally=tally, chain=chain, groups=tuple(groups), trials=trials.made)
 
 
-def sketch(program: Program, costs: Costs, values: Iterable[str]) -> Explored:
+def sketch(program: Program, costs: CostTable, values: Iterable[str]) -> Explored:
     """Only the plans that are known beforehand: for whoever asks what could be had about so."""
-    tally = Tally(program, costs, values)
+    tally = FastEstimator(program, costs, values)
     trials = Trials(tally)
     if tally.unit_of:
         _sweep(trials)
@@ -147,13 +147,13 @@ def sketch(program: Program, costs: Costs, values: Iterable[str]) -> Explored:
     return Explored(tally=tally, chain=chain, groups=(), trials=trials.made)
 
 
-def restruck(program: Program, costs: Costs, *, known: Explored) -> Explored:
+def restruck(program: Program, costs: CostTable, *, known: Explored) -> Explored:
     """The same plans of the same pass, with another update behind it."""
     ours = known.tally
     again, far, coded = (
         v.values() for v in (ours.value_on, ours.far_value_on, ours.coded_value_on)
     )
-    trials = Trials(Tally(program, costs, again, far, coded, ours.slices))
+    trials = Trials(FastEstimator(program, costs, again, far, coded, ours.slices))
     for point in known.chain:
         trials.point(point.again)
     return Explored(
@@ -171,13 +171,15 @@ def few(chain: Sequence[Point], count: int) -> list[Point]:
     return [chain[number] for number in numbers]
 
 
-def carried(values: Iterable[str], graph: Graph, to: Tally) -> frozenset[str]:
+def carried(values: Iterable[str], graph: Graph, to: FastEstimator) -> frozenset[str]:
     """The same values in another trace of the step, as far as they can be recomputed there."""
     possible = set(to.value_on.values())
     return frozenset(name for name in _there(values, graph, to).values() if name in possible)
 
 
-def carried_choice(tally: Tally, choice: frozenset[int], to: Tally) -> frozenset[int]:
+def carried_choice(
+    tally: FastEstimator, choice: frozenset[int], to: FastEstimator
+) -> frozenset[int]:
     """The same choice in another trace of the step, as far as it can be made there."""
     graph, times = tally.program.graph, tally.times_of(choice)
     found: set[int] = set()
@@ -210,7 +212,7 @@ def again_rules(graph: Graph, times: Mapping[str, int]) -> tuple[Rule, ...]:
     )
 
 
-def _there(values: Iterable[str], graph: Graph, to: Tally) -> dict[str, str]:
+def _there(values: Iterable[str], graph: Graph, to: FastEstimator) -> dict[str, str]:
     """Names here and in the other trace."""
     there = spots(to.program.graph)
     found = {v: spot_of(graph, graph.by_name[v]) for v in values}
@@ -223,7 +225,7 @@ def _start_from(trials: Trials, known: Explored) -> None:
 
 
 def _sweep(trials: Trials) -> None:
-    cut = Cut(trials.tally)
+    cut = MinCut(trials.tally)
     gaps = Gaps(trials.tally, cut.kept)
     uniform_sweep(trials, cut, gaps)
     packed_sweep(trials, cut, gaps)
@@ -245,7 +247,7 @@ def _all_far(trials: Trials) -> None:
     buy nothing, so that no single move leads here from a plan that moves none."""
     tally = trials.tally
     for point in (trials.plain, *trials.archive.hull()):
-        for way in Way:
+        for way in TransferMode:
             if not way.is_sliced or tally.sliced:
                 trials.point(
                     point.again
@@ -263,7 +265,7 @@ def _all_coded(trials: Trials) -> None:
         trials.point(point.again | everything)
 
 
-def _improve(trials: Trials, moves: Moves, *, efforts: tuple[int, ...]) -> None:
+def _improve(trials: Trials, moves: LocalSearch, *, efforts: tuple[int, ...]) -> None:
     known = trials.whole if moves.are_whole else trials.archive
     moves.seed(trials.archive.hull())
     for effort in efforts:
@@ -277,7 +279,7 @@ def _improve(trials: Trials, moves: Moves, *, efforts: tuple[int, ...]) -> None:
     moves.relink(known.hull())
 
 
-def _kick(trials: Trials, moves: Moves) -> None:
+def _kick(trials: Trials, moves: LocalSearch) -> None:
     """Until it hardly helps any more, or enough was done for a program of this size."""
     enough = _KICKING_WORK // (200 + trials.tally.num_lines)
     limits = _limits(trials.archive)
@@ -299,16 +301,16 @@ def _overhead(trials: Trials, limits: Iterable[int]) -> float:
     return sum(p.seconds - trials.plain.seconds for p in points if p is not None)
 
 
-def _limits(known: Archive) -> list[int]:
+def _limits(known: ParetoFront) -> list[int]:
     low, high = known.least.peak_bytes, known.fastest.peak_bytes
     return [round(low + (high - low) * i / _LIMITS) for i in range(_LIMITS + 1)]
 
 
-def _groups(tally: Tally) -> list[frozenset[int]]:
+def _groups(tally: FastEstimator) -> list[frozenset[int]]:
     """The same value in all blocks of a run, as one atom."""
     graph = tally.program.graph
     runs = sorted(graph.runs, key=lambda r: -len(r.prefix))
-    members: dict[tuple[Spot, int], set[int]] = {}
+    members: dict[tuple[CallSite, int], set[int]] = {}
     again = ((storage, value, 0) for storage, value in tally.value_on.items())
     away = ((c, tally.value_away(c), c // len(tally.nbytes)) for c in tally.elsewhere())
     for choice, value, how in (*again, *away):
@@ -318,16 +320,16 @@ def _groups(tally: Tally) -> list[frozenset[int]]:
     return [frozenset(m) for m in members.values()]
 
 
-def _pattern(spot: Spot, runs: list[BlockRun]) -> Spot:
+def _pattern(spot: CallSite, runs: list[BlockRun]) -> CallSite:
     for run in runs:
         module = starred(spot.module, run)
         if module is not None:
             # Two runs of one list must not be taken for one.
-            return Spot(f"{run.first}:{module}", spot.op, spot.nth)
+            return CallSite(f"{run.first}:{module}", spot.op, spot.nth)
     return spot
 
 
-def chained(archive: Archive, whole: Archive) -> tuple[Point, ...]:
+def chained(archive: ParetoFront, whole: ParetoFront) -> tuple[Point, ...]:
     """The archive, with a whole plan in a point's place where it is about as good."""
     chain: list[Point] = []
     for point in archive:

@@ -18,21 +18,34 @@ from steelyard.ir.graph import OutputKind, Phase
 from steelyard.ir.program import Program
 from steelyard.passes.recompute_copies import late_reads
 from steelyard.predict import peak_bytes, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import held_underway
-from steelyard.search.single.copy_placement import NEVER, NO_CODES, Codes, Copies, Placing, placed
-from steelyard.search.single.estimate import Coder, Counted, Floats, Unit
-from steelyard.search.single.lifetimes import Lives
-from steelyard.search.single.sliced_reads import Sliced, sliced_reads
-from steelyard.search.single.transfer_timing import NO_TRIPS, Roads, Trip, Trips, Way
+from steelyard.search.single.copy_placement import (
+    NEVER,
+    NO_CODES,
+    Codes,
+    Copies,
+    CopyPlacement,
+    placed,
+)
+from steelyard.search.single.estimate import Coder, Floats, PeakEstimate, RecomputableUnit
+from steelyard.search.single.lifetimes import Lifetimes
+from steelyard.search.single.sliced_reads import SlicedRead, sliced_reads
+from steelyard.search.single.transfer_timing import (
+    NO_TRIPS,
+    TransferLinks,
+    TransferMode,
+    TransferPlan,
+    TransferPlans,
+)
 
 _MOSTLY_HIDDEN = 0.1
 # Choices are storages, then storages to move in each way, then storages to keep in 8 bits, then
 # storages to make twice, thrice, and so on.
-_IN_8_BITS = 1 + len(Way)
+_IN_8_BITS = 1 + len(TransferMode)
 
 
-class Tally:
+class FastEstimator:
     """A program without copies, laid out for counting; a choice is a set of numbers.
 
     A forward value is the storage it lies on; the number of that storage chooses to compute the
@@ -45,7 +58,7 @@ class Tally:
     def __init__(
         self,
         program: Program,
-        costs: Costs,
+        costs: CostTable,
         values: Iterable[str],
         movable: Iterable[str] = (),
         codable: Iterable[str] = (),
@@ -67,7 +80,7 @@ class Tally:
         self.slices = slices
         self.least_workspace = self.workspace.copy()
         self.quickened_seconds = 0.0
-        self.sliced: Mapping[int, Sequence[Sliced]] = {}
+        self.sliced: Mapping[int, Sequence[SlicedRead]] = {}
         self._roads = None
         if FAR_OUT in costs.links and FAR_IN in costs.links:
             self.far_value_on = {self._on[value][0]: value for value in movable}
@@ -76,7 +89,7 @@ class Tally:
             for read in (read for own in reads.values() for read in own):
                 self.least_workspace[read.line] += min(0, read.more_workspace)
                 self.quickened_seconds += self._factor * max(0.0, -read.more_seconds)
-            self._roads = Roads(self._lines, program, costs, self.far_value_on, self.sliced)
+            self._roads = TransferLinks(self._lines, program, costs, self.far_value_on, self.sliced)
         self.coded_value_on = {self._on[value][0]: value for value in codable}
         self._coders = {
             s: Coder.of(program.graph, value, costs) for s, value in self.coded_value_on.items()
@@ -86,7 +99,7 @@ class Tally:
     def num_lines(self) -> int:
         return len(self._lines)
 
-    def far(self, storage: int, way: Way) -> int:
+    def far(self, storage: int, way: TransferMode) -> int:
         """The choice to move the value on this storage."""
         return len(self.nbytes) * (1 + way) + storage
 
@@ -101,9 +114,9 @@ class Tally:
     def storage(self, choice: int) -> int:
         return choice % len(self.nbytes)
 
-    def way(self, choice: int) -> Way:
+    def way(self, choice: int) -> TransferMode:
         """How the value is moved, of a choice to move it."""
-        return Way(choice // len(self.nbytes) - 1)
+        return TransferMode(choice // len(self.nbytes) - 1)
 
     def is_again(self, choice: int) -> bool:
         return choice < len(self.nbytes)
@@ -140,7 +153,7 @@ class Tally:
         """All choices to move a value, or to keep it in 8 bits."""
         far = [
             self.far(s, way)
-            for way in Way
+            for way in TransferMode
             for s in (self.sliced if way.is_sliced else self.far_value_on)
         ]
         return far + [self.coded(s) for s in self.coded_value_on]
@@ -177,7 +190,7 @@ class Tally:
 
     def _parted(
         self, choices: Collection[int]
-    ) -> tuple[frozenset[int], dict[int, Way], tuple[int, ...]]:
+    ) -> tuple[frozenset[int], dict[int, TransferMode], tuple[int, ...]]:
         """Storages to compute again; to move, and how; to keep in 8 bits.
 
         A value has one fate: it is made again rather than coded, and coded rather than moved.
@@ -247,14 +260,14 @@ class Tally:
                     touching[node.name] = (*touching.get(node.name, ()), *new)
         return touching
 
-    def _read_units(self, values: Iterable[str], costs: Costs) -> None:
+    def _read_units(self, values: Iterable[str], costs: CostTable) -> None:
         graph = self.program.graph
         chosen: dict[str, list[int]] = {}
         for value in values:
             node = graph.by_name[value]
             maker = node.inputs[0] if node.is_getitem else value
             chosen.setdefault(maker, []).append(self._on[value][0])
-        self.units: list[Unit] = []
+        self.units: list[RecomputableUnit] = []
         self.unit_of: dict[int, int] = {}
         self.value_on: dict[int, str] = {self._on[value][0]: value for value in values}
         for instruction in self._lines[: self.first_late]:
@@ -264,7 +277,7 @@ class Tally:
             for storage in chosen[node.name]:
                 self.unit_of[storage] = len(self.units)
             self.units.append(
-                Unit(
+                RecomputableUnit(
                     node=node.name,
                     makes=tuple(self._on[node.name]),
                     reads=tuple(dict.fromkeys(s for i in node.inputs for s in self._on[i])),
@@ -276,7 +289,7 @@ class Tally:
             )
 
         self.late_reads = late_reads(graph, self._lines, self.first_late, self.unit_of)
-        self._placing = Placing(
+        self._placing = CopyPlacement(
             num_lines=self.num_lines,
             units=self.units,
             unit_of=self.unit_of,
@@ -284,7 +297,7 @@ class Tally:
             late_reads=self.late_reads,
         )
 
-    def _lay_out(self, costs: Costs) -> None:
+    def _lay_out(self, costs: CostTable) -> None:
         """The same as arrays, over the storages that the program itself makes."""
         graph, made = self.program.graph, self.storages
         self._bytes = np.array([self.nbytes[s] for s in made], dtype=np.float64)
@@ -305,7 +318,7 @@ class Tally:
         )
         self._stays = np.array([s in self.staying for s in made], dtype=bool)
 
-    def _set_scale(self, costs: Costs) -> None:
+    def _set_scale(self, costs: CostTable) -> None:
         """Resident bytes, the optimizer's step and fixed seconds, as predict/ has them."""
         program = self.program
         bare = replace(program, instructions=())
@@ -345,7 +358,7 @@ class Tally:
                     wanted[storage] = min(wanted[storage], line)
         return wanted
 
-    def count(self, choice: frozenset[int]) -> Counted:
+    def count(self, choice: frozenset[int]) -> PeakEstimate:
         """What the program costs when the backward pass reads copies of these."""
         again, far, coded = self._parted(choice)
         times = self.times_of(choice)
@@ -363,7 +376,7 @@ class Tally:
         seconds = self.seconds_of(copies.units) + self.program.repeats * trips.seconds
         seconds += sum(self._coding_seconds(s) for s in codes.by_storage)
         moved = (self.far(s, far[s]) for s in trips.by_storage)
-        return Counted(
+        return PeakEstimate(
             peak_bytes=max(self._update_bytes + pieces, int(held.max())),
             seconds=self.plain_seconds + seconds,
             active=copies.units,
@@ -384,13 +397,13 @@ class Tally:
         values = (self.far_value_on[s] for s, trip in self._trips_of(choice).items() if trip.slices)
         return {value: self.slices[value] for value in values}
 
-    def _trips_of(self, choice: frozenset[int]) -> Mapping[int, Trip]:
+    def _trips_of(self, choice: frozenset[int]) -> Mapping[int, TransferPlan]:
         again, far, coded = self._parted(choice)
         copies = self._placing.copies(again, self.times_of(choice))
         codes = self._code(coded, copies)
         return self._trips(far, codes.copies or copies, codes).by_storage
 
-    def _trips(self, far: dict[int, Way], copies: Copies, codes: Codes) -> Trips:
+    def _trips(self, far: dict[int, TransferMode], copies: Copies, codes: Codes) -> TransferPlans:
         if not far:
             return NO_TRIPS
         assert self._roads is not None
@@ -443,12 +456,12 @@ class Tally:
         )
 
     def _held(
-        self, again: frozenset[int], copies: Copies, codes: Codes, trips: Trips
+        self, again: frozenset[int], copies: Copies, codes: Codes, trips: TransferPlans
     ) -> tuple[Floats, Floats]:
         """Bytes above the resident ones at each line, copies among them: in the first micro-batch,
         and in those that add to its gradients."""
         lives = self._lives(again, copies, codes)
-        slices: list[tuple[int, int, Sliced]] = []
+        slices: list[tuple[int, int, SlicedRead]] = []
         for storage, trip in trips.by_storage.items():
             lives.leave(self._row[storage], gone=trip.gone, back=None if trip.slices else trip.back)
             slices += trip.slices
@@ -475,14 +488,16 @@ class Tally:
         first = total(self._stays)
         return first, total(self._stays & ~self._gradients) if self.program.repeats > 1 else first
 
-    def _lives(self, again: frozenset[int], copies: Copies, codes: Codes) -> Lives:
+    def _lives(self, again: frozenset[int], copies: Copies, codes: Codes) -> Lifetimes:
         """From which line to which each storage is there, and each copy of what is made again."""
         shift, row = copies.shift, self._row
         late = np.where(self._late_last >= 0, self._late_last + shift[self._late_last], -1)
         forward_last = self._forward_last
         if codes.by_storage:
             forward_last = np.where(forward_last >= 0, forward_last + shift[forward_last], -1)
-        lives = Lives(self._born + shift[self._born], np.maximum(forward_last, late), forward_last)
+        lives = Lifetimes(
+            self._born + shift[self._born], np.maximum(forward_last, late), forward_last
+        )
         come = lives.come
         often, last_read = copies.often, copies.last_read
         last_late: list[int] = late.tolist()

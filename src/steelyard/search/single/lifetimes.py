@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from steelyard.search.single.estimate import Floats, Ints
 
 
-class Lives:
+class Lifetimes:
     """The lines at which the storage of each row is born and dies; and of copies, which are there
     besides."""
 

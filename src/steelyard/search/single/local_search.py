@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
 
-from steelyard.search.pareto_front import Archive, Point
+from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.copy_placement import NEVER
-from steelyard.search.single.estimate import Counted
+from steelyard.search.single.estimate import PeakEstimate
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 
 _WIDTH = 8
 _FEW = 4
@@ -20,7 +20,7 @@ _FEW = 4
 _WIDEST = 5
 
 
-class Moves:
+class LocalSearch:
     """``atoms`` are what is moved at once: single values, or a value in all blocks of a run."""
 
     def __init__(self, trials: Trials, atoms: Iterable[frozenset[int]], *, are_whole: bool) -> None:
@@ -80,7 +80,7 @@ class Moves:
                 self.drop(repaired, limit_bytes)
 
     @property
-    def _known(self) -> Archive:
+    def _known(self) -> ParetoFront:
         return self._trials.whole if self.are_whole else self._trials.archive
 
     def drop(self, point: Point, limit_bytes: int) -> Point:
@@ -101,7 +101,7 @@ class Moves:
         return point
 
     def _surely_too_much(
-        self, atom: frozenset[int], counted: Counted, line: int, slack_bytes: int
+        self, atom: frozenset[int], counted: PeakEstimate, line: int, slack_bytes: int
     ) -> bool:
         """Kept, it would wait across the peak, where no copy of it is now; no proof, for what is
         upstream of it may go."""
@@ -128,11 +128,11 @@ class Moves:
         return None
 
     def _best_relief(
-        self, again: frozenset[int], counted: Counted, limit_bytes: int, width: int
-    ) -> tuple[frozenset[int], Counted] | None:
+        self, again: frozenset[int], counted: PeakEstimate, limit_bytes: int, width: int
+    ) -> tuple[frozenset[int], PeakEstimate] | None:
         """Of a few neighbours, the one that takes most off the excess for what it pays."""
         excess = counted.excess(limit_bytes)
-        best: tuple[float, frozenset[int], Counted] | None = None
+        best: tuple[float, frozenset[int], PeakEstimate] | None = None
         for number, moved in enumerate(self._relieving(again, counted)):
             if number >= (width if best else _WIDEST * width):
                 break
@@ -145,7 +145,7 @@ class Moves:
                     best = (score, moved, tried)
         return best and best[1:]
 
-    def _relieving(self, again: frozenset[int], counted: Counted) -> Iterator[frozenset[int]]:
+    def _relieving(self, again: frozenset[int], counted: PeakEstimate) -> Iterator[frozenset[int]]:
         """Neighbours that may hold less at the peak, those that pay least for a byte first:
         what waits there is not kept, and between them early copies are not made."""
         tally, line = self._tally, counted.peak_line()
@@ -264,16 +264,16 @@ class Moves:
         return self._trials.point(again, is_whole=self.are_whole)
 
 
-def _waits(tally: Tally, storage: int, line: int, counted: Counted) -> bool:
+def _waits(tally: FastEstimator, storage: int, line: int, counted: PeakEstimate) -> bool:
     """A kept value that something reads only later."""
     return tally.forward_last[storage] < line < counted.first[storage] < NEVER
 
 
-def _is_copied(tally: Tally, storage: int, line: int, counted: Counted) -> bool:
+def _is_copied(tally: FastEstimator, storage: int, line: int, counted: PeakEstimate) -> bool:
     first = counted.first[storage]
     return first == line or first <= line <= tally.late_last[storage]
 
 
-def _lives(tally: Tally, storage: int, line: int) -> bool:
+def _lives(tally: FastEstimator, storage: int, line: int) -> bool:
     last = max(tally.wanted[storage], tally.late_last[storage])
     return tally.forward_last[storage] <= line <= last

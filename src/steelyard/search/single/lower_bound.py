@@ -9,8 +9,8 @@ import numpy as np
 from steelyard.passes.recompute_copies import merged
 from steelyard.search.single.copy_placement import NEVER
 from steelyard.search.single.estimate import Floats
-from steelyard.search.single.fast_estimator import Tally
-from steelyard.search.single.min_cut import Cut
+from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.min_cut import MinCut
 
 _ROUNDS = 150
 _MIXTURES = (0.0, 0.001, 0.01, 0.05, 0.2)
@@ -18,7 +18,12 @@ _FEWEST_IMPROVEMENTS = 12
 
 
 def least_seconds(
-    tally: Tally, cut: Cut, *, limit_bytes: int, within_seconds: float, oftener: bool = False
+    tally: FastEstimator,
+    cut: MinCut,
+    *,
+    limit_bytes: int,
+    within_seconds: float,
+    oftener: bool = False,
 ) -> float:
     """A step that computes each value at most twice (or ``oftener``), in this order, within
     ``limit_bytes``, takes at least this long. ``within_seconds`` is what some plan reaches; it only
@@ -37,8 +42,8 @@ def least_seconds(
 
 
 def _least(
-    tally: Tally,
-    cut: Cut,
+    tally: FastEstimator,
+    cut: MinCut,
     certain: "_CertainGaps",
     limit_bytes: int,
     within_seconds: float,
@@ -75,7 +80,7 @@ def _least(
 class _CertainGaps:
     """Where a kept value surely waits, and what is surely held at each line besides."""
 
-    def __init__(self, tally: Tally, cut: Cut, *, oftener: bool) -> None:
+    def __init__(self, tally: FastEstimator, cut: MinCut, *, oftener: bool) -> None:
         lines = tally.num_lines
         self._lines = lines
         kept = self._kept = cut.kept
@@ -108,7 +113,7 @@ class _CertainGaps:
         return held
 
 
-def surely_held(tally: Tally, staying: frozenset[int], *, oftener: bool = False) -> Floats:
+def surely_held(tally: FastEstimator, staying: frozenset[int], *, oftener: bool = False) -> Floats:
     """What every plan holds at each line, and a value is read whole that may not be in slices;
     ``staying`` is there to the end."""
     lines = tally.num_lines

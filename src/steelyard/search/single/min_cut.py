@@ -13,7 +13,7 @@ from ortools.graph.python import max_flow
 
 from steelyard.search.single.copy_placement import NEVER
 from steelyard.search.single.estimate import Floats
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 
 # Capacities are whole numbers: picoseconds, which leaves room for steps of ten hours.
 _TICKS_PER_SECOND = 1e12
@@ -22,7 +22,7 @@ _SOURCE, _SINK = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RecomputeChoice:
     """``again`` is what to recompute and ``kept`` what to keep for that, near or, where that is
     cheaper, ``away`` or ``coded``; ``seconds`` is the value of the whole cut, all these prices
     included."""
@@ -34,10 +34,10 @@ class Choice:
     seconds: float
 
 
-class Cut:
+class MinCut:
     """One network per program; only the weights change from one question to the next."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: FastEstimator) -> None:
         self._tally = tally
         self._flow = max_flow.SimpleMaxFlow()
         self._arcs: list[tuple[int, int, int]] = []
@@ -93,7 +93,7 @@ class Cut:
         is_coding: bool = False,
         never: Collection[int] = (),
         paid: float = 1.0,
-    ) -> Choice:
+    ) -> RecomputeChoice:
         """``weights``: seconds that keeping each of ``kept`` near is worth avoiding; ``far``: that
         keeping it away costs (infinite where it cannot leave); ``never`` lists operators that must
         not run again; ``paid`` is the share that counts of what those take that do."""
@@ -121,7 +121,7 @@ class Cut:
         ]
         kept = [(s, place) for place, (s, stays) in enumerate(zip(self.kept, is_kept)) if stays]
         left = [(s, place) for s, place in kept if cheaper[place] < near[place]]
-        return Choice(
+        return RecomputeChoice(
             again=frozenset(again),
             kept=frozenset(s for s, _ in kept),
             away=frozenset(s for s, place in left if away[place] <= coded[place]),

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from steelyard.search.pareto_front import Point
 from steelyard.search.single.baseline_plans import checkpoints_between
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import Tally
-from steelyard.search.single.local_search import Moves
+from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.local_search import LocalSearch
 
 # So many trials more, as a share of those made before; and so far up from the least memory: where
 # there is more room, nothing made twice ever paid (docs/log.md, 2026-11-22).
@@ -24,7 +24,7 @@ _DESCENDING = 200
 def make_oftener(trials: Trials) -> None:
     """For a number of trials."""
     end = trials.made + max(_FEWEST, int(_MORE * trials.made))
-    moves = Moves(trials, _atoms(trials.tally), are_whole=False)
+    moves = LocalSearch(trials, _atoms(trials.tally), are_whole=False)
     known = trials.archive
     tight = round(known.least.peak_bytes * (1 - _TIGHT) + known.fastest.peak_bytes * _TIGHT)
     for plan in checkpoints_between(trials.tally):
@@ -52,7 +52,7 @@ def _up_to(trials: Trials, peak_bytes: int) -> list[Point]:
     return [point for point in trials.archive.hull() if point.peak_bytes <= peak_bytes]
 
 
-def _atoms(tally: Tally) -> Iterator[frozenset[int]]:
+def _atoms(tally: FastEstimator) -> Iterator[frozenset[int]]:
     """Single choices, those to make a value oftener as far as it is read so often."""
     yield from (frozenset({choice}) for choice in (*tally.unit_of, *tally.elsewhere()))
     readers: dict[int, int] = {}

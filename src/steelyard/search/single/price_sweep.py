@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from steelyard.search.single.estimate import Counted, Floats
+from steelyard.search.single.estimate import Floats, PeakEstimate
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import Tally
-from steelyard.search.single.min_cut import Choice, Cut
-from steelyard.search.single.transfer_timing import Way
+from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.min_cut import MinCut, RecomputeChoice
+from steelyard.search.single.transfer_timing import TransferMode
 
 # From where nothing is worth recomputing to where everything is, in steps of a third.
 _UNIFORM_PRICES = np.geomspace(1e-4, 1e4, 64)
@@ -27,7 +27,7 @@ _PUSH = 12.0
 class Gaps:
     """The lines through which a kept value would only wait, and what that costs at given prices."""
 
-    def __init__(self, tally: Tally, kept: Iterable[int]) -> None:
+    def __init__(self, tally: FastEstimator, kept: Iterable[int]) -> None:
         kept = list(kept)
         end = tally.num_lines
         self._nbytes = np.array([tally.nbytes[s] for s in kept], dtype=np.float64)
@@ -45,14 +45,14 @@ class Gaps:
         return self._nbytes * price
 
 
-def uniform_sweep(trials: Trials, cut: Cut, gaps: Gaps) -> None:
+def uniform_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
     """torch's min-cut over all its memory ratios, and beyond."""
     seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
     for price in _UNIFORM_PRICES:
         trials.point(cut.solve(gaps.uniform(seconds_per_byte * price)).again)
 
 
-def packed_sweep(trials: Trials, cut: Cut, gaps: Gaps) -> None:
+def packed_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
     """torch's second step (2.13, ``knapsack_solver="dp"``): pack the outputs of the dear operators
     into ever less memory, and cut with those that found no room free to run again."""
     tally = trials.tally
@@ -94,7 +94,7 @@ def _packed(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], li
 
 
 def coded_sweep(
-    trials: Trials, cut: Cut, gaps: Gaps, *, limits: Sequence[int], rounds: int
+    trials: Trials, cut: MinCut, gaps: Gaps, *, limits: Sequence[int], rounds: int
 ) -> None:
     """The same where values may wait in 8 bits instead."""
     seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
@@ -103,7 +103,9 @@ def coded_sweep(
     priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, is_coding=True)
 
 
-def far_sweep(trials: Trials, cut: Cut, gaps: Gaps, *, limits: Sequence[int], rounds: int) -> None:
+def far_sweep(
+    trials: Trials, cut: MinCut, gaps: Gaps, *, limits: Sequence[int], rounds: int
+) -> None:
     """The same with far memory: at several prices of the link, from nothing to all it takes."""
     is_coding = bool(trials.tally.coded_value_on)
     for share in _LINK_PRICES:
@@ -115,14 +117,14 @@ def far_sweep(trials: Trials, cut: Cut, gaps: Gaps, *, limits: Sequence[int], ro
         priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, far=far, is_coding=is_coding)
 
 
-def _note(trials: Trials, choice: Choice) -> Counted:
+def _note(trials: Trials, choice: RecomputeChoice) -> PeakEstimate:
     """Of those that go far, also only those for whom the road is long: they hardly meet on it."""
     tally = trials.tally
     near = choice.again | {tally.coded(s) for s in choice.coded}
     longest = sorted(choice.away, key=lambda s: tally.born[s])
     counted = None
     for number in dict.fromkeys(len(longest) * quarters // 4 for quarters in (4, 3, 2, 1)):
-        chosen = near | {tally.far(s, Way.EASY) for s in longest[:number]}
+        chosen = near | {tally.far(s, TransferMode.EASY) for s in longest[:number]}
         found = trials.counted(chosen)
         trials.noted(chosen, found)
         counted = counted or found
@@ -132,7 +134,7 @@ def _note(trials: Trials, choice: Choice) -> Counted:
 
 def priced_sweep(
     trials: Trials,
-    cut: Cut,
+    cut: MinCut,
     gaps: Gaps,
     *,
     limits: Iterable[int],

@@ -11,28 +11,28 @@ from functools import cached_property
 from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.graph import Graph
 from steelyard.ir.metrics import EXACT, UNKNOWN
-from steelyard.ir.parallel_layout import LAYOUT_TRADES, Layout
+from steelyard.ir.parallel_layout import LAYOUT_TRADES, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.quantized_activation import settled
-from steelyard.ir.rule import FAR_TRADES, Rule, Spot, matching, rule_of, spot_of, to_rules
-from steelyard.ir.step_source import Laid, Source
+from steelyard.ir.rule import FAR_TRADES, CallSite, Rule, matching, rule_of, spot_of, to_rules
+from steelyard.ir.step_source import ShardedSource, StepSource
 from steelyard.plans.budget import Budget
 from steelyard.plans.offers import offers_of
-from steelyard.plans.peak_memory import Peak
+from steelyard.plans.peak_memory import PeakMemory
 from steelyard.plans.plan import FrontierPoint, NextCent
-from steelyard.plans.trade import Left, Offer, Refusal, Trade, strike, strike_on_ranks
+from steelyard.plans.trade import Offer, Rejection, Remaining, Trade, strike, strike_on_ranks
 from steelyard.predict import peak_bytes, predict, step_seconds
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
-from steelyard.search.pareto_front import Archive, Point
-from steelyard.search.result import Found, Gap
+from steelyard.search.pareto_front import ParetoFront, Point
+from steelyard.search.result import Gap, SearchResult
 from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.explain import refused, taken
 from steelyard.search.single.explore import Explored, again_rules, explore, few, restruck, sketch
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.granularity import moved_states, numbers_of_slices, slices, splits
 from steelyard.search.single.lower_bound import least_seconds
-from steelyard.search.single.min_cut import Cut
+from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.slicing_candidates import worth_slicing
 from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes
@@ -49,13 +49,18 @@ ALLOWS_NONE = "is lossy and the accuracy budget is 0"
 
 
 def search(
-    program: Program, *, trades: Sequence[Trade], source: Source, costs: Costs, budget: Budget
-) -> Found:
+    program: Program,
+    *,
+    trades: Sequence[Trade],
+    source: StepSource,
+    costs: CostTable,
+    budget: Budget,
+) -> SearchResult:
     """The fastest program within the budget; raises Infeasible where there is none."""
-    return Search(program, trades=trades, source=source, costs=costs).find(budget)
+    return StepSearch(program, trades=trades, source=source, costs=costs).find(budget)
 
 
-class Search:
+class StepSearch:
     """One training step, explored once for all budgets; more micro-batches only when asked for.
 
     ``lossy`` are the values that a lossy trade may be struck on, by where they are made; without
@@ -69,26 +74,28 @@ class Search:
         program: Program,
         *,
         trades: Sequence[Trade],
-        source: Source,
-        costs: Costs,
-        lossy: frozenset[Spot] = frozenset(),
+        source: StepSource,
+        costs: CostTable,
+        lossy: frozenset[CallSite] = frozenset(),
         oftener: bool = True,
         layout: Sequence[Rule] = (),
     ) -> None:
         # Of unequal shares of the batch the largest: memory is shortest there.
-        rank, *others = Layout.of(layout).unlike_ranks
+        rank, *others = ParallelLayout.of(layout).unlike_ranks
         self._whole = replace(program, rank=rank) if others else program
         self._whole_source = source
         self.layout = tuple(layout)
         self._trades = {trade.name: trade for trade in trades}
         self.program = self._strike(())
-        self._source = Laid(source=source, layout=self.program.layout, rank=self.program.rank)
+        self._source = ShardedSource(
+            source=source, layout=self.program.layout, rank=self.program.rank
+        )
         self._all_costs = costs = costs.on(self.program.layout.num_ranks)
         self._costs = costs.of_rank(self.program.rank) if layout else costs
         self._lossy = lossy
         self._oftener = oftener
         self.offers: list[Offer] = []
-        self.refusals: list[Refusal] = []
+        self.refusals: list[Rejection] = []
         for trade in trades:
             if trade.name in LAYOUT_TRADES or (trade.name in FAR_TRADES and not costs.far_bytes):
                 continue  # nobody asked for it, or whoever did has chosen
@@ -98,7 +105,7 @@ class Search:
             elif lossy:
                 able = self._allowed(self.program.graph, offers)
                 self.offers += offers_of(trade.name, self.program.graph, able)
-            self.refusals += [replace(refusal, left=Left.NEVER) for refusal in refusals]
+            self.refusals += [replace(refusal, left=Remaining.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
         self._splits = splits([r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1])
         self._streams = slices([r for r in rules if r.trade == _STREAM])
@@ -141,7 +148,7 @@ class Search:
             known = self._explored[variant] = self._explore(variant)
         return known
 
-    def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> Found:
+    def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
         """The plan for one budget, in the same words for any. ``barred`` says why no lossy trade
         may be struck, where none may."""
         if not self._is_brief and _PLAIN not in self._explored and self._is_kept_untraded(budget):
@@ -160,7 +167,7 @@ class Search:
             raise slow
         least_variant, least = self._least()
         lossless = () if self._lossy else self._barred(variant, barred)
-        return Found(
+        return SearchResult(
             program=program,
             rules=rules,
             prediction=prediction,
@@ -180,7 +187,7 @@ class Search:
         )
 
     @cached_property
-    def _briefly(self) -> "Search":
+    def _briefly(self) -> "StepSearch":
         """This search without its long exploration of plans that save memory, for budgets that ask
         for none of them."""
         brief = copy.copy(self)
@@ -201,9 +208,9 @@ class Search:
     @cached_property
     def untraded_bytes(self) -> int:
         """The peak of the step with no trade struck."""
-        return Trials(Tally(self.program, self._costs, ())).plain.peak_bytes
+        return Trials(FastEstimator(self.program, self._costs, ())).plain.peak_bytes
 
-    def _barred(self, variant: Variant, reason: str) -> tuple[Refusal, ...]:
+    def _barred(self, variant: Variant, reason: str) -> tuple[Rejection, ...]:
         """The widest offer of each lossy trade, and what it would buy if it were the only trade.
 
         One look at the peak, for what is not to be struck is not worth exploring.
@@ -225,7 +232,7 @@ class Search:
                 bought = f"~{format_bytes(before - after)} of memory"
             widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
             said = f"would alone buy {bought}, but {reason}"
-            told.append(Refusal(trade=trade.name, label=widest.label, reason=said))
+            told.append(Rejection(trade=trade.name, label=widest.label, reason=said))
         return tuple(told)
 
     def least_bytes(self, *, enough_bytes: int) -> int:
@@ -310,7 +317,7 @@ class Search:
             raise self._beyond(peak, budget, parts=variant.parts)
         return best
 
-    def _beyond(self, peak: Peak, budget: Budget, *, parts: int) -> Infeasible:
+    def _beyond(self, peak: PeakMemory, budget: Budget, *, parts: int) -> Infeasible:
         return beyond_budget(
             peak,
             budget,
@@ -374,7 +381,7 @@ class Search:
     def _curve(self) -> list[tuple[Variant, Point]]:
         """All variants that were explored, in one chain."""
         owner: dict[int, tuple[Variant, Point]] = {}
-        archive = Archive()
+        archive = ParetoFront()
         for variant, explored in sorted(self._explored.items() or [(_PLAIN, self.explored())]):
             for point in explored.chain:
                 if archive.add(point):
@@ -427,7 +434,7 @@ class Search:
         """Some plans of the same step with all near, each predicted anew: where weights come and go
         depends on what else runs."""
         home = self.explored(variant.at_home)
-        archive = Archive()
+        archive = ParetoFront()
         for again, near in self._written_out(variant.at_home):
             program = self._trades[_STATE].rewrite(near, variant.states, self._source)
             if program.far_bytes <= self._costs.far_bytes:
@@ -468,7 +475,7 @@ class Search:
         offers, _ = self._trades[_OFFLOAD].offers(program, self._source)
         graph, rules = program.graph, [rule for rule in _rules_of(offers) if rule.degree]
         able = {value: rule.degree for value, rule in rule_of(graph, rules).items()}
-        slices = worth_slicing(Tally(program, self._costs, ()), able) if able else {}
+        slices = worth_slicing(FastEstimator(program, self._costs, ()), able) if able else {}
         rules = [r for r in rules if rule_of(graph, [r]).keys() & slices.keys()]
         # So that what it costs to read them so is known.
         self._trades[_OFFLOAD].rewrite(program, rules, self._source)
@@ -542,7 +549,7 @@ def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) ->
     if not is_moved and not is_plain:
         least = least_seconds(
             tally,
-            Cut(tally),
+            MinCut(tally),
             limit_bytes=budget.memory_bytes,
             within_seconds=point.seconds,
             oftener=is_often,

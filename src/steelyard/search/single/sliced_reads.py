@@ -11,11 +11,11 @@ from typing import Self
 from steelyard.ir.graph import Node
 from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.sliced_activation_matmuls import Read, with_inputs_in_slices
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sliced:
+class SlicedRead:
     """A product that may read a value in ``pieces``, in room for two: its line in the plain
     program, what it takes so, and how much more that is than on the whole value."""
 
@@ -27,7 +27,7 @@ class Sliced:
     more_workspace: int
 
     @classmethod
-    def of(cls, read: Read, line: int, whole: Node, costs: Costs) -> Self:
+    def of(cls, read: Read, line: int, whole: Node, costs: CostTable) -> Self:
         seconds = costs.seconds(read.call).value
         return cls(
             line=line,
@@ -40,14 +40,14 @@ class Sliced:
 
 
 def sliced_reads(
-    program: Program, lines: Sequence[Instruction], slices: Mapping[str, int], costs: Costs
-) -> dict[str, tuple[Sliced, ...]]:
+    program: Program, lines: Sequence[Instruction], slices: Mapping[str, int], costs: CostTable
+) -> dict[str, tuple[SlicedRead, ...]]:
     """By value; ``lines`` are those that compute, as they are counted."""
     slots = {value: slot for slot, value in enumerate(slices)}
     reads = with_inputs_in_slices(program, slices, slots).reads
     place = {line.value: number for number, line in enumerate(lines)}
     node = {line.value: program.graph.by_name[line.node] for line in lines}
     return {
-        value: tuple(Sliced.of(r, place[r.result], node[r.result], costs) for r in own)
+        value: tuple(SlicedRead.of(r, place[r.result], node[r.result], costs) for r in own)
         for value, own in reads.items()
     }

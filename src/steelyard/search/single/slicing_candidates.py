@@ -6,14 +6,14 @@ search look at more. Not for how many slices: see trades/.
 
 from collections.abc import Mapping
 
-from steelyard.search.single.fast_estimator import Tally
+from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import surely_held
 
 # Of what some line holds in every plan; a line that must hold less has room where others have none.
 _SHARE = 0.9
 
 
-def worth_slicing(tally: Tally, slices: Mapping[str, int]) -> dict[str, int]:
+def worth_slicing(tally: FastEstimator, slices: Mapping[str, int]) -> dict[str, int]:
     """Of these values, those read where at least so much is held whatever is made again or moved:
     with all gradients near, or with none."""
     found: dict[str, int] = {}

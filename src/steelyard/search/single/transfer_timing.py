@@ -15,12 +15,12 @@ from steelyard.hardware.cluster import FAR_IN, FAR_OUT, far_room
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Instruction, Program
-from steelyard.predict.cost_table import Costs
+from steelyard.predict.cost_table import CostTable
 from steelyard.search.single.estimate import Floats, Ints
-from steelyard.search.single.sliced_reads import Sliced
+from steelyard.search.single.sliced_reads import SlicedRead
 
 
-class Way(IntEnum):
+class TransferMode(IntEnum):
     """How a value is moved: without ever waiting; away by the end of the forward pass at the
     latest, and not back before; or at the cost of all its way, so that it is here no line longer.
     Or back in slices, for each product that reads it: away without waiting, or at once.
@@ -34,12 +34,15 @@ class Way(IntEnum):
 
     @property
     def is_sliced(self) -> bool:
-        return self >= Way.IN_SLICES
+        return self >= TransferMode.IN_SLICES
 
     @property
-    def whole(self) -> "Way":
+    def whole(self) -> "TransferMode":
         """How a value is moved instead that cannot be sliced."""
-        return {Way.IN_SLICES: Way.EASY, Way.IN_SLICES_AT_ONCE: Way.AT_ONCE}.get(self, self)
+        return {
+            TransferMode.IN_SLICES: TransferMode.EASY,
+            TransferMode.IN_SLICES_AT_ONCE: TransferMode.AT_ONCE,
+        }.get(self, self)
 
 
 # Slices begin to be fetched so many operators before they are read: most come while that goes on.
@@ -47,7 +50,7 @@ _LEAD_OF_SLICES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trip:
+class TransferPlan:
     """``gone`` is the last line at which the near copy is there, ``back`` the first at which there
     is one again; both count copies. In slices there is none: some are there between two lines, for
     each product that reads them.
@@ -57,31 +60,31 @@ class Trip:
     lead: int
     gone: int
     back: int
-    slices: tuple[tuple[int, int, Sliced], ...] = ()
+    slices: tuple[tuple[int, int, SlicedRead], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trips:
+class TransferPlans:
     """``seconds`` are those of one pass: waiting, and the calls themselves."""
 
-    by_storage: Mapping[int, Trip] = field(default_factory=dict)
+    by_storage: Mapping[int, TransferPlan] = field(default_factory=dict)
     seconds: float = 0.0
     nbytes: int = 0
 
 
-NO_TRIPS = Trips()
+NO_TRIPS = TransferPlans()
 
 
 @dataclass(slots=True)
-class _Moved:
+class _Transfer:
     """One value on its way; the rest are numbers of running operators, each the next to run."""
 
     storage: int
-    way: Way
+    way: TransferMode
     made: int
     freed: int
     wanted: int
-    reads: Sequence[tuple[int, Sliced]] = ()
+    reads: Sequence[tuple[int, SlicedRead]] = ()
     sent: int = 0
     fetch: int = 0
 
@@ -89,21 +92,21 @@ class _Moved:
     def lead(self) -> int:
         return self.wanted - self.fetch
 
-    def slices(self) -> list[tuple[int, int, Sliced]]:
+    def slices(self) -> list[tuple[int, int, SlicedRead]]:
         """In slices: when each product's begin to be fetched, and when it runs."""
         return [(max(self.made, number - self.lead), number, read) for number, read in self.reads]
 
 
-class Roads:
+class TransferLinks:
     """The two links of one program, and what runs beside them."""
 
     def __init__(
         self,
         lines: Sequence[Instruction],
         program: Program,
-        costs: Costs,
+        costs: CostTable,
         values: Mapping[int, str],
-        sliced: Mapping[int, Sequence[Sliced]],
+        sliced: Mapping[int, Sequence[SlicedRead]],
     ) -> None:
         graph = program.graph
         whole = costs.whole_step_in(program.parts).value
@@ -144,7 +147,7 @@ class Roads:
 
     def travelled(
         self,
-        far: Mapping[int, Way],
+        far: Mapping[int, TransferMode],
         *,
         wanted: Mapping[int, int],
         forward_last: Sequence[int],
@@ -152,7 +155,7 @@ class Roads:
         copies: Sequence[int],
         copy_seconds: Sequence[float],
         added_early: int,
-    ) -> Trips:
+    ) -> TransferPlans:
         """``wanted`` is the line, copies counted, that first reads each value late; ``copies`` are
         all lines that were added, so many of them before the turn."""
         length = len(self._seconds) + len(copies)
@@ -175,7 +178,7 @@ class Roads:
             s: [(int(before[own[read.line]]), read) for read in ours] for s, ours in reads.items()
         }
         moved = [
-            _Moved(
+            _Transfer(
                 storage=s,
                 way=way,
                 made=int(before[own[self._made[s]] + 1]),
@@ -195,23 +198,23 @@ class Roads:
             slices = tuple(
                 (int(places[fetch]), int(own[read.line]), read) for fetch, _, read in m.slices()
             )
-            trips[m.storage] = Trip(
+            trips[m.storage] = TransferPlan(
                 lag=m.sent - m.made, lead=m.lead, gone=gone, back=back, slices=slices
             )
         own_seconds = sum(self._own[m.storage, bool(m.reads)] for m in moved)
-        return Trips(
+        return TransferPlans(
             by_storage=trips,
             seconds=self._waited(moved, wanted, begins) + own_seconds + more,
             nbytes=sum(far_room(self._nbytes[m.storage]) for m in moved),
         )
 
     def _set_fetches(
-        self, moved: Sequence[_Moved], wanted: Mapping[int, int], begins: Floats, turn: int
+        self, moved: Sequence[_Transfer], wanted: Mapping[int, int], begins: Floats, turn: int
     ) -> None:
         """As late as they can be issued and still arrive in time, one behind the other."""
         free_until = float(begins[-1])
         for m in sorted(moved, key=lambda m: (wanted[m.storage], m.storage), reverse=True):
-            if m.way is Way.AT_ONCE:
+            if m.way is TransferMode.AT_ONCE:
                 m.fetch = m.wanted
                 continue
             if m.way.is_sliced:
@@ -219,26 +222,28 @@ class Roads:
                 continue
             free_until = min(float(begins[m.wanted]), free_until) - self._in[m.storage]
             latest = int(np.searchsorted(begins, free_until, side="right")) - 1
-            earliest = m.made if m.way is Way.EASY else max(m.made, turn)
+            earliest = m.made if m.way is TransferMode.EASY else max(m.made, turn)
             m.fetch = min(max(latest, earliest), m.wanted)
 
-    def _set_sends(self, moved: Sequence[_Moved], begins: Floats, turn: int) -> None:
+    def _set_sends(self, moved: Sequence[_Transfer], begins: Floats, turn: int) -> None:
         """Let go where they have surely arrived, or as early as is asked for."""
         idle = 0.0
         for m in sorted(moved, key=lambda m: (m.made, m.storage)):
             idle = max(idle, float(begins[m.made])) + self._out[m.storage]
             arrived = int(np.searchsorted(begins, idle, side="left"))
-            if m.way is Way.OVER_THE_TURN:
+            if m.way is TransferMode.OVER_THE_TURN:
                 arrived = min(arrived, max(turn, m.freed))
-            elif m.way in (Way.AT_ONCE, Way.IN_SLICES_AT_ONCE):
+            elif m.way in (TransferMode.AT_ONCE, TransferMode.IN_SLICES_AT_ONCE):
                 arrived = min(arrived, m.freed)
             m.sent = min(max(arrived, m.made), m.fetch)
 
-    def _waited(self, moved: Sequence[_Moved], wanted: Mapping[int, int], begins: Floats) -> float:
+    def _waited(
+        self, moved: Sequence[_Transfer], wanted: Mapping[int, int], begins: Floats
+    ) -> float:
         """How long the device only waits, when all this is played; less what transfers would have
         slowed in that time.
         """
-        events: list[tuple[int, int, int, _Moved, Sliced | None]] = []
+        events: list[tuple[int, int, int, _Transfer, SlicedRead | None]] = []
         for m in moved:
             place = wanted[m.storage]
             events += [(m.made, 0, place, m, None), (m.sent, 1, place, m, None)]
@@ -277,7 +282,7 @@ class Roads:
 
 
 def _gone_through(
-    read: Sliced, arriving: deque[float], now: float, idle: float, takes: float, whole: float
+    read: SlicedRead, arriving: deque[float], now: float, idle: float, takes: float, whole: float
 ) -> tuple[float, float]:
     """How long a product waits for its slices, and until when the link is busy then: each further
     slice is asked for when the room of the last but one is free."""
@@ -292,6 +297,6 @@ def _gone_through(
     return stalled, idle
 
 
-def _takes(costs: Costs, axis: str, kind: Exchange, nbytes: int) -> float:
+def _takes(costs: CostTable, axis: str, kind: Exchange, nbytes: int) -> float:
     collective = Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
     return costs.exchange_seconds(collective).value
