@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-def looked_at(make: Callable[[], Any], optimizer: Any, *, ranks: int, title: str) -> Any:
+def capture_and_price(make: Callable[[], Any], optimizer: Any, *, ranks: int, title: str) -> Any:
     import steelyard as sy
     from steelyard.planner.session import PlanRequest
     from steelyard.plans.budget import Budget
@@ -22,4 +22,4 @@ def looked_at(make: Callable[[], Any], optimizer: Any, *, ranks: int, title: str
         model=model, loss=loss, batch=batch, optimizer=optimizer, budget=Budget(),
         cluster=sy.Cluster.here(ranks=ranks), runner="python", title=title,
         on_progress=lambda _: None,
-    ).looked_at()  # fmt: skip
+    ).capture_and_price()  # fmt: skip

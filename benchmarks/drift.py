@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._looked import looked_at
+from benchmarks._looked import capture_and_price
 from steelyard.ir.rule import Rule
 from steelyard.plans.accuracy import Drift
 from tests.zoo.case import next_token_loss
@@ -116,25 +116,25 @@ def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
     from steelyard.plans.plan import Decisions
     from steelyard.plans.plan_file import write_decisions
 
-    look = looked_at(partial(case, 0), OPTIMIZERS[optimizer], ranks=RANKS, title="drift")
+    session = capture_and_price(partial(case, 0), OPTIMIZERS[optimizer], ranks=RANKS, title="drift")
     shared = (
         Rule(trade="shard_batch", degree=RANKS, bucket_bytes=BUCKET), Rule(trade="overlap", lag=2),
     )  # fmt: skip
-    program, source = look.struck(shared), look.source
-    trades = [trade for trade in look.request.trades if trade.name in CODE_TRADES]
+    program, source = session.apply_rules(shared), session.source
+    trades = [trade for trade in session.request.trades if trade.name in CODE_TRADES]
     offers = [offer for trade in trades for offer in trade.offers(program, source)[0]]
     for number, codes in enumerate([(), *(offer.rules for offer in offers)]):
         made = Decisions(
-            made_for=look.made_for(), budget=Budget(accuracy_loss=1.0), rules=(*shared, *codes)
+            target=session.target(), budget=Budget(accuracy_loss=1.0), rules=(*shared, *codes)
         )
         write_decisions(folder / f"{number}.plan.toml", made)
-    return {offer.label: _probed(look, (*shared, *offer.rules)) for offer in offers}
+    return {offer.label: _probed(session, (*shared, *offer.rules)) for offer in offers}
 
 
-def _probed(look: Any, rules: Sequence[Rule]) -> float:
+def _probed(session: Any, rules: Sequence[Rule]) -> float:
     from steelyard.planner.lossy import LossyPlanner
 
-    seen = LossyPlanner(look=look).drift_of(rules, look.struck(rules), allowed=1.0)
+    seen = LossyPlanner(session=session).drift_of(rules, session.apply_rules(rules), allowed=1.0)
     assert isinstance(seen, Drift), seen
     return seen.largest
 

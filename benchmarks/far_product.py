@@ -203,10 +203,12 @@ def measure_behind(folder: str, threads: int) -> None:
 def stepping(model: nn.Module, x: Tensor, far: sy.OffloadTier, rule: Rule) -> tuple[Step, Planned]:
     """The step with this rule, and what is said of it."""
     planned = sy.plan(model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
-    look = planned.look
-    predicted = look.priced(look.struck((rule,)))
+    session = planned.session
+    predicted = session.priced(session.apply_rules((rule,)))
     decisions = replace(planned.plan.decisions, rules=(rule,), far=far)
-    told = Planned(Planner(look), replace(planned.plan, decisions=decisions, predicted=predicted))
+    told = Planned(
+        Planner(session), replace(planned.plan, decisions=decisions, predicted=predicted)
+    )
     return told.apply(model), told
 
 

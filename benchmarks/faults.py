@@ -131,7 +131,7 @@ def main() -> None:
 
 def _tried(case: str, folder: Path) -> dict[str, Any]:
     fault, mark = FAULTS[case], uuid.uuid4().hex
-    for old in (*folder.glob("saved/step-*/*"), folder / "struck"):
+    for old in (*folder.glob("saved/step-*/*"), folder / "applied"):
         old.unlink(missing_ok=True)
     for old in folder.glob("saved/step-*"):
         old.rmdir()
@@ -143,8 +143,8 @@ def _tried(case: str, folder: Path) -> dict[str, Any]:
     else:
         started = [_Started(fault.command, folder, environ)]
     codes = [process.ended() for process in started]
-    struck = folder / "struck"
-    since = float(struck.read_text()) if struck.exists() else 0.0
+    applied = folder / "applied"
+    since = float(applied.read_text()) if applied.exists() else 0.0
     said = [process.first_said(fault.says) for process in started]
     over = max(at - since - TIMEOUT_SECONDS if at and since else 0.0 for at in said)
     restarts = sum(process.text().count("started again") for process in started)
@@ -267,9 +267,9 @@ def loss(model, batch):
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
-def strike():
-    if not Path("struck").exists():  # else it is another try
-        Path("struck").write_text(str(time.time()))
+def apply():
+    if not Path("applied").exists():  # else it is another try
+        Path("applied").write_text(str(time.time()))
     match FAULT:
         case "killed" if IS_FIRST:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -291,7 +291,7 @@ def strike():
 def batches():
     generator = torch.Generator().manual_seed(3)
     for step in range({STEPS}):
-        found = strike() if step == {BREAKS_AT} and IS_CULPRIT else None
+        found = apply() if step == {BREAKS_AT} and IS_CULPRIT else None
         count = found if isinstance(found, int) else BATCH
         if FAULT == "another batch at first" and IS_CULPRIT:
             count = 12

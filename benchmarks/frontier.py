@@ -179,7 +179,7 @@ class Ours:
             MinCut(tally),
             limit_bytes=peak_bytes + self._resident,
             within_seconds=2 * tally.plain_seconds,
-            oftener=True,
+            repeats=True,
         )
         return self.base.flops * least / tally.plain_seconds
 

@@ -5,7 +5,7 @@ given beyond it. Where the limit stands is found by a process that does the same
 it holds after two steps, less weights, batch and optimizer state, plus the budget, plus an
 allowance for what stands beside PyTorch's allocator. So plain PyTorch may add as much as the plan
 may. Losses of 20 steps are held against plain PyTorch without a limit: to the bit where nothing but
-recomputing and moving was struck, within a bound where the batch is cut or a head is sliced, for
+recomputing and moving was applied, within a bound where the batch is cut or a head is sliced, for
 their sums are added up in another order. In the cases named far some of what is needed lies on a
 disk: values of a step that can neither be cut nor computed again; what AdamW keeps for weights that
 are most of the step. Not for how much is allocated: see honest_budget.py.
@@ -177,10 +177,10 @@ def plan(name: str, path: str) -> None:
     folder = Path(path).parent / "far"
     folder.mkdir()
     cluster = sy.Cluster.here(far=sy.OffloadTier(folder, **_FAR) if name.endswith("_far") else None)
-    look = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=cluster)
-    least, top = least_of(look), look.plan.unplanned.peak.nbytes
+    session = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=cluster)
+    least, top = least_of(session), session.plan.unplanned.peak.nbytes
     budget = int(least + PLACE * (top - least))
-    planned = look.what_if(memory=budget)
+    planned = session.what_if(memory=budget)
     planned.save(path)
     rules = planned.plan.decisions.rules
     tell(

@@ -87,8 +87,8 @@ def in_its_own_process(name: str) -> list[Row]:
 def one_model(name: str) -> Iterator[Row]:
     peers = dict(peers_of(name))
     model, loss, batch = made(name)
-    look = sy.plan(model, loss, batch, optimizer=OPTIMIZER)
-    least, top = least_of(look), look.plan.unplanned.peak.nbytes
+    session = sy.plan(model, loss, batch, optimizer=OPTIMIZER)
+    least, top = least_of(session), session.plan.unplanned.peak.nbytes
     budgets = {int(least + place * (top - least)) for place in PLACES} | {int(TOO_LITTLE * least)}
     budgets.add(min(peak for peak, _ in peers.values()))
     budgets.add(min(peak for peak, off in peers.values() if off <= _ROUNDING))
@@ -102,26 +102,26 @@ def one_model(name: str) -> Iterator[Row]:
             "exact_peers": [who for who in fitting if peers[who][1] <= _ROUNDING],
         }
         try:
-            planned = look.what_if(memory=budget)
+            planned = session.what_if(memory=budget)
         except sy.SteelyardError as refusal:
             yield {**row, "refused": str(refusal), "least": getattr(refusal, "least_bytes", None)}
             continue
-        tenth_less = seconds_within(look, int(LEAST_USED * budget))
+        tenth_less = seconds_within(session, int(LEAST_USED * budget))
         yield {**row, **taken_steps(planned, batch), "seconds_with_a_tenth_less": tenth_less}
 
 
-def seconds_within(look: sy.Planned, budget: int) -> float | None:
+def seconds_within(session: sy.Planned, budget: int) -> float | None:
     """As predicted; None where no plan fits."""
     try:
-        return float(look.what_if(memory=budget).predicted.step_seconds.value)
+        return float(session.what_if(memory=budget).predicted.step_seconds.value)
     except sy.SteelyardError:
         return None
 
 
-def least_of(look: sy.Planned) -> int:
+def least_of(session: sy.Planned) -> int:
     """What the refusal of an impossible budget says."""
     try:
-        look.what_if(memory=1)
+        session.what_if(memory=1)
     except sy.SteelyardError as refusal:
         return int(refusal.least_bytes)  # type: ignore[attr-defined]
     raise AssertionError("a step cannot run in one byte")
@@ -135,7 +135,7 @@ def taken_steps(planned: sy.Planned, batch: Any) -> Row:
     return {
         "used": step.receipt().measured.memory_bytes,
         "predicted": plan.predicted.peak.nbytes,
-        "seconds": plan.predicted.quad.step_seconds.value,
+        "seconds": plan.predicted.metrics.step_seconds.value,
         "taken": sorted({f"{r.trade} {r.degree or ''}".strip() for r in plan.decisions.rules}),
         "gap": next((n for n in plan.notes if n.startswith("within")), ""),
     }

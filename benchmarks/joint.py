@@ -74,7 +74,7 @@ def main() -> None:
     ratios: dict[float, float] = {}
     bounds: dict[float, float] = {}
     misses = []
-    base = alone.plan.unplanned.quad.step_seconds.value
+    base = alone.plan.unplanned.metrics.step_seconds.value
     for share in SHARES:
         over = {}
         for name in ("recompute", "joint"):
@@ -113,7 +113,7 @@ def figure(name: str, value: float, target: float) -> dict[str, Any]:
 
 def least_overhead(both: sy.Planned, limit: int) -> float:
     """What the search cannot rule out, of a step without a plan."""
-    search = both.look.search
+    search = both.session.search
     gap = search.find(sy.Budget(memory=limit)).gap
     assert gap is not None
     return gap.least_seconds / search.explored().plain.seconds - 1
@@ -130,12 +130,14 @@ def half_of(unplanned: Prediction) -> float:
 
 def at_the_ends(both: sy.Planned, limits: list[int]) -> tuple[int, int]:
     """What is moved where the link has no rate, what is computed again where it costs nothing."""
-    look = both.look
+    session = both.session
     found = []
     for rate in (1.0, 1e18):
         link = Link(kind="declared", latency_seconds=0.0, bytes_per_second=rate, doubt=0.0)
-        costs = replace(look.prices.costs, links={FAR_OUT: link, FAR_IN: link})
-        search = StepSearch(look.base, trades=look.request.trades, source=look.source, costs=costs)
+        costs = replace(session.prices.costs, links={FAR_OUT: link, FAR_IN: link})
+        search = StepSearch(
+            session.base, trades=session.request.trades, source=session.source, costs=costs
+        )
         trade = "offload" if rate == 1.0 else "recompute"
         plans = [search.find(sy.Budget(memory=limit)) for limit in limits]
         found.append(sum(r.count for plan in plans for r in plan.rules if r.trade == trade))

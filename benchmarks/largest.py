@@ -56,7 +56,7 @@ def main() -> None:
         on_progress=lambda _: None,
         trades=IN_ONE_PIECE,
     )
-    four = planned(Planner(request.looked_at()), request.budget)
+    four = planned(Planner(request.capture_and_price()), request.budget)
     figures = compared(f"{TIMES} times the batch", model, four, theirs, vocabulary)
     if "four" not in sys.argv:
         most = largest(request, Maximize.BATCH)
@@ -70,7 +70,7 @@ def compared(
     what: str, model: nn.Module, ours: sy.Planned, theirs: int, vocabulary: int
 ) -> list[dict[str, Any]]:
     """Steps of the plan and of plain PyTorch, each at its own size."""
-    size = ours.plan.decisions.made_for.batch[0].shape[0]
+    size = ours.plan.decisions.target.batch[0].shape[0]
     twin = copy.deepcopy(model)
     step, eager = ours.apply(), eager_step(twin)
     batches = tokens(size, LENGTH, vocabulary), tokens(theirs, LENGTH, vocabulary)

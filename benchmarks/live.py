@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._linked import know_link, run_on
 from benchmarks._live_models import MODELS
-from benchmarks._looked import looked_at
+from benchmarks._looked import capture_and_price
 from benchmarks.hosts import hosts
 from benchmarks.runner import interval
 
@@ -105,7 +105,7 @@ def measured(name: str) -> Iterator[dict[str, Any]]:
 
 
 def _look(name: str) -> Any:
-    return looked_at(MODELS[name], OPTIMIZER, ranks=RANKS, title=name)
+    return capture_and_price(MODELS[name], OPTIMIZER, ranks=RANKS, title=name)
 
 
 def _prepared(name: str, folder: Path) -> Contest:
@@ -117,46 +117,46 @@ def _prepared(name: str, folder: Path) -> Contest:
     from steelyard.plans.plan_file import write_decisions
     from steelyard.predict import rank_peak_bytes, step_seconds
 
-    look = _look(name)
-    layouts = look.layouts
+    session = _look(name)
+    layouts = session.layouts
     fastest = [min(layouts.ways.of(x), key=lambda way: way.seconds) for x in layouts.layouts]
     tight = round(TIGHT_SHARE * min(way.nbytes for way in fastest))
     limits = {"any memory": None, f"{tight / 2**20:.1f} MiB": tight}
     chosen = {
-        budget: planned(Planner(look), Budget(memory_bytes=limit)).plan.decisions.rules
+        budget: planned(Planner(session), Budget(memory_bytes=limit)).plan.decisions.rules
         for budget, limit in limits.items()
     }
-    plans = {_key(look, rules): rules for rules in chosen.values()}
-    for group in _space(look):
+    plans = {_key(session, rules): rules for rules in chosen.values()}
+    for group in _space(session):
         if len(plans) < FEWEST_PLANS:
-            plans = {_key(look, rules): rules for rules in group} | plans
+            plans = {_key(session, rules): rules for rules in group} | plans
     places = {key: number for number, key in enumerate(plans)}
-    programs = [look.struck(rules) for rules in plans.values()]
-    peaks = [rank_peak_bytes(program, look.prices.costs) for program in programs]
+    programs = [session.apply_rules(rules) for rules in plans.values()]
+    peaks = [rank_peak_bytes(program, session.prices.costs) for program in programs]
     for number, rules in enumerate(plans.values()):
-        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=rules)
+        made = Decisions(target=session.target(), budget=Budget(), rules=rules)
         write_decisions(folder / f"{number}.plan.toml", made)
     contest = Contest(
-        predicted=tuple(step_seconds(each, look.prices.costs).value for each in programs),
+        predicted=tuple(step_seconds(each, session.prices.costs).value for each in programs),
         fitting={
             budget: [n for n, own in enumerate(peaks) if limit is None or max(own) <= limit]
             for budget, limit in limits.items()
         },
-        chosen={budget: places[_key(look, rules)] for budget, rules in chosen.items()},
+        chosen={budget: places[_key(session, rules)] for budget, rules in chosen.items()},
     )
     kept = {"fitting": contest.fitting, "chosen": contest.chosen, "peaks": peaks}
     (folder / "contest.json").write_text(json.dumps(kept))
     return contest
 
 
-def _space(look: Any) -> Iterator[list[tuple[Any, ...]]]:
+def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
     """Rules of every plan that the search could have come to by itself, some more than once; the
     batch in ever more parts last."""
     from steelyard.errors import Infeasible
     from steelyard.ir.rule import Rule
     from steelyard.plans.budget import Budget
 
-    layouts = look.layouts
+    layouts = session.layouts
     by_layout = [layouts.ways.of(layout) for layout in layouts.layouts]
     fastest = [min(ways, key=lambda way: (way.seconds, way.nbytes)) for ways in by_layout]
 
@@ -173,15 +173,15 @@ def _space(look: Any) -> Iterator[list[tuple[Any, ...]]]:
         pipelines.explore_all()
         found += (point.rules for point in pipelines.frontier())
     yield found
-    for degree in MICRO_BATCHES if look.source.why_not_split() is None else ():
+    for degree in MICRO_BATCHES if session.source.why_not_split() is None else ():
         cut = Rule(trade="accumulate", degree=degree)
         yield [(*way.rules, cut) for ways in by_layout for way in ways]
     yield [*leaner(FINER_SHARES)]
 
 
-def _key(look: Any, rules: tuple[Any, ...]) -> tuple[Any, ...]:
+def _key(session: Any, rules: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of one program, however it was written down."""
-    program = look.struck(rules)
+    program = session.apply_rules(rules)
     staged: tuple[Any, ...] = ()
     if program.pipeline is not None:
         stages = program.pipeline.stages.stages
@@ -200,10 +200,10 @@ def work(name: str, folder: Path, rank: int) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
     )
     contest = json.loads((folder / "contest.json").read_text())
-    look, count = _look(name), len([*folder.glob("*.plan.toml")])
-    source = look.source.whole()
-    steps = [_applied(look, source, folder / f"{number}.plan.toml") for number in range(count)]
-    batch = look.request.batch
+    session, count = _look(name), len([*folder.glob("*.plan.toml")])
+    source = session.source.whole()
+    steps = [_applied(session, source, folder / f"{number}.plan.toml") for number in range(count)]
+    batch = session.request.batch
     # A plan for one rank is tried out on each.
     own = [predicted[rank % len(predicted)] for predicted in contest["peaks"]]
     peaks = [(_peak(step, batch), predicted) for step, predicted in zip(steps, own, strict=True)]
@@ -214,7 +214,7 @@ def work(name: str, folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _applied(look: Any, source: Any, path: Path) -> Step:
+def _applied(session: Any, source: Any, path: Path) -> Step:
     """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
     a plan takes it apart; what it is predicted to take has been said already."""
     from steelyard.api.step import Step
@@ -225,17 +225,17 @@ def _applied(look: Any, source: Any, path: Path) -> Step:
     plan = Plan(
         title=path.name,
         decisions=decisions,
-        before=look.unplanned,
-        unplanned=look.unplanned,
-        predicted=look.unplanned,
+        before=session.unplanned,
+        unplanned=session.unplanned,
+        predicted=session.unplanned,
     )
     is_apart = any(rule.trade in TAKE_APART for rule in decisions.rules)
     return Step(
         plan=plan,
         source=copy.deepcopy(source) if is_apart else source,
-        prices=look.prices,
+        prices=session.prices,
         optimizer=OPTIMIZER,
-        update=look.base.update,
+        update=session.base.update,
     )
 
 

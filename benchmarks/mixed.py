@@ -166,9 +166,9 @@ def _planned(folder: Path) -> tuple[list[int], dict[str, float]]:
     write_decisions(folder / "even.toml", replace(decisions, rules=rules))
     even = sy.load(folder / "even.toml", model, loss, batch, optimizer=OPTIMIZER)
     steps = {
-        "plan": planned.predicted, "even": even.predicted, "alone": planned.plan.unplanned.quad,
+        "plan": planned.predicted, "even": even.predicted, "alone": planned.plan.unplanned.metrics,
     }  # fmt: skip
-    predicted = {side: round(quad.step_seconds.value, 4) for side, quad in steps.items()}
+    predicted = {side: round(metrics.step_seconds.value, 4) for side, metrics in steps.items()}
     return list(ParallelLayout.of(decisions.rules).portions), predicted
 
 

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import live, ranks
 from benchmarks._linked import READY, know_link, run_on
-from benchmarks._looked import looked_at
+from benchmarks._looked import capture_and_price
 from benchmarks.hosts import hosts
 from benchmarks.runner import interval
 from tests.zoo.case import class_loss, next_token_loss, tokens
@@ -142,7 +142,7 @@ class Predicted:
 
 
 def _look(name: str, optimizer: str) -> Any:
-    return looked_at(MODELS[name], OPTIMIZERS[optimizer], ranks=RANKS, title=name)
+    return capture_and_price(MODELS[name], OPTIMIZERS[optimizer], ranks=RANKS, title=name)
 
 
 def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
@@ -155,35 +155,35 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     from steelyard.plans.plan_file import write_decisions
     from steelyard.search.ranks.gradient_compression import Weighing
 
-    look = _look(name, optimizer)
-    plan = planned(Planner(look), Budget(accuracy_loss=ACCURACY_LOSS)).plan
-    layouts = look.layouts
+    session = _look(name, optimizer)
+    plan = planned(Planner(session), Budget(accuracy_loss=ACCURACY_LOSS)).plan
+    layouts = session.layouts
     rules = [plan.decisions.rules]
     for layout in layouts.layouts:
         rules += [way.rules for way in layouts.ways.of(layout)]
     for codec in CODES.values():
         coded, _ = Weighing(layouts=layouts, codecs=[codec]).fastest(thoroughly=True)
-        rules += [way.rules for way in coded if _is_allowed(look, way.rules)]
-    unlike = {live._key(look, own): own for own in reversed(rules)}
-    own_key = live._key(look, rules[0])
+        rules += [way.rules for way in coded if _is_allowed(session, way.rules)]
+    unlike = {live._key(session, own): own for own in reversed(rules)}
+    own_key = live._key(session, rules[0])
     ways = [rules[0], *(own for key, own in unlike.items() if key != own_key)]
     for number, own in enumerate(map(_without_warm_up, ways)):
-        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=own)
+        made = Decisions(target=session.target(), budget=Budget(), rules=own)
         write_decisions(folder / f"{number}.plan.toml", made)
-    quad = plan.predicted.quad
+    metrics = plan.predicted.metrics
     refused = [r.reason for r in plan.refused if r.trade.endswith("_gradients")]
     return Predicted(
-        seconds=quad.step_seconds.value,
-        wire_share=quad.exposed_communication_seconds.value / quad.step_seconds.value,
+        seconds=metrics.step_seconds.value,
+        wire_share=metrics.exposed_communication_seconds.value / metrics.step_seconds.value,
         reason="; ".join(dict.fromkeys(refused)),
     )
 
 
-def _is_allowed(look: Any, rules: Sequence[Any]) -> bool:
+def _is_allowed(session: Any, rules: Sequence[Any]) -> bool:
     """What drifts too far in a probe is faster for nobody."""
     from steelyard.planner.lossy import LossyPlanner
 
-    seen = LossyPlanner(look=look).drift_of(rules, look.struck(rules), ACCURACY_LOSS)
+    seen = LossyPlanner(session=session).drift_of(rules, session.apply_rules(rules), ACCURACY_LOSS)
     return not isinstance(seen, str) and seen.largest <= ACCURACY_LOSS
 
 
@@ -213,9 +213,9 @@ def _as_rank(folder: Path, rank: int) -> Iterator[None]:
 def pace(name: str, optimizer: str, folder: Path, rank: int) -> None:
     """What the ranks take for a step of which nothing is exchanged, as they do beside the others:
     there a plan's process keeps what a step frees, and whatever runs in it is faster by that."""
-    from steelyard.measure.malloc import keep_what_is_freed
+    from steelyard.measure.malloc import keep_freed_memory
 
-    keep_what_is_freed()
+    keep_freed_memory()
     step = _ddp(name, optimizer, rank, BUCKETS_MB[0], torch.float32, exchanges=False)
     torch.manual_seed(0)
     _, _, batch = MODELS[name]()
@@ -225,12 +225,12 @@ def pace(name: str, optimizer: str, folder: Path, rank: int) -> None:
 
 
 def work(name: str, optimizer: str, link: str, folder: Path, rank: int) -> None:
-    look, count = _look(name, optimizer), len([*folder.glob("*.plan.toml")])
-    source, batch = look.source.whole(), look.request.batch
+    session, count = _look(name, optimizer), len([*folder.glob("*.plan.toml")])
+    source, batch = session.source.whole(), session.request.batch
     live.OPTIMIZER = OPTIMIZERS[optimizer]
     sides: dict[str, Any] = {}
     for number in range(count):
-        step = live._applied(look, source, folder / f"{number}.plan.toml")
+        step = live._applied(session, source, folder / f"{number}.plan.toml")
         sides[f"{number}: {_words(step)}"] = step
     for size in BUCKETS_MB:
         for dtype in (torch.float32, torch.bfloat16):

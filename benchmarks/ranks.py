@@ -194,20 +194,20 @@ def _ours(
         # plans on its own core would measure another, of two ranks on that one.
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        look = PlanRequest(
+        session = PlanRequest(
             model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
             cluster=sy.Cluster.here(ranks=RANKS), runner=runner, title="",
             on_progress=lambda _: None,
-        ).looked_at()  # fmt: skip
+        ).capture_and_price()  # fmt: skip
         ways = [
             way
-            for way in look.layouts.ways.of(ParallelLayout(batch=RANKS))
+            for way in session.layouts.ways.of(ParallelLayout(batch=RANKS))
             if any(rule.trade == "shard_states" for rule in way.rules) == states
         ]
         leanest = min(way.nbytes for way in ways)
         ways = [way for way in ways if way.nbytes <= max(limit, leanest)]
         way = min(ways, key=lambda way: (way.seconds, way.nbytes))
-        write_decisions(path, Decisions(made_for=look.made_for(), budget=Budget(), rules=way.rules))
+        write_decisions(path, Decisions(target=session.target(), budget=Budget(), rules=way.rules))
         os.sched_setaffinity(0, own)
     dist.barrier()
     planned = sy.load(path, model, loss, batch, optimizer=OPTIMIZER)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import _live_models, live
-from benchmarks._looked import looked_at
+from benchmarks._looked import capture_and_price
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 from steelyard.comm.json_gather import gathered
@@ -293,7 +293,7 @@ def of_stages() -> Iterator[dict[str, Any]]:
 
 
 def _look(name: str) -> Any:
-    return looked_at(MODELS[name], live.OPTIMIZER, ranks=RANKS, title=name)
+    return capture_and_price(MODELS[name], live.OPTIMIZER, ranks=RANKS, title=name)
 
 
 def _prepared(name: str, folder: Path) -> dict[str, Any]:
@@ -303,14 +303,14 @@ def _prepared(name: str, folder: Path) -> dict[str, Any]:
     from steelyard.plans.plan_file import write_decisions
     from steelyard.predict import step_seconds
 
-    look = _look(name)
-    rules = _wide_rules() if name == "wide" else _fastest(look)
+    session = _look(name)
+    rules = _wide_rules() if name == "wide" else _fastest(session)
     sides = {"gloo": rules, "slots": (*rules, Rule(trade="pinned_transfer", op="stages"))}
     seconds = {}
     for side, own in sides.items():
-        made = Decisions(made_for=look.made_for(), budget=Budget(), rules=tuple(sorted(own)))
+        made = Decisions(target=session.target(), budget=Budget(), rules=tuple(sorted(own)))
         write_decisions(folder / f"{side}.plan.toml", made)
-        seconds[side] = round(step_seconds(look.struck(own), look.prices.costs).value, 5)
+        seconds[side] = round(step_seconds(session.apply_rules(own), session.prices.costs).value, 5)
     schedule = next(rule.op for rule in rules if rule.trade == "shard_pipeline")
     return {
         "schedule": schedule,
@@ -325,19 +325,19 @@ def _wide_rules() -> tuple[Rule, ...]:
     return Rule(trade="accumulate", degree=WIDE_PARTS), *cut
 
 
-def _fastest(look: Any) -> tuple[Rule, ...]:
+def _fastest(session: Any) -> tuple[Rule, ...]:
     """The fastest way in stages of those without slots."""
-    ways = [way for staged in look.layouts.pipelines.values() for way in staged.ways]
+    ways = [way for staged in session.layouts.pipelines.values() for way in staged.ways]
     fastest: tuple[Rule, ...]
     fastest = min((w for w in ways if not w.is_pinned), key=lambda w: w.seconds).rules
     return fastest
 
 
 def stages(name: str, folder: Path) -> dict[str, Any]:
-    look = _look(name)
-    source = look.source.whole()
-    batch = look.request.batch
-    steps = {side: live._applied(look, source, folder / f"{side}.plan.toml") for side in SIDES}
+    session = _look(name)
+    source = session.source.whole()
+    batch = session.request.batch
+    steps = {side: live._applied(session, source, folder / f"{side}.plan.toml") for side in SIDES}
     losses = [[float(step.live(batch)) for _ in range(3)] for step in steps.values()]
     sides = {side: partial(step.live, batch) for side, step in steps.items()}
     seconds = in_turn(sides, STEPS, warm_up=WARM_UP)

@@ -77,14 +77,14 @@ def _one_model(name: str, runner: Any, pairs: int, threads: int) -> Any:
     model, loss, batch = case(name).make(0, "small")
     make = partial(torch.optim.AdamW, lr=1e-4)
     now = time.process_time if threads == 1 else time.perf_counter
-    look = sy.plan(model, loss, batch, optimizer=make, runner=runner)
-    plain = look.apply()
-    low, high = _least(look), look.plan.unplanned.peak.nbytes
+    session = sy.plan(model, loss, batch, optimizer=make, runner=runner)
+    plain = session.apply()
+    low, high = _least(session), session.plan.unplanned.peak.nbytes
     for place in PLACES:
         budget = int(low + place * (high - low))
         begin = time.perf_counter()
         try:
-            planned = look.what_if(memory=budget)
+            planned = session.what_if(memory=budget)
         except sy.SteelyardError as refusal:
             yield {"model": name, "budget": budget, "refused": str(refusal)}
             continue
@@ -115,10 +115,10 @@ def _one_model(name: str, runner: Any, pairs: int, threads: int) -> Any:
         }
 
 
-def _least(look: Any) -> int:
+def _least(session: Any) -> int:
     """What the refusal of an impossible budget says."""
     try:
-        look.what_if(memory=look.plan.unplanned.peak.resident_bytes)
+        session.what_if(memory=session.plan.unplanned.peak.resident_bytes)
     except Exception as refusal:  # noqa: BLE001 - Infeasible, whose module needs no import here
         return int(refusal.least_bytes)  # type: ignore[attr-defined]
     raise AssertionError("a step cannot run in what stays for the whole step")

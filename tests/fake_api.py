@@ -43,7 +43,7 @@ class Planned:
     def why_not(self, trade: str) -> str:
         return f"{trade} is not needed: the budget is met without it"
 
-    def charted(self) -> "Planned":
+    def with_frontier(self) -> "Planned":
         ASKED.append(("charted", {}))
         return self
 

@@ -39,7 +39,7 @@ from steelyard.offload.tier import OffloadFile
 from steelyard.planner import cost_provider as pricing
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction
-from steelyard.plans.trade import Trade, strike
+from steelyard.plans.trade import Trade, apply_rules
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.run.codegen import emit
@@ -108,9 +108,9 @@ def looking_less_far() -> Iterator[None]:
 
 def floor_bytes(planned: Planned) -> int:
     """The smallest memory budget of this step that is searched, and not refused before."""
-    cluster = planned.look.request.cluster
+    cluster = planned.session.request.cluster
     far_bytes = 0 if cluster.far is None else cluster.far.size_bytes
-    floor = Floor.of(planned.look.base)
+    floor = Floor.of(planned.session.base)
     return floor.least_bytes(ranks=cluster.num_devices, far_bytes=far_bytes)
 
 
@@ -186,8 +186,8 @@ class Trial:
     def searching(self, costs: CostTable, *, trades: Sequence[Trade] = TRADES) -> StepSearch:
         return StepSearch(self.plain, trades=trades, source=self.source, costs=costs)
 
-    def struck(self, rules: Sequence[Rule]) -> Program:
-        return strike(self.plain, rules, trades=TRADES, source=self.source)
+    def apply_rules(self, rules: Sequence[Rule]) -> Program:
+        return apply_rules(self.plain, rules, trades=TRADES, source=self.source)
 
     def run(self, program: Program) -> Outcome:
         """One step of the program on the live model, metered from a clean level."""
@@ -270,7 +270,7 @@ def has_far(program: Program) -> bool:
 def predicted_above(program: Program, costs: CostTable) -> int:
     """Bytes of the predicted peak above what is there before the step begins."""
     prediction: Prediction = predict(program, costs)
-    return int(prediction.quad.memory_bytes.value) - prediction.peak.resident_bytes
+    return int(prediction.metrics.memory_bytes.value) - prediction.peak.resident_bytes
 
 
 def budgets(searching: StepSearch, count: int) -> list[Budget]:

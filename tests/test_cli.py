@@ -127,8 +127,8 @@ def test_what_comes_next_can_be_typed_as_it_stands(
 
 
 def _among_hosts(count: int, *rules: Rule, each: int = 1) -> Plan:
-    made_for = replace(PLAN.decisions.made_for, ranks=count * each, hosts=count)
-    return replace(PLAN, decisions=replace(PLAN.decisions, made_for=made_for, rules=rules))
+    target = replace(PLAN.decisions.target, ranks=count * each, hosts=count)
+    return replace(PLAN, decisions=replace(PLAN.decisions, target=target, rules=rules))
 
 
 @pytest.fixture
@@ -1144,10 +1144,10 @@ def test_a_plan_for_one_rank_has_nothing_to_adapt(
 @pytest.fixture
 def on_two_ranks(planned: Path) -> Path:
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
-    made_for = replace(PLAN.decisions.made_for, ranks=2)
+    target = replace(PLAN.decisions.target, ranks=2)
     write_plan(
         planned.with_name("two.plan.toml"),
-        replace(PLAN, decisions=replace(PLAN.decisions, made_for=made_for, rules=(shared,))),
+        replace(PLAN, decisions=replace(PLAN.decisions, target=target, rules=(shared,))),
     )
     return planned
 

@@ -429,8 +429,8 @@ def test_argument_is_found_by_its_name_wherever_it_is_given() -> None:
 
 
 def test_is_view_is_what_the_schema_says() -> None:
-    for look in (aten.t.default, aten.view.default, aten.expand.default, aten.split.Tensor):
-        assert _torch.is_view(look)
+    for session in (aten.t.default, aten.view.default, aten.expand.default, aten.split.Tensor):
+        assert _torch.is_view(session)
     for no_look in (aten.add.Tensor, aten.add_.Tensor, aten.clone.default, aten.mul.out):
         assert not _torch.is_view(no_look)
 

@@ -103,8 +103,8 @@ def test_it_fits_where_nothing_exact_does(planned: sy.Planned) -> None:
     assert planned.predicted.memory_bytes.value <= planned.plan.decisions.budget.memory_bytes
     word = planned.predicted.accuracy_loss
     assert re.fullmatch(PROBED, word), word
-    assert planned.plan.unplanned.quad.accuracy_loss == "exact"
-    assert planned.why_not("quantise").startswith("quantise was struck: ")
+    assert planned.plan.unplanned.metrics.accuracy_loss == "exact"
+    assert planned.why_not("quantise").startswith("quantise was applied: ")
     said = str(planned)
     assert word.partition(" (")[0] in said
     assert "no promise of a final accuracy" in " ".join(said.split())
@@ -272,7 +272,7 @@ def test_the_plan_file_holds_them_and_is_probed_anew(planned: sy.Planned, tmp_pa
     assert 'accuracy_loss = "1 %"' in text
     on_file = read_plan(path).plan
     assert on_file is not None
-    assert on_file.predicted.quad.accuracy_loss == planned.predicted.accuracy_loss
+    assert on_file.predicted.metrics.accuracy_loss == planned.predicted.accuracy_loss
     model, x = made()
     again = sy.load(path, model, loss, x, optimizer=ADAM)
     assert sorted(again.plan.decisions.rules) == sorted(planned.plan.decisions.rules)
@@ -368,20 +368,20 @@ def test_far_memory_and_8_bits_are_chosen_together(beside_far: sy.Planned) -> No
 
 def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> None:
     planned = beside_far
-    look = planned.look
+    session = planned.session
     coded = tuple(r for r in planned.plan.decisions.rules if r.trade == "quantise")
     if not coded:
-        offers, _ = Quantise().offers(look.base, look.source)
+        offers, _ = Quantise().offers(session.base, session.source)
         coded = tuple(rule for offer in offers for rule in offer.rules)[:1]
     moved = tuple(
         Rule(trade="offload_state", op=what, module=name, lead=1)
         for what in MOVABLE
-        for name in movable(look.base, what)
+        for name in movable(session.base, what)
     )
     assert {rule.op for rule in moved} == set(MOVABLE)
-    lossy = LossyPlanner(look=look)
-    near = lossy.drift_of(coded, look.struck(coded), 1.0)
-    away = lossy.drift_of((*coded, *moved), look.struck((*coded, *moved)), 1.0)
+    lossy = LossyPlanner(session=session)
+    near = lossy.drift_of(coded, session.apply_rules(coded), 1.0)
+    away = lossy.drift_of((*coded, *moved), session.apply_rules((*coded, *moved)), 1.0)
     assert near == away
 
 
@@ -471,8 +471,8 @@ def test_a_probe_whose_interval_contains_the_budget_goes_on(
         return [1.0 + (d if is_coded else 0.0) for d in drifts[:steps]]
 
     monkeypatch.setattr(accuracy, "losses", told)
-    look, rules = planned.look, planned.plan.decisions.rules
-    seen = accuracy.LossyPlanner(look=look).drift_of(rules, look.struck(rules), 0.05)
+    session, rules = planned.session, planned.plan.decisions.rules
+    seen = accuracy.LossyPlanner(session=session).drift_of(rules, session.apply_rules(rules), 0.05)
     assert not isinstance(seen, str)
     assert (len(seen.shares), seen.keeps(0.05)) == (steps, is_kept)
     assert asked == ([10, 10] if steps == 10 else [10, 10, 30, 30])

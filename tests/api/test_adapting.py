@@ -98,8 +98,8 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
             rules=rules, layout=ParallelLayout(batch=2), seconds=0.2, nbytes=9
         )
     )
-    look = SimpleNamespace(layouts=SimpleNamespace(ways=ways))
-    look.settled = lambda: look
+    session = SimpleNamespace(layouts=SimpleNamespace(ways=ways))
+    session.settled = lambda: session
     own._gave_up_codes, own._first_drift = gave_up, "1 ± 0.1 %"
     own._whole = SimpleNamespace(rules=(rule, code), budget=SimpleNamespace(memory_bytes=None))
     own._together.saves, own._together.words = True, lambda text: text
@@ -110,9 +110,9 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
         mock.patch.object(Replanner, "_written", lambda *_, drift: drift),
         mock.patch.object(Replanner, "_turn_by") as turned,
     ):
-        assert own._has_turned_at_once(7, look, _LinkState(link=FAST)) is not gave_up
+        assert own._has_turned_at_once(7, session, _LinkState(link=FAST)) is not gave_up
     if not gave_up:
-        turned.assert_called_once_with(7, look, "1 ± 0.1 %")
+        turned.assert_called_once_with(7, session, "1 ± 0.1 %")
 
 
 def test_a_turn_says_which_link_became_another() -> None:

@@ -56,8 +56,8 @@ def test_the_workspace_of_eager_kernels_is_in_before() -> None:
     torch.manual_seed(0)
     model, batch = Convolutions(), (torch.randn(8, 3, 24, 24), torch.randint(10, (8,)))
     planned = sy.plan(model, loss, batch)
-    look = planned.look
-    without = planned.plan.before.peak.resident_bytes + look.source.twin().peak_bytes()
+    session = planned.session
+    without = planned.plan.before.peak.resident_bytes + session.source.twin().peak_bytes()
     before, true = planned.baseline.memory_bytes.value, metered_eager(model, batch)
     assert before == pytest.approx(true, rel=0.01)
     assert without < 0.9 * true  # the workspace is what is tested

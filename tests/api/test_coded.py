@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard import _torch
-from steelyard.ir.gradient_codec import CODED_CALLS, ladder
+from steelyard.ir.gradient_codec import CODED_CALLS, codec_fallbacks
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
@@ -22,7 +22,7 @@ from steelyard.measure.links.probe import context_of
 from steelyard.measure.operators import benchmark as operators
 from steelyard.planner import compiled as lowering
 from steelyard.planner import gradient_compression as coded
-from steelyard.planner.gradient_compression import most_in_milder
+from steelyard.planner.gradient_compression import peak_in_less_lossy_codecs
 from steelyard.planner.session import Runner
 from steelyard.plans.trade import Remaining
 from steelyard.predict import peak_bytes
@@ -152,7 +152,9 @@ def test_ranks_of_unequal_speed_send_codes_too(
     assert shares[0] > shares[1]
     # The probe cuts the batch as the plan does.
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
-    assert {each.share for each in plan.look.struck(rules).beside} == {min(shares)}
+    assert {each.share for each in plan.session.apply_rules(rules).sibling_programs} == {
+        min(shares)
+    }
 
 
 @pytest.mark.xdist_group("coded")
@@ -161,10 +163,13 @@ def test_a_bound_on_memory_holds_in_milder_codes_too(
 ) -> None:
     """Where codes hold back too much, training goes on in those that lose less."""
     plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD)
-    look, rules = plan.look, plan.plan.decisions.rules
-    peaks = [peak_bytes(look.struck(rung), look.prices.costs) for rung in ladder(rules)]
+    session, rules = plan.session, plan.plan.decisions.rules
+    peaks = [
+        peak_bytes(session.apply_rules(rung), session.prices.costs)
+        for rung in codec_fallbacks(rules)
+    ]
     assert len(peaks) > 2
-    assert most_in_milder(look, rules, look.struck(rules)) >= max(peaks[1:])
+    assert peak_in_less_lossy_codecs(session, rules, session.apply_rules(rules)) >= max(peaks[1:])
 
     def much_in_the_middle(_: Any, rung: Sequence[Rule]) -> int:
         codes = {rule.trade for rule in rung} & set(_TRADES)
@@ -172,7 +177,7 @@ def test_a_bound_on_memory_holds_in_milder_codes_too(
 
     monkeypatch.setattr(coded, "_peak_bytes", much_in_the_middle)
     bound = plan.what_if(memory=2 * max(peaks), accuracy_loss="5%")
-    *coded_rungs, _ = ladder(bound.plan.decisions.rules)
+    *coded_rungs, _ = codec_fallbacks(bound.plan.decisions.rules)
     assert not any(much_in_the_middle(None, rung) for rung in coded_rungs[1:])
     said = "with it steps in milder codes or none would take 1.00 TiB"
     assert any(said in bound.why_not(trade) for trade in _TRADES), [
@@ -188,13 +193,16 @@ def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(
     plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD, runner="inductor")
     assert {taken.trade for taken in plan.plan.taken} & set(_TRADES)
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
-    look, rules = plan.look, plan.plan.decisions.rules
-    lowered = look.as_run(look.struck(rules))
+    session, rules = plan.session, plan.plan.decisions.rules
+    lowered = session.as_executed(session.apply_rules(rules))
     ops = {node.op for node in lowered.graph.nodes}
     assert ops & CODED_CALLS
     assert any(op.startswith("inductor.fused.") for op in ops)
     # What is said is what the compiler made of the plan, with and without codes.
-    assert plan.predicted.step_seconds == look.priced(look.struck(rules)).quad.step_seconds
+    assert (
+        plan.predicted.step_seconds
+        == session.priced(session.apply_rules(rules)).metrics.step_seconds
+    )
     exact = plan.what_if(accuracy_loss="0%")
     assert exact.predicted.step_seconds.value > 1.05 * plan.predicted.step_seconds.value
     assert any("accuracy budget is 0" in exact.why_not(trade) for trade in _TRADES)

@@ -237,7 +237,7 @@ def test_the_error_outside_of_what_was_fitted_is_said_and_widens_the_interval() 
     assert "parameters" in said
     assert "missed by a median of" in said
     assert "Llama-3.1-8B; torchtitan; data parallel; bfloat16" in said
-    step = plan.plan.predicted.quad.step_seconds
+    step = plan.plan.predicted.metrics.step_seconds
     assert step.high - step.value >= DECLARED_DOUBT * step.value * (1 - 1e-9)
 
 
@@ -278,7 +278,7 @@ def test_its_file_reads_back(planned: PlannedForCluster, tmp_path: Path) -> None
     assert found == replace(
         planned.plan.decisions, rules=tuple(sorted(planned.plan.decisions.rules))
     )
-    assert found.made_for.ranks == 8
+    assert found.target.ranks == 8
 
 
 def test_it_cannot_be_run_here(planned: PlannedForCluster) -> None:

@@ -313,9 +313,9 @@ def test_what_is_read_whole_is_refused_in_slices() -> None:
     assert "tanh" not in able(tried.plain)
     rules = offload.to_rules(tried.plain.graph, ["tanh"], trade="offload", degree=4)
     with pytest.raises(Mismatch, match=r"aten\.tanh\.default in 1 asks for 4 slices") as refusal:
-        tried.struck(rules)
+        tried.apply_rules(rules)
     assert "set slices of that rule to 0" in str(refusal.value)
-    assert tried.struck([replace(rule, degree=0) for rule in rules]).problems() == []
+    assert tried.apply_rules([replace(rule, degree=0) for rule in rules]).problems() == []
 
 
 class Otherwise(nn.Module):

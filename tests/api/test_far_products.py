@@ -127,8 +127,8 @@ def adapted(m: Block, x: Tensor) -> Tensor:
 
 def heads(m: Block, x: Tensor) -> Tensor:
     """What is behind it works across columns: nothing goes into the slices."""
-    parted = m.up(x).unflatten(-1, (4, -1)).softmax(-1)
-    return parted.flatten(-2)
+    partition = m.up(x).unflatten(-1, (4, -1)).softmax(-1)
+    return partition.flatten(-2)
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:

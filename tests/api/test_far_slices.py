@@ -519,7 +519,7 @@ def test_why_a_large_layer_is_whole_is_said(far: sy.OffloadTier) -> None:
 
 
 def test_slices_are_looked_at_where_all_of_a_parameter_moves(adam: sy.Planned) -> None:
-    levels = moved_states(adam.look.base, [*ALL, *rules("biased.bias", slices=0)])
+    levels = moved_states(adam.session.base, [*ALL, *rules("biased.bias", slices=0)])
     for level in levels:
         whats = {r.op for r in level if r.module == "turned"}
         degrees = {r.degree for r in level if r.module == "turned"}

@@ -105,10 +105,12 @@ def rules(lead: int = 1) -> tuple[Rule, ...]:
 
 def told(planned: sy.Planned, chosen: tuple[Rule, ...]) -> sy.Planned:
     """The same plan with these rules in its file."""
-    look = planned.look
-    decisions = replace(planned.plan.decisions, rules=chosen, far=look.request.cluster.far)
-    predicted = look.priced(look.struck(chosen))
-    return Planned(Planner(look), replace(planned.plan, decisions=decisions, predicted=predicted))
+    session = planned.session
+    decisions = replace(planned.plan.decisions, rules=chosen, far=session.request.cluster.far)
+    predicted = session.priced(session.apply_rules(chosen))
+    return Planned(
+        Planner(session), replace(planned.plan, decisions=decisions, predicted=predicted)
+    )
 
 
 def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
@@ -172,9 +174,9 @@ def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
     """With nothing ahead, nothing runs beside it: what is left are the calls themselves."""
     alone = told(adam, rules(0)).predicted
     more = alone.computation_seconds.value - adam.predicted.computation_seconds.value
-    look = adam.look
-    links = look.prices.costs.links.values()
-    whole = look.prices.costs.whole_step.value
+    session = adam.session
+    links = session.prices.costs.links.values()
+    whole = session.prices.costs.whole_step.value
     count = 2 * (LAYERS + 1)
     calls = whole * count * sum(link.call_seconds for link in links)
     late = whole * count * sum(link.disturbs * link.latency_seconds for link in links)
@@ -182,10 +184,10 @@ def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
 
 
 def test_waiting_longer_than_a_transfer_takes_spares_no_more(adam: sy.Planned) -> None:
-    look = adam.look
-    costs = look.prices.costs
+    session = adam.session
+    costs = session.prices.costs
     slow = {a: replace(k, latency_seconds=1.0, disturbs=0.9) for a, k in costs.links.items()}
-    late = predict(look.struck(rules(0)), replace(costs, links=slow)).quad
+    late = predict(session.apply_rules(rules(0)), replace(costs, links=slow)).metrics
     assert late.exposed_communication_seconds.value > 1.0
     assert late.computation_seconds.value >= adam.predicted.computation_seconds.value
 
@@ -204,7 +206,7 @@ def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) 
     assert fitting.predicted.memory_bytes.value <= least - MIB
     assert fitting.predicted.communication_bytes.value > 0
     assert "offload_state" in str(fitting)
-    assert fitting.why_not("offload_state").startswith("offload_state was struck")
+    assert fitting.why_not("offload_state").startswith("offload_state was applied")
     assert "the budget does not ask for" in adam.what_if(memory="1 GiB").why_not("offload_state")
     model, x = made()
     fitting.save(tmp_path / "a.plan.toml")

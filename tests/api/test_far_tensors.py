@@ -266,7 +266,7 @@ def test_frozen_weights_need_no_optimizer(far: sy.OffloadTier) -> None:
 
 
 def look_at(planned: sy.Planned) -> Program:
-    return planned.look.struck(planned.plan.decisions.rules)
+    return planned.session.apply_rules(planned.plan.decisions.rules)
 
 
 def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
@@ -431,8 +431,8 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     slices: int, again: bool, thawed: sy.Planned
 ) -> None:
     moved = frozen("biased.weight", "bare.weight", "turned", slices=slices)
-    look = thawed.look
-    graph = look.base.graph
+    session = thawed.session
+    graph = session.base.graph
     copies = to_rules(graph, sorted(recomputable(graph)), trade="recompute") if again else ()
     torch.manual_seed(0)
     model, x = Frozen(), torch.randn(64, 1024)
@@ -481,7 +481,7 @@ def test_what_not_only_products_read_is_fetched_whole(far: sy.OffloadTier) -> No
     planned = sy.plan(
         Both(), loss, torch.randn(64, 1024), optimizer=ADAM, cluster=sy.Cluster.here(far=far)
     )
-    program = planned.look.struck(frozen("turned", "bare.weight", slices=4))
+    program = planned.session.apply_rules(frozen("turned", "bare.weight", slices=4))
     begun = {str(n.args[0]) for n in program.graph.nodes if n.op.endswith("begin_weight")}
     assert begun == {"parameter:bare.weight"}
 
@@ -506,7 +506,7 @@ def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path
 
 
 def states_offered(planned: sy.Planned) -> list[Rule]:
-    offers = planned.look.search.offers
+    offers = planned.session.search.offers
     return [rule for o in offers if o.trade == "offload_state" for rule in o.rules]
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.comm.devices import CPU, home_of
+from steelyard.comm.devices import CPU, torch_device_of
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster, OffloadTier
 from steelyard.measure.cache import CostCache
-from steelyard.planner.local_cluster import MAY_SHARE, cluster_at
+from steelyard.planner.local_cluster import MAY_SHARE, local_cluster
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -63,7 +63,7 @@ def test_a_plan_keeps_its_budget_there_and_its_losses(gpu: torch.device, dropout
 
 @pytest.mark.gpu
 def test_memory_is_that_of_the_device(gpu: torch.device) -> None:
-    cluster = cluster_at(gpu, Cluster.here(), cache=CostCache())
+    cluster = local_cluster(gpu, Cluster.here(), cache=CostCache())
     seen = torch.cuda.get_device_properties(gpu)
     assert cluster.device.memory_bytes == seen.total_memory
     assert cluster.device.kind == f"cuda {seen.name}"
@@ -75,18 +75,18 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, seen = torch.cuda.device_count() + 1, torch.cuda.get_device_properties(gpu)
-    alone = cluster_at(gpu, Cluster.here(ranks=1), cache=CostCache()).fastest
+    alone = local_cluster(gpu, Cluster.here(ranks=1), cache=CostCache()).fastest
     monkeypatch.delenv(MAY_SHARE, raising=False)
     with pytest.raises(BadInput, match=f"{ranks} ranks were asked for, and torch sees"):
-        cluster_at(gpu, Cluster.here(ranks=ranks), cache=CostCache())
+        local_cluster(gpu, Cluster.here(ranks=ranks), cache=CostCache())
     monkeypatch.setenv(MAY_SHARE, "1")
-    shared = cluster_at(gpu, Cluster.here(ranks=ranks), cache=CostCache())
+    shared = local_cluster(gpu, Cluster.here(ranks=ranks), cache=CostCache())
     assert shared.num_devices == ranks
     assert shared.fastest.memory_bytes == alone.memory_bytes // 2
     assert shared.fastest.kind == f"cuda {seen.name}, shared by 2 ranks"
     # On several hosts each has as many.
     count = torch.cuda.device_count()
-    hosts = cluster_at(gpu, Cluster.here(ranks=3 * count, hosts=3), cache=CostCache())
+    hosts = local_cluster(gpu, Cluster.here(ranks=3 * count, hosts=3), cache=CostCache())
     assert (hosts.num_devices, hosts.hosts, hosts.fastest) == (3 * count, 3, alone)
 
 
@@ -94,24 +94,24 @@ def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     there, cache = torch.device("cuda", 0), CostCache()
     far = OffloadTier(tmp_path, "1GB/s", "1MiB")
     with pytest.raises(BadInput, match="is on cuda:0, and far memory was given"):
-        cluster_at(there, Cluster.here(far=far), cache=cache)
+        local_cluster(there, Cluster.here(far=far), cache=cache)
     with pytest.raises(BadInput, match="its step is to be compiled by inductor"):
-        cluster_at(there, Cluster.here(), runner="inductor", cache=cache)
+        local_cluster(there, Cluster.here(), runner="inductor", cache=cache)
     declared = Cluster.named("dgx-h100")
-    assert cluster_at(there, declared, cache=cache) is declared
-    assert cluster_at(CPU, Cluster.here(ranks=2), cache=cache) == Cluster.here(ranks=2)
+    assert local_cluster(there, declared, cache=cache) is declared
+    assert local_cluster(CPU, Cluster.here(ranks=2), cache=cache) == Cluster.here(ranks=2)
 
 
 def test_a_model_is_in_one_place() -> None:
-    assert home_of(nn.Linear(2, 2, device="meta")) == CPU
-    assert home_of(nn.ReLU()) == CPU
+    assert torch_device_of(nn.Linear(2, 2, device="meta")) == CPU
+    assert torch_device_of(nn.ReLU()) == CPU
 
     class Elsewhere(nn.Module):
         def parameters(self, recurse: bool = True) -> Any:
             return iter([_On("cuda:0"), _On("cpu")])
 
     with pytest.raises(BadInput, match="the model is on cpu and cuda:0"):
-        home_of(Elsewhere())
+        torch_device_of(Elsewhere())
 
 
 class _On(Tensor):

@@ -36,10 +36,10 @@ from steelyard.measure.links.probe import (
     BETWEEN_HOSTS,
     measured_ranks,
     remember_hosts,
-    remembered_look,
+    remembered_probe,
 )
 from steelyard.measure.links.worker import SIZES
-from steelyard.planner.compatibility import other_than_planned
+from steelyard.planner.compatibility import target_differences
 from steelyard.planner.cost_provider import CostProvider
 from steelyard.planner.multi_host import (
     HostRendezvous,
@@ -66,7 +66,7 @@ def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has not measured what joins it to 2 more"):
         measured_ranks(3, hosts=3, cache=cache)
     said = [{**said_of(LINK, 3), "product": product} for product in (1e-3, 2e-3, 1e-3)]
-    remember_hosts(said, ["a", "b", "c"], hosts=3, look=LOOK, cache=cache)
+    remember_hosts(said, ["a", "b", "c"], hosts=3, session=LOOK, cache=cache)
     measured = measured_ranks(3, hosts=3, cache=cache)
     assert measured.link.kind == BETWEEN_HOSTS
     assert measured.link.bytes_per_second == pytest.approx(1e7)
@@ -77,12 +77,12 @@ def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
 
 def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
-    remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], hosts=2, look=LOOK, cache=cache)
-    assert remembered_look(["a", "b"], hosts=2, cache=cache) == LOOK
-    assert remembered_look(["a", "c"], hosts=2, cache=cache) is None
-    assert remembered_look(["b", "a"], hosts=2, cache=cache) is None
+    remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], hosts=2, session=LOOK, cache=cache)
+    assert remembered_probe(["a", "b"], hosts=2, cache=cache) == LOOK
+    assert remembered_probe(["a", "c"], hosts=2, cache=cache) is None
+    assert remembered_probe(["b", "a"], hosts=2, cache=cache) is None
     other = CostCache(tmp_path / "other.sqlite")
-    assert remembered_look(["a", "b"], hosts=2, cache=other) is None
+    assert remembered_probe(["a", "b"], hosts=2, cache=other) is None
 
 
 @pytest.mark.parametrize("products", [(2e-3, 1e-3), (1e-3, 2e-3)])
@@ -91,8 +91,8 @@ def test_a_first_host_that_is_slow_is_remembered_like_any(
 ) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     said = [{**said_of(LINK, 2), "product": product} for product in products]
-    remember_hosts(said, ["a", "b"], hosts=2, look=LOOK, cache=cache)
-    assert remembered_look(["a", "b"], hosts=2, cache=cache) == LOOK
+    remember_hosts(said, ["a", "b"], hosts=2, session=LOOK, cache=cache)
+    assert remembered_probe(["a", "b"], hosts=2, cache=cache) == LOOK
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
         path = tmp_path / f"{products[0]}.sqlite"
         monkeypatch.setenv("STEELYARD_CACHE", str(path))
         said = [{**said_of(LINK, 2), "product": product} for product in products]
-        remember_hosts(said, ["a", "b"], hosts=2, look=LOOK, cache=CostCache(path))
+        remember_hosts(said, ["a", "b"], hosts=2, session=LOOK, cache=CostCache(path))
         prices.append(CostProvider(Cluster.here(ranks=2, hosts=2), on_progress=lambda _: None))
     node = SimpleNamespace(is_free=False, is_far=False, signature="s", phase=None, collective=None)
     measured = CostTable(
@@ -174,14 +174,14 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
     ],
 )
 def test_a_link_that_has_become_another_is_seen(now: tuple[float, float], is_same: bool) -> None:
-    with mock.patch("steelyard.planner.multi_host.looked_at_link", return_value=now):
+    with mock.patch("steelyard.planner.multi_host.probe_link", return_value=now):
         assert _is_as_it_was(LOOK, CPU) == is_same
 
 
 def test_a_list_that_cannot_be_written_to_loses_nothing_of_this_process(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     cache = CostCache(tmp_path / "a file" / "costs.sqlite")
-    remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), hosts=5, look=LOOK, cache=cache)
+    remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), hosts=5, session=LOOK, cache=cache)
     assert measured_ranks(5, hosts=5, cache=cache).link.bytes_per_second == pytest.approx(1e7)
 
 
@@ -216,8 +216,8 @@ def test_what_ranks_of_one_host_exchange_is_known_apart(tmp_path: Path) -> None:
     products = (1.3e-3, 1e-3, 1e-3, 2e-3, 3e-3, 2e-3)
     said = [{**said_of(LINK, 6), **among, "product": product} for product in products]
     names = ["a"] * 3 + ["b"] * 3
-    remember_hosts(said, names, hosts=2, look=LOOK, cache=cache)
-    assert remembered_look(names, hosts=2, cache=cache) == LOOK
+    remember_hosts(said, names, hosts=2, session=LOOK, cache=cache)
+    assert remembered_probe(names, hosts=2, cache=cache) == LOOK
     measured = measured_ranks(6, hosts=2, cache=cache)
     assert measured.link.bytes_per_second == pytest.approx(1e7)
     assert measured.near is not None
@@ -290,15 +290,17 @@ def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met(
     run = replace(planned, ranks=ranks, hosts=1, cluster=here)
 
     def notes(theirs: Target) -> list[str]:
-        with mock.patch("steelyard.planner.compatibility.cluster_at", lambda home, c, cache: at(c)):
-            return list(other_than_planned(run, theirs))
+        with mock.patch(
+            "steelyard.planner.compatibility.local_cluster", lambda home, c, cache: at(c)
+        ):
+            return list(target_differences(run, theirs))
 
     assert notes(planned) == []
     (note,) = notes(replace(planned, cluster="another"))
     assert "planned for another machine" in note
     fewer = BadInput("two ranks, one GPU", expected="two", remedy="plan for one")
-    with mock.patch("steelyard.planner.compatibility.cluster_at", side_effect=fewer):
-        (note,) = other_than_planned(run, planned)
+    with mock.patch("steelyard.planner.compatibility.local_cluster", side_effect=fewer):
+        (note,) = target_differences(run, planned)
     assert "planned for another machine" in note
     with pytest.raises(BadInput, match="of 4 ranks"):
         notes(replace(planned, speeds=(1.0, 1.0, 0.5)))
@@ -422,7 +424,7 @@ def test_all_measure_what_joins_them_once_the_first_asks_and_once_for_a_kind_of_
     def measured(one: HostRendezvous, number: int, home: torch.device) -> None:
         measuring.append((one.who.rank, number, home.type))
         said = [said_of(LINK, 2)] * 2
-        remember_hosts(said, ["a", "b"], hosts=2, home=home, look=LOOK, cache=cache)
+        remember_hosts(said, ["a", "b"], hosts=2, home=home, session=LOOK, cache=cache)
 
     heard: list[str] = []
     hearing = threading.Thread(target=lambda: heard.append(second.hear()))
@@ -475,14 +477,14 @@ def test_what_goes_between_gpus_of_hosts_is_of_sizes_that_a_network_carries(tmp_
     said = [said_of(LINK, 4) | {f"near {name}": seconds for name, seconds in of_a_host}] * 4
     names = ["a", "a", "b", "b"]
     with mock.patch("steelyard.measure.links.probe._on_gpus", return_value=", on 2 of a kind"):
-        remember_hosts(said, names, hosts=2, home=gpu, look=LOOK, cache=cache)
+        remember_hosts(said, names, hosts=2, home=gpu, session=LOOK, cache=cache)
         measured = measured_ranks(4, hosts=2, home=gpu, cache=cache)
-        assert remembered_look(names, hosts=2, home=gpu, cache=cache) == LOOK
+        assert remembered_probe(names, hosts=2, home=gpu, cache=cache) == LOOK
     assert measured.link.bytes_per_second == pytest.approx(1e7)
     assert measured.near is not None
     assert measured.near.bytes_per_second == pytest.approx(1e11)
     assert (measured.slots, measured.slotted) == (None, None)
-    assert remembered_look(names, hosts=2, cache=cache) is None, "of processors nothing is known"
+    assert remembered_probe(names, hosts=2, cache=cache) is None, "of processors nothing is known"
 
 
 @pytest.mark.parametrize("failure", ["absent", "stopped"])
@@ -606,7 +608,7 @@ def _three_of_which(slow: int, cache: CostCache) -> None:
     rates[slow] = 3.7e6
     joins = _joins(rates) | _exchanged_among_two(119e6)
     said = [said_of(replace(LINK, bytes_per_second=3.7e6), 3)] * 3
-    remember_hosts(said, ["a", "b", "c"], hosts=3, look=LOOK, joins=joins, cache=cache)
+    remember_hosts(said, ["a", "b", "c"], hosts=3, session=LOOK, joins=joins, cache=cache)
 
 
 @pytest.mark.parametrize("slow", range(3))
@@ -625,28 +627,28 @@ def test_of_three_hosts_it_is_known_which_is_behind_a_slow_link(tmp_path: Path, 
     assert two.handing.bytes_per_second == pytest.approx(119e6)
     # As if these two had met by themselves, so that a run need not measure them again.
     names = [name for n, name in enumerate("abc") if n != slow]
-    assert remembered_look(names, hosts=2, cache=cache) == (1e-4, 1e-3)
+    assert remembered_probe(names, hosts=2, cache=cache) == (1e-4, 1e-3)
     alone = measured_ranks(2, hosts=2, cache=cache)
     assert (alone.link, alone.handing) == (two.link, two.handing)
-    assert remembered_look(["a", "x"], hosts=2, cache=cache) is None
+    assert remembered_probe(["a", "x"], hosts=2, cache=cache) is None
 
 
 def test_hosts_that_are_joined_alike_are_taken_in_their_order(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     said = [said_of(LINK, 3)] * 3
     joins = _joins([1e7, 1.1e7, 0.9e7])
-    remember_hosts(said, ["a", "b", "c"], hosts=3, look=LOOK, joins=joins, cache=cache)
+    remember_hosts(said, ["a", "b", "c"], hosts=3, session=LOOK, joins=joins, cache=cache)
     measured = measured_ranks(3, hosts=3, cache=cache)
     assert measured.subsets == {}
     # Two of them can be predicted for, and measure when they meet by themselves.
     assert measured_ranks(2, hosts=2, cache=cache).link == measured.link
-    assert remembered_look(["a", "b"], hosts=2, cache=cache) is None
+    assert remembered_probe(["a", "b"], hosts=2, cache=cache) is None
 
 
 def test_figures_from_before_pairs_were_timed_are_measured_again(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
-    remember_hosts([said_of(LINK, 3)] * 3, ["a", "b", "c"], hosts=3, look=LOOK, cache=cache)
-    assert remembered_look(["a", "b", "c"], hosts=3, cache=cache) is None
+    remember_hosts([said_of(LINK, 3)] * 3, ["a", "b", "c"], hosts=3, session=LOOK, cache=cache)
+    assert remembered_probe(["a", "b", "c"], hosts=3, cache=cache) is None
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_few_sizes_are_tried(
     budget = 467_500_000
     tried: list[int] = []
 
-    def looked_at(request: PlanRequest) -> Any:
+    def capture_and_price(request: PlanRequest) -> Any:
         size = request.batch.shape[1]
         tried.append(size)
         if size > possible:
@@ -51,7 +51,7 @@ def test_few_sizes_are_tried(
         search = SimpleNamespace(least_bytes=lambda *, enough_bytes: least)
         return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
 
-    monkeypatch.setattr(PlanRequest, "looked_at", looked_at)
+    monkeypatch.setattr(PlanRequest, "capture_and_price", capture_and_price)
     monkeypatch.setattr(largest_module, "Planner", lambda _: SimpleNamespace(plan=lambda _: PLAN))
     request = PlanRequest(
         model=nn.Linear(1, 1), loss=lambda *_: torch.zeros(()), optimizer=None, title="",
@@ -67,14 +67,14 @@ def test_few_sizes_are_tried(
 def test_where_nothing_fits_the_least_is_said_and_why_nothing_smaller_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def looked_at(request: PlanRequest) -> Any:
+    def capture_and_price(request: PlanRequest) -> Any:
         size = request.batch.shape[0]
         if size < 2:
             raise CaptureRefused("one sample has no variance", expected="more", remedy="more")
         search = SimpleNamespace(least_bytes=lambda *, enough_bytes: size << 20)
         return SimpleNamespace(base=SimpleNamespace(graph=NOTHING), search=search)
 
-    monkeypatch.setattr(PlanRequest, "looked_at", looked_at)
+    monkeypatch.setattr(PlanRequest, "capture_and_price", capture_and_price)
     request = PlanRequest(
         model=nn.Linear(1, 1), loss=lambda *_: torch.zeros(()), optimizer=None, title="",
         batch=torch.zeros(8, 3), cluster=Cluster.here(), runner="python",
@@ -101,7 +101,7 @@ def test_what_fits_at_the_largest_batch_is_applied_and_takes_such_batches(costs:
             model, squares, {"x": torch.randn(16, 8, 64)}, budget=sy.Budget(memory=limit),
             maximize="batch",
         )  # fmt: skip
-    shape = planned.plan.decisions.made_for.batch[0].shape
+    shape = planned.plan.decisions.target.batch[0].shape
     assert shape[0] > 2 * 16
     step, batch = planned.apply(), {"x": torch.randn(shape)}
     for _ in range(3):

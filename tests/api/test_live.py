@@ -33,7 +33,7 @@ def test_gradients_that_are_kept_are_metered_and_noted(set_to_none: bool) -> Non
     model.zero_grad(set_to_none=set_to_none)
     measured = step.meter(lambda: step.backward(batch))
     predicted = planned.predicted.memory_bytes.value
-    program, costs = step.live.program, planned.look.prices.costs
+    program, costs = step.live.program, planned.session.prices.costs
     more = kept_gradients_bytes(program, costs)
     assert more > predicted // 20
     assert measured == pytest.approx(predicted + (0 if set_to_none else more), rel=0.001)
@@ -70,10 +70,10 @@ def test_a_last_batch_that_is_no_multiple_of_the_parts_is_cut_otherwise() -> Non
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16))
     plain = copy.deepcopy(model)
     whole, last = torch.randn(32, 16), torch.randn(7, 16)
-    look = sy.plan(model, square, whole)
-    unplanned = look.plan.unplanned.peak
+    session = sy.plan(model, square, whole)
+    unplanned = session.plan.unplanned.peak
     added = unplanned.nbytes - unplanned.resident_bytes
-    planned = look.what_if(memory=unplanned.resident_bytes + added // 2)
+    planned = session.what_if(memory=unplanned.resident_bytes + added // 2)
     parts = max(rule.degree for rule in planned.plan.decisions.rules)
     assert parts > 1
     step = planned.apply()

@@ -157,7 +157,7 @@ def test_more_memory_is_never_slower(unplanned: sy.Planned) -> None:
 def test_steps_in_micro_batches_are_checked_and_get_slower_once_for_good(
     tight: sy.Planned,
 ) -> None:
-    prices, search = tight.look.prices, tight.look.search
+    prices, search = tight.session.prices, tight.session.search
     search.explore_all()
     assert len(prices.costs.cut_steps) == 3  # 2, 4 and 8 micro-batches of 8 sentences
     plain = [search.explored(Variant(parts=parts)).plain.seconds for parts in (1, 2, 4, 8)]
@@ -168,9 +168,9 @@ def test_steps_in_micro_batches_are_checked_and_get_slower_once_for_good(
 def test_less_than_the_least_is_refused_with_the_least_and_what_sets_it(
     unplanned: sy.Planned,
 ) -> None:
-    charted = unplanned.charted()
-    least = charted.plan.least_bytes
-    assert "is the least found\n" in f"{charted}\n"
+    with_frontier = unplanned.with_frontier()
+    least = with_frontier.plan.least_bytes
+    assert "is the least found\n" in f"{with_frontier}\n"
     with pytest.raises(Infeasible, match="the least this step can run in") as refused:
         unplanned.what_if(memory=least - 1)
     assert refused.value.exit_code == 3
@@ -200,10 +200,10 @@ def test_the_largest_fits_and_the_next_does_not(tight: sy.Planned, what: str, co
     with in_a_hurry(costs):
         found = sy.plan(model, loss, ids, optimizer=ADAM, budget=budget, maximize=what)
         said = str(found.plan.largest)
-        largest = int(said.split("piece: ")[1].split()[0])
+        largest = int(said.split("piece: ")[1].split(maxsplit=1)[0])
         one_more = (largest + 1, 32) if what == "batch" else (8, largest + 1)
-        asked = replace(found.look.request, batch=torch.randint(256, one_more), trades=TRADES)
-        in_one_piece = asked.looked_at().search.least_bytes(enough_bytes=0)
+        asked = replace(found.session.request, batch=torch.randint(256, one_more), trades=TRADES)
+        in_one_piece = asked.capture_and_price().search.least_bytes(enough_bytes=0)
     assert found.predicted.memory_bytes.value <= limit(tight)
     assert in_one_piece > limit(tight)
 
@@ -259,8 +259,8 @@ def test_a_step_with_other_arguments_or_another_machine_is_noted(
 ) -> None:
     path = tmp_path / "words.plan.toml"
     tight.save(path)
-    made_for = tight.plan.decisions.made_for
-    path.write_text(path.read_text().replace(made_for.cluster, "0" * 16))
+    target = tight.plan.decisions.target
+    path.write_text(path.read_text().replace(target.cluster, "0" * 16))
     model, ids = made()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -274,11 +274,11 @@ def test_a_plan_file_is_loaded_under_the_operators_that_it_names(
     unplanned: sy.Planned, tmp_path: Path
 ) -> None:
     model, ids = made()
-    older = replace(unplanned.look.request, decomposition="python-1").looked_at()
+    older = replace(unplanned.session.request, decomposition="python-1").capture_and_price()
     path = tmp_path / "words.plan.toml"
     planned(Planner(older), sy.Budget()).save(path)
     again = sy.load(path, model, loss, ids, optimizer=ADAM)
-    assert again.plan.decisions.made_for.decomposition == "python-1"
+    assert again.plan.decisions.target.decomposition == "python-1"
     path.write_text(path.read_text().replace('"python-1"', '"inductor-1"'))
     with pytest.raises(BadInput, match="unknown table of operators, 'inductor-1'"):
         sy.load(path, model, loss, ids, optimizer=ADAM)

@@ -43,15 +43,15 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 def test_the_measured_peak_is_within_the_budget(name: str) -> None:
     model, loss, batch = zoo.case(name).make()
     make = partial(torch.optim.SGD, lr=1e-2)
-    look = sy.plan(model, loss, batch, optimizer=make, runner="inductor")
-    unplanned = look.plan.unplanned.peak
+    session = sy.plan(model, loss, batch, optimizer=make, runner="inductor")
+    unplanned = session.plan.unplanned.peak
     with pytest.raises(Infeasible) as refused:
-        look.what_if(memory=floor_bytes(look))
+        session.what_if(memory=floor_bytes(session))
     assert "cannot be cut into micro-batches: buffer 1.running_mean" in str(refused.value)
     least = refused.value.least_bytes
     assert least is not None
     budget = max(least, (least + unplanned.nbytes) // 2)
-    step = look.what_if(memory=budget).apply()
+    step = session.what_if(memory=budget).apply()
     losses = [float(step(batch)) for _ in range(3)]
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
@@ -64,20 +64,20 @@ def test_the_measured_peak_is_within_the_budget(name: str) -> None:
 def test_each_point_of_the_curve_is_what_inductor_makes_of_its_rules() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Sigmoid())]
     batch = torch.randn(512, 32)
-    look = sy.plan(
+    session = sy.plan(
         nn.Sequential(*layers), lambda m, b: m(b).square().mean(), batch, runner="inductor"
     )
-    points = look.frontier
+    points = session.frontier
     assert len(points) >= 2
     assert [p.memory_bytes for p in points] == sorted({p.memory_bytes for p in points})
     seconds = [p.step_seconds for p in points]
     assert seconds == sorted(seconds, reverse=True)
     # It ends in the plain step, or in what saves memory and is measured to take no longer.
-    last, plain = points[-1], look.plan.unplanned
-    least = (plain.quad.step_seconds.value, plain.peak.nbytes)
+    last, plain = points[-1], session.plan.unplanned
+    least = (plain.metrics.step_seconds.value, plain.peak.nbytes)
     assert (last.step_seconds, last.memory_bytes) <= least
     assert (last.rules == ()) == (last.memory_bytes == plain.peak.nbytes)
-    within = look.what_if(memory=points[1].memory_bytes).plan
+    within = session.what_if(memory=points[1].memory_bytes).plan
     assert within.predicted.peak.nbytes <= points[1].memory_bytes
 
 
@@ -100,12 +100,12 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sy.Planne
 
 @_WITH_ONE_PLAN
 def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.Planned) -> None:
-    look, plan = on_two_ranks.look, on_two_ranks.plan
-    assert plan.decisions.made_for.decomposition == "inductor-2"
+    session, plan = on_two_ranks.session, on_two_ranks.plan
+    assert plan.decisions.target.decomposition == "inductor-2"
     assert "stages are run by generated Python" in on_two_ranks.why_not("shard_pipeline")
     assert "gradients in 2 bits" in on_two_ranks.why_not("ternary_gradients")
     batch = Rule(trade="shard_batch", degree=2, bucket_bytes=2**20)
-    lowered = look.as_run(look.struck([Rule(trade="overlap", lag=1), batch]))
+    lowered = session.as_executed(session.apply_rules([Rule(trade="overlap", lag=1), batch]))
     assert lowered.problems() == []
     assert lowered.layout == ParallelLayout(batch=2)
     nodes = [lowered.graph.by_name[i.node] for i in lowered.instructions if i.sink is None]
@@ -113,11 +113,11 @@ def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.P
     assert len(kernels) > 10
     assert len(lowered.exchanges) > 1
     # Each kernel was compiled, called alone and timed, and all of them beside a whole step.
-    known = look.costs.operators
+    known = session.costs.operators
     assert all(known[node.signature].is_measured for node in kernels)
-    assert look.costs.whole_step != look.prices.costs.whole_step
+    assert session.costs.whole_step != session.prices.costs.whole_step
     # What leaves the program is what left it.
-    assert len(lowered.graph.outputs) == len(look.struck([batch]).graph.outputs)
+    assert len(lowered.graph.outputs) == len(session.apply_rules([batch]).graph.outputs)
 
 
 @_WITH_ONE_PLAN

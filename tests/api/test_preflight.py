@@ -14,7 +14,7 @@ from steelyard.capture.step import CapturedStep
 from steelyard.errors import BadInput, Infeasible
 from steelyard.ir.program import Program
 from steelyard.planner import cost_provider as pricing
-from steelyard.planner import session as look
+from steelyard.planner import session as session_module
 from steelyard.planner.preflight import floor_of
 from steelyard.search import Floor, StepSearch
 from tests import zoo
@@ -52,7 +52,7 @@ def test_a_budget_below_the_weights_is_refused_before_the_capture(
 def test_a_budget_below_the_optimizer_state_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(look, "CostProvider", never("measured"))
+    monkeypatch.setattr(session_module, "CostProvider", never("measured"))
     with pytest.raises(Infeasible, match="what stays for the whole step") as refused:
         sy.plan(*_asked(), optimizer=ADAM, budget=sy.Budget(memory="400 KiB"))
     assert "gradients 129 KiB, optimizer state 259 KiB" in refused.value.expected

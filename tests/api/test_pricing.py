@@ -20,7 +20,7 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.planner.cost_provider import CostProvider
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
 from tests.trades.test_shard_pipeline import plain
@@ -109,7 +109,7 @@ def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_pat
             mock.patch.object(torch, "get_num_threads", return_value=1),
         ):
             planned = sy.plan(model, loss, batch)
-        return float(planned.plan.unplanned.quad.computation_seconds.value)
+        return float(planned.plan.unplanned.metrics.computation_seconds.value)
 
     model, batch = torch.nn.Linear(64, 64), torch.randn(256, 64)
 
@@ -132,15 +132,15 @@ def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
     def sent(bucket_bytes: int, *rules: Rule) -> Graph:
         batch = Rule(trade="shard_batch", degree=2, bucket_bytes=bucket_bytes)
         lag = Rule(trade="overlap", lag=1)
-        return strike(plain, [batch, lag, *rules], trades=TRADES, source=source).graph
+        return apply_rules(plain, [batch, lag, *rules], trades=TRADES, source=source).graph
 
     prices = CostProvider.__new__(CostProvider)
     prices._known = {node.signature for node in sent(1 << 20).nodes}
     other = sent(1 << 16)
     assert {node.signature for node in other.nodes} - prices._known
-    assert prices.knows(other)
+    assert prices.has_costs(other)
     # What codes compute has to be measured, and what the model does.
     code = Rule(trade="ternary_gradients", module="blocks.*.mlp.up.weight", count=2)
-    assert not prices.knows(sent(1 << 20, code))
+    assert not prices.has_costs(sent(1 << 20, code))
     prices._known -= {node.signature for node in other.nodes if node.op == "aten.mm.default"}
-    assert not prices.knows(other)
+    assert not prices.has_costs(other)

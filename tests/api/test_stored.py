@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.planner import session as look
+from steelyard.planner import session as session_module
 from tests.harness import in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -55,7 +55,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*args: Any, **how: Any) -> Any:
         raise AssertionError("something is measured to start a finished plan")
 
-    monkeypatch.setattr(look, "CostProvider", measured)
+    monkeypatch.setattr(session_module, "CostProvider", measured)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -64,8 +64,8 @@ def test_a_finished_plan_starts_and_trains_with_nothing_measured(
 ) -> None:
     again = sy.load(path, *made(), optimizer=ADAM)
     assert again.plan.decisions == planned.plan.decisions
-    assert again.plan.predicted.quad == planned.plan.predicted.quad
-    assert again.plan.before.quad == planned.plan.before.quad
+    assert again.plan.predicted.metrics == planned.plan.predicted.metrics
+    assert again.plan.before.metrics == planned.plan.before.metrics
     assert again.plan.unplanned.peak == planned.plan.unplanned.peak
     model, _, batch = made()
     step = again.apply(model)

@@ -99,7 +99,7 @@ def shape_of(graph: Graph) -> dict[str, Any]:
         "model": graph.model_fingerprint,
         "peak": prediction.peak.nbytes,
         "resident": prediction.peak.resident_bytes,
-        "seconds": round(prediction.quad.computation_seconds.value, 9),
+        "seconds": round(prediction.metrics.computation_seconds.value, 9),
         "gradients": sorted(o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT),
         "updates": sorted(o.target for o in graph.outputs if o.kind is OutputKind.UPDATE),
         "unused": sorted(graph.unused),

@@ -194,10 +194,10 @@ def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_captured
 ) -> None:
     from steelyard.api import planning
 
-    def looked_at(_: object) -> Any:
+    def capture_and_price(_: object) -> Any:
         raise AssertionError("the step was captured")
 
-    monkeypatch.setattr(planning.PlanRequest, "looked_at", looked_at)
+    monkeypatch.setattr(planning.PlanRequest, "capture_and_price", capture_and_price)
     batch = torch.ones(2, 4)
     for plan in (planning.plan, partial(planning.load, "none.plan.toml")):
         with pytest.raises(CaptureRefused, match="optimizer= "):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import _torch
-from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.partition import partition
 from steelyard.capture.step import Captured, CapturedStep
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput
@@ -55,7 +55,7 @@ class Whole:
 
     def in_parts(self, choice: ShardingChoice) -> list[Graph]:
         ranks = range(choice.num_ranks)
-        return [parted(self.graph, choice, rank=rank, transport=GLOO) for rank in ranks]
+        return [partition(self.graph, choice, rank=rank, transport=GLOO) for rank in ranks]
 
     def error(self, choice: ShardingChoice, graphs: list[Graph]) -> float:
         """The largest difference of what leaves the step, as a share of the largest there is."""
@@ -287,7 +287,7 @@ def test_a_step_on_a_gpu_is_cut_as_one_on_a_processor(name: str) -> None:
     # A copy that lies otherwise asks for the driver, also where nothing is copied.
     laid_out = {"steelyard.copy_laid_out": lambda x, *laid: x.new_empty_strided(*laid)}
     with mock.patch.dict("steelyard.operators._OWN", laid_out):
-        graph = parted(there, choice, rank=1, transport=GLOO, device=gpu)
+        graph = partition(there, choice, rank=1, transport=GLOO, device=gpu)
     here = whole.in_parts(choice)[1]
     assert [(n.name, n.outputs) for n in graph.nodes] == [(n.name, n.outputs) for n in here.nodes]
     assert graph.problems() == []

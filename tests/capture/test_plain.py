@@ -157,8 +157,8 @@ def test_views_share_the_storage_of_what_they_look_at() -> None:
     views = [n for n in graph.forward() if n.is_view]
     assert {n.op for n in views} >= {"aten.view.default", "aten.unbind.int", "getitem"}
     for node in views:
-        looked_at = {s for i in node.inputs for s in graph.storages_of(i)}
-        assert set(graph.storages_of(node.name)) <= looked_at
+        capture_and_price = {s for i in node.inputs for s in graph.storages_of(i)}
+        assert set(graph.storages_of(node.name)) <= capture_and_price
         assert node.moved_bytes == 0
         assert node.is_free
     early, late = (

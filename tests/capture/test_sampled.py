@@ -71,7 +71,7 @@ def test_the_blocks_are_found_and_the_bytes_of_their_optimizer(step: TruncatedSt
     formats = step.formats
     assert (formats.weight_bytes, formats.gradient_bytes, formats.state_bytes) == (4, 4, 8)
     assert step.num_samples == 8
-    assert step.why_together == ""
+    assert step.why_indivisible == ""
 
 
 def test_no_tensor_is_cut_twice_and_each_is_a_parameter(step: TruncatedStep) -> None:
@@ -96,7 +96,7 @@ def test_samples_that_see_each_other_are_told() -> None:
         model=Centred(), loss=lambda m, b: m(b).square().mean(), batch=torch.randn(8, 4),
         optimizer=None,
     )  # fmt: skip
-    assert "samples see each other" in step.why_together
+    assert "samples see each other" in step.why_indivisible
     assert step.blocks.count == 0
 
 
@@ -106,7 +106,7 @@ def test_a_batch_without_a_common_dim_stays_as_it_is() -> None:
         model=nn.Linear(4, 4), loss=lambda m, b: (m(b["x"]) * b["weight"]).mean(), batch=batch,
         optimizer=None,
     )  # fmt: skip
-    assert "share dim 0" in step.why_together
+    assert "share dim 0" in step.why_indivisible
     assert step.num_samples == 1
     assert step.whole.at(1) is step.whole.graph
 

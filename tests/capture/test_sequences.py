@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.partition import partition
 from steelyard.capture.spmd.sequence_parallel import sequence_placements
 from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.ir.collective import GLOO, Exchange
@@ -38,7 +38,7 @@ def test_the_step_is_the_same_and_activations_are_not_all_reduced(name: str) -> 
     plain, along = _choices(whole.graph, samples=_samples(whole))
     graphs = whole.in_parts(along)
     assert whole.error(along, graphs) < ROUNDING_SINGLE
-    before = parted(whole.graph, plain, rank=0, transport=GLOO)
+    before = partition(whole.graph, plain, rank=0, transport=GLOO)
     # An all-reduce is a reduce-scatter and an all-gather; either end gathers once more.
     assert _sent_bytes(graphs[0]) < 1.15 * _sent_bytes(before)
     counts = _counts(graphs[0])

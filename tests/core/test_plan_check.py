@@ -21,15 +21,15 @@ from tests.report.sample import DECISIONS
 MOST = most_ranks_here()
 
 
-def on_ranks(ranks: int, *, made_for: int | None = None, hosts: int = 1) -> Decisions:
+def on_ranks(ranks: int, *, target: int | None = None, hosts: int = 1) -> Decisions:
     """A plan that lies on so many, and was made for so many."""
     rule = Rule(trade="shard_batch", degree=ranks, bucket_bytes=1 << 20)
-    asked = replace(DECISIONS.made_for, ranks=made_for or ranks, hosts=hosts)
-    return replace(DECISIONS, made_for=asked, rules=(rule,) if ranks > 1 else ())
+    asked = replace(DECISIONS.target, ranks=target or ranks, hosts=hosts)
+    return replace(DECISIONS, target=asked, rules=(rule,) if ranks > 1 else ())
 
 
 def test_as_many_ranks_as_this_machine_can_be_asked_for_may_start() -> None:
-    for decisions in (on_ranks(1), on_ranks(2), on_ranks(MOST), on_ranks(2, made_for=MOST)):
+    for decisions in (on_ranks(1), on_ranks(2), on_ranks(MOST), on_ranks(2, target=MOST)):
         check_startable("a.plan.toml", decisions)
     check_startable("a.plan.toml", on_ranks(2 * MOST, hosts=2))
 
@@ -39,13 +39,13 @@ def test_as_many_ranks_as_this_machine_can_be_asked_for_may_start() -> None:
     [
         on_ranks(MOST + 1),
         on_ranks(1_000_000),
-        on_ranks(2, made_for=MOST + 1),
+        on_ranks(2, target=MOST + 1),
         on_ranks(1_000_000, hosts=2),
-        on_ranks(4, made_for=2),
-        on_ranks(3, made_for=4, hosts=2),
-        replace(on_ranks(2), made_for=replace(on_ranks(2).made_for, speeds=(1.0,))),
-        replace(on_ranks(2), made_for=replace(on_ranks(2).made_for, runner="another")),
-        replace(on_ranks(2), made_for=replace(on_ranks(2).made_for, decomposition="python-9")),
+        on_ranks(4, target=2),
+        on_ranks(3, target=4, hosts=2),
+        replace(on_ranks(2), target=replace(on_ranks(2).target, speeds=(1.0,))),
+        replace(on_ranks(2), target=replace(on_ranks(2).target, runner="another")),
+        replace(on_ranks(2), target=replace(on_ranks(2).target, decomposition="python-9")),
     ],
 )
 def test_a_plan_for_other_ranks_than_can_be_here_is_refused(decisions: Decisions) -> None:
@@ -58,7 +58,7 @@ def test_a_plan_for_other_ranks_than_can_be_here_is_refused(decisions: Decisions
 @pytest.mark.parametrize("key", ["ranks = {}", "hosts = {}"])
 def test_counts_of_ranks_and_hosts_are_bounded_in_the_file(count: int, key: str) -> None:
     text = encode_decisions(DECISIONS)
-    head = text.replace("[made_for]\n", f"[made_for]\n{key.format(count)}\n")
+    head = text.replace("[target]\n", f"[target]\n{key.format(count)}\n")
     with pytest.raises(PlanFileError):
         decode_decisions(head)
 

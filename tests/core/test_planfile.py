@@ -76,15 +76,15 @@ BATCH = st.lists(
 ).map(tuple)  # fmt: skip
 
 
-def _on_hosts(made_for: Target) -> st.SearchStrategy[Target]:
+def _on_hosts(target: Target) -> st.SearchStrategy[Target]:
     """As many of its ranks on each."""
-    divisors = [n for n in range(1, 13) if made_for.ranks % n == 0]
-    return st.sampled_from(divisors).map(lambda hosts: replace(made_for, hosts=hosts))
+    divisors = [n for n in range(1, 13) if target.ranks % n == 0]
+    return st.sampled_from(divisors).map(lambda hosts: replace(target, hosts=hosts))
 
 
 ANY_DECISIONS = st.builds(
     Decisions,
-    made_for=st.builds(
+    target=st.builds(
         Target,
         model=WORDS, graph=WORDS, decomposition=WORDS, runner=WORDS, cluster=WORDS, torch=WORDS,
         batch=BATCH, ranks=st.integers(1, MOST_RANKS),
@@ -157,7 +157,7 @@ def test_it_reads_as_a_person_would_write_it() -> None:
 #   steelyard plan train.py --check train.plan.toml
 format = 1
 
-[made_for]
+[target]
 model = "3f21a0c45b7e9d10"
 graph = "9c44d1b2a7f03e58"
 decomposition = "python-1"
@@ -165,12 +165,12 @@ runner = "python"
 cluster = "51d0c2f3a4b59687"
 torch = "2.13.0+cpu"
 
-[[made_for.batch]]
+[[target.batch]]
 name = "[0]"
 shape = [8, 256]
 dtype = "int64"
 
-[[made_for.batch]]
+[[target.batch]]
 name = "[1]"
 shape = [8, 256]
 dtype = "int64"
@@ -268,7 +268,7 @@ def toml_of(value: object) -> str:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["format", "made_for", "budget", "accumulate", "recompute"]), TREES)
+@given(st.sampled_from(["format", "target", "budget", "accumulate", "recompute"]), TREES)
 def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) -> None:
     tables = tomllib.loads(GOOD) | {key: value}
     raw = "\n".join(f"{json.dumps(k)} = {toml_of(v)}" for k, v in tables.items())
@@ -283,8 +283,8 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
     [
         ("memory =", "memry =", "budget.memry is not a known key; did you mean memory?"),
         ("module =", "modle =", "recompute 1: modle is not a known key; did you mean module?"),
-        ("cluster =", "clusters =", "made_for.clusters is not a known key; did you mean cluster?"),
-        ("dtype =", "dtyp =", "made_for.batch 1: dtyp is not a known key; did you mean dtype?"),
+        ("cluster =", "clusters =", "target.clusters is not a known key; did you mean cluster?"),
+        ("dtype =", "dtyp =", "target.batch 1: dtyp is not a known key; did you mean dtype?"),
         ("[[recompute]]", "[[recompte]]", "recompte is not a known key; did you mean recompute?"),
         ("[budget]", "[bugdet]", "bugdet is not a known key; did you mean budget?"),
         ("count = 4", "count = -4", "recompute 1: count is -4, not 1 or more"),
@@ -321,7 +321,7 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ),
         ("[[accumulate]]\nmicro_batches = 2", "accumulate = 2", "budget.accumulate is not a known"),
         ("[[accumulate]]", "[[accumulate]]\nmicro_batches=2\n[[accumulate]]", "2 tables, and at m"),
-        ("[8, 256]", '[8, "x"]', "made_for.batch 1: shape 2 is 'x', not a whole number"),
+        ("[8, 256]", '[8, "x"]', "target.batch 1: shape 2 is 'x', not a whole number"),
         ("[8, 256]", f"[{'1,' * 65}]", "an array of at most 64"),
         ('"int64"', '"\\u001b[31mred"', ""),
         ('"2.13.0+cpu"', f'"{"x" * 20_000}"', "a text of at most 16384 characters"),
@@ -363,7 +363,7 @@ def test_several_problems_are_said_at_once_and_no_more_than_five_spelled_out() -
         "#" * (MOST_BYTES + 1),
         "\ud800",
         '"' + "\\u0041" * 600_000,
-        "made_for = {" + ", ".join(f"k{i} = 1" for i in range(60)) + "}",
+        "target = {" + ", ".join(f"k{i} = 1" for i in range(60)) + "}",
     ],
     ids=lambda raw: str(raw[:12]),
 )
@@ -415,7 +415,7 @@ def test_reasons_of_before_say_so_and_go_with_another_memory(tmp_path: Path) -> 
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)
     slower = replace(
-        PLAN.predicted, quad=replace(PLAN.predicted.quad, step_seconds=Estimate.exactly(2.0))
+        PLAN.predicted, metrics=replace(PLAN.predicted.metrics, step_seconds=Estimate.exactly(2.0))
     )
     anew = replace(
         PLAN, predicted=slower, taken=(), refused=(), num_offers=0, next_cent=None, least_bytes=0
@@ -423,7 +423,7 @@ def test_reasons_of_before_say_so_and_go_with_another_memory(tmp_path: Path) -> 
     for _ in range(2):  # what is written with the reasons of before hands on when those were
         found = with_reasons(anew, path)
         assert (found.refused, found.next_cent) == (PLAN.refused, PLAN.next_cent)
-        assert found.planned_seconds == PLAN.predicted.quad.step_seconds.value
+        assert found.planned_seconds == PLAN.predicted.metrics.step_seconds.value
         write_explanation(path, found)
     larger = replace(slower, peak=replace(slower.peak, nbytes=slower.peak.nbytes + 1))
     other = with_reasons(replace(anew, predicted=larger), path)

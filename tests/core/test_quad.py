@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from steelyard.ir.metrics import Estimate
 from tests.report.sample import PLAN
 
-MEMORY = PLAN.predicted.quad.memory_bytes
+MEMORY = PLAN.predicted.metrics.memory_bytes
 ENDS = st.floats(-1e6, 1e6)
 ESTIMATES = st.tuples(ENDS, ENDS, ENDS).map(sorted).map(
     lambda ends: Estimate(low=ends[0], value=ends[1], high=ends[2])
@@ -134,7 +134,7 @@ def test_it_is_still_plain_frozen_data() -> None:
 
 
 def test_what_a_budget_is_set_beside_reads_as_in_the_docs() -> None:
-    before, after = PLAN.before.quad, PLAN.predicted.quad
+    before, after = PLAN.before.metrics, PLAN.predicted.metrics
     assert after.memory_bytes <= 300 * 2**20 < before.memory_bytes
     saved = before.memory_bytes - after.memory_bytes
     assert saved.low < saved < saved.high

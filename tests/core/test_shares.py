@@ -33,8 +33,8 @@ def test_a_way_to_share_is_one_value(shares: tuple[int, ...], times: int) -> Non
 def test_the_ranks_of_each_share_are_known_the_largest_first() -> None:
     layout = ParallelLayout(batch=4, shares=(1, 3, 1, 2))
     assert [layout.share_of(rank) for rank in range(4)] == [1, 3, 1, 2]
-    assert layout.unlike_ranks == (1, 3, 0)
-    assert ParallelLayout(batch=2, tensor=2).unlike_ranks == (0,)
+    assert layout.unequal_ranks == (1, 3, 0)
+    assert ParallelLayout(batch=2, tensor=2).unequal_ranks == (0,)
 
 
 @pytest.mark.parametrize("shares", [(2, 1, 1), (2,), (2, 0), (2, -1)])
@@ -45,7 +45,7 @@ def test_shares_that_are_none_are_refused(shares: tuple[int, ...]) -> None:
 
 def _text(line: str, *, more: str = "") -> str:
     return (
-        'format = 1\n[made_for]\nmodel = "m"\ngraph = "g"\ndecomposition = "d"\nrunner = "python"\n'
+        'format = 1\n[target]\nmodel = "m"\ngraph = "g"\ndecomposition = "d"\nrunner = "python"\n'
         f'cluster = "c"\ntorch = "2.13.0"\nranks = 2\n{more}\n[budget]\n'
         f'[[shard_batch]]\nranks = 2\nbucket = "1 MiB"\n{line}\n'
     )
@@ -56,11 +56,11 @@ def test_a_plan_reads_back_as_it_was_written(
     shares: tuple[int, ...], speeds: tuple[float, ...]
 ) -> None:
     rule = Rule(trade="shard_batch", degree=len(shares), bucket_bytes=1 << 20, shares=shares)
-    made_for = Target(
+    target = Target(
         model="m", graph="g", decomposition="d", runner="python", cluster="c", torch="2.13.0",
         batch=(), ranks=len(shares), speeds=speeds,
     )  # fmt: skip
-    decisions = Decisions(made_for=made_for, budget=Budget(), rules=(rule,))
+    decisions = Decisions(target=target, budget=Budget(), rules=(rule,))
     text = encode_decisions(decisions)
     assert decode_decisions(text) == decisions
     assert f"shares = {list(shares)}" in text
@@ -68,12 +68,12 @@ def test_a_plan_reads_back_as_it_was_written(
 
 def test_equal_shares_and_speeds_go_unsaid_and_leave_a_plan_its_name() -> None:
     rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
-    equal = Decisions(made_for=_MADE_FOR, budget=Budget(), rules=(rule,))
+    equal = Decisions(target=_MADE_FOR, budget=Budget(), rules=(rule,))
     text = encode_decisions(equal)
     assert "shares" not in text
     assert "speeds" not in text
     unequal = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20, shares=(2, 1))
-    assert Decisions(made_for=_MADE_FOR, budget=Budget(), rules=(unequal,)).name != equal.name
+    assert Decisions(target=_MADE_FOR, budget=Budget(), rules=(unequal,)).name != equal.name
 
 
 @pytest.mark.parametrize(

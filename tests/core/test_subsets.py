@@ -110,13 +110,11 @@ def test_a_step_is_priced_by_the_devices_and_links_of_the_ranks_that_it_lies_on(
 
 
 def test_a_plan_file_names_the_ranks_it_lies_on_and_is_read_back() -> None:
-    first = Decisions(made_for=_MADE_FOR, budget=Budget(), rules=(_BATCH,))
+    first = Decisions(target=_MADE_FOR, budget=Budget(), rules=(_BATCH,))
     assert "used_ranks" not in encode_decisions(first)
     assert (first.ranks_used(4), first.hosts_used(4)) == (range(4), range(2))
     assert len(first.hosts_used(2**60)) == 2**59, "and no list of them is made"
-    others = Decisions(
-        made_for=_MADE_FOR, budget=Budget(), rules=(_BATCH,), used_ranks=(0, 1, 4, 5)
-    )
+    others = Decisions(target=_MADE_FOR, budget=Budget(), rules=(_BATCH,), used_ranks=(0, 1, 4, 5))
     assert "\nused_ranks = [0, 1, 4, 5]\n" in encode_decisions(others)
     assert decode_decisions(encode_decisions(others)) == others
     assert others.hosts_used(4) == (0, 2)
@@ -137,7 +135,7 @@ def test_a_plan_file_names_the_ranks_it_lies_on_and_is_read_back() -> None:
 )
 def test_ranks_that_a_plan_cannot_lie_on_are_refused(used: str, reason: str) -> None:
     decisions = Decisions(
-        made_for=_MADE_FOR, budget=Budget(), rules=(_BATCH,), used_ranks=(0, 1, 4, 5)
+        target=_MADE_FOR, budget=Budget(), rules=(_BATCH,), used_ranks=(0, 1, 4, 5)
     )
     text = encode_decisions(decisions).replace("[0, 1, 4, 5]", used)
     with pytest.raises(PlanFileError, match=reason):

@@ -81,13 +81,13 @@ def standing_by(rank: int) -> dict[str, Any]:
         path = at / "train.plan.toml"
         workload = _small()
         if rank == 0:
-            look = _look(workload, "python")
+            session = _look(workload, "python")
             rules = (
                 Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16),
                 Rule(trade="overlap", lag=2),
             )
             write_decisions(
-                path, Decisions(made_for=look.made_for(), budget=Budget(), rules=rules)
+                path, Decisions(target=session.target(), budget=Budget(), rules=rules)
             )
         dist.barrier()
         model, batch = workload.model, workload.first_batch()
@@ -145,18 +145,18 @@ def _run(
             Rule(trade="overlap", lag=2),
         )
         allowed = Budget(accuracy_loss=0.5)
-        look = _look(workload, runner)
+        session = _look(workload, runner)
         if codes:
-            decided = coded._decided(look, "ternary", 1, 1 << 16, 0)
+            decided = coded._decided(session, "ternary", 1, 1 << 16, 0)
             rules += tuple(r for r in decided.rules if r.trade in CODE_TRADES)
-        decisions = Decisions(made_for=look.made_for(), budget=allowed, rules=rules)
+        decisions = Decisions(target=session.target(), budget=allowed, rules=rules)
         write_decisions(path, decisions)
     dist.barrier()
     planned = sy.load(
         path, workload.model, workload.loss, workload.first_batch(), optimizer=OPTIMIZER
     )
     # Through memory that both have, exchanges would be fast on any link.
-    prices = planned.look.prices
+    prices = planned.session.prices
     links = {name: link for name, link in prices.costs.links.items() if name != SLOTS}
     if now == FAST:
         links["data"] = replace(links["data"], bytes_per_second=FAST)
@@ -194,9 +194,9 @@ def _run(
         "as_written": not files or written == receipt.plan.decisions.rules,
         "named": receipt.written.name if receipt.written else None,
         "notes": receipt.measured.notes,
-        "loses": receipt.plan.predicted.quad.accuracy_loss,
+        "loses": receipt.plan.predicted.metrics.accuracy_loss,
         "predicted": planned.predicted.step_seconds.value,
-        "predicted_then": receipt.plan.predicted.quad.step_seconds.value,
+        "predicted_then": receipt.plan.predicted.metrics.step_seconds.value,
         "measured": receipt.measured.step_seconds,
         "old": sorted(r.trade for r in read_decisions(path).rules),
     }
@@ -227,10 +227,10 @@ def _for_a_slow_link(planned: Any) -> Any:
     from steelyard.api.planned import Planned
     from steelyard.planner.planner import Planner
 
-    links = planned.look.prices.costs.links
-    look = planned.look.over(replace(links["data"], bytes_per_second=SLOW))
-    predicted = look.priced(look.struck(planned.plan.decisions.rules))
-    return Planned(Planner(look), replace(planned.plan, predicted=predicted))
+    links = planned.session.prices.costs.links
+    session = planned.session.over(replace(links["data"], bytes_per_second=SLOW))
+    predicted = session.priced(session.apply_rules(planned.plan.decisions.rules))
+    return Planned(Planner(session), replace(planned.plan, predicted=predicted))
 
 
 def _look(workload: sy.Workload, runner: Runner) -> PlanningSession:
@@ -238,7 +238,7 @@ def _look(workload: sy.Workload, runner: Runner) -> PlanningSession:
         model=workload.model, loss=workload.loss, batch=workload.first_batch(),
         optimizer=OPTIMIZER, budget=Budget(), cluster=sy.Cluster.here(ranks=2), runner=runner,
         title="", on_progress=lambda _: None,
-    ).looked_at()  # fmt: skip
+    ).capture_and_price()  # fmt: skip
 
 
 def _workload() -> sy.Workload:

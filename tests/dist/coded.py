@@ -59,7 +59,7 @@ LEAD = 2
 MANY = ("ternary", "bfloat16", "factors")
 
 
-def in_codes(rank: int) -> dict[str, Any]:
+def compress_gradients(rank: int) -> dict[str, Any]:
     return _all_trained(tuple(CASES) if dist.get_world_size() == 2 else MANY, rank)
 
 
@@ -86,9 +86,9 @@ def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
     plain = copy.deepcopy(model)
     path = folder / "train.plan.toml"
     if rank == 0:
-        look = _look(count, is_compiled=is_compiled)
+        session = _look(count, is_compiled=is_compiled)
         shares = UNEQUAL.get(name, ())
-        write_decisions(path, _decided(look, codec, micro_batches, bucket, lead, shares))
+        write_decisions(path, _decided(session, codec, micro_batches, bucket, lead, shares))
     dist.barrier()
     planned = sy.load(path, model, next_token_loss, batch, optimizer=OPTIMIZER)
     dist.barrier()
@@ -148,24 +148,24 @@ def _look(count: int, *, is_compiled: bool) -> PlanningSession:
         model=model, loss=next_token_loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=count), runner=runner, title="",
         on_progress=lambda _: None,
-    ).looked_at()  # fmt: skip
+    ).capture_and_price()  # fmt: skip
 
 
 def _decided(
-    look: PlanningSession, codec: str, micro_batches: int, bucket: int, lead: int, shares: tuple[int, ...] = ()
+    session: PlanningSession, codec: str, micro_batches: int, bucket: int, lead: int, shares: tuple[int, ...] = ()
 ) -> Decisions:
-    count = look.request.cluster.num_devices
+    count = session.request.cluster.num_devices
     rules: tuple[Rule, ...] = (
         Rule(trade="shard_batch", degree=count, bucket_bytes=bucket, shares=shares),
         Rule(trade="overlap", lag=2),
     )
     if micro_batches > 1:
         rules += (Rule(trade="accumulate", degree=micro_batches),)
-    offers, _ = CODECS[codec].offers(look.struck(rules), look.source)
+    offers, _ = CODECS[codec].offers(session.apply_rules(rules), session.source)
     own = (r for offer in offers for r in offer.rules if r.op in ("", codec))
     rules += tuple(replace(rule, lead=lead) for rule in own)
     lossy = Budget(accuracy_loss=0.5)
-    return Decisions(made_for=look.made_for(), budget=lossy, rules=tuple(sorted(rules)))
+    return Decisions(target=session.target(), budget=lossy, rules=tuple(sorted(rules)))
 
 
 # --- the same, written down plainly ----------------------------------------------------------------

@@ -21,8 +21,8 @@ from steelyard.errors import NonFinite
 from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.plans.trade import strike
-from steelyard.comm.devices import home_of
+from steelyard.plans.trade import apply_rules
+from steelyard.comm.devices import torch_device_of
 from steelyard.run.codegen import emit
 from steelyard.run.finite_check import FiniteWatch
 from steelyard.run.train_loop import train
@@ -89,7 +89,7 @@ def _trained(layout: str, fault: str) -> dict[str, Any]:
     torch.manual_seed(0)
     step = _live(layout)
     try:
-        train(step, batches(fault), steps=8, together=InGroup())
+        train(step, batches(fault), steps=8, coordinator=InGroup())
     except NonFinite as error:
         return {"error": str(error), "rank": error.rank}
     raise AssertionError("a loss that is not finite goes on")
@@ -102,10 +102,10 @@ def _live(layout: str) -> LiveStep:
         program = _in_stages(source, "1F1B", ("1",))
     else:
         base = Program.plain(source.captured().graph, rank=dist.get_rank())
-        program = strike(base, LAYOUTS[layout], trades=TRADES, source=source)
+        program = apply_rules(base, LAYOUTS[layout], trades=TRADES, source=source)
     captured = source.captured(micro_batches=program.units, share=program.share)
     reduction = source.reduction().value
-    ranks, watch = RankContext.of(program.layout, home_of(model)), FiniteWatch()
+    ranks, watch = RankContext.of(program.layout, torch_device_of(model)), FiniteWatch()
     return LiveStep(
         model,
         program,

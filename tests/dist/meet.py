@@ -38,7 +38,7 @@ def measuring(rank: int) -> dict[str, Any]:
 def of_other_kinds(rank: int) -> str:
     """One has no GPU, where the others have."""
     with (
-        mock.patch("steelyard.planner.multi_host.words_of_gpu", lambda *_: {"kind of device": f"{rank}"}),
+        mock.patch("steelyard.planner.multi_host.gpu_description", lambda *_: {"kind of device": f"{rank}"}),
         _met(rank) as one,
     ):
         try:

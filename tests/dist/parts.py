@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.partition import partition
 from steelyard.capture.step import CapturedStep
 from steelyard.ir.collective import GLOO
 from steelyard.predict.cost_table import CostTable
@@ -76,7 +76,7 @@ def _reported(
     choice = ShardingChoice(
         axis="tensor", num_ranks=NUM_RANKS, inputs=tuple(inputs.items()), values=values
     )
-    program = Program.plain(parted(graph, choice, rank=rank, transport=GLOO))
+    program = Program.plain(partition(graph, choice, rank=rank, transport=GLOO))
     assert program.problems() == []
     assert dist.group.WORLD is not None
     live_step = partial(LiveStep, constants=captured.constants, batch=batch)
@@ -99,7 +99,7 @@ def _reported(
         "handed_bytes": recorder.handed_bytes,
         "sent_bytes": program.sent_bytes,
         "peak_bytes": _metered(mine, step, batch),
-        "predicted_peak_bytes": int(predicted.quad.memory_bytes.value)
+        "predicted_peak_bytes": int(predicted.metrics.memory_bytes.value)
         - predicted.peak.resident_bytes,
     }
 

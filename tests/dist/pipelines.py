@@ -25,7 +25,7 @@ from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
 from steelyard.ir.placement import Shard
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.comm.devices import generator_of, home_of
+from steelyard.comm.devices import generator_of, torch_device_of
 from steelyard.run.sharded_model.tensors import ShardSpec
 from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
 from steelyard.comm.shared_memory.slots import Like
@@ -358,7 +358,7 @@ def _held(program: Program) -> frozenset[str]:
 
 
 def _live(model: nn.Module, program: Program, **settings: Any) -> LiveStep:
-    ranks = RankContext.of(program.layout, home_of(model))
+    ranks = RankContext.of(program.layout, torch_device_of(model))
     parts = ranks.parts_of(model, program)
     return LiveStep(
         model,

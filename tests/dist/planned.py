@@ -48,7 +48,7 @@ STEPS = 20
 @dataclass(frozen=True)
 class Case:
     """``share_of_plain``: the budget, as a share of what a rank takes without recomputing.
-    ``together``: weights are gathered several at once, and ahead of what reads them. ``in_slots``:
+    ``coordinator``: weights are gathered several at once, and ahead of what reads them. ``in_slots``:
     ranks send each other what they do through memory that they share. ``runner`` carries out what
     lies between exchanges."""
 
@@ -58,7 +58,7 @@ class Case:
     micro_batches: int = 1
     with_states: bool = False
     gathers: int = 1
-    together: bool = False
+    coordinator: bool = False
     schedule: str = "1F1B"
     in_slots: bool = False
     runner: Runner = "python"
@@ -148,7 +148,7 @@ GATHERED_AGAIN = {
         share_of_plain=0.95,
     ),
     "random and tied, gathered together and ahead, in micro-batches and less memory": Case(
-        _random_and_tied, _BATCH, micro_batches=2, with_states=True, gathers=2, together=True,
+        _random_and_tied, _BATCH, micro_batches=2, with_states=True, gathers=2, coordinator=True,
         share_of_plain=0.95,
     ),
 }
@@ -403,26 +403,26 @@ def _planned(
 
 def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     """On all ranks, also where one alone would be faster: these models are tiny."""
-    look = PlanRequest(
+    session = PlanRequest(
         model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner=case.runner, title="",
         on_progress=lambda _: None,
-    ).looked_at()  # fmt: skip
+    ).capture_and_price()  # fmt: skip
     if case.layout.pipeline > 1:
-        return Decisions(made_for=look.made_for(), budget=Budget(), rules=_staged(case, look))
+        return Decisions(target=session.target(), budget=Budget(), rules=_staged(case, session))
     ways = [
         way
-        for way in look.layouts.ways.of(case.layout)
+        for way in session.layouts.ways.of(case.layout)
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
-        and any(r.trade == "shard_states" and r.bucket_bytes for r in way.rules) == case.together
+        and any(r.trade == "shard_states" and r.bucket_bytes for r in way.rules) == case.coordinator
     ]
     # Whether slots are quicker is for the machine to say; a case says whether there are any.
     laid = min(ways, key=lambda way: way.nbytes).rules
     laid = tuple(rule for rule in laid if rule.trade != "pinned_transfer")
-    laid = ahead(laid, is_alike=True) if case.together else laid
+    laid = ahead(laid, is_alike=True) if case.coordinator else laid
     if case.in_slots:
         laid = (*laid, Rule(trade="pinned_transfer", op="exchanges"))
-    search, budget = look.layouts.search_by(laid), Budget()
+    search, budget = session.layouts.search_by(laid), Budget()
     if case.share_of_plain is not None:
         plain = search.explored().plain.peak_bytes
         budget = Budget(memory_bytes=round(case.share_of_plain * plain))
@@ -431,7 +431,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         rules = (*rules, Rule(trade="accumulate", degree=case.micro_batches))
     if case.runner != "python":
         budget = Budget()  # It holds what Python does, and what a loop of several calls holds.
-    return Decisions(made_for=look.made_for(), budget=budget, rules=rules)
+    return Decisions(target=session.target(), budget=budget, rules=rules)
 
 
 def _gathers(rules: Sequence[Rule]) -> int:
@@ -439,12 +439,12 @@ def _gathers(rules: Sequence[Rule]) -> int:
     return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
 
 
-def _staged(case: Case, look: PlanningSession) -> tuple[Rule, ...]:
+def _staged(case: Case, session: PlanningSession) -> tuple[Rule, ...]:
     """With something computed again in each stage, and as much cut as can be."""
     groups, ranks = case.layout.batch, case.layout.tensor
-    shared, _ = ShardStates().offers(replace(look.base, layout=ParallelLayout(batch=groups)), look.source)
+    shared, _ = ShardStates().offers(replace(session.base, layout=ParallelLayout(batch=groups)), session.source)
     return (
-        *cut_most(replace(look.base, layout=ParallelLayout(tensor=ranks)), look.source),
+        *cut_most(replace(session.base, layout=ParallelLayout(tensor=ranks)), session.source),
         *(rule for offer in shared if case.with_states for rule in offer.rules),
         *([Rule(trade="shard_batch", degree=groups, bucket_bytes=2**20)] if groups > 1 else []),
         Rule(trade="accumulate", degree=case.micro_batches),

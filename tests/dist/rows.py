@@ -49,7 +49,7 @@ def _look(count: int) -> PlanningSession:
         model=model, loss=_loss, batch=_source(model).batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=count), runner="python", title="",
         on_progress=lambda _: None,
-    ).looked_at()  # fmt: skip
+    ).capture_and_price()  # fmt: skip
 
 
 def _trained(parts: int, rank: int, folder: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _trained(parts: int, rank: int, folder: Path) -> dict[str, Any]:
             Rule(trade="sparse_gradients", module="word.weight", op=ROWS),
             *([Rule(trade="accumulate", degree=parts)] if parts > 1 else []),
         ]
-        made = Decisions(made_for=_look(count).made_for(), budget=Budget(), rules=tuple(sorted(rules)))
+        made = Decisions(target=_look(count).target(), budget=Budget(), rules=tuple(sorted(rules)))
         write_decisions(path, made)
     dist.barrier()
     planned = sy.load(path, model, _loss, batch, optimizer=OPTIMIZER)

@@ -55,9 +55,9 @@ def messages(rank: int) -> dict[str, float]:
 
 
 def asked(rank: int) -> dict[str, float]:
-    together = InGroup()
-    counted = _counted(lambda _: together.stopping(""), torch.ones(1))
-    return {"counted": counted, "said": together.asked_bytes / (1 + _TIMES)}
+    coordinator = InGroup()
+    counted = _counted(lambda _: coordinator.stopping(""), torch.ones(1))
+    return {"counted": counted, "said": coordinator.asked_bytes / (1 + _TIMES)}
 
 
 def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:
@@ -102,5 +102,5 @@ def _calls(count: int) -> dict[Exchange, tuple[Callable[[Tensor], object], int]]
 
 def words(rank: int) -> list[str]:
     """Broadcast a text from the default rank, and from each of two ranks."""
-    together, own = InGroup(), f"rank {rank} \0 says: ± 1"
-    return [together.words(own), *(together.words(own, of=of) for of in (0, 1)), together.words("")]
+    coordinator, own = InGroup(), f"rank {rank} \0 says: ± 1"
+    return [coordinator.words(own), *(coordinator.words(own, of=of) for of in (0, 1)), coordinator.words("")]

@@ -107,7 +107,7 @@ class Ranks:
             with Patience():
                 peaks.append(meter_once(lambda: step.backward(self.batch, _SHARE)).peak_bytes)
         predicted = predict(program, COSTS)
-        above = int(predicted.quad.memory_bytes.value) - predicted.peak.resident_bytes
+        above = int(predicted.metrics.memory_bytes.value) - predicted.peak.resident_bytes
         return {
             "error": max(self._error(name, g, sharded) for name, g in gradients.items()),
             "digests": {name: _digest(g) for name, g in gradients.items()},

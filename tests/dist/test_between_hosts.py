@@ -110,7 +110,7 @@ def planned(pair: Hosts, folders: list[Path]) -> list[Path]:
 def test_the_first_plans_for_what_joins_them_and_all_have_its_plan(planned: list[Path]) -> None:
     assert planned[0].read_text() == planned[1].read_text()
     decisions = read_decisions(planned[0])
-    assert (decisions.made_for.hosts, decisions.made_for.ranks) == (2, 2)
+    assert (decisions.target.hosts, decisions.target.ranks) == (2, 2)
     # 4 MB over 100 Mbit/s take longer than half of the step.
     assert any(rule.trade.endswith("_gradients") for rule in decisions.rules)
     explained = [json.loads(path.with_suffix(".json").read_text()) for path in planned]
@@ -128,7 +128,7 @@ def test_they_train_and_send_what_was_predicted(
     assert measured.steps == _STEPS
     assert measured.memory_bytes == pytest.approx(predicted.peak.nbytes, rel=0.01)
     # By the kernel, gloo's own words of each message included.
-    assert measured.communication_bytes == predicted.quad.communication_bytes.value
+    assert measured.communication_bytes == predicted.metrics.communication_bytes.value
     assert measured.last_loss < measured.first_loss
     assert shown[1].measured is None, "the first host tells what came of it"
 
@@ -229,8 +229,8 @@ def of_two_each(pair: Hosts, tmp_path_factory: pytest.TempPathFactory) -> list[P
 def test_all_ranks_of_all_hosts_have_the_plan_that_the_first_made(of_two_each: list[Path]) -> None:
     plans = [folder / "train.plan.toml" for folder in of_two_each]
     assert plans[0].read_text() == plans[1].read_text()
-    made_for = read_decisions(plans[0]).made_for
-    assert (made_for.hosts, made_for.ranks) == (2, 4)
+    target = read_decisions(plans[0]).target
+    assert (target.hosts, target.ranks) == (2, 4)
 
 
 @pytest.mark.parametrize("laid", _LAID)
@@ -257,6 +257,6 @@ def test_four_ranks_of_two_hosts_train_and_send_what_was_predicted(
     predicted, measured = shown.plan.predicted, shown.measured
     assert measured.memory_bytes == pytest.approx(predicted.peak.nbytes, rel=0.01)
     assert measured.communication_bytes == pytest.approx(
-        predicted.quad.communication_bytes.value, rel=0.01
+        predicted.metrics.communication_bytes.value, rel=0.01
     )
     assert measured.last_loss < measured.first_loss

@@ -129,7 +129,7 @@ def test_all_that_met_are_started_and_the_one_that_is_not_used_says_so_and_ends(
     predicted, measured = shown.plan.predicted, shown.measured
     assert measured.steps == 8
     assert measured.memory_bytes == pytest.approx(predicted.peak.nbytes, rel=0.01)
-    assert measured.communication_bytes == predicted.quad.communication_bytes.value
+    assert measured.communication_bytes == predicted.metrics.communication_bytes.value
     assert measured.last_loss < measured.first_loss
 
 

@@ -57,7 +57,7 @@ def _planned_once(
             model=workload.model, loss=workload.loss, batch=workload.first_batch(),
             optimizer=workload.optimizer, cluster=cluster, budget=budget,
             runner=runner, title=title, on_progress=on_progress,
-        ).looked_at()  # fmt: skip
+        ).capture_and_price()  # fmt: skip
     return planned(Planner(_LOOKS[key]), budget)
 
 

@@ -34,7 +34,7 @@ from steelyard.operators.gradient_codecs import (
     encode_gradients,
     encode_sum,
 )
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.run.codegen import emit
 from steelyard.run.error_feedback import ErrorFeedback
 from steelyard.run.step import LiveStep
@@ -66,8 +66,8 @@ def _rules(
     ]
 
 
-def _struck(source: CapturedStep, rules: list[Rule]) -> Program:
-    return strike(Program.plain(source.captured().graph), rules, trades=TRADES, source=source)
+def _applied(source: CapturedStep, rules: list[Rule]) -> Program:
+    return apply_rules(Program.plain(source.captured().graph), rules, trades=TRADES, source=source)
 
 
 @pytest.mark.parametrize("codec", [TERNARY, INT8, LARGEST], ids=lambda codec: codec.name)
@@ -180,8 +180,8 @@ def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float, codec: 
 def test_codes_take_the_place_of_the_sums_of_those_parameters_alone(
     source: CapturedStep, ranks: int
 ) -> None:
-    plain = _struck(source, _rules(ranks)[:2])
-    program = _struck(source, _rules(ranks))
+    plain = _applied(source, _rules(ranks)[:2])
+    program = _applied(source, _rules(ranks))
     graph = program.graph
     assert not graph.problems()
     assert not program.problems()
@@ -215,7 +215,7 @@ def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
         else rule
         for rule in _rules(ranks, bucket=1 << 14)
     ]
-    plain, program = _struck(source, rules[:2]), _struck(source, rules)
+    plain, program = _applied(source, rules[:2]), _applied(source, rules)
     graph = program.graph
     kinds = {graph.by_name[name].collective.kind for name in graph.collectives}
     assert kinds == {Exchange.ALL_REDUCE}
@@ -240,10 +240,10 @@ def test_sums_in_codes_are_waited_for_as_late_as_others(
     source: CapturedStep, ranks: int, lag: int
 ) -> None:
     """Both exchanges of one: behind the issue of the ``lag``-th one after it, or at the end."""
-    later = issued_meanwhile(_struck(source, _rules(ranks, bucket=1 << 14, lag=lag)))
+    later = issued_meanwhile(_applied(source, _rules(ranks, bucket=1 << 14, lag=lag)))
     assert len(later) >= 3
     assert max(later) <= 2 * lag  # what is sent on behind a wait is one more
-    at_once = _struck(source, [r for r in _rules(ranks, bucket=1 << 14) if r.trade != "overlap"])
+    at_once = _applied(source, [r for r in _rules(ranks, bucket=1 << 14) if r.trade != "overlap"])
     assert all(e.wait == e.issue + 1 for e in at_once.exchanges if e.wait is not None)
     assert sum(later) >= len(later) // 2
 
@@ -264,15 +264,15 @@ def test_what_cannot_go_in_codes_is_refused(source: CapturedStep) -> None:
     for module in ("blocks.*.mlp.up.bias", "nothing.*.weight"):
         rules = [*_rules(2)[:2], Rule(trade="ternary_gradients", module=module, count=2)]
         with pytest.raises(Mismatch) as caught:
-            _struck(source, rules)
+            _applied(source, rules)
         assert len(str(caught.value).splitlines()) == 3
     again = "blocks.*.mlp.up.weight"
     twice = [*_rules(2), Rule(trade="rounded_gradients", op="int8", module=again, count=2)]
     with pytest.raises(Mismatch, match="twice in codes"):
-        _struck(source, twice)
+        _applied(source, twice)
     alone = [rule for rule in _rules(2) if rule.trade == "ternary_gradients"]
     with pytest.raises(Mismatch, match="share the batch"):
-        _struck(source, alone)
+        _applied(source, alone)
 
 
 def _step(source: CapturedStep, program: Program, together: SimulatedRanks, rank: int) -> LiveStep:
@@ -288,7 +288,7 @@ def _step(source: CapturedStep, program: Program, together: SimulatedRanks, rank
 @pytest.mark.parametrize("others", [2, 3])
 def test_what_was_lost_outlives_a_checkpoint(source: CapturedStep, ranks: int, others: int) -> None:
     """The same bits for as many ranks; for others shares of the same sum, in other buckets too."""
-    program = _struck(source, _rules(ranks))
+    program = _applied(source, _rules(ranks))
     together = SimulatedRanks(ranks)
 
     def train(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -304,7 +304,7 @@ def test_what_was_lost_outlives_a_checkpoint(source: CapturedStep, ranks: int, o
     saved, _ = found[0]
     assert saved
     bucket = 1 << 16 if others == ranks else 1 << 18
-    again, after = _struck(source, _rules(others, bucket=bucket)), SimulatedRanks(others)
+    again, after = _applied(source, _rules(others, bucket=bucket)), SimulatedRanks(others)
 
     def resume(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         step = _step(source, again, after, rank)

@@ -11,10 +11,10 @@ import torch
 
 from steelyard.capture.step import CapturedStep
 from steelyard.comm.simulated_ranks import SimulatedRanks
-from steelyard.ir.gradient_codec import ladder
+from steelyard.ir.gradient_codec import codec_fallbacks
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.run import compression_fallback as guarding
 from steelyard.run.codegen import emit
 from steelyard.run.compression_fallback import CompressionFallback
@@ -44,12 +44,12 @@ def source() -> CapturedStep:
 def _rungs(kind: str, ranks: int) -> tuple[tuple[Rule, ...], ...]:
     trade, rank = _KINDS[kind]
     codes = [Rule(trade=trade, module=name, degree=rank, count=2) for name in _CODED]
-    return ladder([Rule(trade="shard_batch", degree=ranks, bucket_bytes=1 << 16), *codes])
+    return codec_fallbacks([Rule(trade="shard_batch", degree=ranks, bucket_bytes=1 << 16), *codes])
 
 
-def _struck(source: CapturedStep, rules: tuple[Rule, ...]) -> Program:
+def _applied(source: CapturedStep, rules: tuple[Rule, ...]) -> Program:
     base = Program.plain(source.captured().graph)
-    return strike(base, rules, trades=TRADES, source=source)
+    return apply_rules(base, rules, trades=TRADES, source=source)
 
 
 def _on_each(
@@ -61,7 +61,7 @@ def _on_each(
 ) -> list[Any]:
     """With a twin of the model for each rank, and programs for all codes."""
     together, rungs = SimulatedRanks(ranks), _rungs(kind, ranks)
-    programs = [_struck(source, rules) for rules in rungs]
+    programs = [_applied(source, rules) for rules in rungs]
     captured = source.captured(micro_batches=programs[0].units)
 
     def on(rank: int) -> Any:
@@ -180,7 +180,7 @@ def test_what_another_plan_lost_is_paid_in_the_first_step(source: CapturedStep, 
     exact = _exact(source)
     saved = _on_each(source, "ternary", 2, lose)[0]
     sent = {name: saved.pop(name) for name in exact}
-    program = _struck(source, _rungs("ternary", ranks)[-1] if ranks > 1 else ())
+    program = _applied(source, _rungs("ternary", ranks)[-1] if ranks > 1 else ())
     together = SimulatedRanks(ranks)
 
     def resume(rank: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from steelyard.ir.gradient_codec import LEFT, RESIDUAL, RIGHT, START, low_rank, 
 from steelyard.ir.graph import Tensor
 from steelyard.ir.rule import Rule
 from steelyard.operators.low_rank import first_start, left_factors, of_factors, right_factors
-from tests.exchange.test_coded import _rules, _step, _struck, issued_meanwhile, source
+from tests.exchange.test_coded import _applied, _rules, _step, issued_meanwhile, source
 
 __all__ = ["source"]
 
@@ -136,7 +136,7 @@ def test_rows_are_what_lies_furthest_apart(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_factors_take_the_place_of_sums_of_those_alone(source: CapturedStep, ranks: int) -> None:
-    plain, program = _struck(source, _ruled(ranks)[:2]), _struck(source, _ruled(ranks))
+    plain, program = _applied(source, _ruled(ranks)[:2]), _applied(source, _ruled(ranks))
     graph = program.graph
     assert not graph.problems()
     assert not program.problems()
@@ -162,7 +162,7 @@ def test_factors_take_the_place_of_sums_of_those_alone(source: CapturedStep, ran
 
 @pytest.mark.parametrize("lag", [1, 4])
 def test_both_are_waited_for_as_late_as_others(source: CapturedStep, lag: int) -> None:
-    later = issued_meanwhile(_struck(source, _ruled(2, bucket=1 << 14, lag=lag)))
+    later = issued_meanwhile(_applied(source, _ruled(2, bucket=1 << 14, lag=lag)))
     assert len(later) >= 4
     assert sum(later) >= len(later) // 2
 
@@ -173,7 +173,7 @@ def test_what_has_no_smaller_factors_is_refused(source: CapturedStep) -> None:
         [_rule("blocks.*.mlp.up.bias", 1, 2)],
     ):
         with pytest.raises(Mismatch, match="much larger than factors of rank") as caught:
-            _struck(source, [*_ruled(2)[:2], *rules])
+            _applied(source, [*_ruled(2)[:2], *rules])
         assert len(str(caught.value).splitlines()) == 3
     assert low_rank(3) == low_rank(3) != low_rank(4)
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_holds_what_was_lost_and_what_is_next(
 ) -> None:
     """The same bits for as many ranks; for others shares of the same sum, and the same starts."""
     together = SimulatedRanks(2)
-    program = _struck(source, _ruled(2))
+    program = _applied(source, _ruled(2))
 
     def train(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         step = _step(source, program, together, rank)
@@ -197,7 +197,7 @@ def test_a_checkpoint_holds_what_was_lost_and_what_is_next(
     (saved, before), _ = together.run(train)
     starts = {name: x for name, x in saved.items() if name.startswith("starts/")}
     assert len(starts) == 4
-    again = _struck(source, _ruled(others, bucket=1 << 16 if others == 2 else 1 << 18))
+    again = _applied(source, _ruled(others, bucket=1 << 16 if others == 2 else 1 << 18))
     after = SimulatedRanks(others)
 
     def resume(rank: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:

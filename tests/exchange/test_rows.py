@@ -16,7 +16,7 @@ from steelyard.ir.graph import OutputKind
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import ROWS, Rule
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
@@ -63,10 +63,10 @@ def source() -> CapturedStep:
     return _source(Words())
 
 
-def _struck(source: CapturedStep, rules: list[Rule], *, parts: int = 1) -> Program:
+def _applied(source: CapturedStep, rules: list[Rule], *, parts: int = 1) -> Program:
     split = [Rule(trade="accumulate", degree=parts)] if parts > 1 else []
     plain = Program.plain(source.graph(micro_batches=1))
-    return strike(plain, [*split, *rules], trades=TRADES, source=source)
+    return apply_rules(plain, [*split, *rules], trades=TRADES, source=source)
 
 
 def _shared(ranks: int, *, bucket: int = 1 << 20, lag: int = 2) -> list[Rule]:
@@ -84,7 +84,7 @@ def test_the_sums_are_those_of_one_device(
     source: CapturedStep, ranks: int, parts: int, bucket: int
 ) -> None:
     rules = _shared(ranks, bucket=bucket)
-    whole, program = (_struck(source, each, parts=parts) for each in (rules, [*rules, _RULE]))
+    whole, program = (_applied(source, each, parts=parts) for each in (rules, [*rules, _RULE]))
     assert not program.problems()
     assert not program.graph.problems()
     kinds = [program.graph.by_name[c].collective.kind for c in program.graph.collectives]
@@ -120,7 +120,7 @@ def test_the_sums_are_those_of_one_device(
 
 
 def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
-    program = _struck(own := _source(model), _shared(ranks))
+    program = _applied(own := _source(model), _shared(ranks))
     assert program.layout == ParallelLayout(batch=ranks)
     offers, refusals = SparseGradients().offers(program, own)
     found = {offer.rules[0].module: "" for offer in offers}
@@ -142,7 +142,7 @@ class Twice(Words):
 
 def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
     own = _source(Twice())
-    _, refusals = SparseGradients().offers(_struck(own, _shared(2)), own)
+    _, refusals = SparseGradients().offers(_applied(own, _shared(2)), own)
     assert [refusal.label for refusal in refusals] == ["rows of word.weight"]
 
 
@@ -159,8 +159,8 @@ def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
 )
 def test_what_cannot_be_is_refused(source: CapturedStep, rule: Rule, said: str) -> None:
     with pytest.raises(Mismatch) as caught:
-        _struck(source, [*_shared(2), rule])
+        _applied(source, [*_shared(2), rule])
     assert len(str(caught.value).splitlines()) == 3
     assert said in str(caught.value)
     with pytest.raises(Mismatch, match="sends rows"):
-        _struck(source, [_RULE])
+        _applied(source, [_RULE])

@@ -1,4 +1,4 @@
-from steelyard.measure.step_calibration import Runnable, beside, whole_step
+from steelyard.measure.step_calibration import Runnable, step_time_ratio, whole_step
 
 SHORT = 0.01
 
@@ -27,7 +27,7 @@ def test_two_programs_take_turns() -> None:
     programs = [
         Runnable(run=lambda name=name: calls.append(name), operator_seconds=SHORT) for name in "ab"
     ]
-    beside(*programs, seconds_budget=1.0)
+    step_time_ratio(*programs, seconds_budget=1.0)
     assert calls == list("ab") * 9
 
 
@@ -38,7 +38,7 @@ def test_the_same_work_said_to_be_less_is_so_many_times_its_sum() -> None:
     def said(seconds: float) -> Runnable:
         return Runnable(run=run, operator_seconds=seconds)
 
-    found = beside(said(SHORT / 1000), said(SHORT), seconds_budget=1.0)
+    found = step_time_ratio(said(SHORT / 1000), said(SHORT), seconds_budget=1.0)
     assert found is not None
     assert 0 < found.low <= found.value <= found.high
     assert 300 < found.value < 3000

@@ -14,7 +14,7 @@ from steelyard.predict.collectives.algorithms import (
     all_to_all,
     reduce_scatter,
 )
-from steelyard.predict.collectives.curves import carried
+from steelyard.predict.collectives.curves import collective_curves
 from steelyard.predict.collectives.routes import route
 from steelyard.predict.cost_table import CostTable
 
@@ -32,7 +32,7 @@ _FIND = {
 def test_a_curve_is_what_the_quickest_algorithm_takes(name: str, stride: int) -> None:
     tree = Cluster.named(name).tree
     numbers = [n for n in (2, 4, 8) if n * stride <= tree.num_devices]
-    found = carried(tree, axis="data", numbers=numbers, stride=stride)
+    found = collective_curves(tree, axis="data", numbers=numbers, stride=stride)
     assert found.keys() == {("data", kind, n, stride) for kind in _FIND for n in numbers}
     for (_, kind, ranks, _), link in found.items():
         way = route(tree, range(0, ranks * stride, stride))
@@ -48,10 +48,11 @@ def test_a_curve_is_what_the_quickest_algorithm_takes(name: str, stride: int) ->
 def test_prices_go_by_all_that_is_exchanged(kind: Exchange) -> None:
     cluster = Cluster.named("dgx-h100")
     costs = CostTable(
-        device=cluster.device, carried=carried(cluster.tree, axis="data", numbers=[4])
+        device=cluster.device,
+        collective_curves=collective_curves(cluster.tree, axis="data", numbers=[4]),
     )
     nbytes = 3 << 20
     collective = GLOO.collective(kind, axis="data", num_ranks=4, nbytes=nbytes)
     assert collective.whole_bytes == nbytes
-    link = costs.carried["data", kind, 4, 1]
+    link = costs.collective_curves["data", kind, 4, 1]
     assert costs.exchange_seconds(collective).value == link.seconds(nbytes, messages=1) > 0

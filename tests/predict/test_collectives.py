@@ -37,11 +37,13 @@ NODES = even(8, 16, links=(INSIDE, OUTSIDE), ports=(1, 4))
 
 
 def by(found: tuple[CollectiveCost, ...], algorithm: Algorithm) -> CollectiveCost:
-    return next(carried for carried in found if carried.algorithm is algorithm)
+    return next(
+        collective_curves for collective_curves in found if collective_curves.algorithm is algorithm
+    )
 
 
 def seconds(found: tuple[CollectiveCost, ...]) -> dict[Algorithm, float]:
-    return {carried.algorithm: carried.seconds for carried in found}
+    return {collective_curves.algorithm: collective_curves.seconds for collective_curves in found}
 
 
 def never_more(less: dict[Algorithm, float], more: dict[Algorithm, float]) -> None:
@@ -168,8 +170,10 @@ def test_the_way_to_the_ports_leads_over_the_host() -> None:
 def test_one_rank_exchanges_nothing(tree: TopologyLevel, data: st.DataObject, nbytes: int) -> None:
     alone = route(tree, [data.draw(st.integers(0, tree.num_devices - 1))])
     for exchange in EXCHANGES:
-        for carried in exchange(alone, nbytes):
-            assert (carried.seconds, carried.sent_bytes) == (0, 0), exchange.__name__
+        for collective_curves in exchange(alone, nbytes):
+            assert (collective_curves.seconds, collective_curves.sent_bytes) == (0, 0), (
+                exchange.__name__
+            )
 
 
 @given(LINKS, SIZES, st.integers(1, 8))
@@ -275,8 +279,8 @@ def test_no_way_outruns_what_each_rank_must_receive(
     n = tree.num_devices
     fastest = max(link.bytes_per_second for link in links)
     least = (n - 1) * (nbytes / n) / (fastest * len(counts))
-    for carried in all_gather(route(tree, range(n)), nbytes):
-        assert carried.seconds >= least * (1 - 1e-9)
+    for collective_curves in all_gather(route(tree, range(n)), nbytes):
+        assert collective_curves.seconds >= least * (1 - 1e-9)
 
 
 def test_an_uneven_group_has_no_ring_in_each_scope() -> None:

@@ -77,7 +77,7 @@ def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> Non
 
 def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
     parts, costs = _parts(ClusterLayout()), tensor_costs(_MACHINE, ClusterLayout())
-    whole = predict(Program.plain(_graph()), costs).quad.computation_seconds
+    whole = predict(Program.plain(_graph()), costs).metrics.computation_seconds
     total = parts.before.seconds + 3 * parts.block.seconds + parts.after.seconds
     # Where gradients of neighbours meet, the ends of a run of blocks have an operator more or less.
     assert total == pytest.approx(whole.value / costs.whole_step.value, rel=0.02)

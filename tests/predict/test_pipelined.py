@@ -13,7 +13,7 @@ from steelyard.ir.collective import GLOO, Exchange
 from steelyard.ir.parallel_layout import DATA, PIPELINE
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.trades.shard_pipeline import SCHEDULES
-from tests.trades.test_shard_pipeline import costs, offered, plain, stages, struck
+from tests.trades.test_shard_pipeline import applied, costs, offered, plain, stages
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +30,9 @@ def test_sums_among_stages_go_at_the_rate_of_sums_and_messages_at_theirs() -> No
 
 def test_layers_in_two_halves_take_about_half_each() -> None:
     whole, halves = predict(plain(), costs()), predict(stages("blocks.1"), costs())
-    assert halves.quad.step_seconds.value < 0.75 * whole.quad.step_seconds.value
+    assert halves.metrics.step_seconds.value < 0.75 * whole.metrics.step_seconds.value
     assert halves.peak.resident_bytes < 0.62 * whole.peak.resident_bytes
-    assert halves.quad.step_seconds.low <= halves.quad.step_seconds.value
+    assert halves.metrics.step_seconds.low <= halves.metrics.step_seconds.value
     assert sum(h.nbytes for h in halves.peak.alive) + halves.peak.workspace_bytes == pytest.approx(
         halves.peak.nbytes, rel=0.02
     )
@@ -49,7 +49,7 @@ def test_a_slower_link_never_makes_the_step_faster() -> None:
 def test_each_schedule_costs_what_it_is_for() -> None:
     """Zero bubbles wait less than 1F1B, and 1F1B holds less than all at once."""
     rules = offered(2)
-    programs = {s: struck(*own, micro_batches=8) for s, own in rules.items()}
+    programs = {s: applied(*own, micro_batches=8) for s, own in rules.items()}
     takes = {s: step_seconds(p, costs()).value for s, p in programs.items()}
     holds = {s: peak_bytes(p, costs()) for s, p in programs.items()}
     assert takes["ZBVZeroBubble"] < takes["Interleaved1F1B"] < takes["1F1B"]
@@ -63,7 +63,7 @@ def test_what_goes_on_around_an_action_is_in_its_price(schedule: str) -> None:
     known, call = costs(), 1e-3
     links = {axis: replace(link, call_seconds=call) for axis, link in known.links.items()}
     for parts in (4, 8):
-        program = struck(*offered(2)[schedule], micro_batches=parts)
+        program = applied(*offered(2)[schedule], micro_batches=parts)
         assert program.pipeline is not None
         most = max(map(len, program.pipeline.order.ranks))
         without, within = (

@@ -11,7 +11,7 @@ from steelyard.ir.rule import Rule
 from steelyard.ir.trace_span import DEVICE, Span
 from steelyard.predict import predict, spans
 from steelyard.trades.shard_pipeline import SCHEDULES
-from tests.trades.test_shard_pipeline import costs, offered, plain, struck
+from tests.trades.test_shard_pipeline import applied, costs, offered, plain
 
 pytestmark = pytest.mark.slow
 
@@ -36,17 +36,17 @@ def streams(found: tuple[Span, ...]) -> dict[tuple[int, str], list[Span]]:
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_drawn_out_is_the_predicted_one(name: str) -> None:
     rules, parts = RULES[name]
-    program = struck(*rules, micro_batches=parts)
+    program = applied(*rules, micro_batches=parts)
     _check(program)
-    found, quad = spans(program, costs(1e7)), predict(program, costs(1e7)).quad
+    found, metrics = spans(program, costs(1e7)), predict(program, costs(1e7)).metrics
     assert {span.rank for span in found} == set(range(program.layout.num_ranks))
     computing = sum(s.seconds for s in found if s.rank == 0 and s.stream == DEVICE)
-    assert computing == pytest.approx(quad.computation_seconds.value, rel=1e-9)
+    assert computing == pytest.approx(metrics.computation_seconds.value, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_drawn_out_are_the_predicted_step(schedule: str) -> None:
-    program = struck(*offered(2)[schedule], micro_batches=4)
+    program = applied(*offered(2)[schedule], micro_batches=4)
     _check(program)
     works = [s.name for s in spans(program, costs(1e7)) if s.rank == 0 and s.stream == DEVICE]
     assert sum(name.startswith("forward") for name in works) == 4 * SCHEDULES[schedule]
@@ -55,7 +55,7 @@ def test_stages_drawn_out_are_the_predicted_step(schedule: str) -> None:
 
 def _check(program: Program) -> None:
     found = spans(program, costs(1e7))
-    expected = predict(program, costs(1e7)).quad.step_seconds.value
+    expected = predict(program, costs(1e7)).metrics.step_seconds.value
     assert max(span.end_seconds for span in found) == pytest.approx(expected, rel=1e-9)
     for own in streams(found).values():
         for before, after in pairwise(sorted(own, key=lambda s: s.begin_seconds)):

@@ -44,25 +44,25 @@ def test_a_wait_blocks_the_device_until_the_link_is_done(
     exchange_seconds: float, window: int | None, after: int, step: float, exposed: float
 ) -> None:
     program = reduced(window=window, after=after)
-    quad = predict(program, costs(exchange_seconds=exchange_seconds)).quad
-    assert quad.step_seconds.value == pytest.approx(step)
-    assert quad.exposed_communication_seconds.value == pytest.approx(exposed)
-    assert quad.communication_seconds.value == pytest.approx(3 * exchange_seconds)
-    assert quad.computation_seconds.value == pytest.approx(4 + after)
+    metrics = predict(program, costs(exchange_seconds=exchange_seconds)).metrics
+    assert metrics.step_seconds.value == pytest.approx(step)
+    assert metrics.exposed_communication_seconds.value == pytest.approx(exposed)
+    assert metrics.communication_seconds.value == pytest.approx(3 * exchange_seconds)
+    assert metrics.computation_seconds.value == pytest.approx(4 + after)
 
 
 def test_each_message_costs_its_latency() -> None:
     price = costs(exchange_seconds=1.0)
     slow = replace(price.links["data"], latency_seconds=0.25)
-    quad = predict(reduced(window=0), replace(price, links={"data": slow})).quad
+    metrics = predict(reduced(window=0), replace(price, links={"data": slow})).metrics
     # Around a ring of two, an all-reduce is two messages.
-    assert quad.communication_seconds.value == pytest.approx(3 * (1.0 + 2 * 0.25))
+    assert metrics.communication_seconds.value == pytest.approx(3 * (1.0 + 2 * 0.25))
 
 
 def test_micro_batches_exchange_each_their_own() -> None:
     once = reduced(window=None)
     price = costs(exchange_seconds=0.5)
-    one, three = predict(once, price).quad, predict(once.repeated(3), price).quad
+    one, three = predict(once, price).metrics, predict(once.repeated(3), price).metrics
     # With what gloo says of each bucket.
     sent = 3 * (1024 + 576)
     assert three.communication_bytes.value == 3 * one.communication_bytes.value == 3 * sent
@@ -85,9 +85,9 @@ def test_an_unknown_link_is_an_error() -> None:
 
 
 def test_a_step_without_exchanges_costs_its_lines() -> None:
-    quad = predict(Program.plain(chain()), costs(exchange_seconds=1.0)).quad
-    assert quad.step_seconds == quad.computation_seconds
-    assert quad.communication_bytes.value == quad.communication_seconds.value == 0
+    metrics = predict(Program.plain(chain()), costs(exchange_seconds=1.0)).metrics
+    assert metrics.step_seconds == metrics.computation_seconds
+    assert metrics.communication_bytes.value == metrics.communication_seconds.value == 0
 
 
 @settings(deadline=None)
@@ -103,19 +103,19 @@ def test_waiting_later_never_takes_longer(
 ) -> None:
     price = costs(exchange_seconds=exchange_seconds, spread=spread)
     sooner, later = (
-        predict(reduced(window=w, gradients=gradients, after=after), price).quad
+        predict(reduced(window=w, gradients=gradients, after=after), price).metrics
         for w in (window, window + 1)
     )
     slack = 1 + 1e-9
     assert later.step_seconds.value <= sooner.step_seconds.value * slack
-    for quad in (sooner, later):
-        exposed, step = quad.exposed_communication_seconds, quad.step_seconds
+    for metrics in (sooner, later):
+        exposed, step = metrics.exposed_communication_seconds, metrics.step_seconds
         # The interval is built from its two extremes; the sum holds in the middle.
-        assert step.value == pytest.approx(quad.computation_seconds.value + exposed.value)
+        assert step.value == pytest.approx(metrics.computation_seconds.value + exposed.value)
         assert step.value * slack >= max(
-            quad.computation_seconds.value, quad.communication_seconds.value
+            metrics.computation_seconds.value, metrics.communication_seconds.value
         )
-        assert exposed.value <= quad.communication_seconds.value * slack
+        assert exposed.value <= metrics.communication_seconds.value * slack
     program = reduced(window=window, gradients=gradients, after=after)
     assert step_seconds(program, price) == sooner.step_seconds
 
@@ -140,16 +140,16 @@ def test_at_each_exchange_a_rank_waits_for_the_last_one() -> None:
     """The longer the ranks have computed since they were last in step, the longer."""
     tenth = Skew(short_seconds=1.0, short_wait=0.1, long_seconds=10.0, long_wait=1.0)
     price = replace(costs(exchange_seconds=0.5), skew=tenth)
-    quad = predict(reduced(window=0), price).quad
+    metrics = predict(reduced(window=0), price).metrics
     # Exchanges are issued after 2, 1 and 1 seconds of computing.
-    assert quad.exposed_communication_seconds.value == pytest.approx(3 * 0.5 + 0.2 + 0.1 + 0.1)
-    assert quad.step_seconds.value == pytest.approx(5.5 + 0.4)
-    assert quad.communication_seconds.value == pytest.approx(3 * 0.5)
+    assert metrics.exposed_communication_seconds.value == pytest.approx(3 * 0.5 + 0.2 + 0.1 + 0.1)
+    assert metrics.step_seconds.value == pytest.approx(5.5 + 0.4)
+    assert metrics.communication_seconds.value == pytest.approx(3 * 0.5)
     # Of the link itself half is doubted.
-    assert quad.exposed_communication_seconds.low == pytest.approx(3 * 0.25)
-    assert quad.exposed_communication_seconds.high == pytest.approx(3 * 0.75 + 3 * 0.4)
+    assert metrics.exposed_communication_seconds.low == pytest.approx(3 * 0.25)
+    assert metrics.exposed_communication_seconds.high == pytest.approx(3 * 0.75 + 3 * 0.4)
     # What is waited for later hides it, but for the last exchange, 4 seconds in.
-    late = predict(reduced(window=None), price).quad
+    late = predict(reduced(window=None), price).metrics
     assert late.exposed_communication_seconds.value == pytest.approx(0.5 + 0.4)
 
 
@@ -169,7 +169,7 @@ def test_each_rank_reads_its_gradients_before_they_are_summed() -> None:
 def test_cores_that_other_machines_may_use_widen_the_interval_and_nothing_else() -> None:
     price = costs(exchange_seconds=0.5)
     own, shared = (
-        predict(reduced(window=0), replace(price, shares_cores=shares)).quad.step_seconds
+        predict(reduced(window=0), replace(price, shares_cores=shares)).metrics.step_seconds
         for shares in (False, True)
     )
     assert shared.value == own.value

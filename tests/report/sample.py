@@ -23,7 +23,7 @@ from steelyard.plans.trade import Rejection
 MIB = 2**20
 
 DECISIONS = Decisions(
-    made_for=Target(
+    target=Target(
         model="3f21a0c45b7e9d10",
         graph="9c44d1b2a7f03e58",
         decomposition="python-1",
@@ -44,7 +44,7 @@ DECISIONS = Decisions(
 )
 
 
-def quad(mib: float, seconds: float) -> Metrics:
+def metrics(mib: float, seconds: float) -> Metrics:
     took = Estimate.within(seconds, share=0.12)
     return Metrics(
         memory_bytes=Estimate.within(mib * MIB, share=0.01),
@@ -94,7 +94,7 @@ def prediction(
         held(2, "the batch", role=Role.BATCH),
     )
     return Prediction(
-        quad=quad(mib, seconds),
+        metrics=metrics(mib, seconds),
         peak=PeakMemory(
             nbytes=int(mib * MIB),
             resident_bytes=98 * MIB,

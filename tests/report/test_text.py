@@ -14,7 +14,7 @@ from steelyard.plans.budget import Budget
 from steelyard.plans.plan import NextCent, Plan
 from steelyard.plans.receipt import Receipt, RunMeasurement
 from steelyard.plans.trade import Rejection, Remaining
-from steelyard.report.document import rule_in_words, tree_of
+from steelyard.report.document import describe_rule, tree_of
 from steelyard.report.peak_groups import alike, short_op
 from steelyard.report.quantities import Quantity
 from steelyard.report.styled_text import Zoom, plain
@@ -312,4 +312,4 @@ def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
 def test_the_ends_of_stages_are_said_as_such() -> None:
     rule = Rule(trade="shard_pipeline", module="blocks.1", op="1F1B", degree=2)
     said = "shard_pipeline: 1F1B on 2 ranks, a stage ends behind blocks.1"
-    assert rule_in_words(rule) == said
+    assert describe_rule(rule) == said

@@ -13,7 +13,7 @@ from steelyard.ir.pipeline_stages import PipelineStages
 from steelyard.predict.pipeline.rng_cost import STATE_BYTES, states_bytes
 from steelyard.run.pipeline.rng import Draws, _drawing, _left_by, _passing
 from tests.harness import Trial
-from tests.trades.test_shard_pipeline import offered, struck
+from tests.trades.test_shard_pipeline import applied, offered
 
 pytestmark = pytest.mark.slow
 _SEED = 7
@@ -21,7 +21,7 @@ _SEED = 7
 
 def pipelines() -> Iterator[tuple[str, PipelineStages, Order]]:
     for schedule, rules in offered(2).items():
-        program = struck(*rules, micro_batches=4)
+        program = applied(*rules, micro_batches=4)
         assert program.pipeline is not None
         yield schedule, program.pipeline.stages, program.pipeline.order
 

@@ -12,7 +12,7 @@ from steelyard.capture.step import CapturedStep
 from steelyard.comm.simulated_ranks import SimulatedRanks
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.run.codegen import as_told, emit
 from steelyard.trades import TRADES
 from tests.run.live import captured, live
@@ -75,7 +75,7 @@ def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() ->
 
     def lines(*rules: Rule) -> list[str]:
         whole = (Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 14), *rules)
-        program = strike(
+        program = apply_rules(
             Program.plain(source.graph(micro_batches=1)), whole, trades=TRADES, source=source
         )
         return emit(program, channels=channels).source.splitlines()

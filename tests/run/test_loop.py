@@ -269,12 +269,12 @@ def test_a_signal_waits_for_the_step_and_saves(
 ) -> None:
     handlers = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
 
-    def strike(report: StepReport) -> None:
+    def act(report: StepReport) -> None:
         if report.step == 3:
             os.kill(os.getpid(), number)
 
     settings = Checkpoints(folder=tmp_path, every=100)
-    done = train(a_run(), listed(), steps=9, seed=0, on_step=strike, checkpoints=settings)
+    done = train(a_run(), listed(), steps=9, seed=0, on_step=act, checkpoints=settings)
     assert done == Finished(
         step=3,
         loss=done.loss,
@@ -291,12 +291,12 @@ def test_a_signal_waits_for_the_step_and_saves(
 
 
 def test_a_second_interrupt_does_not_wait() -> None:
-    def strike(_: StepReport) -> None:
+    def act(_: StepReport) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(a_run(), listed(), steps=9, on_step=strike)
+        train(a_run(), listed(), steps=9, on_step=act)
 
 
 def test_a_full_disk_on_the_way_is_noted_and_at_the_end_an_error(

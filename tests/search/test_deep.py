@@ -21,18 +21,18 @@ from steelyard.ir.batch_template import BatchTemplate
 from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.predict import peak_bytes
 from steelyard.predict.analytic.step import StageBlocks, deep_step_of
 from steelyard.predict.analytic.trace import deep_spans
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.cluster.from_rules import RuleContext as Told
-from steelyard.search.cluster.from_rules import laid_of
+from steelyard.search.cluster.from_rules import from_rules
 from steelyard.search.cluster.policy_mixture import ALIKE
-from steelyard.search.cluster.recompute_sets import sets_again
+from steelyard.search.cluster.recompute_sets import recompute_sets
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
-from steelyard.search.cluster.to_rules import rules_of
+from steelyard.search.cluster.to_rules import to_rules
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
 from tests.search.test_mixing import _divisions as divisions
@@ -128,7 +128,7 @@ def _search(
 
     def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
-        found = sets_again(graph, costs, step.blocks, values=recomputable(graph))
+        found = recompute_sets(graph, costs, step.blocks, values=recomputable(graph))
         # Few, so that every mix can be looked at.
         return (found[0], *found[1:][:: max(1, len(found) // (_MOST_KINDS - 1))])[:_MOST_KINDS]
 
@@ -314,7 +314,7 @@ def test_rules_say_all_of_a_layout(ranks: int) -> None:
         assert laid is not None
         layout = laid.layout
         regions = step.regions(layout.tensor) if layout.tensor > 1 else ()
-        rules = rules_of(laid, step.whole.graph, regions, step.blocks)
+        rules = to_rules(laid, step.whole.graph, regions, step.blocks)
 
         def of(trade: str, rules: object = rules) -> list[object]:
             return [r for r in rules if r.trade == trade]  # type: ignore[attr-defined]
@@ -337,7 +337,7 @@ def test_rules_say_all_of_a_layout(ranks: int) -> None:
 
 
 def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> None:
-    """Beside the program of all blocks, struck by the same rules and predicted call by call: that
+    """Beside the program of all blocks, applied by the same rules and predicted call by call: that
     one makes each value when it is wanted, where a deep model's block is made again at once."""
     shape = _SHAPES[2]
     width, heads, length, samples = shape
@@ -345,7 +345,7 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
 
     def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
-        return sets_again(graph, costs, step.blocks, values=recomputable(graph))
+        return recompute_sets(graph, costs, step.blocks, values=recomputable(graph))
 
     search = ClusterSearch(step, _cluster(1), again_of=again_of)
     whole = CapturedStep(
@@ -357,10 +357,10 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     sets, held = search._sets_of(1), []
     for again in sets:
         laid = search.priced_as(ClusterLayout(), (((ActivationPolicy(again=again), _BLOCKS),),))
-        struck = strike(plain, _rules(step, laid), trades=TRADES, source=whole)
+        applied = apply_rules(plain, _rules(step, laid), trades=TRADES, source=whole)
         kept = laid.step.stages[0].activation_bytes + laid.step.stages[0].workspace_bytes
-        exact = peak_bytes(struck, costs)
-        # The struck program has no update.
+        exact = peak_bytes(applied, costs)
+        # The applied program has no update.
         assert (
             0.99 * exact <= laid.step.peak_bytes - laid.step.stages[0].state_bytes <= 1.25 * exact
         )
@@ -384,7 +384,7 @@ def _told(step: TruncatedStep) -> Told:
 def _rules(step: TruncatedStep, laid: ClusterPlan) -> tuple[Rule, ...]:
     tensor = laid.layout.tensor
     regions = step.regions(tensor) if tensor > 1 else ()
-    return rules_of(laid, step.whole.graph, regions, step.blocks)
+    return to_rules(laid, step.whole.graph, regions, step.blocks)
 
 
 @pytest.mark.parametrize("host", ["", "12 GB/s and 1 GiB"])
@@ -401,7 +401,7 @@ def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
             laid = search.laid(way, int(least + room * (most - least)))
             if laid is None:
                 continue
-            found = laid_of(_rules(step, laid), search, _told(step))
+            found = from_rules(_rules(step, laid), search, _told(step))
             assert found.layout == laid.layout
             assert [dict(stage) for stage in found.stages] == [dict(s) for s in laid.stages]
             assert found.step.step_seconds == pytest.approx(laid.step.step_seconds, rel=1e-12)
@@ -447,7 +447,7 @@ def test_rules_that_mean_nothing_here_are_refused(
     laid = search.laid(way, (search._least_bytes(way) + roomy.step.peak_bytes) // 2)
     assert laid is not None
     with pytest.raises(Mismatch, match=said):
-        laid_of(edit(_rules(step, laid)), search, _told(step))
+        from_rules(edit(_rules(step, laid)), search, _told(step))
 
 
 def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
@@ -457,10 +457,10 @@ def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
     assert roomy is not None
     stages = ((*((ActivationPolicy(moved=True), 6),),),)
     rules = _rules(step, search.priced_as(ClusterLayout(), stages))
-    assert laid_of(rules, search, _told(step)).stages == stages
+    assert from_rules(rules, search, _told(step)).stages == stages
     first = next(r for r in rules if r.trade == "offload")
     with pytest.raises(Mismatch, match="of it are kept"):
-        laid_of([r for r in rules if r != first], search, _told(step))
+        from_rules([r for r in rules if r != first], search, _told(step))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -493,7 +493,7 @@ def test_the_ends_of_stages_are_where_their_blocks_end() -> None:
         if way.layout.pipeline == 3:
             laid = search.laid(way, 1 << 40)
             assert laid is not None
-            rules = rules_of(laid, step.whole.graph, (), step.blocks)
+            rules = to_rules(laid, step.whole.graph, (), step.blocks)
             ends = [r.module for r in rules if r.trade == "shard_pipeline"]
             counts = [sum(n for _, n in stage) for stage in laid.stages]
             assert sum(counts) == _BLOCKS

@@ -17,7 +17,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import CallSite, spots
 from steelyard.planner.lossy import LossyPlanner
 from steelyard.plans.budget import Budget
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.search import StepSearch
@@ -93,11 +93,11 @@ def test_a_loss_that_is_allowed_makes_no_plan_slower(seed: int) -> None:
     is not computed again. So both are asked."""
     graph = in_floats(random_step(seed, num_values=10))
     search, exact = searching(graph), searching(graph, lossy=False)
-    look = SimpleNamespace(search=exact)
+    session = SimpleNamespace(search=exact)
     for budget in budgets(exact, 3):
-        ours = LossyPlanner(look=cast("PlanningSession", look))._at_best(search, budget)
-        seconds = ours.prediction.quad.step_seconds.value
-        assert seconds <= exact.find(budget).prediction.quad.step_seconds.value
+        ours = LossyPlanner(session=cast("PlanningSession", session))._at_best(search, budget)
+        seconds = ours.prediction.metrics.step_seconds.value
+        assert seconds <= exact.find(budget).prediction.metrics.step_seconds.value
         assert ours.prediction.peak.nbytes <= budget.memory_bytes
         if ours.gap is not None:
             assert ours.gap.least_seconds <= seconds * (1 + 1e-9)
@@ -129,16 +129,18 @@ def test_what_is_dear_to_compute_again_is_kept_in_8_bits() -> None:
     found, without = lossy.find(budget), exact.find(budget)
     rules = [r for r in found.rules if r.trade == "quantise"]
     assert rules
-    assert found.prediction.quad.accuracy_loss == "unknown"
-    assert found.prediction.quad.step_seconds.value < without.prediction.quad.step_seconds.value
+    assert found.prediction.metrics.accuracy_loss == "unknown"
+    assert (
+        found.prediction.metrics.step_seconds.value < without.prediction.metrics.step_seconds.value
+    )
     taken = [t for t in found.taken if t.trade == "quantise"]
     assert sum(r.count for t in taken for r in t.rules) == sum(r.count for r in rules)
     assert all(t.buys_bytes >= 0 for t in taken)
     assert "keeping it in 8 bits" in str(found.gap)
     words = {p.accuracy_loss for p in found.frontier}
     assert words == {"exact", "unknown"}
-    struck = strike(Program.plain(graph), found.rules, trades=TRADES, source=Whole(graph))
-    assert predict(struck, costs) == found.prediction
+    applied = apply_rules(Program.plain(graph), found.rules, trades=TRADES, source=Whole(graph))
+    assert predict(applied, costs) == found.prediction
 
 
 def test_only_what_may_lose_something_is_coded() -> None:

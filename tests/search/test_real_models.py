@@ -36,14 +36,14 @@ def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str)
     seconds = []
     for budget in budgets(searching, 4):
         found = searching.find(budget)
-        assert found.prediction.quad.memory_bytes.value <= (budget.memory_bytes or 0)
+        assert found.prediction.metrics.memory_bytes.value <= (budget.memory_bytes or 0)
         outcome = trial.run(found.program)
         assert outcome.difference(eager) is None
         predicted = predicted_above(found.program, costs)
         assert outcome.peak_bytes == pytest.approx(predicted, rel=PEAK_SHARE)
         assert found.gap is not None
         assert found.gap.least_seconds <= found.gap.step_seconds
-        seconds.append(found.prediction.quad.step_seconds.value)
+        seconds.append(found.prediction.metrics.step_seconds.value)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[-1]
 
@@ -78,7 +78,7 @@ def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
 @pytest.mark.xdist_group("gpt")
 def test_parts_hold_not_a_byte_more_than_is_predicted() -> None:
     trial = trial_of("gpt")
-    program = trial.struck([Rule(trade="accumulate", degree=4)])
+    program = trial.apply_rules([Rule(trade="accumulate", degree=4)])
     costs = trial.costs(micro_batches=(1, 4))
     assert trial.run(program).peak_bytes <= predicted_above(program, costs)
 
@@ -98,7 +98,7 @@ def from_least_to_more_than_plain(searching: StepSearch) -> dict[int, SearchResu
 
 
 def seconds_of(found: SearchResult) -> float:
-    return found.prediction.quad.step_seconds.value
+    return found.prediction.metrics.step_seconds.value
 
 
 def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
@@ -133,7 +133,7 @@ def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None
     found = from_least_to_more_than_plain(searching)
     fastest = min(found.values(), key=seconds_of)
     assert [r.trade for r in fastest.rules] == ["accumulate"]
-    peak = fastest.prediction.quad.memory_bytes.value
+    peak = fastest.prediction.metrics.memory_bytes.value
     for limit, planned in found.items():
         assert peak > limit or seconds_of(planned) == seconds_of(fastest), "it would have fitted"
 
@@ -141,7 +141,7 @@ def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None
 def test_a_step_in_micro_batches_takes_what_was_found_of_it_in_slices_too() -> None:
     trial = wordy()
     offers, _ = Stream().offers(trial.plain, trial.source)
-    cut = trial.struck([Rule(trade="accumulate", degree=2), *offers[-1].rules])
+    cut = trial.apply_rules([Rule(trade="accumulate", degree=2), *offers[-1].rules])
     assert cut.repeats == 2
     assert any(node.body for node in cut.graph.nodes)
     costs = CostTable(device=DEVICE)

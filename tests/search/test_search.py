@@ -15,7 +15,7 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.plans.budget import Budget
 from steelyard.plans.peak_memory import PIECES, LiveTensor, PeakMemory
-from steelyard.plans.trade import Rejection, Remaining, strike
+from steelyard.plans.trade import Rejection, Remaining, apply_rules
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import SearchResult, StepSearch
@@ -168,7 +168,7 @@ def test_the_bound_for_any_number_of_times_is_below_the_best_plan_there_is() -> 
                 cut,
                 limit_bytes=point.peak_bytes,
                 within_seconds=point.seconds,
-                oftener=True,
+                repeats=True,
             )
             assert bound <= point.seconds * (1 + 1e-9)
             tight += bound > plans.tally.plain_seconds and point.again != frozenset()
@@ -181,7 +181,7 @@ def test_without_values_made_oftener_plans_are_as_before_and_with_them_never_wor
     for seed in range(6):
         graph = random_step(seed, num_values=14)
         plain, values = Program.plain(graph), recomputable(graph)
-        once, plans = explore(plain, COSTS, values, oftener=False), explore(plain, COSTS, values)
+        once, plans = explore(plain, COSTS, values, repeats=False), explore(plain, COSTS, values)
         assert not any(once.tally.times_of(point.again) for point in once.chain)
         for point in once.chain:
             ours = plans.within(point.peak_bytes)
@@ -218,8 +218,8 @@ def test_a_tighter_budget_never_makes_the_plan_faster(seed: int, one: float, two
     searching = StepSearch(Program.plain(graph), trades=TRADES, source=Whole(graph), costs=COSTS)
     low, high = searching.explored().least.peak_bytes, searching.explored().plain.peak_bytes
     tight, loose = sorted(low + round(share * (high - low)) for share in (one, two))
-    tighter = searching.find(Budget(memory_bytes=tight)).prediction.quad
-    looser = searching.find(Budget(memory_bytes=loose)).prediction.quad
+    tighter = searching.find(Budget(memory_bytes=tight)).prediction.metrics
+    looser = searching.find(Budget(memory_bytes=loose)).prediction.metrics
     assert tighter.step_seconds.value >= looser.step_seconds.value
     assert tighter.memory_bytes.value <= tight
     assert looser.memory_bytes.value <= loose
@@ -232,19 +232,19 @@ def test_what_is_found_is_what_its_rules_say(seed: int) -> None:
     plain = Program.plain(graph)
     least = explored(graph).least.peak_bytes
     answer = found(graph, (least + peak_bytes(plain, COSTS)) // 2)
-    again = strike(plain, answer.rules, trades=TRADES, source=Whole(graph))
+    again = apply_rules(plain, answer.rules, trades=TRADES, source=Whole(graph))
     assert again.instructions == answer.program.instructions
     assert answer.program.problems() == []
-    assert answer.prediction.quad.memory_bytes.value == peak_bytes(answer.program, COSTS)
-    assert answer.prediction.quad.step_seconds.value == step_seconds(again, COSTS).value
+    assert answer.prediction.metrics.memory_bytes.value == peak_bytes(answer.program, COSTS)
+    assert answer.prediction.metrics.step_seconds.value == step_seconds(again, COSTS).value
     assert answer.least.nbytes >= least_possible_bytes(plain, COSTS)
     for refusal in answer.refused:
         assert refusal in answer.why_not(refusal.label)
     # Each offer is taken, in whole or in part, or refused, and no more than once.
-    struck = sum(r.left is not Remaining.NEVER for r in answer.refused)
-    assert struck <= answer.num_offers
+    applied = sum(r.left is not Remaining.NEVER for r in answer.refused)
+    assert applied <= answer.num_offers
     assert bool(answer.rules) == any(
-        [struck < answer.num_offers, *(r.left is Remaining.REST for r in answer.refused)]
+        [applied < answer.num_offers, *(r.left is Remaining.REST for r in answer.refused)]
     )
 
 
@@ -276,7 +276,7 @@ def test_the_curve_falls_and_ends_at_the_unplanned_step() -> None:
         assert less.memory_bytes < more.memory_bytes
         assert less.step_seconds > more.step_seconds
     for point in curve:
-        program = strike(plain, point.rules, trades=TRADES, source=Whole(graph))
+        program = apply_rules(plain, point.rules, trades=TRADES, source=Whole(graph))
         assert peak_bytes(program, COSTS) <= point.memory_bytes
         assert step_seconds(program, COSTS).value == pytest.approx(point.step_seconds)
         assert program.flops == point.flops
@@ -289,7 +289,9 @@ def test_the_next_cent_is_what_more_memory_would_save() -> None:
     answer = found(graph, limit)
     assert answer.next_cent is not None
     more = found(graph, limit + answer.next_cent.more_bytes)
-    saved = answer.prediction.quad.step_seconds.value - more.prediction.quad.step_seconds.value
+    saved = (
+        answer.prediction.metrics.step_seconds.value - more.prediction.metrics.step_seconds.value
+    )
     assert saved == pytest.approx(answer.next_cent.saved_seconds)
 
 
@@ -301,11 +303,11 @@ def test_what_is_taken_is_priced_by_leaving_it_out() -> None:
     assert answer.taken
     for part in answer.taken:
         rest = tuple(r for r in answer.rules if r not in set(part.rules))
-        without = strike(plain, rest, trades=TRADES, source=Whole(graph))
+        without = apply_rules(plain, rest, trades=TRADES, source=Whole(graph))
         if sum(r.count for r in rest) + sum(r.count for r in part.rules) == sum(
             r.count for r in answer.rules
         ):
-            buys = peak_bytes(without, COSTS) - answer.prediction.quad.memory_bytes.value
+            buys = peak_bytes(without, COSTS) - answer.prediction.metrics.memory_bytes.value
             assert buys == part.buys_bytes
         assert part.pays_seconds >= 0
 
@@ -335,7 +337,7 @@ def test_too_little_memory_names_the_least_and_what_sets_it() -> None:
     with pytest.raises(Infeasible) as error:
         found(graph, 1000)
     least = explored(graph).least.peak_bytes
-    assert found(graph, least).prediction.quad.memory_bytes.value == least
+    assert found(graph, least).prediction.metrics.memory_bytes.value == least
     with pytest.raises(Infeasible):
         found(graph, least - 1)
     text = str(error.value)
@@ -425,9 +427,9 @@ def test_the_batch_is_cut_only_where_that_helps() -> None:
     answer = searching.find(Budget(memory_bytes=whole.least.peak_bytes - 1))
     assert answer.micro_batches > 1
     assert answer.rules[0].degree == answer.micro_batches
-    assert answer.prediction.quad.memory_bytes.value < whole.least.peak_bytes
+    assert answer.prediction.metrics.memory_bytes.value < whole.least.peak_bytes
     assert answer.taken[0].trade == "accumulate"
-    assert max(source.asked) == answer.micro_batches or answer.prediction.quad.step_seconds.value
+    assert max(source.asked) == answer.micro_batches or answer.prediction.metrics.step_seconds.value
 
 
 class Slower(Split):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
 from steelyard.ir.graph import FAR_PRODUCTS, Graph
-from steelyard.ir.saved_activations import waiting
+from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.passes.offload.sliced_activation_matmuls import (
     sliceable_inputs,
     with_inputs_in_slices,
@@ -57,7 +57,7 @@ def test_only_what_is_read_where_most_must_be_is_looked_at() -> None:
     perceptron = Trial(layers, square, torch.randn(600, 64)).plain
     alone = Trial(bare(512, 64), dropped, torch.randn(600, 512)).plain
     for plain, is_worth in ((perceptron, False), (alone, True)):
-        able = dict.fromkeys(sliceable_inputs(plain, waiting(plain)), 4)
+        able = dict.fromkeys(sliceable_inputs(plain, saved_for_backward(plain)), 4)
         assert able
         found = worth_slicing(FastEstimator(plain, CostTable(device=DEVICE), ()), able)
         assert bool(found) == is_worth
@@ -83,7 +83,7 @@ def test_every_fate_counts_as_the_predictor_says(name: str) -> None:
         costs = priced(replace(found, nodes=(*found.nodes, *more)), rng)
         values = recomputable(plain.graph)
         tally = FastEstimator(
-            plain, costs, values, waiting(plain), sorted(quantisable(plain)), slices
+            plain, costs, values, saved_for_backward(plain), sorted(quantisable(plain)), slices
         )
         chosen = [v for v in sorted(values) if rng.random() < 0.3 * (seed % 2)]
         again = tally.storages_of(chosen)
@@ -98,11 +98,11 @@ def test_every_fate_counts_as_the_predictor_says(name: str) -> None:
         counted = tally.count(frozenset(choice))
         program = with_copies(plain, chosen)
         program = with_codes(program, [tally.value_away(c) for c in sorted(coded)])
-        times, parted = tally.lags_and_leads(choice), tally.in_slices(choice)
-        program = with_transfers(program, times, parted)
+        times, partition = tally.lags_and_leads(choice), tally.in_slices(choice)
+        program = with_transfers(program, times, partition)
         assert counted.peak_bytes == peak_bytes(program, costs)
         assert counted.seconds == pytest.approx(step_seconds(program, costs).value)
-        sliced += len(parted)
+        sliced += len(partition)
         whole = tally.unsliced(choice)
         assert not tally.in_slices(whole)
         assert tally.lags_and_leads(whole).keys() == times.keys()

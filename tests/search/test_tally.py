@@ -11,7 +11,7 @@ from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.ir.graph import Graph, Output, OutputKind
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
-from steelyard.ir.saved_activations import waiting
+from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.search.single.fast_estimator import FastEstimator
@@ -105,7 +105,7 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
     costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
-    tally = FastEstimator(plain, costs, values, waiting(plain))
+    tally = FastEstimator(plain, costs, values, saved_for_backward(plain))
     for share in (0.0, 0.3):
         chosen = [v for v in sorted(values) if rng.random() < share]
         again = tally.storages_of(chosen)
@@ -139,7 +139,7 @@ def test_all_four_fates_count_as_the_predictor_says(
         link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.01)
         costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     values = recomputable(graph)
-    tally = FastEstimator(plain, costs, values, waiting(plain), able)
+    tally = FastEstimator(plain, costs, values, saved_for_backward(plain), able)
     for shares in ((0.0, 0.4), (0.3, 0.4), (0.3, 1.0), (0.0, 1.0)):
         chosen = [v for v in sorted(values) if rng.random() < shares[0]]
         again = tally.storages_of(chosen)
@@ -168,7 +168,9 @@ def test_a_value_has_one_fate() -> None:
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
     costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph)
-    tally = FastEstimator(plain, costs, recomputable(graph), waiting(plain), quantisable(plain))
+    tally = FastEstimator(
+        plain, costs, recomputable(graph), saved_for_backward(plain), quantisable(plain)
+    )
     both = sorted(set(tally.coded_value_on) & set(tally.unit_of))
     assert both
     for storage in both:
@@ -182,7 +184,7 @@ def test_far_memory_that_is_too_small_fits_nothing() -> None:
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
     costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=4096)
     plain = Program.plain(graph)
-    tally = FastEstimator(plain, costs, (), waiting(plain))
+    tally = FastEstimator(plain, costs, (), saved_for_backward(plain))
     choices = [tally.far(s, TransferMode.EASY) for s in sorted(tally.far_value_on)]
     assert tally.count(frozenset(choices)).peak_bytes > 1 << 39
     small = min(tally.far_value_on, key=lambda s: tally.nbytes[s])

@@ -6,7 +6,7 @@ from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import Device
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, to_rules
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
@@ -87,7 +87,7 @@ def test_rules_of_recompute_survive_cutting_the_batch() -> None:
     values = recomputable(graph)
     rules = (*to_rules(graph, values, trade="recompute"), *by(2))
     source = Split(graph, (1, 2))
-    program = strike(Program.plain(graph), rules, trades=TRADES, source=source)
+    program = apply_rules(Program.plain(graph), rules, trades=TRADES, source=source)
     assert program.repeats == 2
     assert program.again
     assert {i.node for i in program.again} <= {n.name for n in graph.nodes}
@@ -97,4 +97,4 @@ def test_a_rule_of_an_unknown_trade_is_an_error() -> None:
     graph = random_step(7)
     rule = Rule(trade="recompute_all", module="x", op="aten.op")
     with pytest.raises(Mismatch, match="unknown trade: recompute_all"):
-        strike(Program.plain(graph), (rule,), trades=TRADES, source=Whole(graph))
+        apply_rules(Program.plain(graph), (rule,), trades=TRADES, source=Whole(graph))

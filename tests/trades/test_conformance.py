@@ -102,7 +102,7 @@ def rewritten(trade: Trade, name: str) -> Iterator[tuple[Offer, Program]]:
 
 
 @functools.cache
-def struck(trade: Trade, name: str) -> tuple[tuple[Offer, Program], ...]:
+def applied(trade: Trade, name: str) -> tuple[tuple[Offer, Program], ...]:
     return tuple(rewritten(trade, name))
 
 
@@ -146,7 +146,7 @@ def test_a_rewrite_is_pure_and_valid(trade: Trade, name: str) -> None:
 @pytest.mark.parametrize("name", [on_its_worker(name) for name in TRACED_TWICE])
 def test_its_rules_are_for_any_trace_of_the_model(trade: Trade, name: str) -> None:
     again = traced_again(name)
-    for offer, program in struck(trade, name):
+    for offer, program in applied(trade, name):
         there = trade.rewrite(again.plain, offer.rules, again.source)
         assert there.instructions == program.instructions
 
@@ -154,7 +154,7 @@ def test_its_rules_are_for_any_trace_of_the_model(trade: Trade, name: str) -> No
 @every_trade
 @every_model
 def test_no_offer_earns_what_its_trade_pays(trade: Trade, name: str) -> None:
-    programs = [program for _, program in struck(trade, name)]
+    programs = [program for _, program in applied(trade, name)]
     if not programs:
         pytest.skip(f"{trade.name} offers nothing on this model")
     plain = trial(name).plain
@@ -186,7 +186,7 @@ def test_it_buys_what_it_says_on_most_models(trade: Trade) -> None:
 @every_model
 def test_it_computes_the_same_and_holds_what_was_predicted(trade: Trade, name: str) -> None:
     """Loss, gradients and buffers to the bit, random masks and running statistics among them."""
-    for offer, program in struck(trade, name):
+    for offer, program in applied(trade, name):
         outcome = trial(name).run(program)
         if trade.is_exact:
             same = unplanned(name)

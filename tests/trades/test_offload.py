@@ -12,7 +12,7 @@ from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, to_rules
-from steelyard.ir.saved_activations import waiting
+from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades.offload import Offload, with_transfers
@@ -40,7 +40,7 @@ def moved(seed: int) -> tuple[Program, Program, dict[str, tuple[int, int]]]:
     plain = Program.plain(random_step(seed, num_values=12))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]
     before = with_copies(plain, again)
-    able = sorted(waiting(before) - {i.node for i in before.again})
+    able = sorted(saved_for_backward(before) - {i.node for i in before.again})
     times = {v: (rng.randrange(6), rng.randrange(6)) for v in able if rng.random() < 0.7}
     return before, with_transfers(before, times), times
 
@@ -100,8 +100,8 @@ def test_the_peak_falls_by_what_is_away_and_time_by_nothing() -> None:
     assert pieces == 2 << 20
     away = plain.graph.by_name[value].outputs[0].nbytes
     assert after.peak.nbytes - pieces == before.peak.nbytes - away
-    assert after.quad.step_seconds.value == pytest.approx(before.quad.step_seconds.value)
-    assert after.quad.communication_bytes.value == 2 * away
+    assert after.metrics.step_seconds.value == pytest.approx(before.metrics.step_seconds.value)
+    assert after.metrics.communication_bytes.value == 2 * away
 
 
 def test_a_link_too_slow_is_waited_for() -> None:
@@ -109,18 +109,18 @@ def test_a_link_too_slow_is_waited_for() -> None:
     slow = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e4, doubt=0.1)
     costs = CostTable(device=COSTS.device, links={FAR_OUT: slow, FAR_IN: slow}, far_bytes=1 << 40)
     program = with_transfers(plain, {"blocks.0:act": (0, 0)})
-    quad = predict(program, costs).quad
+    metrics = predict(program, costs).metrics
     nbytes = plain.graph.by_name["blocks.0:act"].outputs[0].nbytes
-    assert quad.exposed_communication_seconds.value == pytest.approx(2 * nbytes / 1e4)
-    alone = predict(plain, costs).quad.step_seconds.value
-    assert quad.step_seconds.value == pytest.approx(alone + 2 * nbytes / 1e4)
+    assert metrics.exposed_communication_seconds.value == pytest.approx(2 * nbytes / 1e4)
+    alone = predict(plain, costs).metrics.step_seconds.value
+    assert metrics.step_seconds.value == pytest.approx(alone + 2 * nbytes / 1e4)
 
 
 def test_random_values_can_leave_though_they_are_never_made_again() -> None:
     found = 0
     for seed in range(40):
         plain = Program.plain(random_step(seed, num_values=12))
-        able = waiting(plain)
+        able = saved_for_backward(plain)
         found += sum(plain.graph.by_name[v].is_random for v in able)
         leaving = {o.node for o in plain.graph.outputs}
         assert not able & leaving
@@ -160,7 +160,7 @@ def test_in_micro_batches_everything_moves_each_time(name: str) -> None:
         parts = tried.plain
     else:
         parts = Program.plain(tried.source.graph(micro_batches=2)).repeated(2)
-    able = sorted(waiting(parts))
+    able = sorted(saved_for_backward(parts))
     program = with_transfers(parts, dict.fromkeys(able, (2, 2)))
     before = far_memory().moved_bytes
     outcome = tried.run(program)
@@ -177,7 +177,7 @@ def test_what_a_stream_gives_can_leave() -> None:
     tried = Trial(Scores(), LOSSES["mean"], ids().clamp(min=0))
     offers, _ = Stream().offers(tried.plain, tried.source)
     streamed = Stream().rewrite(tried.plain, offers[-1].rules, tried.source)
-    able = waiting(streamed)
+    able = saved_for_backward(streamed)
     given = {n.name for n in streamed.graph.forward() if _is_given(streamed, n.name)}
     assert able & given
     program = with_transfers(streamed, dict.fromkeys(sorted(able), (1, 1)))

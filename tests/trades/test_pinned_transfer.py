@@ -18,7 +18,7 @@ from steelyard.ir.pipeline_schedule import AHEAD, Action, ActionKind
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.predict import peak_bytes, predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import PipelineSearch, SearchResult, StepSearch
@@ -61,7 +61,7 @@ def test_it_is_offered_to_stages_alone() -> None:
     assert PinnedTransfer().offers(plain(), trial().source) == ((), ())
     assert refused == ()
     with pytest.raises(Mismatch, match="lays no stages") as error:
-        strike(plain(), [SLOTS], trades=TRADES, source=trial().source)
+        apply_rules(plain(), [SLOTS], trades=TRADES, source=trial().source)
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -79,9 +79,9 @@ def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
     (taken,) = (taken for taken in best.taken if taken.trade == "pinned_transfer")
     assert taken.buys_seconds > 0
     others = [rule for rule in best.rules if rule != SLOTS]
-    alone = strike(little().plain, others, trades=TRADES, source=little().source)
+    alone = apply_rules(little().plain, others, trades=TRADES, source=little().source)
     without = predict(alone, slow)
-    gained = without.quad.step_seconds.value - best.prediction.quad.step_seconds.value
+    gained = without.metrics.step_seconds.value - best.prediction.metrics.step_seconds.value
     assert gained == pytest.approx(taken.buys_seconds)
     assert gained > 0
 
@@ -166,7 +166,7 @@ def test_who_sends_writes_what_is_not_made_there_and_does_nothing_else_meanwhile
     if not is_made_there:
         module = importlib.import_module("steelyard.predict.pipeline.step")
         monkeypatch.setattr(module, "written_in_place", lambda *_, **__: {})
-    fast, slow = (predict(program, with_slots(costs(), rate=rate)).quad for rate in (1e12, 1e6))
+    fast, slow = (predict(program, with_slots(costs(), rate=rate)).metrics for rate in (1e12, 1e6))
     copying = 4 * sum(forward.sizes) / 1e6
     if is_made_there:
         assert slow.step_seconds == fast.step_seconds

@@ -15,8 +15,8 @@ from steelyard.ir.graph import Phase
 from steelyard.ir.program import Program
 from steelyard.ir.quantized_activation import BLOCK, DECODE, ENCODE, coded_bytes, settled
 from steelyard.ir.rule import Rule, to_rules
-from steelyard.ir.saved_activations import waiting
-from steelyard.plans.trade import strike
+from steelyard.ir.saved_activations import saved_for_backward
+from steelyard.plans.trade import apply_rules
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
@@ -96,8 +96,8 @@ def test_the_peak_falls_by_what_codes_save() -> None:
     assert before.peak.nbytes - after.peak.nbytes == nbytes - coded_bytes(nbytes // 4, dims=1)
     assert after.peak.resident_bytes == before.peak.resident_bytes
     assert any(h.what == "aten.gelu (in 8 bits)" for h in after.peak.alive)
-    assert after.quad.step_seconds.value > before.quad.step_seconds.value
-    assert (before.quad.accuracy_loss, after.quad.accuracy_loss) == ("exact", "unknown")
+    assert after.metrics.step_seconds.value > before.metrics.step_seconds.value
+    assert (before.metrics.accuracy_loss, after.metrics.accuracy_loss) == ("exact", "unknown")
 
 
 def test_a_scale_is_shared_by_a_block() -> None:
@@ -284,7 +284,7 @@ def test_what_an_operator_chooses_by_stays_as_it_is(choosing: str) -> None:
     tried = Trial(model, CHOOSING[choosing], x)
     graph, able = tried.plain.graph, quantisable(tried.plain)
     last = "addmm_1"
-    assert last in waiting(tried.plain)
+    assert last in saved_for_backward(tried.plain)
     assert last not in able
     assert last in settled(graph)
     assert "relu" in able
@@ -329,7 +329,7 @@ def test_beside_a_stream_and_through_rules() -> None:
     able = quantisable(streamed)
     assert able
     rules = (*offers[-1].rules, *to_rules(streamed.graph, able, trade="quantise"))
-    program = strike(tried.plain, rules, trades=TRADES, source=tried.source)
+    program = apply_rules(tried.plain, rules, trades=TRADES, source=tried.source)
     assert program.coded
     assert frozenset(program.coded) <= able
     assert torch.equal(tried.run(program).loss, tried.run(streamed).loss)

@@ -132,12 +132,12 @@ def test_rewriting_twice_is_rewriting_once_with_both(seed: int) -> None:
     trade = Recompute()
     plain = Program.plain(graph)
 
-    def struck(program: Program, chosen: frozenset[str]) -> Program:
+    def applied(program: Program, chosen: frozenset[str]) -> Program:
         rules = to_rules(graph, chosen, trade="recompute")
         return trade.rewrite(program, rules, Whole(graph))
 
-    twice = struck(struck(plain, first), second)
-    once = struck(plain, first | second)
+    twice = applied(applied(plain, first), second)
+    once = applied(plain, first | second)
     often = {v: 2 + len(v) % 2 for v in first}
     rules = tuple(
         replace(rule, times=times)
@@ -148,7 +148,7 @@ def test_rewriting_twice_is_rewriting_once_with_both(seed: int) -> None:
     assert program.instructions == with_copies(plain, first, times=often).instructions
     # What the first set asked for in vain may be wanted by the second.
     assert {i.node for i in twice.again} <= {i.node for i in once.again}
-    assert struck(once, first).instructions == once.instructions
+    assert applied(once, first).instructions == once.instructions
 
 
 def is_read_late(graph: Graph, name: str) -> bool:

@@ -76,10 +76,10 @@ def test_what_the_search_makes_oftener_is_run_as_said() -> None:
     searching = StepSearch(tried.plain, trades=trades, source=tried.source, costs=costs)
     rules = searching.frontier()[0].rules
     assert any(rule.times > 1 for rule in rules)
-    program = tried.struck(rules)
+    program = tried.apply_rules(rules)
     outcome = tried.run(program)
     assert outcome.difference(tried.eager()) is None
     assert outcome.peak_bytes == pytest.approx(predicted_above(program, costs), rel=PEAK_SHARE)
-    once = StepSearch(tried.plain, trades=trades, source=tried.source, costs=costs, oftener=False)
+    once = StepSearch(tried.plain, trades=trades, source=tried.source, costs=costs, repeats=False)
     least = searching.explored().least.peak_bytes
     assert least < once.explored().least.peak_bytes

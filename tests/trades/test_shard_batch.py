@@ -56,7 +56,7 @@ def costs(rate: float) -> CostTable:
 
 def shared(ranks: int, *more: Rule, bucket_bytes: int = 16 * KIB) -> Program:
     batch = Rule(trade="shard_batch", degree=ranks, bucket_bytes=bucket_bytes)
-    return trial().struck((batch, *more))
+    return trial().apply_rules((batch, *more))
 
 
 def batch_rows(program: Program) -> set[int]:
@@ -103,7 +103,7 @@ def test_micro_batches_are_of_the_ranks_own_share() -> None:
 def test_rules_that_name_the_models_calls_find_them_in_micro_batches_too() -> None:
     """An addition of embeddings at the top of a model is none of losses."""
     parts = Rule(trade="accumulate", degree=2)
-    alone, program = trial().struck((parts,)), shared(2, parts)
+    alone, program = trial().apply_rules((parts,)), shared(2, parts)
     assert CallSite("", "aten.add.Tensor", 0) in spots(alone.graph)
     assert {spot: spots(program.graph)[spot] for spot in spots(alone.graph)} == spots(alone.graph)
 
@@ -114,7 +114,7 @@ def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
     offers, _ = recompute.offers(plain, trial().source)
     widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
     program = shared(2, *widest.rules)
-    assert len(program.again) == len(trial().struck(widest.rules).again) > 0
+    assert len(program.again) == len(trial().apply_rules(widest.rules).again) > 0
     assert program.problems() == []
 
 
@@ -151,7 +151,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
     assert [offer.rules[0].degree for offer in offers] == [2]
     assert refusal.label == "with BatchNorm's statistics of each rank's own samples"
     assert "is lossy" in refusal.reason
-    program = normed().struck([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
+    program = normed().apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
     assert program.problems() == []
     graph = program.graph
     sent = [n.collective for n in graph.nodes if n.collective is not None and n.path == "1"]
@@ -180,7 +180,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
 )
 def test_batch_statistics_of_such_shares_are_refused(rule: Rule, said: str) -> None:
     with pytest.raises(Mismatch, match=said):
-        normed().struck([rule])
+        normed().apply_rules([rule])
 
 
 def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
@@ -191,7 +191,7 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
     assert not offers
     assert "BatchNorm in 1 takes statistics in half precision" in refusal.reason
     with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
-        half.struck([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
+        half.apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
 
 
 def test_waiting_later_hides_more_and_computes_the_same() -> None:
@@ -207,7 +207,7 @@ def test_waiting_later_hides_more_and_computes_the_same() -> None:
     first, *others = map(_computed, programs[1:])
     assert sorted(first) == sorted(_computed(plain))
     assert others == [first] * len(others)
-    exposed = [predict(p, costs(1e7)).quad.exposed_communication_seconds.value for p in programs]
+    exposed = [predict(p, costs(1e7)).metrics.exposed_communication_seconds.value for p in programs]
     assert all(late <= soon * (1 + 1e-9) for soon, late in pairwise(exposed))
     assert exposed[-1] < 0.8 * exposed[0]
 
@@ -243,7 +243,7 @@ def test_a_gradient_that_is_read_again_is_added_before_its_sum_is_sent(micro_bat
         Rule(trade="shard_batch", degree=2, bucket_bytes=KIB), Rule(trade="overlap", lag=1),
         *([Rule(trade="accumulate", degree=micro_batches)] if micro_batches > 1 else []),
     ]  # fmt: skip
-    program = Trial(Adapted(), loss, torch.randn(8, 16)).struck(rules)
+    program = Trial(Adapted(), loss, torch.randn(8, 16)).apply_rules(rules)
     assert program.repeats == micro_batches
     assert program.problems() == []
 
@@ -315,13 +315,13 @@ def test_rivals_are_of_other_kinds_and_may_be_one_rank() -> None:
     assert ranks_of(found) == 2
     alone = step_seconds(trial().plain, costs(1e7)).value
     rivals = [*both.rivals(found, Budget())]
-    seconds = [rival.prediction.quad.step_seconds.value for rival in rivals]
+    seconds = [rival.prediction.metrics.step_seconds.value for rival in rivals]
     assert rivals
-    assert all(took <= 1.2 * found.prediction.quad.step_seconds.value for took in seconds)
-    is_near = alone <= 1.2 * found.prediction.quad.step_seconds.value
+    assert all(took <= 1.2 * found.prediction.metrics.step_seconds.value for took in seconds)
+    is_near = alone <= 1.2 * found.prediction.metrics.step_seconds.value
     assert (1 in map(ranks_of, rivals)) == is_near
     # What is too slow for a budget is nobody's rival, and no reason to refuse.
-    most = f"{found.prediction.quad.step_seconds.value} s"
+    most = f"{found.prediction.metrics.step_seconds.value} s"
     assert [*both.rivals(found, Budget(step_time=most))] == []
 
 
@@ -334,13 +334,13 @@ def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> N
     alone = step_seconds(trial().plain, costs(1e3)).value
     slow = layouts(costs(1e3)).find(Budget())
     assert ranks_of(slow) == 1
-    assert slow.prediction.quad.step_seconds.value == alone
+    assert slow.prediction.metrics.step_seconds.value == alone
     assert {r.label for r in slow.refused if r.trade == "shard_batch"} == {
         "among 2 ranks", "among 3 ranks as 3 : 3 : 2", "among 4 ranks",
     }  # fmt: skip
     fast = layouts(costs(1e12)).find(Budget())
     assert ranks_of(fast) == 4
-    assert fast.prediction.quad.step_seconds.value < 0.3 * alone
+    assert fast.prediction.metrics.step_seconds.value < 0.3 * alone
     (taken,) = (t for t in fast.taken if t.trade == "shard_batch")
     assert taken.buys_seconds > 0.7 * alone
     assert taken.buys_bytes > 0
@@ -353,7 +353,7 @@ def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> N
 @looking_less_far()
 def test_a_faster_link_never_makes_the_step_slower() -> None:
     found = [layouts(costs(rate), num_ranks=2).find(Budget()) for rate in (1e3, 1e7, 1e12)]
-    seconds = [f.prediction.quad.step_seconds.value for f in found]
+    seconds = [f.prediction.metrics.step_seconds.value for f in found]
     assert seconds == sorted(seconds, reverse=True)
     assert {ranks_of(f) for f in found} == {1, 2}
 
@@ -363,8 +363,8 @@ def test_a_batch_of_eight_goes_to_three_equal_ranks_as_three_three_and_two() -> 
     found = layouts(costs(1e12), num_ranks=3).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(batch=3, shares=(3, 3, 2))
     two = layouts(costs(1e12), num_ranks=2).find(Budget())
-    fewer = two.prediction.quad.step_seconds.value
-    assert found.prediction.quad.step_seconds.value == pytest.approx(fewer * 3 / 4, rel=0.05)
+    fewer = two.prediction.metrics.step_seconds.value
+    assert found.prediction.metrics.step_seconds.value == pytest.approx(fewer * 3 / 4, rel=0.05)
     (refusal,) = (r for r in found.refused if r.trade == "shard_batch")
     assert refusal.label == "among 2 ranks"
 
@@ -383,7 +383,7 @@ def test_a_number_of_ranks_that_divides_nothing_is_taken_where_it_is_the_fastest
     }
     found = layouts(costs(4e6), num_ranks=3).find(Budget())
     assert ranks_of(found) == min(seconds, key=seconds.__getitem__)
-    assert found.prediction.quad.step_seconds.value == pytest.approx(min(seconds.values()))
+    assert found.prediction.metrics.step_seconds.value == pytest.approx(min(seconds.values()))
 
 
 @looking_less_far()
@@ -393,7 +393,7 @@ def test_of_three_hosts_the_two_that_a_fast_link_joins_are_taken() -> None:
     found = layouts(joined, num_ranks=3).find(Budget())
     assert ranks_of(found) == 2
     two = layouts(fast, num_ranks=2).find(Budget())
-    assert found.prediction.quad.step_seconds == two.prediction.quad.step_seconds
+    assert found.prediction.metrics.step_seconds == two.prediction.metrics.step_seconds
     (taken,) = (t for t in found.taken if t.trade == "shard_batch")
     assert taken.label.startswith("among 2 ranks (0, 2), ")
     # Were no subset known, one rank alone would be the fastest.
@@ -432,7 +432,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> N
     batch = {"x": torch.randn(8, 32), "y": torch.zeros(8, dtype=torch.long)}
     many = sy.plan(model, class_loss, batch, cluster=sy.Cluster.named("p2.16xlarge"))
     rules = many.plan.decisions.rules
-    one = many.plan.unplanned.quad.step_seconds.value
+    one = many.plan.unplanned.metrics.step_seconds.value
     assert ParallelLayout.of(rules).num_ranks in (1, 2, 4, 8)
     assert many.predicted.step_seconds.value <= one
     (uneven,) = (r for r in many.plan.refused if r.label == "among 16 ranks")

@@ -24,7 +24,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends, possible_ends
 from steelyard.plans.budget import Budget
-from steelyard.plans.trade import strike
+from steelyard.plans.trade import apply_rules
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import LayoutSearch, PipelineSearch, SearchResult, StepSearch
@@ -59,15 +59,15 @@ def plain() -> Program:
     return Program.plain(source.graph(micro_batches=1), update=source.update())
 
 
-def struck(*rules: Rule, micro_batches: int = 4) -> Program:
+def applied(*rules: Rule, micro_batches: int = 4) -> Program:
     split = Rule(trade="accumulate", degree=micro_batches)
     every = (split, *rules) if micro_batches > 1 else rules
-    return strike(plain(), every, trades=TRADES, source=trial().source)
+    return apply_rules(plain(), every, trades=TRADES, source=trial().source)
 
 
 def stages(*ends: str, schedule: str = "1F1B", ranks: int = 2, micro_batches: int = 4) -> Program:
     rules = rules_for(ends, schedule=schedule, ranks=ranks)
-    return struck(*rules, micro_batches=micro_batches)
+    return applied(*rules, micro_batches=micro_batches)
 
 
 def offered(ranks: int, program: Program | None = None) -> dict[str, tuple[Rule, ...]]:
@@ -84,7 +84,7 @@ def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
     for schedule, rules in found.items():
         assert len(rules) == ranks * SCHEDULES[schedule] - 1
         assert {rule.module for rule in rules} <= set(possible_ends(plain().graph))
-        program = struck(*rules, micro_batches=2 * ranks if schedule != "GPipe" else 1)
+        program = applied(*rules, micro_batches=2 * ranks if schedule != "GPipe" else 1)
         assert program.problems() == []
         assert program.layout == ParallelLayout(pipeline=ranks)
         assert program.pipeline is not None
@@ -125,29 +125,29 @@ def test_what_stays_whole_is_told_why() -> None:
 )  # fmt: skip
 def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str) -> None:
     with pytest.raises(BadInput, match=said) as refused:
-        struck(*rules)
+        applied(*rules)
     assert len(str(refused.value).splitlines()) == 3
 
 
 def test_groups_share_the_batch_equally_or_not_at_all() -> None:
     rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1024, shares=(3, 1))
     with pytest.raises(BadInput, match="share the batch equally or not at all"):
-        struck(rule, *rules_for(["blocks.1"], schedule="1F1B", ranks=2), micro_batches=2)
+        applied(rule, *rules_for(["blocks.1"], schedule="1F1B", ranks=2), micro_batches=2)
 
 
 def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
     """Each sends on half as much as one group would; and then every gradient, with the loss."""
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
-    one, two = (struck(*more, *rules, micro_batches=2) for more in ((), (shared,)))
+    one, two = (applied(*more, *rules, micro_batches=2) for more in ((), (shared,)))
     assert two.layout == ParallelLayout(batch=2, pipeline=2)
     assert not any(node.collective for node in two.graph.nodes)
     assert two.pipeline is not None
     held = [two.pipeline.held(rank) for rank in range(2)]
     sizes = {n.name: n.outputs[0].nbytes for n in two.graph.inputs() if n.outputs}
     gradients = [sum(sizes[n] for n in own if n.startswith("parameter:")) for own in held]
-    alone = predict(one, costs()).quad.communication_bytes.value
-    sent = predict(two, costs()).quad.communication_bytes.value
+    alone = predict(one, costs()).metrics.communication_bytes.value
+    sent = predict(two, costs()).metrics.communication_bytes.value
     # The tied weight's gradient goes between both stages once, however many samples there are; and
     # of two ranks a ring sends as much as there is.
     (tied,) = (sizes[name] for name in held[0] & held[1] if name.startswith("parameter:"))
@@ -172,8 +172,8 @@ def states() -> tuple[Rule, ...]:
 
 def test_groups_may_hold_states_in_shares() -> None:
     """Weights are gathered once a step, whole for the passes alone, and gradients of them too."""
-    without = struck(*of_two_groups(), micro_batches=2)
-    shared = struck(*of_two_groups(), *states(), micro_batches=2)
+    without = applied(*of_two_groups(), micro_batches=2)
+    shared = applied(*of_two_groups(), *states(), micro_batches=2)
     assert not any(node.collective for node in shared.graph.nodes)
     assert shared.pipeline is not None
     sizes = {n.name: n.outputs[0].nbytes for n in shared.graph.inputs() if n.outputs}
@@ -182,10 +182,10 @@ def test_groups_may_hold_states_in_shares() -> None:
     before, after = predict(without, costs(1e6)), predict(shared, costs(1e6))
     # Half of each weight, and half of its gradient, in place of the gradient around a ring: as many
     # bytes, of which gloo says less.
-    saved = before.quad.communication_bytes.value - after.quad.communication_bytes.value
+    saved = before.metrics.communication_bytes.value - after.metrics.communication_bytes.value
     assert saved in [288 * len(names) for names in held]
     assert saved > 0
-    seconds = [p.quad.step_seconds.value for p in (before, after)]
+    seconds = [p.metrics.step_seconds.value for p in (before, after)]
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
     # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
     assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
@@ -196,7 +196,7 @@ def test_groups_may_hold_states_in_shares() -> None:
 def test_stages_gather_once_and_one_by_one(otherwise: dict[str, int]) -> None:
     rules = (replace(r, **otherwise) for r in states())
     with pytest.raises(BadInput, match="gather weights twice a step, or several") as refused:
-        struck(*of_two_groups(), *rules, micro_batches=2)
+        applied(*of_two_groups(), *rules, micro_batches=2)
     assert len(str(refused.value).splitlines()) == 3
 
 
@@ -227,10 +227,10 @@ def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:
     among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
-    alone, parted = (struck(*more, *cut) for more in ((), rules))
-    assert parted.layout == ParallelLayout(pipeline=2, tensor=2)
-    assert parted.pipeline is not None
-    stages = parted.pipeline.stages.stages
+    alone, partition = (applied(*more, *cut) for more in ((), rules))
+    assert partition.layout == ParallelLayout(pipeline=2, tensor=2)
+    assert partition.pipeline is not None
+    stages = partition.pipeline.stages.stages
     found = Counter()
     for part in (part for s in stages for part in (s.forward, s.backward)):
         issued = [n for n in part.nodes if n.collective]
@@ -243,11 +243,11 @@ def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:
             bool(n.collective) for n in split.backward.nodes
         )
     # Each rank's part of a weight is a part of its gradient, and of what the optimizer keeps.
-    whole = predict(stages_alone := struck(*rules), costs())
-    part = predict(parted, costs())
+    whole = predict(stages_alone := applied(*rules), costs())
+    part = predict(partition, costs())
     assert part.peak.resident_bytes < 0.9 * whole.peak.resident_bytes
     assert stages_alone.pipeline is not None
-    for mine, other in zip(parted.pipeline.updates, stages_alone.pipeline.updates, strict=True):
+    for mine, other in zip(partition.pipeline.updates, stages_alone.pipeline.updates, strict=True):
         assert mine.graph.resident_bytes(Role.STATE) < other.graph.resident_bytes(Role.STATE)
 
 
@@ -255,12 +255,12 @@ def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
     among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
-    program = struck(*cut, *rules)
+    program = applied(*cut, *rules)
     sent = sum(n.collective.sent_bytes for n in program.graph.nodes if n.collective)
     fast, slow = costs(1e12), costs(1e12)
     link = replace(slow.links[TENSOR], bytes_per_second=1e4)
     slow = replace(slow, links={**slow.links, TENSOR: link})
-    before, after = (predict(program, c).quad for c in (fast, slow))
+    before, after = (predict(program, c).metrics for c in (fast, slow))
     assert before.computation_seconds.value == pytest.approx(after.computation_seconds.value)
     assert before.communication_bytes == after.communication_bytes
     # Of one stage at least the half, of four micro-batches.
@@ -278,11 +278,11 @@ def test_every_line_of_the_step_is_carried_out_once() -> None:
     for more in ((), (again,)):
         rules = rules_for(["blocks.0", "blocks.2"], schedule="Interleaved1F1B", ranks=2)
         rules += rules_for(["norm"], schedule="Interleaved1F1B", ranks=2)
-        program = struck(*rules, *more)
+        program = applied(*rules, *more)
         assert program.pipeline is not None
         parts = [p for s in program.pipeline.stages.stages for p in (s.forward, s.backward)]
         done = Counter(n.op for part in parts for n in part.nodes if not n.is_free)
-        alone = struck(*more)
+        alone = applied(*more)
         nodes = alone.graph.by_name
         lines = [nodes[i.node] for i in alone.instructions if i.sink is None]
         expected = Counter(n.op for n in lines if not n.is_free)
@@ -299,7 +299,7 @@ def test_every_line_of_the_step_is_carried_out_once() -> None:
 def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
     """A norm gives gradients of its input and of its weights in one; the former is read at once."""
     rules = rules_for(["blocks.0", "blocks.1", "blocks.2"], schedule="ZBVZeroBubble", ranks=2)
-    program = struck(*rules)
+    program = applied(*rules)
     assert program.pipeline is not None
     stages = program.pipeline.stages
     nodes = [stages.graph.by_name[n] for s in stages.stages for n in s.kept_between]
@@ -310,7 +310,7 @@ def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
 def test_computing_again_lowers_the_peak_of_stages() -> None:
     again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
-    before, after = struck(*rules), struck(*rules, again)
+    before, after = applied(*rules), applied(*rules, again)
     assert peak_bytes(after, costs()) < peak_bytes(before, costs())
     assert step_seconds(after, costs()).value > step_seconds(before, costs()).value
 
@@ -323,7 +323,7 @@ def test_a_norm_that_is_computed_again_reads_what_its_buffers_were() -> None:
     offered = {rule for offer in Recompute().offers(alone, source)[0] for rule in offer.rules}
     again = to_rules(alone.graph, matching(alone.graph, sorted(offered)), trade="recompute")
     rules = (*rules_for(("2",), schedule="GPipe", ranks=2), *again)
-    program = strike(alone, rules, trades=TRADES, source=source)
+    program = apply_rules(alone, rules, trades=TRADES, source=source)
     pipeline = program.pipeline
     assert pipeline is not None
     norms = [n for n in pipeline.stages.graph.nodes if "batch_norm" in n.op]
@@ -399,8 +399,8 @@ def test_stages_of_ranks_that_share_tensors_are_found() -> None:
     assert [taken.trade for taken in found.taken] == ["shard_tensor", "shard_pipeline"]
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
     assert all(taken.buys_bytes > 0 and taken.buys_seconds > 0 for taken in found.taken)
-    again = little(3).struck(found.rules)
-    assert step_seconds(again, costs(5e7)).value == found.prediction.quad.step_seconds.value
+    again = little(3).apply_rules(found.rules)
+    assert step_seconds(again, costs(5e7)).value == found.prediction.metrics.step_seconds.value
     labels = {refusal.label for refusal in found.refused}
     assert {"parts on 4 ranks", "layers on 4 ranks"} & labels
 
@@ -413,7 +413,7 @@ def test_stages_that_promise_little_are_not_taken() -> None:
     little = [r for r in found.refused if r.reason.startswith("saves less than a tenth of a step")]
     assert {r.trade for r in little} == {"shard_pipeline"}
     fastest = min(way.seconds for stages in ways.pipelines.values() for way in stages.ways)
-    step = found.prediction.quad.step_seconds.value
+    step = found.prediction.metrics.step_seconds.value
     assert 0.9 * step <= fastest < step
 
 
@@ -433,9 +433,9 @@ def test_more_memory_is_never_slower_in_stages() -> None:
     for limit, answer in zip(limits, found, strict=True):
         assert answer is not None
         assert answer.prediction.peak.nbytes <= limit
-        again = little().struck(answer.rules)
+        again = little().apply_rules(answer.rules)
         assert peak_bytes(again, costs(1e7)) == answer.prediction.peak.nbytes
-        seconds.append(answer.prediction.quad.step_seconds.value)
+        seconds.append(answer.prediction.metrics.step_seconds.value)
         assert limit > low or "recompute" in trades_of(answer)
     assert seconds == sorted(seconds, reverse=True)
     curve = staged.frontier()
@@ -455,11 +455,11 @@ def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded
     assert bounded is not None
     assert quicker is not None
     assert found.prediction.peak.nbytes < fastest.memory_bytes
-    seconds = found.prediction.quad.step_seconds.value
+    seconds = found.prediction.metrics.step_seconds.value
     assert fastest.step_seconds < seconds < 1.06 * fastest.step_seconds
     # Nothing that fits is refused, and nothing slower taken than what was found elsewhere.
     for one in (bounded, quicker):
-        assert one.prediction.quad.step_seconds.value == fastest.step_seconds
+        assert one.prediction.metrics.step_seconds.value == fastest.step_seconds
     told = [r.reason for r in found.refused if "cannot be told apart" in r.reason]
     first = next(way for way in staged.ways)
     assert bool(told) == (first.schedule != found.taken[0].label.split(", ")[1])

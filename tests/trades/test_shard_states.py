@@ -48,12 +48,12 @@ def trial() -> Trial:
 
 @functools.cache
 def states(times: int) -> tuple[Rule, ...]:
-    offers, _ = ShardStates().offers(trial().struck(BATCH), trial().source)
+    offers, _ = ShardStates().offers(trial().apply_rules(BATCH), trial().source)
     return tuple(replace(rule, times=times) for offer in offers for rule in offer.rules)
 
 
 def gathered(rules: tuple[Rule, ...], *more: Rule) -> Program:
-    return trial().struck((*rules, *more))
+    return trial().apply_rules((*rules, *more))
 
 
 def test_more_at_once_sends_as_much_in_fewer_exchanges() -> None:
@@ -86,7 +86,7 @@ def test_what_is_sent_ahead_hides_and_holds_no_more_at_the_peak(nbytes: int) -> 
     plain = gathered(rules)
     within = gathered(ahead(rules, is_alike=True))
     freely = gathered(ahead(rules, is_alike=False))
-    before, after = (predict(p, COSTS).quad for p in (plain, within))
+    before, after = (predict(p, COSTS).metrics for p in (plain, within))
     assert within.sent_bytes == plain.sent_bytes
     assert peak_bytes(within, COSTS) <= peak_bytes(plain, COSTS) < peak_bytes(freely, COSTS)
     assert after.exposed_communication_seconds.value < (

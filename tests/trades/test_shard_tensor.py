@@ -61,10 +61,10 @@ def test_what_goes_together_is_offered_together_and_the_cheapest_first() -> None
     assert any(heads <= offer for offer in found), found
     assert any(("token.weight", 0, 1) in offer for offer in found), "a vocabulary"
     assert all(rule.count == 2 for o in offers for rule in o.rules if "*" in rule.module)
-    # Each can be struck by itself, and leaves less of the weights on a rank.
+    # Each can be applied by itself, and leaves less of the weights on a rank.
     whole = trial().plain.graph.resident_bytes(Role.PARAMETER)
     for offer in offers:
-        program = trial().struck(offer.rules)
+        program = trial().apply_rules(offer.rules)
         assert program.problems() == []
         assert program.layout.axes == {TENSOR: 2}
         assert program.sent_bytes > 0
@@ -92,8 +92,8 @@ def test_shares_of_weights_are_gathered_and_their_gradients_scattered() -> None:
 
 
 def test_what_is_sent_ahead_is_issued_sooner_and_awaited_at_the_same_place() -> None:
-    waiting = [Rule(trade="overlap", lag=1, lead=lead) for lead in (0, 4)]
-    late, soon = (shared(2, states(2), rule) for rule in waiting)
+    saved_for_backward = [Rule(trade="overlap", lag=1, lead=lead) for lead in (0, 4)]
+    late, soon = (shared(2, states(2), rule) for rule in saved_for_backward)
     assert late.sent_bytes == soon.sent_bytes
     distance = [_lines_between(program) for program in (late, soon)]
     assert distance[1] > distance[0]
@@ -126,10 +126,10 @@ def _lines_between(program: Program) -> int:
 )
 def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str | None) -> None:
     if said is None:
-        assert trial().struck(rules).problems() == []
+        assert trial().apply_rules(rules).problems() == []
         return
     with pytest.raises(BadInput, match=said) as refused:
-        trial().struck(rules)
+        trial().apply_rules(rules)
     assert len(str(refused.value).splitlines()) == 3
 
 

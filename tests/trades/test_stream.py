@@ -99,7 +99,7 @@ def hf(name: str) -> Trial:
     return Trial(model, loss, {k: v.repeat(repeats, 1) for k, v in batch.items()})
 
 
-def struck(trial: Trial, program: Program | None = None) -> list[Program]:
+def applied(trial: Trial, program: Program | None = None) -> list[Program]:
     plain = trial.plain if program is None else program
     found, refusals = STREAM.offers(plain, trial.source)
     assert found, refusals
@@ -123,7 +123,7 @@ def shares(trial: Trial) -> list[float]:
     """Of each number of slices: the same step, predicted to the byte; its peak beside the plain."""
     plain = trial.run(trial.plain)
     found = []
-    for program in struck(trial):
+    for program in applied(trial):
         assert program.problems() == []
         ours = trial.run(program)
         assert_same(plain, ours)
@@ -143,7 +143,7 @@ def test_a_loss_over_many_words_is_computed_in_slices(name: str) -> None:
 def test_what_a_slice_holds_is_known_without_measuring(name: str) -> None:
     torch.manual_seed(0)
     trial = Trial(Scores(), LOSSES[name], ids())
-    for program in struck(trial):
+    for program in applied(trial):
         (node,) = (n for n in program.graph.nodes if n.body is not None)
         assert node.body is not None
         measured = costs_of(program.graph).workspace_bytes(node)
@@ -174,7 +174,7 @@ def test_what_takes_long_is_measured_on_some_of_its_slices(
         shortest.append(shortened(*given, **more))
         return shortest[-1]
 
-    for program in struck(trial):
+    for program in applied(trial):
         (node,) = (n for n in program.graph.nodes if n.body is not None)
         assert node.body is not None
         whole, _ = operators.measure_operators([program.graph], DEVICE)
@@ -215,7 +215,7 @@ def test_half_precision_is_added_up_in_single() -> None:
     model = Scores().bfloat16()
     trial = Trial(model, LOSSES["mean"], ids(16, 64))
     plain = trial.run(trial.plain)
-    for program in struck(trial):
+    for program in applied(trial):
         ours = trial.run(program)
         assert_same(plain, ours, within=2**-7)
 
@@ -224,7 +224,7 @@ def test_a_batch_that_counts_nothing_gives_what_eager_gives() -> None:
     torch.manual_seed(0)
     batch = torch.full((8, 48), -100)
     trial = Trial(Scores(), LOSSES["mean"], batch)
-    for program in struck(trial):
+    for program in applied(trial):
         ours = trial.run(program)
         assert torch.isnan(ours.loss)
         assert_same(trial.run(trial.plain), ours)
@@ -246,14 +246,14 @@ def test_parts_of_the_batch_are_sliced_and_weighed_as_without() -> None:
     trial = Trial(Scores(), LOSSES["mean"], ids(16, 48))
     split = Accumulate().rewrite(trial.plain, (Rule(trade="accumulate", degree=2),), trial.source)
     expected = trial.eager()
-    for program in struck(trial, split):
+    for program in applied(trial, split):
         assert_same(expected, trial.run(program), within=1e-5)
 
 
 def test_what_is_left_outside_is_recomputed_as_before() -> None:
     torch.manual_seed(0)
     trial = Trial(Scores(), LOSSES["mean"], ids())
-    program = struck(trial)[0]
+    program = applied(trial)[0]
     recompute = Recompute()
     offers, _ = recompute.offers(program, trial.source)
     everything = next(o for o in offers if o.label.startswith("everything"))
@@ -359,7 +359,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
     planned = unplanned.what_if(memory=half)
     assert {t.trade for t in planned.plan.taken} == {"stream"}
     assert "head in " in str(planned)
-    assert "stream was struck" in planned.why_not("stream")
+    assert "stream was applied" in planned.why_not("stream")
     assert any(r.trade == "recompute" for r in planned.plan.refused)
     path = tmp_path / "words.plan.toml"
     planned.save(path)

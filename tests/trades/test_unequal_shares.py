@@ -18,7 +18,7 @@ from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
-from steelyard.plans.trade import strike_on_ranks
+from steelyard.plans.trade import apply_rules_on_ranks
 from steelyard.predict import (
     peak_bytes,
     predict,
@@ -59,7 +59,7 @@ def costs(*speeds: float, rate: float = 1e9) -> CostTable:
 def shared(shares: tuple[int, ...], *more: Rule) -> Program:
     rule = Rule(trade="shard_batch", degree=len(shares), bucket_bytes=16 * KIB, shares=shares)
     rules = (rule, *more)
-    return strike_on_ranks(trial().plain, rules, trades=TRADES, source=trial().source)
+    return apply_rules_on_ranks(trial().plain, rules, trades=TRADES, source=trial().source)
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def shared(shares: tuple[int, ...], *more: Rule) -> Program:
 @pytest.mark.parametrize("shares", [(2, 1), (1, 2), (3, 2, 1), (7, 5), (1, 1, 4)])
 def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, ...]) -> None:
     program = shared(shares)
-    ones = (program, *program.beside)
+    ones = (program, *program.sibling_programs)
     assert [one.share for one in ones] == sorted({*shares}, reverse=True)
     for one in ones:
         assert one.problems() == []
@@ -80,16 +80,16 @@ def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, 
 
 
 def test_equal_shares_are_those_that_were() -> None:
-    plain = trial().struck([Rule(trade="shard_batch", degree=2, bucket_bytes=16 * KIB)])
+    plain = trial().apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=16 * KIB)])
     for program in (shared((3, 3)), shared((1, 1))):
-        assert (program.layout, program.beside) == (plain.layout, ())
+        assert (program.layout, program.sibling_programs) == (plain.layout, ())
         assert program.instructions == plain.instructions
         assert program.graph.nodes == plain.graph.nodes
 
 
 def test_micro_batches_are_of_each_ranks_own_share() -> None:
     program = shared((2, 1), Rule(trade="accumulate", degree=2))
-    (other,) = program.beside
+    (other,) = program.sibling_programs
     assert (program.repeats, program.units) == (other.repeats, other.units) == (2, 6)
     assert (batch_rows(program), batch_rows(other)) == ({4}, {2})
     with pytest.raises(Mismatch, match="one of 1, 2, 4 equal parts"):
@@ -112,7 +112,7 @@ def test_ranks_that_are_alike_play_as_one_does_alone() -> None:
     assert in_step([one, one], begins=[0.0, 0.0]) == [play(program, price)] * 2
     alike = replace(price, devices=(DEVICE, DEVICE))
     assert len(kinds(program, alike)) == 1
-    assert predict(program, alike).quad == predict(program, price).quad
+    assert predict(program, alike).metrics == predict(program, price).metrics
 
 
 def test_a_slower_rank_never_makes_a_step_faster_and_is_waited_for() -> None:
@@ -136,24 +136,24 @@ def test_all_arrive_together_and_who_has_less_to_do_waits() -> None:
 def test_shares_by_speed_leave_nobody_waiting(more: tuple[Rule, ...]) -> None:
     price = costs(1, 0.5, rate=1e12)
     by_speed, even, wrong = (
-        predict(shared(shares, *more), price).quad for shares in ((2, 1), (1, 1), (1, 2))
+        predict(shared(shares, *more), price).metrics for shares in ((2, 1), (1, 1), (1, 2))
     )
-    found = [quad.step_seconds.value for quad in (by_speed, even, wrong)]
+    found = [metrics.step_seconds.value for metrics in (by_speed, even, wrong)]
     assert found == sorted(found)
     # Two thirds of the batch on one device, a half at half the speed, two thirds at half of it.
     assert found[1] / found[0] == pytest.approx(1.5, rel=0.1)
     assert found[2] / found[0] == pytest.approx(2.0, rel=0.1)
-    for quad in (by_speed, even, wrong):
-        estimate = quad.step_seconds
+    for metrics in (by_speed, even, wrong):
+        estimate = metrics.step_seconds
         assert estimate.low <= estimate.value <= estimate.high
-        waits = quad.exposed_communication_seconds
+        waits = metrics.exposed_communication_seconds
         assert 0 <= waits.low <= waits.value <= waits.high
-        assert estimate.value >= quad.computation_seconds.value
+        assert estimate.value >= metrics.computation_seconds.value
 
 
 def test_memory_is_that_of_the_largest_share() -> None:
     program, price = shared((1, 3)), costs()
-    ones = [replace(one, beside=()) for one in (program, *program.beside)]
+    ones = [replace(one, sibling_programs=()) for one in (program, *program.sibling_programs)]
     peaks = [peak_bytes(one, price) for one in ones]
     assert peaks == sorted(peaks, reverse=True)
     assert peak_bytes(program, price) == predict(program, price).peak.nbytes == peaks[0]
@@ -246,7 +246,7 @@ def test_a_mixed_cluster_is_planned_for(tmp_path: Path) -> None:
     it = trial()
     planned = sy.plan(it.model, it.loss, it.batch, cluster=mixed())
     assert ParallelLayout.of(planned.plan.decisions.rules).shares == (2, 1)
-    assert planned.plan.decisions.made_for.speeds == ()
+    assert planned.plan.decisions.target.speeds == ()
     planned.save(tmp_path / "mixed.plan.toml")
     assert "shares = [2, 1]" in (tmp_path / "mixed.plan.toml").read_text()
-    assert planned.predicted.step_seconds.value < planned.plan.unplanned.quad.step_seconds.value
+    assert planned.predicted.step_seconds.value < planned.plan.unplanned.metrics.step_seconds.value

@@ -12,7 +12,7 @@ from steelyard.api.scaling_study import scale_workload
 from steelyard.api.step import Step
 from steelyard.api.train import run_workload
 from steelyard.api.workload import Workload, load_workload
-from steelyard.planner.multi_host import HostRendezvous, keep_to_own_gpu, know_ranks_here, meeting
+from steelyard.planner.multi_host import HostRendezvous, keep_to_own_gpu, meeting, probe_local_ranks
 from steelyard.run.launch.launcher import launch
 from steelyard.run.rng_state import seed_everything
 
@@ -27,7 +27,6 @@ __all__ = [
     "hold_meeting_place",
     "joined_ranks",
     "keep_to_own_gpu",
-    "know_ranks_here",
     "launch",
     "load",
     "load_planned",
@@ -35,6 +34,7 @@ __all__ = [
     "meeting",
     "plan",
     "plan_workload",
+    "probe_local_ranks",
     "restarts",
     "run_workload",
     "scale_workload",

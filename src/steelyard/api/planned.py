@@ -40,9 +40,9 @@ class Planned:
         self.plan = plan
 
     @property
-    def look(self) -> PlanningSession:
+    def session(self) -> PlanningSession:
         """The step as it was captured and priced."""
-        return self._planner.look
+        return self._planner.session
 
     def __str__(self) -> str:
         return plain(render(tree_of(self.plan)))
@@ -53,26 +53,28 @@ class Planned:
     @property
     def baseline(self) -> Metrics:
         """The cost of eager PyTorch."""
-        return self.plan.before.quad
+        return self.plan.before.metrics
 
     @property
     def predicted(self) -> Metrics:
         """The predicted cost of the plan."""
-        return self.plan.predicted.quad
+        return self.plan.predicted.metrics
 
     @property
     def frontier(self) -> tuple[FrontierPoint, ...]:
         """The whole memory-time curve; each number of micro-batches is one more capture."""
-        return self.charted().plan.frontier
+        return self.with_frontier().plan.frontier
 
-    def charted(self) -> "Planned":
+    def with_frontier(self) -> "Planned":
         """The same plan on the whole curve: one that was planned knows only what it had to ask."""
-        return Planned(self._planner, self._planner.charted(self.plan))
+        return Planned(self._planner, self._planner.with_frontier(self.plan))
 
     def simulated(self) -> tuple[Span, ...]:
         """The predicted timeline of each rank."""
-        look = self.look
-        return spans(look.as_run(look.struck(self.plan.decisions.rules)), look.costs)
+        session = self.session
+        return spans(
+            session.as_executed(session.apply_rules(self.plan.decisions.rules)), session.costs
+        )
 
     def save(self, path: str | Path) -> None:
         """Decisions as TOML to ``path``, predictions as JSON beside it."""
@@ -82,8 +84,8 @@ class Planned:
         check_trade(trade)
         taken = [t.label for t in self.plan.taken if t.trade == trade]
         if taken:
-            return f"{trade} was struck: {', '.join(taken[:5])}"
-        if trade in FAR_TRADES and self.look.request.cluster.far is None:
+            return f"{trade} was applied: {', '.join(taken[:5])}"
+        if trade in FAR_TRADES and self.session.request.cluster.far is None:
             return (
                 "there is no far memory to move to: name a folder on a disk (--far, sy.OffloadTier)"
             )
@@ -102,9 +104,9 @@ class Planned:
         A plan for one rank is refused in a process group of several, unless ``sums_gradients``
         says that the caller's own code sums gradients over ranks after ``step.backward``.
         """
-        look = self.look
+        session = self.session
         self._refuse_beyond_budget()
-        source = look.source.whole()
+        source = session.source.whole()
         if source.is_imagined:
             # The largest batch was only looked for; those to come have values.
             source = source.at(filled(source.batch))
@@ -112,9 +114,9 @@ class Planned:
             check_model(model)
             # Another object of the same kind, say one that was loaded meanwhile.
             source = source.on(model)
-        elif look.watch is not None:
-            look.watch.check()
-        if source.graph(micro_batches=1).fingerprint != look.base.graph.fingerprint:
+        elif session.watch is not None:
+            session.watch.check()
+        if source.graph(micro_batches=1).fingerprint != session.base.graph.fingerprint:
             raise Mismatch(
                 "the model traces to another graph than the one that was planned",
                 expected="the same modules, modes and parameters as when planning",
@@ -123,9 +125,9 @@ class Planned:
         return Step(
             plan=self.plan,
             source=source,
-            pricing=look.pricing,
-            optimizer=look.request.optimizer,
-            update=look.base.update,
+            pricing=session.pricing,
+            optimizer=session.request.optimizer,
+            update=session.base.update,
             sums_gradients=sums_gradients,
         )
 

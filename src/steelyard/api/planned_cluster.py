@@ -34,7 +34,7 @@ class PlannedForCluster(Planned):
     def frontier(self) -> tuple[FrontierPoint, ...]:
         return ()
 
-    def charted(self) -> "PlannedForCluster":
+    def with_frontier(self) -> "PlannedForCluster":
         return self
 
     def simulated(self) -> tuple[Span, ...]:
@@ -46,7 +46,7 @@ class PlannedForCluster(Planned):
         check_trade(trade)
         taken = [t.label for t in self.plan.taken if t.trade == trade]
         if taken:
-            return f"{trade} was struck: {', '.join(taken[:5])}"
+            return f"{trade} was applied: {', '.join(taken[:5])}"
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         return "\n".join(reasons) or f"{trade} has no offer on this step"
 

@@ -20,7 +20,7 @@ from steelyard.capture.tracing.optimizer import OptimizerFactory, check_optimize
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.planner.compatibility import check_cluster, check_made_for
+from steelyard.planner.compatibility import check_cluster, check_target
 from steelyard.planner.cost_provider import Progress
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.planner.max_size import largest
@@ -72,7 +72,7 @@ def plan(
         wish = None if minimize is None else Minimize(minimize)
         return planned_elsewhere(DeclaredClusterPlanner(request=request), request.budget, wish)
     request.check_floor(floor_of(model, batch), request.budget)
-    return planned(Planner(request.looked_at(within=request.budget)), request.budget)
+    return planned(Planner(request.capture_and_price(within=request.budget)), request.budget)
 
 
 def _is_elsewhere(request: PlanRequest, minimize: Minimize | str | None) -> bool:
@@ -178,7 +178,7 @@ def load(
     if optimizer is not None:
         check_optimizer(model, optimizer)
     decisions = read_decisions(path_of(path))
-    made_for = decisions.made_for
+    target = decisions.target
     check_file(path, decisions)
     request = PlanRequest(
         model=model,
@@ -187,8 +187,8 @@ def load(
         optimizer=optimizer,
         cluster=cluster or cluster_for(decisions),
         budget=decisions.budget,
-        runner="inductor" if made_for.runner == "inductor" else "python",
-        decomposition=made_for.decomposition,
+        runner="inductor" if target.runner == "inductor" else "python",
+        decomposition=target.decomposition,
         title=title or type(model).__name__,
         on_progress=on_progress,
     )
@@ -196,19 +196,19 @@ def load(
         check_cluster(decisions, cluster)
         if cluster.num_devices > 1 and not cluster.is_here:
             where = DeclaredClusterPlanner(request=request)
-            if cut(model) is not None or where.made_for().graph == made_for.graph:
-                check_made_for(decisions, where.made_for())
+            if cut(model) is not None or where.target().graph == target.graph:
+                check_target(decisions, where.target())
                 return PlannedForCluster(where, *where.predict(decisions), minimize=None)
-    look = request.looked_at(is_priced=predict_anew)
-    planner = Planner(look)
-    check_made_for(decisions, look.made_for())
+    session = request.capture_and_price(is_priced=predict_anew)
+    planner = Planner(session)
+    check_target(decisions, session.target())
     used = decisions.ranks_used(ParallelLayout.of(decisions.rules).num_ranks)
-    if predict_anew or 1 < len(used) < look.request.cluster.num_devices:
-        look.prices.use(used)
+    if predict_anew or 1 < len(used) < session.request.cluster.num_devices:
+        session.prices.use(used)
         return Planned(planner, planner.predict(decisions))
-    program = look.struck_unpriced(decisions.rules)
+    program = session.apply_rules_unpriced(decisions.rules)
     check_far_room(decisions, program)
-    found = stored_plan(Path(path), decisions, look, program)
+    found = stored_plan(Path(path), decisions, session, program)
     if isinstance(found, str):
         on_progress(f"predicting anew: {found}")
         return Planned(planner, planner.predict(decisions))

@@ -20,7 +20,7 @@ from steelyard import _torch
 from steelyard.api.workload import Workload
 from steelyard.comm.backends import backend_for
 from steelyard.comm.channel import Channel
-from steelyard.comm.devices import CPU, home_of
+from steelyard.comm.devices import CPU, torch_device_of
 from steelyard.comm.gloo.thread_scheduling import take_turns
 from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.parallel_layout import ALONE, DATA, PIPELINE, ParallelLayout
@@ -30,9 +30,9 @@ from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.measure.device_memory import check_is_own
 from steelyard.planner.multi_host import (
     check_neighbours,
+    gpu_description,
     keep_to_cores_of,
-    know_hosts,
-    words_of_gpu,
+    probe_hosts,
 )
 from steelyard.run.binding import live_tensors
 from steelyard.run.launch.consistency_check import words_for
@@ -92,7 +92,7 @@ class RankContext:
         return cls(layout=layout, rank=group.rank(), home=home, groups=groups)
 
     @cached_property
-    def together(self) -> Coordinator:
+    def coordinator(self) -> Coordinator:
         return self.everyone or (InGroup() if self.groups else Alone())
 
     def among(self, members: Sequence[int], layout: ParallelLayout) -> "RankContext":
@@ -112,7 +112,7 @@ class RankContext:
             rank=members.index(own) if is_member else 0,
             home=self.home,
             groups=groups,
-            everyone=self.together,
+            everyone=self.coordinator,
             stands_by=not is_member,
         )
 
@@ -201,15 +201,15 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
     # Ranks that draw another batch each would train on less than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
-    who, home = who_am_i(os.environ), home_of(workload.model)
+    who, home = who_am_i(os.environ), torch_device_of(workload.model)
     check_is_own(home)
     if who.hosts > 1:
-        words |= words_of_gpu(home, who)
+        words |= gpu_description(home, who)
     backend = backend_for(home, ranks=who.size // who.hosts)
     with needing_store(who), joined(who, words, timeout_seconds=timeout_seconds, backend=backend):
         if who.hosts > 1:
             check_neighbours(who)
-            know_hosts(who, home)
+            probe_hosts(who, home)
         yield
 
 

@@ -28,7 +28,11 @@ from steelyard.ir.rule import Rule
 from steelyard.measure.device_memory import free_bytes
 from steelyard.measure.links.worker import measured_now, rates_now
 from steelyard.planner.compiled import compiled_limit
-from steelyard.planner.gradient_compression import codecs_here, most_in_milder, warm_codes
+from steelyard.planner.gradient_compression import (
+    available_codecs,
+    compile_codecs,
+    peak_in_less_lossy_codecs,
+)
 from steelyard.planner.lossy import LossyPlanner
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Plan, Prediction
@@ -41,15 +45,15 @@ from steelyard.search.ranks.pace import Pace
 from steelyard.search.ranks.retune import (
     LEAST_GAIN,
     Alternative,
+    alternatives,
     at_once,
     best_hosts,
-    in_codes,
+    compressed_alternatives,
     link_among,
     numbers_of_hosts,
     on_fewer,
-    otherwise,
     same_on_fewer,
-    why_not_otherwise,
+    why_no_alternative,
     worth_trying,
 )
 from steelyard.units import format_seconds
@@ -87,28 +91,31 @@ class Replanner:
     """All ranks do the same: what the first one finds is told to the others."""
 
     def __init__(
-        self, step: Step, look: PlanningSession, path: Path, tell: Callable[[str], None]
+        self, step: Step, session: PlanningSession, path: Path, tell: Callable[[str], None]
     ) -> None:
         rules = step.plan.decisions.rules
-        if reason := why_not_otherwise(rules):
+        if reason := why_no_alternative(rules):
             raise BadInput(
                 f"how gradients are sent cannot change while this plan runs: {reason}",
                 expected="a plan in which ranks share the batch, and each has the whole model",
                 remedy="leave out --adapt",
             )
-        self._step, self._look, self._path, self._tell = step, look, path, tell
-        self._together = step.ranks.together
-        self._lossy = LossyPlanner(look=look)
-        self._whole, self._first_drift = step.plan.decisions, step.plan.predicted.quad.accuracy_loss
+        self._step, self._look, self._path, self._tell = step, session, path, tell
+        self._together = step.ranks.coordinator
+        self._lossy = LossyPlanner(session=session)
+        self._whole, self._first_drift = (
+            step.plan.decisions,
+            step.plan.predicted.metrics.accuracy_loss,
+        )
         self._home, self._num_ranks = step.ranks.home, ParallelLayout.of(rules).num_ranks
-        self._hosts = self._whole.made_for.hosts_of(self._num_ranks)
-        self._is_compiled = look.request.runner == "inductor"
+        self._hosts = self._whole.target.hosts_of(self._num_ranks)
+        self._is_compiled = session.request.runner == "inductor"
         self._members = tuple(range(self._num_ranks))
         self._rank, self._weigher = step.ranks.rank, 0
         self._as_run: dict[tuple[Rule, ...], Program] = {}
         self.written: Path | None = None
         self._waited = step.traffic().waited
-        link = look.prices.costs.links[DATA]
+        link = session.prices.costs.links[DATA]
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
         self._seen = _LinkState(link=link, rates=rates)
         self._looked: tuple[PlanningSession, _LinkState] | None = None
@@ -140,12 +147,12 @@ class Replanner:
         """The rules of the fastest step in each gradient code, over the link that the plan was made
         for. Other links use the same rules, because no further operators are measured in a run."""
         codecs = self._codecs(self._look)
-        return in_codes(self._look.layouts, self._whole.rules, codecs)
+        return compressed_alternatives(self._look.layouts, self._whole.rules, codecs)
 
     def _prepare(self) -> None:
         """What ways there are is captured and measured before the first step, so that later on only
         links are other ones. Every rank has the codes compiled."""
-        warm_codes(self._codecs(self._look), num_ranks=self._num_ranks)
+        compile_codecs(self._codecs(self._look), num_ranks=self._num_ranks)
         if self._rank == 0 or (self._step.can_stand_by and self._rank % self._each == 0):
             self._priced(self._look, self._whole.rules)
             for _ in self._choices(self._look, self._seen):
@@ -203,17 +210,17 @@ class Replanner:
             self._pace.settle()
             return False
         self.close()  # what is weighed is over links that are others by now
-        look = self._look.over(seen.link)
-        self._looked = look, seen
+        session = self._look.over(seen.link)
+        self._looked = session, seen
         self._free = min(self._together.each(free_bytes(self._home)))
-        has_turned = self._is_background and self._has_turned_at_once(number, look, seen)
+        has_turned = self._is_background and self._has_turned_at_once(number, session, seen)
         self._weigher = self._least_busy(number)
         if self._rank != self._weigher:
             return has_turned
         rules = self._step.plan.decisions.rules
 
         def work() -> str:
-            return self._found(look.settled() if self._is_background else look, seen, rules)
+            return self._found(session.settled() if self._is_background else session, seen, rules)
 
         if self._is_background:
             self._beside = BackgroundProcess(work)
@@ -232,13 +239,13 @@ class Replanner:
         is_recent = number - self._left_at <= _RECENT_STEPS
         return next(idle, 0) if self._is_background and is_recent else 0
 
-    def _has_turned_at_once(self, number: int, look: PlanningSession, seen: _LinkState) -> bool:
+    def _has_turned_at_once(self, number: int, session: PlanningSession, seen: _LinkState) -> bool:
         """To the plan as it is on fewer hosts, or to the one that the run began with, which take a
         moment to price. Other codes have to be probed first, and meanwhile the run neither waits
         for a slow link nor leaves a restored one unused."""
         text = ""
         if self._together.saves and self._step.can_stand_by:
-            quick = look.settled()
+            quick = session.settled()
             rules, most = self._step.plan.decisions.rules, self._whole.budget.memory_bytes
             choices = [
                 Alternative(way=same_on_fewer(among.layouts, rules, len(ranks)), ranks=ranks)
@@ -254,7 +261,7 @@ class Replanner:
                 text = self._written(better[0], drift=drift)
         text = self._together.words(text)
         if text:
-            self._turn_by(number, look, text)
+            self._turn_by(number, session, text)
         return bool(text)
 
     def _written(self, choice: Alternative, *, drift: str) -> str:
@@ -262,10 +269,10 @@ class Replanner:
         written = encode_decisions(replace(self._whole, rules=choice.way.rules, used_ranks=()))
         return _SIDE.join((drift, json.dumps(choice.ranks), written))
 
-    def _turn_by(self, number: int, look: PlanningSession, text: str) -> None:
+    def _turn_by(self, number: int, session: PlanningSession, text: str) -> None:
         drift, members, written = text.split(_SIDE)
         ranks = tuple(map(int, json.loads(members)))
-        self._turn(number, look, decode_decisions(written).rules, ranks, drift)
+        self._turn(number, session, decode_decisions(written).rules, ranks, drift)
 
     def _links_now(self) -> _LinkState:
         begin = time.perf_counter()
@@ -287,20 +294,20 @@ class Replanner:
     def _answered(self, number: int) -> bool:
         """Switch all ranks to the plan that was found, if the links are still the same."""
         assert self._looked is not None
-        look, then = self._looked
+        session, then = self._looked
         said = self._said() if self._rank == self._weigher else ""
         text = self._together.words(said, of=self._weigher)
         if text.startswith(_FAILED):
             self._tell(f"how to go on was not found: {text.removeprefix(_FAILED)}")
             text = ""
         if not text:
-            self._look, self._seen, self._looked = look, then, None
+            self._look, self._seen, self._looked = session, then, None
             self._pace.settle()
             return False
         if self._is_other(self._links_now(), then):
             self._looked = None
             return self._look_at_links(number)
-        self._turn_by(number, look, text)
+        self._turn_by(number, session, text)
         self._looked = None
         return True
 
@@ -315,127 +322,127 @@ class Replanner:
             self._beside = None
         return answer or ""
 
-    def _found(self, look: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...]) -> str:
+    def _found(self, session: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...]) -> str:
         """The drift that a probe saw of what is to take the plan's place, who takes part, and its
         rules as a plan file; empty where nothing is worth it."""
         budget, most = self._whole.budget, math.inf
         if budget.memory_bytes is not None:
             most = budget.memory_bytes
             if self._is_compiled:
-                most = compiled_limit(look, budget.memory_bytes)
-        for choice in self._better(look, seen, rules, most):
-            drift = self._drift(look, choice.way.rules, budget.accuracy_loss, most)
+                most = compiled_limit(session, budget.memory_bytes)
+        for choice in self._better(session, seen, rules, most):
+            drift = self._drift(session, choice.way.rules, budget.accuracy_loss, most)
             if drift is not None:
                 return self._written(choice, drift=drift)
         return ""
 
     def _better(
-        self, look: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...], most_bytes: float
+        self, session: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...], most_bytes: float
     ) -> Iterator[Alternative]:
         """By enough. A compiled step computes for less time than what was captured, so that more is
         gained of it; what it takes only its own prices tell, and each is a lowering."""
-        choices = [*self._choices(look, seen)]
+        choices = [*self._choices(session, seen)]
         if not self._is_compiled:
-            yield from self._worth_trying(look, seen, rules, choices, most_bytes)
+            yield from self._worth_trying(session, seen, rules, choices, most_bytes)
             return
         ways = sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes))[:_LOWERED]
-        seconds = self._priced(look, rules).quad.step_seconds.value
+        seconds = self._priced(session, rules).metrics.step_seconds.value
         for choice in ways:
-            predicted = self._priced(look, choice.way.rules)
-            is_enough = seconds >= (1 + LEAST_GAIN) * predicted.quad.step_seconds.value
+            predicted = self._priced(session, choice.way.rules)
+            is_enough = seconds >= (1 + LEAST_GAIN) * predicted.metrics.step_seconds.value
             if is_enough and predicted.peak.nbytes <= most_bytes:
                 yield choice
 
     def _worth_trying(
         self,
-        look: PlanningSession,
+        session: PlanningSession,
         seen: _LinkState,
         rules: tuple[Rule, ...],
         choices: Sequence[Alternative],
         most_bytes: float,
     ) -> list[Alternative]:
-        now = self._priced(self._among(look, seen, self._members), rules)
+        now = self._priced(self._among(session, seen, self._members), rules)
         return worth_trying(
-            now.quad.step_seconds.value,
-            [choice for choice in choices if self._is_possible(look, choice, now)],
+            now.metrics.step_seconds.value,
+            [choice for choice in choices if self._is_possible(session, choice, now)],
             most_bytes=most_bytes,
             coming_back_seconds=self._step.state_bytes / seen.link.bytes_per_second,
             num_ranks=len(self._members),
         )
 
-    def _choices(self, look: PlanningSession, seen: _LinkState) -> Iterator[Alternative]:
+    def _choices(self, session: PlanningSession, seen: _LinkState) -> Iterator[Alternative]:
         whole = tuple(range(self._num_ranks))
-        for way in otherwise(look.layouts, self._whole.rules, self._coded):
+        for way in alternatives(session.layouts, self._whole.rules, self._coded):
             yield Alternative(way=way, ranks=whole)
         if self._is_compiled or not self._step.can_stand_by:
             return
-        for ranks, among in self._fewer(look, seen):
+        for ranks, among in self._fewer(session, seen):
             for way in on_fewer(among.layouts, self._whole.rules, len(ranks)):
                 yield Alternative(way=way, ranks=ranks)
 
     def _fewer(
-        self, look: PlanningSession, seen: _LinkState
+        self, session: PlanningSession, seen: _LinkState
     ) -> Iterator[tuple[tuple[int, ...], PlanningSession]]:
         """The ranks of fewer hosts, the best-joined, over the links among them."""
-        each, degrees = self._each, look.source.sharers()
+        each, degrees = self._each, session.source.sharers()
         are_unequal = bool(ParallelLayout.of(self._whole.rules).shares)
         for count in numbers_of_hosts(self._hosts):
             members = best_hosts(self._rates(seen), count)
             ranks = tuple(host * each + n for host in members for n in range(each))
             if len(ranks) in degrees and not (are_unequal and len(ranks) > 1):
-                yield ranks, self._among(look, seen, ranks)
+                yield ranks, self._among(session, seen, ranks)
 
     def _rates(self, seen: _LinkState) -> tuple[float, ...]:
         return seen.rates or (seen.link.bytes_per_second,) * (self._hosts - 1)
 
     def _among(
-        self, look: PlanningSession, seen: _LinkState, ranks: Sequence[int]
+        self, session: PlanningSession, seen: _LinkState, ranks: Sequence[int]
     ) -> PlanningSession:
         """Over the links that these ranks have among them."""
         if len(ranks) == self._num_ranks or not seen.rates:
-            return look
+            return session
         each = self._each
-        return look.over(link_among(seen.link, seen.rates, sorted({r // each for r in ranks})))
+        return session.over(link_among(seen.link, seen.rates, sorted({r // each for r in ranks})))
 
-    def _is_possible(self, look: PlanningSession, choice: Alternative, now: Prediction) -> bool:
+    def _is_possible(self, session: PlanningSession, choice: Alternative, now: Prediction) -> bool:
         """Whether all of it was measured, and the memory is there for it."""
-        if not look.prices.knows(look.layouts.ways.strike(choice.way.rules).graph):
+        if not session.prices.has_costs(session.layouts.ways.apply_rules(choice.way.rules).graph):
             return False
         if len(choice.ranks) >= len(self._members):
             return True
         more = choice.way.nbytes - now.peak.nbytes
         return more <= _SHARE_OF_FREE_MEMORY * self._free
 
-    def _codecs(self, look: PlanningSession) -> Sequence[Codec]:
-        return codecs_here(look) if self._whole.budget.accuracy_loss else []
+    def _codecs(self, session: PlanningSession) -> Sequence[Codec]:
+        return available_codecs(session) if self._whole.budget.accuracy_loss else []
 
-    def _priced(self, look: PlanningSession, rules: tuple[Rule, ...]) -> Prediction:
+    def _priced(self, session: PlanningSession, rules: tuple[Rule, ...]) -> Prediction:
         """What the runner makes of a program is the same over every link."""
         if rules not in self._as_run:
-            self._as_run[rules] = look.as_run(look.struck(rules))
-        return predict(self._as_run[rules], look.costs)
+            self._as_run[rules] = session.as_executed(session.apply_rules(rules))
+        return predict(self._as_run[rules], session.costs)
 
     def _drift(
-        self, look: PlanningSession, rules: tuple[Rule, ...], allowed: float, most_bytes: float
+        self, session: PlanningSession, rules: tuple[Rule, ...], allowed: float, most_bytes: float
     ) -> str | None:
         """None where it is more than is allowed, or unknown, or where steps in milder codes or
         none do not fit; nothing is said of what is exact."""
-        program = look.struck(rules)
+        program = session.apply_rules(rules)
         if not program.is_lossy:
             return ""
         is_bound = most_bytes < math.inf
-        if is_bound and most_in_milder(look, rules, program) > most_bytes:
+        if is_bound and peak_in_less_lossy_codecs(session, rules, program) > most_bytes:
             return None
-        if self._lossy.look is not look:
-            self._lossy = LossyPlanner(look=look)
+        if self._lossy.session is not session:
+            self._lossy = LossyPlanner(session=session)
         seen = self._lossy.drift_of(rules, program, allowed)
         return None if isinstance(seen, str) or not seen.keeps(allowed) else str(seen)
 
     def _pace_of(self, plan: Plan, *, skips: int) -> Pace:
-        quad = plan.predicted.quad
+        metrics = plan.predicted.metrics
         said = (
-            quad.step_seconds.value, quad.step_seconds.low, quad.step_seconds.high,
-            quad.exposed_communication_seconds.value,
+            metrics.step_seconds.value, metrics.step_seconds.low, metrics.step_seconds.high,
+            metrics.exposed_communication_seconds.value,
         )  # fmt: skip
         # Each rank priced it for itself; one expectation is all ranks'.
         value, low, high, waits = json.loads(self._together.words(json.dumps(said)))
@@ -444,7 +451,7 @@ class Replanner:
     def _turn(
         self,
         number: int,
-        look: PlanningSession,
+        session: PlanningSession,
         rules: tuple[Rule, ...],
         ranks: tuple[int, ...],
         drift: str,
@@ -452,11 +459,11 @@ class Replanner:
         before, members = self._seen, self._members
         assert self._looked is not None
         seen = self._looked[1]
-        own = look if self._is_compiled else look.settled()
+        own = session if self._is_compiled else session.settled()
         was = self._priced(self._among(own, seen, members), self._step.plan.decisions.rules)
         predicted = self._priced(self._among(own, seen, ranks), rules)
         if drift:
-            predicted = replace(predicted, quad=replace(predicted.quad, accuracy_loss=drift))
+            predicted = replace(predicted, metrics=replace(predicted.metrics, accuracy_loss=drift))
         if not set(members) <= set(ranks):
             self._left_at = number
         used = tuple(self._whole.ranks_used(self._num_ranks)[rank] for rank in ranks)
@@ -466,7 +473,7 @@ class Replanner:
             predicted=predicted, taken=(), refused=(), num_offers=0,
         )  # fmt: skip
         self._step.turn_to(plan, ranks)
-        self._look, self._seen, self._members = look, seen, ranks
+        self._look, self._seen, self._members = session, seen, ranks
         self._pace = self._pace_of(plan, skips=_FIRST_STEPS)
         self._unseen = 0
         name = self._path.name.removesuffix(".toml").removesuffix(".plan")
@@ -476,8 +483,8 @@ class Replanner:
         self._tell(
             f"after step {number} gradients go otherwise: {self._changed(before, seen)}; "
             f"{self._going_on(rules, ranks, members)}, "
-            f"~{format_seconds(predicted.quad.step_seconds.value)} a step in place of "
-            f"~{format_seconds(was.quad.step_seconds.value)}; written: {path.name}"
+            f"~{format_seconds(predicted.metrics.step_seconds.value)} a step in place of "
+            f"~{format_seconds(was.metrics.step_seconds.value)}; written: {path.name}"
         )
 
     def _changed(self, before: _LinkState, now: _LinkState) -> str:

@@ -19,12 +19,18 @@ from steelyard.api.user_loop import UserLoop
 from steelyard.capture.batch.splitting import batch_size
 from steelyard.capture.step import Captured, CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory, refuse_foreign
-from steelyard.comm.devices import home_of
+from steelyard.comm.devices import torch_device_of
 from steelyard.comm.tcp_counters import SentBytesCounter
 from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import FAR_PIECE_BYTES
 from steelyard.hardware.host_os import this_device
-from steelyard.ir.gradient_codec import CODE_TRADES, CODED_CALLS, codec_of, ladder, warm_up_of
+from steelyard.ir.gradient_codec import (
+    CODE_TRADES,
+    CODED_CALLS,
+    codec_fallbacks,
+    codec_of,
+    warm_up_of,
+)
 from steelyard.ir.parallel_layout import DATA, LAYOUT_TRADES, ParallelLayout, spelled
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
@@ -37,7 +43,7 @@ from steelyard.offload.tier import OffloadFile
 from steelyard.planner.cost_provider import LazyCosts
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
-from steelyard.plans.trade import strike, strike_on_ranks
+from steelyard.plans.trade import apply_rules, apply_rules_on_ranks
 from steelyard.predict import kept_gradients_bytes, peak_bytes, rank_peak_bytes
 from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
@@ -48,7 +54,7 @@ from steelyard.run.compiled.inductor import compile_program
 from steelyard.run.compiled.lower import lower
 from steelyard.run.compression_fallback import CompressionFallback
 from steelyard.run.finite_check import FiniteWatch, blamed
-from steelyard.run.launch.coordination import begin_alike, bring_up_to_date
+from steelyard.run.launch.coordination import bring_up_to_date, broadcast_model
 from steelyard.run.sharded_model.layers import ShardedLayers, ShardedTensorsOfLayers
 from steelyard.run.sharded_model.tensors import ShardedTensors
 from steelyard.run.step import CodeReads, Constants, LiveStep
@@ -98,15 +104,15 @@ class Step:
         self._source = source
         self._pricing = pricing
         self._update = update
-        self._home = home_of(source.model)
+        self._home = torch_device_of(source.model)
         self.ranks = self._all_ranks = RankContext.of(
             ParallelLayout.of(plan.decisions.rules), self._home
         )
         self._members = tuple(range(self.ranks.layout.num_ranks))
         if self.ranks.groups:
-            begin_alike([*source.model.parameters(), *source.model.buffers()], self._home)
+            broadcast_model([*source.model.parameters(), *source.model.buffers()], self._home)
         self._parts: ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None = None
-        self._ladder = ladder(plan.decisions.rules)
+        self._codec_fallbacks = codec_fallbacks(plan.decisions.rules)
         program, captured = self._program_at(source)
         captured.reads.check()
         far = plan.decisions.far
@@ -137,7 +143,7 @@ class Step:
             parts=self._parts,
             reduction=source.reduction().value if program.parts > 1 else "mean",
             other_shape=self._other_shape,
-            on_change=lambda words: self.ranks.together.check_alike("batch", words),
+            on_change=lambda words: self.ranks.coordinator.check_equal("batch", words),
             runner=self._runner(states),
             reads=captured.reads,
             rank=program.layout.place(self.ranks.rank, DATA),
@@ -219,7 +225,7 @@ class Step:
     def stands_in(self) -> str:
         """The device that this runs on and the declared cluster that it was planned for; empty for
         a plan for this machine."""
-        declared = self.plan.decisions.made_for.declared
+        declared = self.plan.decisions.target.declared
         if not declared:
             return ""
         known = self._pricing.made.cluster
@@ -314,11 +320,11 @@ class Step:
         if program.layout.shares:
             # This rank's is of its own share, and others hold what other shares take.
             base = Program.plain(self._source.captured().graph, update=self._update)
-            rules = self._ladder[0]
-            program = strike_on_ranks(base, rules, trades=TRADES, source=self._source)
-            others = tuple(self._as_run(one) for one in program.beside)
+            rules = self._codec_fallbacks[0]
+            program = apply_rules_on_ranks(base, rules, trades=TRADES, source=self._source)
+            others = tuple(self._as_run(one) for one in program.sibling_programs)
             said = rank_peak_bytes(
-                replace(self._as_run(program), beside=others), self._pricing.made.costs
+                replace(self._as_run(program), sibling_programs=others), self._pricing.made.costs
             )
         elif program.pipeline is None:
             # All hold the same, which the plan says: nothing needs to be measured for it.
@@ -336,11 +342,11 @@ class Step:
         )
 
     @property
-    def are_unlike(self) -> bool:
+    def are_unequal(self) -> bool:
         """Whether ranks have unequal shares of the batch, or unequal speeds."""
         decisions = self.plan.decisions
         return (
-            bool(ParallelLayout.of(decisions.rules).shares) or len({*decisions.made_for.speeds}) > 1
+            bool(ParallelLayout.of(decisions.rules).shares) or len({*decisions.target.speeds}) > 1
         )
 
     def traffic(self) -> Traffic:
@@ -354,7 +360,7 @@ class Step:
             coded = sum(channel.coding.seconds for channel in self.ranks.channels.values())
             moved = sum(channel.waiting.moved_bytes for channel in self.ranks.channels.values())
             sent = self._wire.sent_bytes + self.live.moved_bytes + moved
-            sent -= self.ranks.together.asked_bytes
+            sent -= self.ranks.coordinator.asked_bytes
         if self.far is not None:
             busy, waited = self.far.busy_seconds, self.far.waited_seconds + waited
         return Traffic(busy, waited, sent, coded)
@@ -385,11 +391,11 @@ class Step:
     def notes_on_ranks(self, waited: float, sent: int | None) -> tuple[str, ...]:
         if not self.ranks.channels:
             return ()
-        quad = self.plan.predicted.quad
-        own, said = format_seconds(waited), quad.exposed_communication_seconds.value
+        metrics = self.plan.predicted.metrics
+        own, said = format_seconds(waited), metrics.exposed_communication_seconds.value
         notes = [f"waited {own} of a step for other ranks (predicted ~{format_seconds(said)})"]
         if sent is not None:
-            own, said = format_bytes(sent), quad.communication_bytes.value
+            own, said = format_bytes(sent), metrics.communication_bytes.value
             notes.append(f"sent {own} of a step to other ranks (predicted {format_bytes(said)})")
         return tuple(notes)
 
@@ -408,8 +414,8 @@ class Step:
         # What codes hold back is put together by those that hold it.
         self.live.residuals.owe_all()
         if not set(members) <= set(self._members):
-            bring_up_to_date(self.live, everyone.together)
-        self.plan, self._ladder = plan, ladder(plan.decisions.rules)
+            bring_up_to_date(self.live, everyone.coordinator)
+        self.plan, self._codec_fallbacks = plan, codec_fallbacks(plan.decisions.rules)
         if members != self._members:
             layout = ParallelLayout.of(plan.decisions.rules)
             self.ranks = everyone if members == whole else everyone.among(members, layout)
@@ -417,7 +423,7 @@ class Step:
             self.live.turn_among(
                 rank=layout.place(self.ranks.rank, DATA),
                 channels=self.ranks.channels,
-                tell_loss=None if members == whole else self.ranks.together.tell_loss,
+                tell_loss=None if members == whole else self.ranks.coordinator.tell_loss,
                 stands_by=self.ranks.stands_by,
             )
             self._wire, self._looks = SentBytesCounter(), 0
@@ -473,7 +479,9 @@ class Step:
                 f"{len(seen.held)} looks"
             )
         for number, reason in enumerate(seen.reasons, start=1):
-            notes.append(f"gradients went in {_coded_in(self._ladder[number])} from then: {reason}")
+            notes.append(
+                f"gradients went in {_coded_in(self._codec_fallbacks[number])} from then: {reason}"
+            )
         return tuple(notes)
 
     def meter(self, call: Any) -> int:
@@ -546,10 +554,10 @@ class Step:
         if calls >= self._told_after:
             self._told_after = 2 * calls
             held = self._held_bytes()
-            self._held_by_rank = self.ranks.together.each(-1 if held is None else held)
+            self._held_by_rank = self.ranks.coordinator.each(-1 if held is None else held)
         # All ranks find it after the same call: it is the loss of all.
         if self._finite is not None and self._finite.failed_at and not self._finite_codes:
-            self._finite_codes = self.ranks.together.each(self._finite.code)
+            self._finite_codes = self.ranks.coordinator.each(self._finite.code)
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         del self._losses[1:]
@@ -566,9 +574,11 @@ class Step:
         return OffloadedStates(optimizer, program, parameters=parameters, memory=self.far)
 
     def _guard(self) -> CompressionFallback | None:
-        if len(self._ladder) == 1:
+        if len(self._codec_fallbacks) == 1:
             return None
-        return CompressionFallback(len(self._ladder), warm_up=warm_up_of(self.plan.decisions.rules))
+        return CompressionFallback(
+            len(self._codec_fallbacks), warm_up=warm_up_of(self.plan.decisions.rules)
+        )
 
     def _runner(self, states: OffloadedStates | None) -> Callable[[Program], Emitted]:
         tensors = states.tensors if states else None
@@ -588,15 +598,15 @@ class Step:
 
     @property
     def _is_compiled(self) -> bool:
-        return self.plan.decisions.made_for.runner == "inductor"
+        return self.plan.decisions.target.runner == "inductor"
 
     def _as_run(self, program: Program) -> Program:
         """What the runner makes of it, of which the bytes are told."""
         return lower(program) if self._is_compiled else program
 
     def _program_at(self, source: CapturedStep, rung: int = 0) -> tuple[Program, Captured]:
-        """The plan's rules struck on the whole trace of this step, in the codes of the next."""
-        rules = [self._at(rule, source) for rule in self._ladder[rung]]
+        """The plan's rules applied on the whole trace of this step, in the codes of the next."""
+        rules = [self._at(rule, source) for rule in self._codec_fallbacks[rung]]
         if self.ranks.stands_by:
             # It is bound so that batches are checked as on the others, and never run.
             rules = [rule for rule in rules if rule.trade not in LAYOUT_TRADES]
@@ -604,9 +614,9 @@ class Step:
         with self._parts.imagined() if self._parts else contextlib.nullcontext():
             graph = source.captured().graph
             base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
-            program = strike(base, rules, trades=TRADES, source=source)
+            program = apply_rules(base, rules, trades=TRADES, source=source)
             if program.layout.shares and self.ranks is self._all_ranks:
-                self.ranks.together.check_alike("exchanges", "\n".join(program.spoken))
+                self.ranks.coordinator.check_equal("exchanges", "\n".join(program.spoken))
             return program, source.captured(micro_batches=program.units, share=program.share)
 
     def _at(self, rule: Rule, source: CapturedStep) -> Rule:
@@ -637,13 +647,13 @@ class Step:
         if not is_alike or self._parts is not None:
             source = self._source.at(batch, with_values=self._parts is None and not is_alike)
         program, captured = self._program_at(source, self.live.rung)
-        lacking = self._pricing.made.know(program.graph, may_lack=True)
+        lacking = self._pricing.made.measure(program.graph, may_lack=True)
         limit = self.plan.decisions.budget.memory_bytes
         if is_alike and limit is None:
             return program, captured.constants, captured.reads  # in other codes alone
         # Of the rank that needs most: all go on, or none does.
-        as_run = self._as_run(program)
-        nbytes = self.ranks.together.most(peak_bytes(as_run, self._pricing.made.costs))
+        as_executed = self._as_run(program)
+        nbytes = self.ranks.coordinator.most(peak_bytes(as_executed, self._pricing.made.costs))
         if limit is not None and nbytes > limit:
             what = "a step in other codes" if is_alike else "a batch of another shape"
             raise Mismatch(

@@ -43,10 +43,10 @@ def run_workload(
     written, by the first rank."""
     if adapt is not None:
         # What it compares while training runs is measured before, on a machine that is idle.
-        planned.look.pricing.checked  # noqa: B018 measures
+        planned.session.pricing.checked  # noqa: B018 measures
     step: Step = planned.apply(workload.model)
-    if checkpoint is not None and planned.plan.decisions.made_for.hosts > 1:
-        check_seen_by_all(checkpoint, step.ranks.together)
+    if checkpoint is not None and planned.plan.decisions.target.hosts > 1:
+        check_seen_by_all(checkpoint, step.ranks.coordinator)
     if step.ranks.channels:
         keep_to_own_cores()
     log = _Log(step)
@@ -58,9 +58,9 @@ def run_workload(
     if step.stands_in:
         on_note(f"runs {step.stands_in}")
     written_losses = None
-    if losses is not None and step.ranks.together.saves:
+    if losses is not None and step.ranks.coordinator.saves:
         written_losses = Losses(losses, noted)
-    adapting = None if adapt is None else Replanner(step, planned.look, adapt, noted)
+    adapting = None if adapt is None else Replanner(step, planned.session, adapt, noted)
 
     def seen(report: StepReport) -> None:
         log.add(report)
@@ -97,7 +97,7 @@ def run_workload(
             meter=step.meter,
             may_meter=step.may_meter,
             predicted_bytes=planned.plan.predicted.peak.nbytes,
-            together=step.ranks.together,
+            coordinator=step.ranks.coordinator,
         )
     if finished.stopped_by == "SIGINT":
         raise KeyboardInterrupt
@@ -152,21 +152,23 @@ class _Log:
 
     def _of_all(self, nbytes: int | None) -> int | None:
         """Of the rank that held most; one that stood by may know of nothing."""
-        most = self._step.ranks.together.most(-1 if nbytes is None else nbytes)
+        most = self._step.ranks.coordinator.most(-1 if nbytes is None else nbytes)
         return most if most >= 0 else None
 
     def _least(self, seconds: float) -> float:
         """Of the rank that waited least, and so worked longest: that one is predicted."""
-        return -self._step.ranks.together.most(-round(seconds * 1e9)) / 1e9
+        return -self._step.ranks.coordinator.most(-round(seconds * 1e9)) / 1e9
 
     def measured(self, steps: int) -> RunMeasurement:
         # The first step pays for what is made once: state, caches, first touches of memory.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         busy, waited, sent = self._step.exchanged(self._traffic)
         # Of ranks, some may have metered no step: see Step.may_meter.
-        held = self._step.ranks.together.each(-1 if self._peak_bytes is None else self._peak_bytes)
+        held = self._step.ranks.coordinator.each(
+            -1 if self._peak_bytes is None else self._peak_bytes
+        )
         sent = self._of_all(sent)
-        if self._step.are_unlike:
+        if self._step.are_unequal:
             waited = self._least(waited)
         self.notes += self._step.notes_on_ranks(waited, sent)
         self.notes += self._step.notes_on_codes(self._traffic)

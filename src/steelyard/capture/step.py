@@ -24,7 +24,7 @@ from steelyard.capture.deep.truncate import multiplied
 from steelyard.capture.deep.truncated_model import TruncatedModel, shortened
 from steelyard.capture.eager_baseline import EagerBaseline, eager_twin
 from steelyard.capture.pipeline_stages import cut_into_stages, end_of, refuse_unknown_draws
-from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.partition import partition
 from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.capture.tracing.decompositions import table
 from steelyard.capture.tracing.fake_execution import on_cpu, put_back_on_failure
@@ -36,7 +36,7 @@ from steelyard.capture.tracing.optimizer import (
     leaner_settings,
 )
 from steelyard.capture.tracing.to_ir import to_graph
-from steelyard.comm.devices import CPU, home_of
+from steelyard.comm.devices import CPU, torch_device_of
 from steelyard.comm.pipeline_schedules import order_under
 from steelyard.errors import CaptureRefused
 from steelyard.ir.collective import GLOO, NCCL, Transport
@@ -97,7 +97,7 @@ class CapturedStep:
     @cached_property
     def _home(self) -> torch.device:
         """What is only imagined is captured as if it lay on the processor."""
-        return home_of(self.model)
+        return torch_device_of(self.model)
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
         """Of one of as many equal parts of the batch, or of so many of them."""
@@ -176,8 +176,8 @@ class CapturedStep:
         sharing = tuple((name, tuple(own)) for name, own in sorted(shares.items()))
         if sharing not in self._updates_in_parts:
             self._updates_in_parts[sharing] = self._update(self.optimizer, shares)
-        parted = self._updates_in_parts[sharing]
-        return replace(update, graph=parted.graph, instructions=parted.instructions)
+        partition = self._updates_in_parts[sharing]
+        return replace(update, graph=partition.graph, instructions=partition.instructions)
 
     def _update(self, make: OptimizerFactory, shares: Shares) -> Program:
         unused = frozenset(self.graph(micro_batches=1).unused)
@@ -189,7 +189,7 @@ class CapturedStep:
     def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         key = graph.fingerprint, choice, rank
         if key not in self._parted:
-            self._parted[key] = parted(
+            self._parted[key] = partition(
                 graph, choice, rank=rank, transport=self.transport, device=self._home
             )
         return self._parted[key]

@@ -43,7 +43,7 @@ from steelyard.cli.exit_codes import (
 from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
 from steelyard.cli.plan_command import PlanOptions, plan_by
 from steelyard.cli.run_command import RunOptions, run_by
-from steelyard.cli.signals import heed
+from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import OffloadTier
@@ -149,7 +149,7 @@ def plan(
     what_if: Annotated[
         str | None, Parameter(help="Show another budget beside it, such as memory=4GiB.")
     ] = None,
-    why_not: Annotated[str | None, Parameter(help="Say why this trade was not struck.")] = None,
+    why_not: Annotated[str | None, Parameter(help="Say why this trade was not applied.")] = None,
     zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
     html: _Page = None,
     shown: OutputOptions = _PLAINLY,
@@ -287,7 +287,7 @@ def frontier(
         planned = api.plan_workload(
             workload, budget=Budget(), runner=runner, maximize=None,
             cluster=cluster_of(None, 1, beside_it), title=title(train), on_progress=tell,
-        ).charted()  # fmt: skip
+        ).with_frontier()  # fmt: skip
     tree = tree_of(planned.plan)
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)
     write_page(tree, html)
@@ -317,7 +317,7 @@ def simulate(
     refuse_unwritable(trace, "give another place with --trace")
     if not train.endswith(".toml"):
         refuse_no_script(train, "simulate")
-    script, path, made_for = planned_for(train, plan, cluster)
+    script, path, target = planned_for(train, plan, cluster)
     refuse_no_script(script, "simulate")
     refuse_same_file("--trace", trace, path, explanation_of(path), script_path(script))
     with planning(shown) as tell:
@@ -325,7 +325,7 @@ def simulate(
         from steelyard import api
 
         planned = api.load_planned(
-            path, workload, cluster=made_for, title=title(script), on_progress=tell
+            path, workload, cluster=target, title=title(script), on_progress=tell
         )
         spans = planned.simulated()
     write_whole(trace, to_trace(spans, title=planned.plan.title).encode())
@@ -421,7 +421,7 @@ def doctor(
     with foreseen("the examination", RUN_FAILED, in_json=shown.json):
         from steelyard import api
 
-        heed()
+        handle_interrupts()
         rows = api.doctor(forget=forget)
     show_diagnosis(rows, in_json=shown.json)
     return BAD_INPUT if any(row.verdict is Verdict.BAD for row in rows) else OK
@@ -437,7 +437,7 @@ def demo(*, shown: OutputOptions = _PLAINLY) -> int:
     with foreseen("the demonstration", RUN_FAILED, in_json=shown.json):
         from steelyard import api
 
-        heed()
+        handle_interrupts()
         ok, receipt = api.demo(lambda line: None if shown.quiet else show_text(line, stream=out))
     show(tree_of(receipt), in_json=shown.json)
     hint(

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from cyclopts import CycloptsError
 
-from steelyard.cli.signals import heed
+from steelyard.cli.signals import handle_interrupts
 from steelyard.errors import SteelyardError, afterwards
 from steelyard.report.errors import Failure, failure_lines
 from steelyard.report.terminal import quieten, width_of, write
@@ -42,7 +42,7 @@ def foreseen(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
     try:
         with out:
             yield
-            heed()
+            handle_interrupts()
     except (SteelyardError, KeyboardInterrupt, BrokenPipeError):
         raise
     except (Exception, SystemExit) as error:

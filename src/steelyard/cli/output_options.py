@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from steelyard.cli.exit_codes import BAD_INPUT, foreseen
-from steelyard.cli.signals import heed
+from steelyard.cli.signals import handle_interrupts
 from steelyard.report.progress import Status
 from steelyard.report.styled_text import Tone
 from steelyard.report.terminal import write
@@ -44,7 +44,7 @@ def loaded(train: str, tell: Status) -> "Workload":
     tell("importing torch")
     from steelyard import api
 
-    heed()
+    handle_interrupts()
     tell(f"loading {train}")
     return api.load_workload(train)
 

@@ -188,7 +188,7 @@ def _here(wanted: PlanOptions, met: "HostRendezvous | None" = None) -> int:
             # Its ranks would each find that nobody has measured them, all at one time.
             from steelyard import api
 
-            api.know_ranks_here(laid.ranks, planned.look.source.model)
+            api.probe_local_ranks(laid.ranks, planned.session.source.model)
         hint(f"next: {_next(wanted, laid)}", shown)
     return OK if tree.fits else INFEASIBLE
 

@@ -43,12 +43,12 @@ class LaunchSpec:
         if not plan.is_file():
             return cls()
         decisions = read_decisions(plan)
-        ranks, made_for = ParallelLayout.of(decisions.rules).num_ranks, decisions.made_for
+        ranks, target = ParallelLayout.of(decisions.rules).num_ranks, decisions.target
         return cls(
             ranks=ranks,
-            hosts=made_for.hosts_of(ranks),
-            among=made_for.ranks,
-            among_hosts=made_for.hosts,
+            hosts=target.hosts_of(ranks),
+            among=target.ranks,
+            among_hosts=target.hosts,
             used=decisions.ranks_used(ranks),
             used_hosts=decisions.hosts_used(ranks),
         )

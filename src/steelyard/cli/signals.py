@@ -14,7 +14,7 @@ def was_pressed() -> bool:
     return _seen
 
 
-def heed() -> None:
+def handle_interrupts() -> None:
     """Stop here if Ctrl-C was pressed and nothing came of it."""
     if _seen:
         raise KeyboardInterrupt

@@ -15,7 +15,7 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index]
 
 
-def home_of(model: nn.Module) -> torch.device:
+def torch_device_of(model: nn.Module) -> torch.device:
     """Of all its tensors, other than those that have no values."""
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     devices = sorted(map(str, found - {torch.device("meta")})) or ["cpu"]

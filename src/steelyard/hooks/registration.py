@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.comm.devices import home_of
+from steelyard.comm.devices import torch_device_of
 from steelyard.comm.gloo.thread_scheduling import take_turns
 from steelyard.errors import BadInput, RanksDiffer
 from steelyard.hooks.background import BackgroundWork, OnStream, OnThread
@@ -60,7 +60,7 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
             remedy='compress(module, "int8"), for example',
         )
     _refuse_sparse(module)
-    device = home_of(module)
+    device = torch_device_of(module)
     if isinstance(module, DistributedDataParallel):
         return _in_buckets(module, codec, scaler, device)
     if isinstance(module, FSDPModule):

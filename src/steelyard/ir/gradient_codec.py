@@ -98,7 +98,7 @@ def codec_of(rule: Rule) -> Codec:
     return CODES[rule.trade, rule.op, rule.degree]
 
 
-def ladder(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+def codec_fallbacks(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
     """These, and the same with gradients in codes that lose less and less, down to none at all."""
     rungs = [tuple(rules)]
     while any(rule.trade in CODE_TRADES for rule in rungs[-1]):

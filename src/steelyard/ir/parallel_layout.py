@@ -1,6 +1,6 @@
 """How one training step lies on many devices, as the rules of a plan say it.
 
-Not for what each rank then does: that is its program, after all rules were struck.
+Not for what each rank then does: that is its program, after all rules were applied.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ class ParallelLayout:
         return self.portions[self.place(rank, DATA)]
 
     @property
-    def unlike_ranks(self) -> tuple[int, ...]:
+    def unequal_ranks(self) -> tuple[int, ...]:
         """The first rank of each share of the batch, the largest first."""
         sizes = sorted(set(self.portions), reverse=True)
         return tuple(self.portions.index(size) * self.tensor for size in sizes)

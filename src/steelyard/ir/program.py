@@ -87,15 +87,15 @@ class Program:
     """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches, the
     last time to the end and before that as ``earlier``.
 
-    With a ``layout`` it is that of ``rank``; those of ranks that work on as many samples are
-    alike, and of ranks that work on more or fewer may stand ``beside`` it, one of each number.
-    ``before`` is what micro-batches before the last carry out, where the lines do not tell.
+    With a ``layout`` it is that of ``rank``; those of ranks that work on as many samples are alike,
+    and of ranks that work on more or fewer may stand beside it as ``sibling_programs``, one of each
+    number. ``before`` is what micro-batches before the last carry out, where the lines do not tell.
     ``partings`` say which of the model's tensors it holds a part of, or a part of a part.
     ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
-    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot,
-    ``uncut`` of which parameters it cannot be some rows at a time, and why, and ``unparted`` why
-    it would be another on parts of parameters. With a ``pipeline``, each rank carries out its
-    stages of it, and the lines are those of all.
+    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot, ``uncut``
+    of which parameters it cannot be some rows at a time, and why, and ``unparted`` why it would be
+    another on parts of parameters. With a ``pipeline``, each rank carries out its stages of it, and
+    the lines are those of all.
     """
 
     graph: Graph
@@ -104,7 +104,7 @@ class Program:
     repeats: int = 1
     layout: ParallelLayout = ALONE
     rank: int = 0
-    beside: tuple["Program", ...] = ()
+    sibling_programs: tuple["Program", ...] = ()
     before: "Program | None" = None
     partings: tuple[ShardingChoice, ...] = ()
     pipeline: Pipeline | None = None

@@ -14,7 +14,7 @@ from steelyard.ir.program import Instruction, Program
 LEAST_BYTES = 1024
 
 
-def waiting(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozenset[str]:
+def saved_for_backward(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozenset[str]:
     """The forward values that could leave: large, whole on a storage that they alone describe, and
     read (or what is read by a copy's maker) after the forward pass."""
     graph = program.graph

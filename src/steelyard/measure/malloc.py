@@ -19,7 +19,7 @@ _NEVER = -1
 _kept = threading.Event()
 
 
-def keep_what_is_freed() -> bool:
+def keep_freed_memory() -> bool:
     """From now on, in this process; not where the user has said what the heap is to do."""
     if is_kept():
         return True

@@ -46,7 +46,7 @@ def host_lead(run: Callable[[], object], *, device: torch.device) -> Estimate:
     return spread([lead_seconds(run, device) for _ in range(_MOST_ROUNDS)])
 
 
-def beside(
+def step_time_ratio(
     other: Runnable, base: Runnable, *, seconds_budget: float, device: torch.device | None = None
 ) -> Estimate | None:
     """Whole over sum of ``other`` over that of ``base``, the two taking turns.

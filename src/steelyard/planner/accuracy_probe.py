@@ -17,7 +17,7 @@ from steelyard.capture.batch.splitting import batch_size
 from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.channel import Channel
-from steelyard.comm.devices import home_of
+from steelyard.comm.devices import torch_device_of
 from steelyard.comm.simulated_ranks import SimulatedRanks
 from steelyard.hardware.cluster import OffloadTier
 from steelyard.ir.graph import Node, Output, OutputKind, Phase, Ref, Role, Storage, Tensor
@@ -60,9 +60,11 @@ def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) ->
         return lambda error: found.update({value: float(error)})
 
     sinks = [noting(i.sink.target) for i in program.instructions if i.sink is not None]
-    devices = random_devices(home_of(source.model))
+    devices = random_devices(torch_device_of(source.model))
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
-        bound.run(bound.inputs(leaves, 0, torch.zeros((), device=home_of(source.model))), sinks)
+        bound.run(
+            bound.inputs(leaves, 0, torch.zeros((), device=torch_device_of(source.model))), sinks
+        )
     return found
 
 
@@ -90,13 +92,13 @@ def _looking(base: Program, values: Iterable[str]) -> Program:
         Output(kind=OutputKind.GRADIENT, node=node.name, target=value)
         for value, node in errors.items()
     )
-    looked_at = replace(
+    capture_and_price = replace(
         graph,
         nodes=(*graph.nodes, *errors.values()),
         storages=(*graph.storages, *(Storage(nbytes=8, role=Role.ACTIVATION) for _ in errors)),
         outputs=(*losses, *looks),
     )
-    return Program.of(looked_at, looking)
+    return Program.of(capture_and_price, looking)
 
 
 def _error_of(node: Node, *, number: int) -> Node:
@@ -134,15 +136,15 @@ def losses(
 ) -> list[float]:
     """Of a twin of the model as it is now, trained on the one batch from one seed; of several
     ranks, each its own."""
-    with torch.random.fork_rng(devices=random_devices(home_of(source.model))):
+    with torch.random.fork_rng(devices=random_devices(torch_device_of(source.model))):
         torch.manual_seed(_SEED)
         if program.layout == ALONE:
             return _trained(
                 source, program, optimizer=optimizer, far=far, channels={}, rank=0, steps=steps
             )
-        together = SimulatedRanks(program.layout.num_ranks, home_of(source.model))
+        together = SimulatedRanks(program.layout.num_ranks, torch_device_of(source.model))
         channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
-        by_share = {each.share: each for each in (program, *program.beside)}
+        by_share = {each.share: each for each in (program, *program.sibling_programs)}
         own = [by_share[share] for share in program.layout.portions]
         found: list[float] = together.run(
             lambda rank: _trained(

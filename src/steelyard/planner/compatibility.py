@@ -12,12 +12,12 @@ from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import Cluster
 from steelyard.measure.cache import CostCache
-from steelyard.planner.local_cluster import cluster_at
+from steelyard.planner.local_cluster import local_cluster
 from steelyard.plans.plan import Decisions, Target
 from steelyard.safe_text import printable
 
 
-def other_than_planned(
+def target_differences(
     ours: Target, theirs: Target, home: torch.device = CPU, *, used: Sequence[int] = ()
 ) -> Iterator[str]:
     """What leaves the rules as good as they were, and may change what they cost or compute, of a
@@ -49,14 +49,14 @@ def _part_of(theirs: Target, used: Sequence[int], home: torch.device) -> str:
     whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
     part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=own), CostCache()
     try:
-        is_like = cluster_at(home, whole, cache=cache).fingerprint == theirs.cluster
+        is_like = local_cluster(home, whole, cache=cache).fingerprint == theirs.cluster
     except BadInput:  # it has fewer GPUs than each of theirs
         is_like = False
-    return cluster_at(home, part, cache=cache).fingerprint if is_like else theirs.cluster
+    return local_cluster(home, part, cache=cache).fingerprint if is_like else theirs.cluster
 
 
 def check_cluster(decisions: Decisions, cluster: Cluster) -> None:
-    theirs = decisions.made_for.cluster
+    theirs = decisions.target.cluster
     if cluster.fingerprint != theirs:
         raise Mismatch(
             f"the plan was made for another cluster than {cluster.tree.name} (fingerprint "
@@ -66,8 +66,8 @@ def check_cluster(decisions: Decisions, cluster: Cluster) -> None:
         )
 
 
-def check_made_for(decisions: Decisions, ours: Target) -> None:
-    theirs = decisions.made_for
+def check_target(decisions: Decisions, ours: Target) -> None:
+    theirs = decisions.target
     if ours.model != theirs.model:
         raise Mismatch(
             "the plan was made for another model, loss or set of trained parameters "

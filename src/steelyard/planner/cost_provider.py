@@ -38,8 +38,8 @@ from steelyard.measure.offload_bandwidth import measured_links
 from steelyard.measure.operators.benchmark import Calls, context_of, measure_operators
 from steelyard.measure.operators.memory import is_profiled
 from steelyard.measure.operators.optimizer_overhead import update_call_seconds
-from steelyard.measure.step_calibration import Runnable, beside, host_lead, whole_step
-from steelyard.predict import carried, peak_bytes
+from steelyard.measure.step_calibration import Runnable, host_lead, step_time_ratio, whole_step
+from steelyard.predict import collective_curves, peak_bytes
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Survey
 from steelyard.predict.rank_subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
@@ -132,7 +132,7 @@ class CostProvider:
             cut_steps=self._cuts,
             links=links,
             far_bytes=cluster.far.size_bytes if cluster.far else 0,
-            carried=_carried(cluster),
+            collective_curves=_carried(cluster),
             spread=spread,
             subsets=subsets,
             skew=skew,
@@ -177,12 +177,12 @@ class CostProvider:
             self.costs = replace(self.costs, subsets=subsets)
 
     def settled(self) -> "CostProvider":
-        """The same, without measuring what is not on the list yet: see ``knows``."""
+        """The same, without measuring what is not on the list yet: see ``has_costs``."""
         other = copy.copy(self)
         other._is_here = False
         return other
 
-    def knows(self, graph: Graph) -> bool:
+    def has_costs(self, graph: Graph) -> bool:
         """Whether all operators of it that take time were measured, or tried to be. Exchanges, and
         the copies that join tensors for one, are priced by the bytes that they move."""
         sent = {name for node in graph.nodes if node.collective for name in node.inputs}
@@ -193,7 +193,7 @@ class CostProvider:
             for node in graph.nodes
         )  # fmt: skip
 
-    def know(self, *graphs: Graph, may_lack: bool = False) -> int:
+    def measure(self, *graphs: Graph, may_lack: bool = False) -> int:
         """Measure the operators of these graphs that are not on the list yet. While a profiler of
         the user's is on nothing is measured, which is refused unless costs ``may_lack``; returns
         how many then do."""
@@ -215,7 +215,7 @@ class CostProvider:
             raise _profiled(f"{len(profiled)} operators")
         return len(profiled)
 
-    def know_compiled(self, graph: Graph, calls: Calls) -> None:
+    def measure_compiled(self, graph: Graph, calls: Calls) -> None:
         """Measure what a compiler made of a step, where ``calls`` has kernels of its own. Not what
         calls the backward kernels of convolutions, of which Inductor has laid the arguments out
         anew: torch 2.13 crashes in that of a 1x1 convolution with a stride."""
@@ -258,9 +258,9 @@ class CostProvider:
         """Nothing is measured for now."""
         self._company.dismiss()
 
-    def know_update(self, make: OptimizerFactory, update: Program) -> None:
+    def measure_update(self, make: OptimizerFactory, update: Program) -> None:
         """Measure the optimizer's operators, and its own Python between them."""
-        self.know(update.graph)
+        self.measure(update.graph)
         if not self._is_here:
             return
         dims = dims_of(update)
@@ -363,7 +363,7 @@ class CostProvider:
                 source,
                 f"{cut.repeats} x {cut.graph.fingerprint} beside {self._base.graph.fingerprint}",
                 f"checking them against a step in {cut.repeats} micro-batches",
-                lambda: beside(
+                lambda: step_time_ratio(
                     self._runnable(source, cut),
                     self._runnable(source, self._base),
                     seconds_budget=_CUT_CHECK_SECONDS,
@@ -523,7 +523,7 @@ def _carried_on(
     found: dict[tuple[str, Exchange, int, int], Link] = {}
     for stride, own in numbers.items():
         for axis in (DATA, PIPELINE) if stride > 1 else (DATA, PIPELINE, TENSOR):
-            found |= carried(
+            found |= collective_curves(
                 cluster.tree, axis=axis, numbers=sorted(own), stride=stride, among=among
             )
     return found
@@ -539,7 +539,7 @@ def _declared_subsets(cluster: Cluster) -> dict[int, Subset]:
     speeds = [device.flops_per_second / fastest for device in devices]
     groups = best_joined(declared_seconds(cluster.tree), speeds)
     return {
-        number: Subset(ranks=group, carried=_carried_on(cluster, [number], group))
+        number: Subset(ranks=group, collective_curves=_carried_on(cluster, [number], group))
         for number, group in groups.items()
         if 1 < number < count and group != tuple(range(number))
     }
@@ -569,14 +569,14 @@ class PricedSource:
 
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches, share=share)
-        self._prices.know(graph)
+        self._prices.measure(graph)
         # Of unequal shares no number makes a batch; they are taken to be like as many equal ones.
         if micro_batches > 1 and share == 1:
             self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
         return graph
 
     def rewritten(self, graph: Graph) -> Graph:
-        self._prices.know(graph)
+        self._prices.measure(graph)
         for node in graph.nodes:
             if node.body is not None and node.signature in self._prices.failed:
                 raise Mismatch(
@@ -591,20 +591,20 @@ class PricedSource:
 
     def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         graph = self._source.in_parts(graph, choice, rank=rank)
-        self._prices.know(graph)
+        self._prices.measure(graph)
         return graph
 
     def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
         if partings not in self._updates:
             self._updates[partings] = self._source.update_in_parts(update, partings)
-            self._prices.know(self._updates[partings].graph)
+            self._prices.measure(self._updates[partings].graph)
         return self._updates[partings]
 
     def in_stages(
         self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
     ) -> Pipeline:
         found = self._source.in_stages(program, ends=ends, schedule=schedule, num_ranks=num_ranks)
-        self._prices.know(found.stages.graph, *(update.graph for update in found.updates))
+        self._prices.measure(found.stages.graph, *(update.graph for update in found.updates))
         return found
 
     def divisors(self) -> tuple[int, ...]:
@@ -615,7 +615,7 @@ class PricedSource:
         cut, whole = (
             self._source.graph(micro_batches=parts, share=share) for parts in (micro_batches, than)
         )
-        self._prices.know(cut, whole)
+        self._prices.measure(cut, whole)
         programs = (Program.plain(cut).repeated(micro_batches // than), Program.plain(whole))
         return self._prices.are_no_faster(*programs)
 

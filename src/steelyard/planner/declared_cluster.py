@@ -17,7 +17,7 @@ from steelyard.ir.batch_template import BatchTemplate
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import FAR_TRADES, Rule
 from steelyard.planner.batch_notes import batch_held
-from steelyard.planner.gradient_compression import note_on_accuracy, untried
+from steelyard.planner.gradient_compression import note_on_accuracy, refuse_unprobed
 from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget, Minimize
 from steelyard.plans.plan import Decisions, NextCent, Plan, Target
@@ -29,12 +29,12 @@ from steelyard.search import (
     ClusterPlan,
     ClusterSearch,
     RecomputeSet,
-    rules_of,
-    sets_again,
+    recompute_sets,
+    to_rules,
     told,
 )
 from steelyard.search.cluster.from_rules import RuleContext as Told
-from steelyard.search.cluster.from_rules import laid_of
+from steelyard.search.cluster.from_rules import from_rules
 from steelyard.search.cluster.uncertainty import doubt_said, rivals, rivals_said
 from steelyard.trades.recompute import recomputable
 from steelyard.units import format_bytes, format_seconds, format_share
@@ -68,7 +68,7 @@ class DeclaredClusterPlanner:
 
     def _again_of(self, sampled: BatchTemplate, costs: CostTable) -> Sequence[RecomputeSet]:
         graph = sampled.graph
-        return sets_again(graph, costs, self.step.blocks, values=recomputable(graph))
+        return recompute_sets(graph, costs, self.step.blocks, values=recomputable(graph))
 
     def best(self, budget: Budget, num_ranks: int) -> ClusterPlan:
         """On so many of the devices; raises Infeasible where nothing fits there."""
@@ -118,10 +118,10 @@ class DeclaredClusterPlanner:
         )
 
     def _uncut(self) -> str:
-        why = self.search.why_together
+        why = self.search.why_indivisible
         return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
-    def made_for(self) -> Target:
+    def target(self) -> Target:
         graph, cluster = self.step.whole.graph, self.request.cluster
         return Target(
             model=graph.model_fingerprint,
@@ -144,7 +144,7 @@ class DeclaredClusterPlanner:
     def predict(self, decisions: Decisions) -> tuple[Plan, ClusterPlan]:
         """Decisions from a file on this step: nothing is searched, all is predicted."""
         step, limit = self.step, self.search.limit_bytes(decisions.budget)
-        laid = laid_of(
+        laid = from_rules(
             decisions.rules,
             self.search,
             Told(
@@ -174,18 +174,18 @@ class DeclaredClusterPlanner:
         step, search = self.step, self.search
         limit = search.limit_bytes(budget)
         regions = step.regions(laid.layout.tensor) if laid.layout.tensor > 1 else ()
-        rules = rules_of(laid, step.whole.graph, regions, step.blocks)
+        rules = to_rules(laid, step.whole.graph, regions, step.blocks)
         reasons = told(search, laid, limit, rules)
         return Plan(
             title=self._title(laid),
             decisions=Decisions(
-                made_for=self.made_for(), budget=budget, rules=rules, far=self._far(rules)
+                target=self.target(), budget=budget, rules=rules, far=self._far(rules)
             ),
             before=search.on_one(),
             unplanned=search.on_one(),
             predicted=search.prediction(laid),
             taken=reasons.taken,
-            refused=(*reasons.refused, *untried()),
+            refused=(*reasons.refused, *refuse_unprobed()),
             num_offers=reasons.num_offers,
             next_cent=self._next_cent(laid, limit),
             fewest=self._fewest_said(laid) if minimize else "",

@@ -12,7 +12,7 @@ import torch
 
 from steelyard import _torch
 from steelyard.errors import Infeasible, Mismatch
-from steelyard.ir.gradient_codec import BLOCK, CODE_TRADES, CODES, RESIDUAL, Codec, ladder
+from steelyard.ir.gradient_codec import BLOCK, CODE_TRADES, CODES, RESIDUAL, Codec, codec_fallbacks
 from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
@@ -38,27 +38,27 @@ from steelyard.units import format_bytes, format_seconds
 _LEAST_GAIN, _DOUBTS = 0.05, 2
 
 
-def with_codes(
+def with_compression(
     lossy: LossyPlanner, budget: Budget, exact: SearchResult, predicted: Prediction
 ) -> tuple[SearchResult, Prediction]:
     """The fastest plan whose gradients go in codes, or the exact one, which then says why not.
     ``predicted`` is what the runner makes of the exact one, by which codes are judged: the search
     prices what was captured."""
-    look = lossy.look
+    session = lossy.session
     if not budget.accuracy_loss:
-        barred = _not_allowed(look, exact, predicted)
+        barred = _not_allowed(session, exact, predicted)
         refusals = (*exact.refused, *barred)
         offers = exact.num_offers + sum(refusal.left is Remaining.WHOLE for refusal in barred)
         return replace(exact, refused=refusals, num_offers=offers), predicted
     found, plain, refused = exact, predicted, list[Rejection]()
     weighed = 0
-    weighing = _weighing(look, refused)
+    weighing = _weighing(session, refused)
     why_not = partial(_why_not, lossy, exact, plain)
 
     def may_pay(way: CompressedCandidate) -> bool:
         return not why_not(way.seconds - weighing.coding_seconds(way), best=plain)
 
-    for way in _ways(weighing, look, refused, may_pay):
+    for way in _ways(weighing, session, refused, may_pay):
         weighed += 1
         reason = why_not(way.seconds, best=predicted)
         if not reason:
@@ -81,7 +81,7 @@ def with_codes(
 
 
 def _not_allowed(
-    look: PlanningSession, exact: SearchResult, predicted: Prediction
+    session: PlanningSession, exact: SearchResult, predicted: Prediction
 ) -> list[Rejection]:
     """A refusal of each code where no accuracy may be lost, with no figure that takes weighing.
 
@@ -90,11 +90,11 @@ def _not_allowed(
     """
     refused: list[Rejection] = []
     reason = "is lossy and the accuracy budget is 0"
-    layout, waits = exact.program.layout, predicted.quad.exposed_communication_seconds.value
-    is_shared_by_all = layout.batch == look.request.cluster.num_devices
+    layout, waits = exact.program.layout, predicted.metrics.exposed_communication_seconds.value
+    is_shared_by_all = layout.batch == session.request.cluster.num_devices
     if is_shared_by_all and waits:
         reason += f"; it could save at most the ~{format_seconds(waits)} that ranks wait"
-    able = _codecs(look, refused)
+    able = _codecs(session, refused)
     refused += (Rejection(trade=able[c], label=c.label, reason=reason) for c in able)
     return refused
 
@@ -108,11 +108,11 @@ def _why_not(
     best: Prediction,
 ) -> str | None:
     """Why a way that takes so long, nothing else being done, is not tried."""
-    look, gain = lossy.look, _seconds(exact.prediction) / seconds - 1
+    session, gain = lossy.session, _seconds(exact.prediction) / seconds - 1
     # A compiled step computes for less time, of which what is sent is a larger share.
-    is_compiled = look.request.runner == "inductor"
+    is_compiled = session.request.runner == "inductor"
     is_judged_later = is_compiled and gain > 0
-    if not is_judged_later and (too_little := _too_little(look, gain, plain)):
+    if not is_judged_later and (too_little := _too_little(session, gain, plain)):
         return too_little
     if is_judged_later and best is not plain:
         # Each is a lowering, and kernels to compile.
@@ -125,10 +125,10 @@ def _why_not(
 
 
 def _seconds(predicted: Prediction) -> float:
-    return predicted.quad.step_seconds.value
+    return predicted.metrics.step_seconds.value
 
 
-def untried() -> tuple[Rejection, ...]:
+def refuse_unprobed() -> tuple[Rejection, ...]:
     """Of devices that are not here: what few bits would do to the loss there, nobody can tell."""
     reason = f"is lossy, and {NOT_PROBED}"
     label = "gradients in codes"
@@ -145,9 +145,9 @@ def note_on_accuracy(budget: Budget) -> tuple[str, ...]:
     return (f"no accuracy is lost, though the budget allows it: {NOT_PROBED}",)
 
 
-def codecs_here(look: PlanningSession) -> list[Codec]:
+def available_codecs(session: PlanningSession) -> list[Codec]:
     """The codes that can be had."""
-    trades = {trade.name for trade in look.request.trades}
+    trades = {trade.name for trade in session.request.trades}
     is_compiling = _torch.cpp_compiler() is not None
     return [
         codec
@@ -156,7 +156,7 @@ def codecs_here(look: PlanningSession) -> list[Codec]:
     ]
 
 
-def warm_codes(codecs: Sequence[Codec], *, num_ranks: int) -> None:
+def compile_codecs(codecs: Sequence[Codec], *, num_ranks: int) -> None:
     """Has the calls compiled that these codes are made of, for steps to come."""
     x = torch.zeros(num_ranks * BLOCK)
     for codec in codecs:
@@ -173,9 +173,9 @@ def warm_codes(codecs: Sequence[Codec], *, num_ranks: int) -> None:
                 encode_sum(coded, own, codec.name)
 
 
-def _codecs(look: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]:
+def _codecs(session: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]:
     """The codes that can be had here, with their trades; the others are refused."""
-    codecs, trades = codecs_here(look), {trade.name for trade in look.request.trades}
+    codecs, trades = available_codecs(session), {trade.name for trade in session.request.trades}
     able: dict[Codec, str] = {}
     reason = "Inductor finds no C++ compiler to make codes with"
     for (trade, _, _), codec in CODES.items():
@@ -187,35 +187,35 @@ def _codecs(look: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]
     return able
 
 
-def _weighing(look: PlanningSession, refused: list[Rejection]) -> Weighing:
-    return Weighing(layouts=look.layouts, codecs=[*_codecs(look, refused)])
+def _weighing(session: PlanningSession, refused: list[Rejection]) -> Weighing:
+    return Weighing(layouts=session.layouts, codecs=[*_codecs(session, refused)])
 
 
 def _ways(
     weighing: Weighing,
-    look: PlanningSession,
+    session: PlanningSession,
     refused: list[Rejection],
     may_pay: Callable[[CompressedCandidate], bool],
 ) -> list[CompressedCandidate]:
     """The fastest first, and made gentler where they may pay; what cannot be is told."""
     if not weighing.codecs:
         return []
-    look.request.on_progress("weighing gradients in codes")
+    session.request.on_progress("weighing gradients in codes")
     found, cannot = weighing.fastest(thoroughly=True)
     found = [weighing.gentler(way) if may_pay(way) else way for way in found]
     refused += (replace(refusal, left=Remaining.NEVER) for refusal in cannot)
     return sorted(found, key=lambda way: way.seconds)
 
 
-def _too_little(look: PlanningSession, gain: float, plain: Prediction) -> str | None:
+def _too_little(session: PlanningSession, gain: float, plain: Prediction) -> str | None:
     """Why this is not faster by enough than the exact plan; None where it is."""
-    step, waits = _seconds(plain), plain.quad.exposed_communication_seconds.value
+    step, waits = _seconds(plain), plain.metrics.exposed_communication_seconds.value
     if gain <= 0:
         waited = f"waits ~{format_seconds(waits)} for other ranks"
         bound = "is bound by computation" if waits < step / 2 else waited
         more = 1 / (1 + gain) - 1
         return f"would cost {more:.0%}: the plan takes ~{format_seconds(step)} a step and {bound}"
-    doubt = look.prices.costs.links[DATA].doubt if waits else 0.0
+    doubt = session.prices.costs.links[DATA].doubt if waits else 0.0
     least = max(_LEAST_GAIN, _DOUBTS * doubt * waits / step)
     if gain > least:
         return None
@@ -233,35 +233,38 @@ def _tried(
 ) -> tuple[SearchResult, Prediction] | str:
     """The plan with all that the budget needs besides, as it runs, and probed; or why it is not
     taken."""
-    look, limit, asked = lossy.look, budget.memory_bytes, budget
-    is_compiled = look.request.runner == "inductor"
+    session, limit, asked = lossy.session, budget.memory_bytes, budget
+    is_compiled = session.request.runner == "inductor"
     if limit is None:
         # Nothing else is traded then, and a probe takes less time than a search.
-        seen = _drift_within(lossy, budget, way.rules, look.layouts.ways.strike(way.rules))
+        seen = _drift_within(lossy, budget, way.rules, session.layouts.ways.apply_rules(way.rules))
         if isinstance(seen, str):
             return seen
     if is_compiled and limit is not None:
-        limit = compiled_limit(look, limit)
-        asked = replace(budget, memory_bytes=limit + saved_bytes(look))
+        limit = compiled_limit(session, limit)
+        asked = replace(budget, memory_bytes=limit + saved_bytes(session))
     try:
         found = weighing.plan(way, asked)
     except Infeasible:
         return "with it no plan fits the budget"
-    predicted = look.priced(found.program) if is_compiled else found.prediction
+    predicted = session.priced(found.program) if is_compiled else found.prediction
     seconds = _seconds(predicted)
     if seconds >= _seconds(best):
         return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
-    too_little = _too_little(look, _seconds(plain) / seconds - 1, plain)
+    too_little = _too_little(session, _seconds(plain) / seconds - 1, plain)
     if too_little:
         return too_little
     if limit is not None and predicted.peak.nbytes > limit:
         return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
-    if limit is not None and (most := most_in_milder(look, found.rules, found.program)) > limit:
+    if (
+        limit is not None
+        and (most := peak_in_less_lossy_codecs(session, found.rules, found.program)) > limit
+    ):
         return f"with it steps in milder codes or none would take {format_bytes(most)}"
     seen = _drift_within(lossy, budget, found.rules, found.program)
     if isinstance(seen, str):
         return seen
-    return found, replace(predicted, quad=replace(predicted.quad, accuracy_loss=str(seen)))
+    return found, replace(predicted, metrics=replace(predicted.metrics, accuracy_loss=str(seen)))
 
 
 def _drift_within(
@@ -274,17 +277,19 @@ def _drift_within(
     return seen if seen.keeps(budget.accuracy_loss) else beyond(seen, budget.accuracy_loss)
 
 
-def most_in_milder(look: PlanningSession, rules: Sequence[Rule], program: Program) -> int:
+def peak_in_less_lossy_codecs(
+    session: PlanningSession, rules: Sequence[Rule], program: Program
+) -> int:
     """What a step takes in codes that lose less, or, as the first steps, in none beside the room
     for what codes hold back: training may come to go on so."""
     inputs = program.graph.inputs()
     held = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
-    *coded, exact = ladder(rules)
-    return max([_peak_bytes(look, exact) + held, *(_peak_bytes(look, c) for c in coded[1:])])
+    *coded, exact = codec_fallbacks(rules)
+    return max([_peak_bytes(session, exact) + held, *(_peak_bytes(session, c) for c in coded[1:])])
 
 
-def _peak_bytes(look: PlanningSession, rules: Sequence[Rule]) -> int:
-    program = look.struck(rules)
-    if look.request.runner == "inductor":
-        return look.priced(program).peak.nbytes
-    return peak_bytes(program, look.prices.costs)
+def _peak_bytes(session: PlanningSession, rules: Sequence[Rule]) -> int:
+    program = session.apply_rules(rules)
+    if session.request.runner == "inductor":
+        return session.priced(program).peak.nbytes
+    return peak_bytes(program, session.prices.costs)

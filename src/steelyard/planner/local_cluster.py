@@ -20,7 +20,7 @@ from steelyard.measure.device_rates import with_measured_rates
 MAY_SHARE = "STEELYARD_SHARE_GPU"
 
 
-def cluster_at(
+def local_cluster(
     home: torch.device, cluster: Cluster, *, runner: str = "python", cache: CostCache
 ) -> Cluster:
     """``cluster``, where it is this machine and the step lies on a GPU of it: as many GPUs."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from statistics import median
 
 from steelyard import _torch
-from steelyard.comm.devices import home_of
+from steelyard.comm.devices import torch_device_of
 from steelyard.errors import Infeasible
 from steelyard.ir.gradient_codec import CODE_TRADES
 from steelyard.ir.parallel_layout import LAYOUT_TRADES, ParallelLayout
@@ -44,7 +44,7 @@ _SHARE_OF_FREE_MEMORY = 0.5
 class LossyPlanner:
     """The plans of one step where accuracy may be lost; what was measured is kept."""
 
-    look: PlanningSession
+    session: PlanningSession
     _searches: dict[frozenset[CallSite], StepSearch] = field(default_factory=dict)
     _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
     # Of steps in which nothing is in few bits; several plans may be held against the same.
@@ -61,16 +61,16 @@ class LossyPlanner:
 
     def search_for(self, budget: Budget) -> StepSearch:
         """The search that answered this."""
-        return self._answered.get(budget, self.look.search)
+        return self._answered.get(budget, self.session.search)
 
     def why_not_probed(self) -> str:
         """Why nobody could say what 8 bits do to this step; empty where it can be tried."""
-        look, source = self.look, self.look.source
-        if QUANTISE not in {trade.name for trade in look.request.trades}:
+        session, source = self.session, self.session.source
+        if QUANTISE not in {trade.name for trade in session.request.trades}:
             return "a batch that is only imagined cannot be probed"
-        if source.is_imagined or not look.request.cluster.is_here:
+        if source.is_imagined or not session.request.cluster.is_here:
             return f"is lossy, and {NOT_PROBED}"
-        if look.request.optimizer is None:
+        if session.request.optimizer is None:
             return "is lossy, and without an optimizer there is no drift of the loss to probe"
         if _torch.any_hooks(list(source.model.parameters())):
             return "is lossy, and a probe would not run the hooks of the parameters"
@@ -94,12 +94,14 @@ class LossyPlanner:
             if layout != ParallelLayout(batch=layout.batch, shares=layout.shares):
                 return "only ranks that share the batch, and nothing else, are probed"
             exact = self._exact_twin(rules)
-            peaks = (peak_bytes(p, self.look.prices.costs) for p in (program, exact))
+            peaks = (peak_bytes(p, self.session.prices.costs) for p in (program, exact))
             needed = layout.num_ranks * max(peaks)
-            free = int(_SHARE_OF_FREE_MEMORY * free_bytes(home_of(self.look.source.model)))
+            free = int(
+                _SHARE_OF_FREE_MEMORY * free_bytes(torch_device_of(self.session.source.model))
+            )
             if needed > free:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
-            self.look.request.on_progress(f"probing {steps} steps in few bits, and without")
+            self.session.request.on_progress(f"probing {steps} steps in few bits, and without")
             # Neither which gradients go at once nor when they are waited for changes a loss.
             laid = Rule(trade="shard_batch", degree=layout.batch, shares=layout.shares)
             plain = *(r for r in _kept(rules) if r.trade not in LAYOUT_TRADES), laid
@@ -109,31 +111,33 @@ class LossyPlanner:
             if not all(map(math.isfinite, theirs)):
                 return f"within {steps} steps the loss is not finite, even without"
             ours = self._losses_of(program, steps)
-            self._drifts[key] = drift(ours, theirs, source=self.look.source)
+            self._drifts[key] = drift(ours, theirs, source=self.session.source)
         return self._drifts[key]
 
     def _losses_of(self, program: Program, steps: int) -> list[float]:
-        request = self.look.request
+        request = self.session.request
         assert request.optimizer is not None
         far = request.cluster.far
-        return losses(self.look.source, program, optimizer=request.optimizer, far=far, steps=steps)
+        return losses(
+            self.session.source, program, optimizer=request.optimizer, far=far, steps=steps
+        )
 
     def _exact_twin(self, rules: Sequence[Rule]) -> Program:
         """The plan without its 8 bits, or, to the same bits in less memory, with all that can be
         computed again instead of what waits elsewhere."""
         kept = _kept(rules)
         if len(kept) < len(rules) and ParallelLayout.of(rules).num_ranks > 1:
-            return self.look.struck(kept)
+            return self.session.apply_rules(kept)
         before = [r for r in kept if r.trade != "recompute"]
-        again = self.look.recomputed(before)
-        costs = self.look.prices.costs
-        return min((self.look.struck(kept), again), key=lambda p: peak_bytes(p, costs))
+        again = self.session.recomputed(before)
+        costs = self.session.prices.costs
+        return min((self.session.apply_rules(kept), again), key=lambda p: peak_bytes(p, costs))
 
     def _why_no_need(self, budget: Budget) -> str:
         """8 bits buy nothing but memory, and never time."""
         if budget.memory_bytes is None:
             return "is lossy, and memory is not bounded"
-        if self.look.search.untraded_bytes <= budget.memory_bytes:
+        if self.session.search.untraded_bytes <= budget.memory_bytes:
             return "is lossy, and the step fits without it"
         return ""
 
@@ -157,8 +161,8 @@ class LossyPlanner:
                 break
             if seen.keeps(budget.accuracy_loss):
                 self._answered[budget] = search
-                quad = replace(found.prediction.quad, accuracy_loss=str(seen))
-                return found, replace(found.prediction, quad=quad)
+                metrics = replace(found.prediction.metrics, accuracy_loss=str(seen))
+                return found, replace(found.prediction, metrics=metrics)
             barred = beyond(seen, budget.accuracy_loss)
             # Those that lose most are given up, and whatever loses as much.
             bound = median(errors[spot] for spot in coded)
@@ -166,8 +170,8 @@ class LossyPlanner:
         return self._exactly(budget, barred)
 
     def _exactly(self, budget: Budget, barred: str) -> tuple[SearchResult, Prediction]:
-        self._answered[budget] = self.look.search
-        found = self.look.search.find(budget, barred=barred)
+        self._answered[budget] = self.session.search
+        found = self.session.search.find(budget, barred=barred)
         return found, found.prediction
 
     def _at_best(self, search: StepSearch, budget: Budget) -> SearchResult:
@@ -180,20 +184,20 @@ class LossyPlanner:
             found = search.find(budget)
         except Infeasible as least:
             try:
-                return self.look.search.find(budget, barred="with it no plan fits the budget")
+                return self.session.search.find(budget, barred="with it no plan fits the budget")
             except Infeasible as exact_least:
                 # What is said to be the least is the least of both.
                 bytes_of = (least.least_bytes or 0, exact_least.least_bytes or 0)
                 raise least if bytes_of[0] <= bytes_of[1] else exact_least from None
         try:
-            exact = self.look.search.find(budget, barred="with it no plan is faster")
+            exact = self.session.search.find(budget, barred="with it no plan is faster")
         except Infeasible:
             return found
-        return min((exact, found), key=lambda f: f.prediction.quad.step_seconds.value)
+        return min((exact, found), key=lambda f: f.prediction.metrics.step_seconds.value)
 
     def _search(self, allowed: frozenset[CallSite]) -> StepSearch:
         if allowed not in self._searches:
-            self._searches[allowed] = self.look.searching(lossy=allowed)
+            self._searches[allowed] = self.session.searching(lossy=allowed)
         return self._searches[allowed]
 
     def _spots(self, program: Program) -> list[CallSite]:
@@ -204,13 +208,13 @@ class LossyPlanner:
     @cached_property
     def _errors(self) -> dict[CallSite, float]:
         """By where it is made: what each value that could be kept in 8 bits would lose."""
-        look = self.look
-        look.request.on_progress("measuring what 8 bits lose")
-        graph = look.base.graph
-        (trade,) = (t for t in look.request.trades if t.name == QUANTISE)
-        offers, _ = trade.offers(look.base, look.source)
+        session = self.session
+        session.request.on_progress("measuring what 8 bits lose")
+        graph = session.base.graph
+        (trade,) = (t for t in session.request.trades if t.name == QUANTISE)
+        offers, _ = trade.offers(session.base, session.source)
         values = matching(graph, sorted({r for o in offers for r in o.rules}))
-        found = coding_errors(look.source, look.base, values)
+        found = coding_errors(session.source, session.base, values)
         spots = ((spot_of(graph, graph.by_name[v]), error) for v, error in found.items())
         return {
             spot: error if math.isfinite(error) else math.inf

@@ -110,21 +110,21 @@ class _Attempts:
         batch = self._request.batch if size == self.now else self._sizes.at(size)
         quiet = replace(self._request, batch=batch, on_progress=lambda _: None)
         try:
-            look = quiet.looked_at()
+            session = quiet.capture_and_price()
         except CaptureRefused as refused:
             if size == self.now:
                 raise
             self.why[size] = refused.happened
             return False
-        reason = impossible(look.base.graph)
+        reason = impossible(session.base.graph)
         if reason:
             self.why[size] = reason
             return False
-        least = look.search.least_bytes(enough_bytes=limit)
+        least = session.search.least_bytes(enough_bytes=limit)
         self._least[size] = least
         if least > limit:
             return False
-        self._fitting = look
+        self._fitting = session
         return True
 
 

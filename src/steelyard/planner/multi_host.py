@@ -23,7 +23,7 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 
 from steelyard import _torch
 from steelyard.comm.backends import backend_for
-from steelyard.comm.devices import CPU, home_of
+from steelyard.comm.devices import CPU, torch_device_of
 from steelyard.comm.json_gather import gathered
 from steelyard.errors import BadInput, CheckpointError, RankFailed, SteelyardError
 from steelyard.hardware.host_os import cores_of
@@ -34,11 +34,11 @@ from steelyard.measure.links.probe import (
     measured_joins,
     measured_ranks,
     remember_hosts,
-    remembered_look,
+    remembered_probe,
 )
 from steelyard.measure.links.worker import (
     figures_of_this_rank,
-    looked_at_link,
+    probe_link,
     quick_product_seconds,
     work_until,
 )
@@ -126,7 +126,7 @@ class HostRendezvous:
 
     def _measure(self, number: int, home: torch.device) -> None:
         """All that were called do."""
-        who, words = self.who, words_of_gpu(home, self.who)
+        who, words = self.who, gpu_description(home, self.who)
         store = PrefixStore(f"measured/{number}", self.store)
         backend = backend_for(home, ranks=who.size // who.hosts)
         with (
@@ -140,7 +140,7 @@ class HostRendezvous:
                 backend=backend,
             ),
         ):
-            know_hosts(who, home)
+            probe_hosts(who, home)
 
     def _wait_for_others(self, number: int) -> None:
         begun = [f"at work/{number}/{rank}" for rank in self._others]
@@ -288,29 +288,29 @@ def _quick_speeds(who: RankInfo) -> list[float]:
     return gathered(1 / seconds, float)
 
 
-def know_hosts(who: RankInfo, home: torch.device) -> None:
+def probe_hosts(who: RankInfo, home: torch.device) -> None:
     """Within a group of as many ranks on each host: what joins them is measured from where a step
     lies, unless all remember it of just these hosts and it is as it was."""
     cache, hosts = CostCache(), who.hosts
     names = gathered(socket.gethostname(), str)
     before = gathered(
-        remembered_look(names, hosts=hosts, home=home, cache=cache), tuple[float, ...] | None
+        remembered_probe(names, hosts=hosts, home=home, cache=cache), tuple[float, ...] | None
     )
     with on_own_cores(who):
         last = before[0]
         if last is not None and len({*before}) == 1 and _is_as_it_was(last, home):
             return
         figures = figures_of_this_rank(hosts=hosts, home=home)
-        said, look = gathered(figures, dict[str, float]), looked_at_link(home)
+        said, session = gathered(figures, dict[str, float]), probe_link(home)
         # Of two hosts nobody could say whose link is slow.
         joins = measured_joins(said, hosts=hosts, home=home) if hosts > 2 else {}
     # By the cores of the host, on all of which a plan is made.
-    remember_hosts(said, names, hosts=hosts, home=home, look=look, joins=joins, cache=cache)
+    remember_hosts(said, names, hosts=hosts, home=home, session=session, joins=joins, cache=cache)
 
 
-def know_ranks_here(num_ranks: int, model: nn.Module) -> None:
+def probe_local_ranks(num_ranks: int, model: nn.Module) -> None:
     """What joins so many ranks of this host alone, where nobody has measured it."""
-    measured_ranks(num_ranks, home=home_of(model), cache=CostCache())
+    measured_ranks(num_ranks, home=torch_device_of(model), cache=CostCache())
 
 
 def own_device(kind: str) -> torch.device:
@@ -320,7 +320,7 @@ def own_device(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device())
 
 
-def words_of_gpu(home: torch.device, who: RankInfo) -> dict[str, str]:
+def gpu_description(home: torch.device, who: RankInfo) -> dict[str, str]:
     """What has to be alike on all hosts: one of another kind would take other times, and hold
     less."""
     if home.type == "cpu":
@@ -384,7 +384,7 @@ def keep_to_own_gpu() -> None:
 
 def _is_as_it_was(before: tuple[float, ...], home: torch.device) -> bool:
     """Of a small and a larger exchange, each."""
-    pairs = zip(looked_at_link(home), before, strict=True)
+    pairs = zip(probe_link(home), before, strict=True)
     return all(abs(now - then) <= _OTHER_SHARE * then + _OTHER_SECONDS for now, then in pairs)
 
 

@@ -9,16 +9,20 @@ from dataclasses import replace
 from functools import cached_property
 
 from steelyard.capture.batch.splitting import batch_size
-from steelyard.comm.devices import home_of
+from steelyard.comm.devices import torch_device_of
 from steelyard.errors import Mismatch
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.planner.batch_notes import batch_held, rounded_in_parts
-from steelyard.planner.compatibility import other_than_planned
+from steelyard.planner.compatibility import target_differences
 from steelyard.planner.compiled import find_lowered, lowered_frontier
 from steelyard.planner.eager_note import note_beyond_eager
-from steelyard.planner.gradient_compression import note_on_accuracy, untried, with_codes
+from steelyard.planner.gradient_compression import (
+    note_on_accuracy,
+    refuse_unprobed,
+    with_compression,
+)
 from steelyard.planner.lossy import LossyPlanner
 from steelyard.planner.optimizer_note import note_on_state
 from steelyard.planner.session import PlanningSession
@@ -36,31 +40,31 @@ _NO_PROBE = "is not probed on several ranks"
 class Planner:
     """Plans one step within any budget; what was searched and probed is kept."""
 
-    def __init__(self, look: PlanningSession) -> None:
-        self.look = look
+    def __init__(self, session: PlanningSession) -> None:
+        self.session = session
 
     @cached_property
     def lossy(self) -> LossyPlanner:
         """The plans that may lose accuracy."""
-        return LossyPlanner(look=self.look)
+        return LossyPlanner(session=self.session)
 
     def plan(self, budget: Budget) -> Plan:
         """The fastest plan within the budget, with its reasons."""
-        look = self.look
-        look.request.on_progress("searching")
+        session = self.session
+        session.request.on_progress("searching")
         found, predicted = self.find(budget)
-        is_python = look.request.runner == "python"
+        is_python = session.request.runner == "python"
         plan = Plan(
             title=self._title(found.rules),
             decisions=Decisions(
-                made_for=look.made_for(),
+                target=session.target(),
                 budget=budget,
                 rules=found.rules,
-                far=look.far_for(found.rules),
-                used_ranks=look.used_ranks(found.rules),
+                far=session.far_for(found.rules),
+                used_ranks=session.used_ranks(found.rules),
             ),
-            before=look.before(),
-            unplanned=look.unplanned,
+            before=session.before(),
+            unplanned=session.unplanned,
             predicted=predicted,
             taken=found.taken,
             refused=found.refused,
@@ -69,53 +73,57 @@ class Planner:
             next_cent=found.next_cent if is_python else None,
             least_bytes=found.least.nbytes if is_python else 0,
             least_within=found.least_within,
-            slowdown=slowdown(found.program, look.base, look.prices.costs),
-            predicted_for=look.predicted_for,
+            slowdown=slowdown(found.program, session.base, session.prices.costs),
+            predicted_for=session.predicted_for,
             notes=(
-                *look.notes(),
+                *session.notes(),
                 *self._batch_notes(found.rules),
-                *look.note_on_links(found.rules, predicted.quad.step_seconds.value),
+                *session.note_on_links(found.rules, predicted.metrics.step_seconds.value),
                 *self._state_notes(budget, found.program, predicted),
-                *note_beyond_eager(look.before(), predicted),
+                *note_beyond_eager(session.before(), predicted),
                 *((str(found.gap),) if found.gap else ()),
-                *(() if look.request.cluster.is_here else note_on_accuracy(budget)),
+                *(() if session.request.cluster.is_here else note_on_accuracy(budget)),
             ),
         )
-        look.prices.rest()
+        session.prices.rest()
         return plan
 
     def find(self, budget: Budget) -> tuple[SearchResult, Prediction]:
         """The fastest plan whose program, as its runner runs it, stays within the budget."""
-        look = self.look
-        request = look.request
-        request.check_floor(Floor.of(look.base), budget)
+        session = self.session
+        request = session.request
+        request.check_floor(Floor.of(session.base), budget)
         many = request.cluster.num_devices > 1
         if request.runner == "inductor":
-            found, predicted = find_lowered(look, budget)
-            return with_codes(self.lossy, budget, found, predicted) if many else (found, predicted)
+            found, predicted = find_lowered(session, budget)
+            return (
+                with_compression(self.lossy, budget, found, predicted)
+                if many
+                else (found, predicted)
+            )
         if many:
-            found = look.layouts.find(
+            found = session.layouts.find(
                 budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
             )
             if request.cluster.is_here:
-                return with_codes(self.lossy, budget, found, found.prediction)
-            return replace(found, refused=(*found.refused, *untried())), found.prediction
+                return with_compression(self.lossy, budget, found, found.prediction)
+            return replace(found, refused=(*found.refused, *refuse_unprobed())), found.prediction
         if budget.accuracy_loss:
             return self.lossy.find(budget)
-        found = look.search.find(budget)
+        found = session.search.find(budget)
         return found, found.prediction
 
-    def charted(self, plan: Plan) -> Plan:
+    def with_frontier(self, plan: Plan) -> Plan:
         """The same plan on the whole curve: one that was planned knows only what it had to ask."""
-        look = self.look
+        session = self.session
         if plan.frontier and not plan.least_within:
             return plan
-        look.request.on_progress("exploring the whole curve")
+        session.request.on_progress("exploring the whole curve")
         search = self._search_for(plan.decisions)
         search.explore_all()
-        if look.request.runner == "inductor":
+        if session.request.runner == "inductor":
             assert isinstance(search, StepSearch), "stages are run by generated Python"
-            curve = lowered_frontier(look, search)
+            curve = lowered_frontier(session, search)
         elif plan.frontier:
             return self.plan(plan.decisions.budget)
         else:
@@ -125,18 +133,18 @@ class Planner:
 
     def predict(self, decisions: Decisions) -> Plan:
         """Decisions from a file on this step: nothing is searched, everything is predicted."""
-        look = self.look
-        program = look.struck(decisions.rules)
+        session = self.session
+        program = session.apply_rules(decisions.rules)
         predicted, lost = self._predicted(decisions, program)
         used = decisions.ranks_used(ParallelLayout.of(decisions.rules).num_ranks)
-        home = home_of(look.source.model)
-        others = other_than_planned(look.made_for(), decisions.made_for, home, used=used)
+        home = torch_device_of(session.source.model)
+        others = target_differences(session.target(), decisions.target, home, used=used)
         notes = [
             *lost,
-            *look.notes(),
+            *session.notes(),
             *self._batch_notes(decisions.rules),
             *self._state_notes(decisions.budget, program, predicted),
-            *note_beyond_eager(look.before(), predicted),
+            *note_beyond_eager(session.before(), predicted),
             *others,
         ]
         check_far_room(decisions, program)
@@ -149,14 +157,14 @@ class Planner:
         plan = Plan(
             title=self._title(decisions.rules),
             decisions=decisions,
-            before=look.before(),
-            unplanned=look.unplanned,
+            before=session.before(),
+            unplanned=session.unplanned,
             predicted=predicted,
-            slowdown=slowdown(program, look.base, look.prices.costs),
-            predicted_for=look.predicted_for,
+            slowdown=slowdown(program, session.base, session.prices.costs),
+            predicted_for=session.predicted_for,
             notes=tuple(notes),
         )
-        look.prices.rest()
+        session.prices.rest()
         return plan
 
     def as_predicted(self, decisions: Decisions, stored: Plan) -> Plan:
@@ -174,13 +182,13 @@ class Planner:
 
     def _search_for(self, decisions: Decisions) -> StepSearch | PipelineSearch:
         """The search that these decisions are from."""
-        if self.look.request.cluster.num_devices > 1:
-            return self.look.layouts.search_by(decisions.rules)
+        if self.session.request.cluster.num_devices > 1:
+            return self.session.layouts.search_by(decisions.rules)
         return self.lossy.search_for(decisions.budget)
 
     def _predicted(self, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:
         """The program priced; where it is lossy, probed anew if its budget allows any loss."""
-        predicted, bound = self.look.priced(program), decisions.budget.accuracy_loss
+        predicted, bound = self.session.priced(program), decisions.budget.accuracy_loss
         if not program.is_lossy:
             return predicted, []
         kept = "ranks send gradients in codes"
@@ -192,13 +200,13 @@ class Planner:
         seen = barred or self.lossy.drift_of(decisions.rules, program, bound)
         if isinstance(seen, str):
             return predicted, [f"{kept}, and what that costs is not known: {seen}"]
-        quad = replace(predicted.quad, accuracy_loss=str(seen))
+        metrics = replace(predicted.metrics, accuracy_loss=str(seen))
         notes = [] if seen.keeps(bound) else [f"does not fit: {beyond(seen, bound)}"]
-        return replace(predicted, quad=quad), notes
+        return replace(predicted, metrics=metrics), notes
 
     def _batch_notes(self, rules: Sequence[Rule]) -> Iterator[str]:
-        yield from batch_held(ParallelLayout.of(rules), batch_size(self.look.source.batch) or 1)
-        yield from rounded_in_parts(rules, self.look.base.graph)
+        yield from batch_held(ParallelLayout.of(rules), batch_size(self.session.source.batch) or 1)
+        yield from rounded_in_parts(rules, self.session.base.graph)
 
     def _state_notes(
         self, budget: Budget, program: Program, predicted: Prediction
@@ -207,14 +215,14 @@ class Planner:
             program,
             predicted,
             limit_bytes=budget.memory_bytes,
-            is_known=self.look.request.optimizer is not None,
+            is_known=self.session.request.optimizer is not None,
         )
 
     def _title(self, rules: Sequence[Rule]) -> str:
         ranks = ParallelLayout.of(rules).num_ranks
         among = f", {ranks} ranks" if ranks > 1 else ""
-        shapes = ", ".join("x".join(map(str, e.shape)) for e in self.look.source.entries()[:1])
-        return f"{self.look.request.title}, batch {shapes}{among}"
+        shapes = ", ".join("x".join(map(str, e.shape)) for e in self.session.source.entries()[:1])
+        return f"{self.session.request.title}, batch {shapes}{among}"
 
 
 def check_far_room(decisions: Decisions, program: Program) -> None:

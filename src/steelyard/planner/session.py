@@ -16,7 +16,7 @@ from steelyard import _torch
 from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
-from steelyard.comm.devices import home_of
+from steelyard.comm.devices import torch_device_of
 from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import Cluster, OffloadTier
 from steelyard.hardware.device import Device
@@ -29,16 +29,16 @@ from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import FAR_TRADES, CallSite, Rule, matching, to_rules
 from steelyard.measure.cache import CostCache
-from steelyard.measure.malloc import keep_what_is_freed
+from steelyard.measure.malloc import keep_freed_memory
 from steelyard.offload.optimizer_state import why_uncut, why_undivided
 from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
 from steelyard.planner.cost_provider import CostProvider, LazyCosts, PricedSource, Progress, dims_of
-from steelyard.planner.local_cluster import cluster_at
+from steelyard.planner.local_cluster import local_cluster
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction, Target
 from steelyard.plans.plan_check import DECOMPOSITIONS
-from steelyard.plans.trade import Trade, strike_on_ranks
+from steelyard.plans.trade import Trade, apply_rules_on_ranks
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.missing_flops import notes_on_uncounted, refuse_uncounted
@@ -69,7 +69,7 @@ class PlanRequest:
     decomposition: str = ""
     trades: tuple[Trade, ...] = TRADES
 
-    def looked_at(
+    def capture_and_price(
         self, *, within: Budget | None = None, is_priced: bool = True
     ) -> "PlanningSession":
         """Capture the step and, if it ``is_priced``, measure its operators where its tensors lie.
@@ -77,12 +77,12 @@ class PlanRequest:
         A budget to stay ``within`` is held against what stays for the whole step before anything
         is measured. What is not priced here is priced when somebody first asks for prices.
         """
-        home = home_of(self.model)
-        cluster = cluster_at(home, self.cluster, runner=self.runner, cache=CostCache())
-        look = replace(self, cluster=cluster)._captured(home, within or Budget())
+        home = torch_device_of(self.model)
+        cluster = local_cluster(home, self.cluster, runner=self.runner, cache=CostCache())
+        session = replace(self, cluster=cluster)._captured(home, within or Budget())
         if is_priced:
-            look.pricing.checked  # noqa: B018 measures
-        return look
+            session.pricing.checked  # noqa: B018 measures
+        return session
 
     def check_floor(self, floor: Floor, budget: Budget) -> None:
         """Raise Infeasible if no plan on this cluster can stay within the budget."""
@@ -112,20 +112,20 @@ class PlanRequest:
         base = Program.plain(graph, update=update)
         self.check_floor(Floor.of(base), within)
         if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
-            keep_what_is_freed()
+            keep_freed_memory()
 
         def measured() -> CostProvider:
             prices = CostProvider(self.cluster, on_progress=self.on_progress, home=home)
-            prices.know(graph, may_lack=True)
+            prices.measure(graph, may_lack=True)
             if update is not None:
-                prices.know(update.graph, may_lack=True)
+                prices.measure(update.graph, may_lack=True)
             return prices
 
         def check(prices: CostProvider) -> None:
-            prices.know(graph)
+            prices.measure(graph)
             if update is not None:
                 assert self.optimizer is not None
-                prices.know_update(self.optimizer, update)
+                prices.measure_update(self.optimizer, update)
             prices.check(source, base)
 
         pricing = LazyCosts(measured, check=check)
@@ -224,7 +224,7 @@ class PlanningSession:
             costs=self.prices.costs,
             lossy=lossy,
             # Inductor may make two copies in one go, and hold them.
-            oftener=self.request.runner != "inductor",
+            repeats=self.request.runner != "inductor",
             layout=layout,
         )
 
@@ -232,28 +232,28 @@ class PlanningSession:
     def _priced_source(self) -> PricedSource:
         return PricedSource(self.source, self.prices)
 
-    def struck_unpriced(self, rules: Sequence[Rule]) -> Program:
+    def apply_rules_unpriced(self, rules: Sequence[Rule]) -> Program:
         """The program after these rules, of which nothing is measured."""
         layout = ParallelLayout.of(rules)
         _refuse_unlike_stages(layout, self.cluster.devices)
-        return strike_on_ranks(self.base, rules, trades=TRADES, source=self.source)
+        return apply_rules_on_ranks(self.base, rules, trades=TRADES, source=self.source)
 
-    def struck(self, rules: Sequence[Rule]) -> Program:
+    def apply_rules(self, rules: Sequence[Rule]) -> Program:
         layout = ParallelLayout.of(rules)
         _refuse_unlike_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
-        program = strike_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
+        program = apply_rules_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
         if program.coded:
             # Their own operators exist only now.
-            self.prices.know(program.graph)
+            self.prices.measure(program.graph)
         return program
 
     def recomputed(self, rules: Sequence[Rule]) -> Program:
         """The program after these rules, with all computed again that can be."""
-        program = self.struck([rule for rule in rules if rule.trade != "offload_state"])
+        program = self.apply_rules([rule for rule in rules if rule.trade != "offload_state"])
         (trade,) = (trade for trade in TRADES if trade.name == "recompute")
         offers, _ = trade.offers(program, self._priced_source)
         values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
-        return self.struck((*rules, *to_rules(program.graph, values, trade=trade.name)))
+        return self.apply_rules((*rules, *to_rules(program.graph, values, trade=trade.name)))
 
     def far_for(self, rules: Sequence[Rule]) -> OffloadTier | None:
         """The far memory that these rules move values to."""
@@ -300,7 +300,7 @@ class PlanningSession:
             other.__dict__["layouts"] = self.layouts.over(prices.costs, other._priced_source)
         return other
 
-    def made_for(self) -> Target:
+    def target(self) -> Target:
         return Target(
             model=self.base.graph.model_fingerprint,
             graph=self.base.graph.fingerprint,
@@ -319,21 +319,21 @@ class PlanningSession:
     def predicted_for(self) -> str:
         """A digest of all that predictions of this step hang on: what a plan is made for, and the
         optimizer's step."""
-        made_for = self.made_for()
+        target = self.target()
         # Ranks that were found to be alike are said to be so when the plan is read.
-        made_for = replace(made_for, speeds=made_for.speeds or (1.0,) * made_for.ranks)
-        said = f"{made_for}|{update_digest(self.base.update)}"
+        target = replace(target, speeds=target.speeds or (1.0,) * target.ranks)
+        said = f"{target}|{update_digest(self.base.update)}"
         return sha256(said.encode()).hexdigest()[:16]
 
     @cached_property
     def unplanned(self) -> Prediction:
-        """The captured graph with no trade struck, under the runner that was asked for."""
+        """The captured graph with no trade applied, under the runner that was asked for."""
         return self.priced(self.base)
 
     def priced(self, program: Program) -> Prediction:
         """What the runner makes of a program is what is priced."""
         base = self._base_as_run  # checked first, whatever is priced
-        lowered = base if program is self.base else self.as_run(program)
+        lowered = base if program is self.base else self.as_executed(program)
         return predict(lowered, self.costs)
 
     @property
@@ -344,12 +344,12 @@ class PlanningSession:
 
     @cached_property
     def _base_as_run(self) -> Program:
-        lowered = self.as_run(self.base)
+        lowered = self.as_executed(self.base)
         if self.request.runner == "inductor":
             self.prices.check_compiled(self.source, self.base, lowered)
         return lowered
 
-    def as_run(self, program: Program) -> Program:
+    def as_executed(self, program: Program) -> Program:
         """What the runner makes of a program: Inductor makes another one."""
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
@@ -360,22 +360,22 @@ class PlanningSession:
             def calls(names: Sequence[str]) -> dict[str, Any]:
                 return compiled({name: kernels[name] for name in names if name in kernels})
 
-            for one in (program, *program.beside):
+            for one in (program, *program.sibling_programs):
                 for each in one.passes[-2:]:
-                    self.prices.know_compiled(each.graph, calls)
+                    self.prices.measure_compiled(each.graph, calls)
         return program
 
     def before(self) -> Prediction:
         """Eager PyTorch: the same operators, what its own autograd keeps alive."""
         costs = self.prices.costs
         unplanned = predict(self.base, costs)
-        quad, peak = unplanned.quad, unplanned.peak
+        metrics, peak = unplanned.metrics, unplanned.peak
         workspaces = {s: cost.workspace_bytes for s, cost in costs.operators.items()}
         above = self.source.twin().peak_bytes(workspaces)
         nbytes = max(peak.resident_bytes + above, self._update_peak())
         return replace(
             unplanned,
-            quad=replace(quad, memory_bytes=Estimate.within(nbytes, share=0.05)),
+            metrics=replace(metrics, memory_bytes=Estimate.within(nbytes, share=0.05)),
             peak=replace(peak, nbytes=nbytes, alive=(), at="", path="", line=""),
             timeline=None,
         )
@@ -408,5 +408,5 @@ def _refuse_unlike_stages(layout: ParallelLayout, devices: Sequence[Device]) -> 
             f"the plan lays layers on {ranks} ranks, which are of unequal speed here",
             expected="stages on devices of one class: what others take is not predicted yet",
             remedy="plan again, which shares the batch unequally; or say that they are equal: "
-            f"speeds = {[1.0] * ranks} under [made_for]",
+            f"speeds = {[1.0] * ranks} under [target]",
         )

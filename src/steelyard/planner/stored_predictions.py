@@ -18,7 +18,7 @@ from steelyard.search import Floor
 
 
 def stored_plan(
-    path: Path, decisions: Decisions, look: PlanningSession, program: Program
+    path: Path, decisions: Decisions, session: PlanningSession, program: Program
 ) -> Plan | str:
     """The plan as it was predicted before, or the reason why it has to be predicted anew.
 
@@ -34,22 +34,22 @@ def stored_plan(
     plan = found.plan
     if plan is None or found.decisions != decisions:
         return "the plan was edited after it was predicted"
-    if plan.predicted_for != look.predicted_for:
+    if plan.predicted_for != session.predicted_for:
         return "it was predicted for another step, machine or optimizer"
-    if plan.predicted.peak.nbytes < _least_bytes(look, program):
+    if plan.predicted.peak.nbytes < _least_bytes(session, program):
         return "the predictions beside the plan file say less memory than its program holds"
     if not tree_of(plan).fits:
         return "it did not keep its budget when it was predicted"
     return plan
 
 
-def _least_bytes(look: PlanningSession, program: Program) -> int:
+def _least_bytes(session: PlanningSession, program: Program) -> int:
     """Bytes that the program holds at its peak, but for the workspace of kernels, which only a
     measurement tells. A compiler may hold less than what was captured, and a stage of a pipeline
     only its own part."""
-    if look.request.runner == "inductor" or program.pipeline is not None:
-        far = look.request.cluster.far
-        return Floor.of(look.base).least_bytes(
+    if session.request.runner == "inductor" or program.pipeline is not None:
+        far = session.request.cluster.far
+        return Floor.of(session.base).least_bytes(
             ranks=program.layout.num_ranks, far_bytes=0 if far is None else far.size_bytes
         )
-    return peak_bytes(program, CostTable(device=look.cluster.fastest))
+    return peak_bytes(program, CostTable(device=session.cluster.fastest))

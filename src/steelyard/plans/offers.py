@@ -1,7 +1,7 @@
-"""Offers to strike a trade on values of the forward pass, as people would name them.
+"""Offers to apply a trade on values of the forward pass, as people would name them.
 
 Everything, a module, all blocks of a run, one operator throughout a run. Not for which values a
-trade can be struck on: it knows that itself.
+trade can be applied on: it knows that itself.
 """
 
 from collections.abc import Iterable

@@ -58,10 +58,10 @@ class Decisions:
     """All that a plan file holds; everything else follows from it.
 
     ``far`` is the memory that values are moved to, where any are. ``used_ranks`` are the ranks of
-    ``made_for`` that the step lies on, where these are not simply the first ones.
+    ``target`` that the step lies on, where these are not simply the first ones.
     """
 
-    made_for: Target
+    target: Target
     budget: Budget
     rules: tuple[Rule, ...] = ()
     far: OffloadTier | None = None
@@ -74,9 +74,9 @@ class Decisions:
 
     def hosts_used(self, num_ranks: int) -> Sequence[int]:
         """And the numbers of the hosts that these are on."""
-        each = self.made_for.ranks_of_a_host
+        each = self.target.ranks_of_a_host
         named = tuple(dict.fromkeys(rank // each for rank in self.used_ranks))
-        return named or range(self.made_for.hosts_of(num_ranks))
+        return named or range(self.target.hosts_of(num_ranks))
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Decisions:
             ", shares=()",
         ):
             rules = rules.replace(unsaid, "")
-        text = f"{self.made_for.graph}{self.made_for.runner}{self.budget}{rules}{self.far or ''}"
+        text = f"{self.target.graph}{self.target.runner}{self.budget}{rules}{self.far or ''}"
         text += str(self.used_ranks or "")
         return sha256(text.encode()).hexdigest()[:4]
 
@@ -100,7 +100,7 @@ class Decisions:
 class Prediction:
     """One program, priced: the four amounts, the peak behind the second, the step drawn out."""
 
-    quad: Metrics
+    metrics: Metrics
     peak: PeakMemory
     flops: int
     timeline: Timeline | None = None
@@ -108,7 +108,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedTrade:
-    """An offer that was struck: what it pays and buys beside the plan without it.
+    """An offer that was applied: what it pays and buys beside the plan without it.
 
     ``buys_seconds`` are of computation where it buys any; of codes, of waiting for others.
     """
@@ -145,7 +145,7 @@ class NextCent:
 class Plan:
     """Decisions with their reasons. Three baselines are named: eager, unplanned, the plan.
 
-    ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade struck.
+    ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade applied.
     ``slowdown`` is how many times as long as the unplanned graph the plan takes, forward and
     backward pass without the optimizer's step. ``largest`` or ``fewest`` answers the inverse
     question where it was asked. ``least_bytes`` is the least peak that was found, with the batch in

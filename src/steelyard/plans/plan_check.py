@@ -19,29 +19,29 @@ DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1",
 
 def check_file(path: str | Path, decisions: Decisions) -> None:
     """Refuse an unknown runner, and a layout on other ranks than those that it is made for."""
-    made_for = decisions.made_for
-    if made_for.runner not in DECOMPOSITIONS:
+    target = decisions.target
+    if target.runner not in DECOMPOSITIONS:
         raise BadInput(
-            f"{path} is for an unknown runner, {made_for.runner[:40]!r}",
+            f"{path} is for an unknown runner, {target.runner[:40]!r}",
             expected=" or ".join(DECOMPOSITIONS),
-            remedy="correct made_for.runner, or plan again",
+            remedy="correct target.runner, or plan again",
         )
-    if made_for.decomposition not in DECOMPOSITIONS[made_for.runner]:
+    if target.decomposition not in DECOMPOSITIONS[target.runner]:
         raise BadInput(
-            f"{path} is for an unknown table of operators, {made_for.decomposition[:40]!r}",
-            expected=" or ".join(DECOMPOSITIONS[made_for.runner]),
+            f"{path} is for an unknown table of operators, {target.decomposition[:40]!r}",
+            expected=" or ".join(DECOMPOSITIONS[target.runner]),
             remedy="plan again with this version",
         )
     ranks = ParallelLayout.of(decisions.rules).num_ranks
-    if ranks > made_for.ranks:
+    if ranks > target.ranks:
         raise Mismatch(
-            f"{path} lies on {ranks} ranks, and is made for {made_for.ranks}",
-            expected=f"at most {made_for.ranks} under [[shard_batch]]",
-            remedy=f"plan again with --ranks {ranks}, or set made_for.ranks to {ranks}",
+            f"{path} lies on {ranks} ranks, and is made for {target.ranks}",
+            expected=f"at most {target.ranks} under [[shard_batch]]",
+            remedy=f"plan again with --ranks {ranks}, or set target.ranks to {ranks}",
         )
-    if ranks > 1 and made_for.hosts > 1 and ranks % made_for.ranks_of_a_host:
+    if ranks > 1 and target.hosts > 1 and ranks % target.ranks_of_a_host:
         raise Mismatch(
-            f"{path} lies on {ranks} ranks, and each host has {made_for.ranks_of_a_host}",
+            f"{path} lies on {ranks} ranks, and each host has {target.ranks_of_a_host}",
             expected="all ranks of some of the hosts, or one rank",
             remedy="plan again, or correct the degrees of its shard rules",
         )
@@ -50,9 +50,9 @@ def check_file(path: str | Path, decisions: Decisions) -> None:
 def check_startable(path: str | Path, decisions: Decisions) -> None:
     """Refuse, before any process is started, a plan that this machine cannot have the ranks of."""
     check_file(path, decisions)
-    made_for, name = decisions.made_for, printable(str(path))
+    target, name = decisions.target, printable(str(path))
     ranks = ParallelLayout.of(decisions.rules).num_ranks
-    hosts, most = made_for.hosts_of(ranks), most_ranks_here()
+    hosts, most = target.hosts_of(ranks), most_ranks_here()
     each = -(-ranks // hosts)
     if each > most:
         where = "on each host" if hosts > 1 else "on this machine"
@@ -70,16 +70,16 @@ def cluster_for(decisions: Decisions) -> Cluster:
     Speeds are not measured again: a busy moment must not make it another plan. Refuses more ranks
     than this machine can be asked for, before any list of them is made.
     """
-    made_for = decisions.made_for
-    ranks = made_for.ranks
-    if made_for.hosts > 1:
+    target = decisions.target
+    ranks = target.ranks
+    if target.hosts > 1:
         # Only the hosts that the plan lies on have met.
         ranks = ParallelLayout.of(decisions.rules).num_ranks
-    hosts = made_for.hosts_of(ranks)
+    hosts = target.hosts_of(ranks)
     here = Cluster.here(ranks=ranks, hosts=hosts, far=decisions.far)
-    if made_for.speeds:
-        own = made_for.speeds
-        if made_for.hosts > 1:
+    if target.speeds:
+        own = target.speeds
+        if target.hosts > 1:
             # Too few of them are refused below.
             own = tuple(own[rank] for rank in decisions.ranks_used(ranks) if rank < len(own))
         return Cluster.here(ranks=ranks, hosts=hosts, speeds=own[:ranks], far=decisions.far)

@@ -289,17 +289,17 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         raise refusal(source, [*problems_of(error, _Head, also=_TABLES), *problems]) from None
     if problems:
         raise refusal(source, problems)
-    made_for = head.made_for.value()
-    if made_for.ranks % made_for.hosts:
-        said = f"{made_for.ranks} ranks on {made_for.hosts} hosts"
+    target = head.target.value()
+    if target.ranks % target.hosts:
+        said = f"{target.ranks} ranks on {target.hosts} hosts"
         raise refusal(source, [f"is made for {said}, which are not as many on each"])
-    if problem := _ill_used(head.used_ranks, made_for, ParallelLayout.of(rules).num_ranks):
+    if problem := _ill_used(head.used_ranks, target, ParallelLayout.of(rules).num_ranks):
         raise refusal(source, [problem])
     moving = next((rule.trade for rule in rules if rule.trade in FAR_TRADES), "")
     if head.far is None and moving:
         raise refusal(source, [f"moves values to far memory ([[{moving}]]) and has no [far]"])
     return Decisions(
-        made_for=made_for,
+        target=target,
         budget=head.budget.value(),
         rules=rules,
         far=None if head.far is None else head.far.value(),
@@ -307,17 +307,17 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
     )
 
 
-def _ill_used(used: list[int], made_for: Target, num_ranks: int) -> str:
+def _ill_used(used: list[int], target: Target, num_ranks: int) -> str:
     """Empty where these are as many of the ranks as the rules lie on, of whole hosts."""
     if not used:
         return ""
-    if used != sorted(set(used)) or used[-1] >= made_for.ranks:
-        return f"used_ranks are not numbers below {made_for.ranks} (made_for.ranks), ascending"
+    if used != sorted(set(used)) or used[-1] >= target.ranks:
+        return f"used_ranks are not numbers below {target.ranks} (target.ranks), ascending"
     if len(used) != num_ranks:
         return f"used_ranks has {len(used)} ranks, and the shard rules lie on {num_ranks}"
-    each = made_for.ranks_of_a_host
+    each = target.ranks_of_a_host
     whole = {rank // each * each + n for rank in used for n in range(each)}
-    if made_for.hosts > 1 and num_ranks > 1 and whole != {*used}:
+    if target.hosts > 1 and num_ranks > 1 and whole != {*used}:
         return f"used_ranks has some ranks of a host and not all {each}"
     return ""
 
@@ -456,30 +456,30 @@ class _Head(BaseModel):
     model_config = STRICT
 
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
-    made_for: _MadeFor
+    target: _MadeFor
     budget: _Budget
     far: _Far | None = None
     used_ranks: Annotated[list[_Whole], Field(max_length=MOST_RANKS)] = []
 
 
 def _lines(decisions: Decisions) -> Iterator[str]:
-    made_for, budget = decisions.made_for, decisions.budget
+    target, budget = decisions.target, decisions.budget
     yield f"format = {FORMAT}"
     if decisions.used_ranks:
         yield f"used_ranks = {_toml(decisions.used_ranks)}"
-    yield "\n[made_for]"
+    yield "\n[target]"
     for key in ("model", "graph", "decomposition", "runner", "cluster", "torch"):
-        yield f"{key} = {_toml(getattr(made_for, key))}"
-    if made_for.ranks > 1:
-        yield f"ranks = {made_for.ranks}"
-    if made_for.hosts > 1:
-        yield f"hosts = {made_for.hosts}"
-    if made_for.speeds:
-        yield f"speeds = {_toml(made_for.speeds)}"
-    if made_for.declared:
-        yield f"declared = {_toml(made_for.declared)}"
-    for entry in made_for.batch:
-        yield "\n[[made_for.batch]]"
+        yield f"{key} = {_toml(getattr(target, key))}"
+    if target.ranks > 1:
+        yield f"ranks = {target.ranks}"
+    if target.hosts > 1:
+        yield f"hosts = {target.hosts}"
+    if target.speeds:
+        yield f"speeds = {_toml(target.speeds)}"
+    if target.declared:
+        yield f"declared = {_toml(target.declared)}"
+    for entry in target.batch:
+        yield "\n[[target.batch]]"
         yield f"name = {_toml(entry.name)}"
         yield f"shape = [{', '.join(map(str, entry.shape))}]"
         yield f"dtype = {_toml(entry.dtype)}"

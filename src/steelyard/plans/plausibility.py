@@ -97,7 +97,7 @@ def _of_plan(plan: Plan) -> Iterator[_Problem]:
 
 
 def _of_prediction(prediction: Prediction) -> Iterator[_Problem]:
-    memory, peak = prediction.quad.memory_bytes, prediction.peak.nbytes
+    memory, peak = prediction.metrics.memory_bytes, prediction.peak.nbytes
     if not memory.low <= peak <= memory.high:
         said = f"is {format_bytes(peak)}, outside the interval of memory_bytes"
         yield ("peak", "nbytes"), said
@@ -106,15 +106,15 @@ def _of_prediction(prediction: Prediction) -> Iterator[_Problem]:
         yield ("timeline", "nbytes"), f"is more than twice the peak of {format_bytes(peak)}"
 
 
-def _of_quad(quad: Metrics) -> Iterator[_Problem]:
-    if not is_word(quad.accuracy_loss):
+def _of_quad(metrics: Metrics) -> Iterator[_Problem]:
+    if not is_word(metrics.accuracy_loss):
         yield ("accuracy_loss",), "is no word for an accuracy loss, such as exact"
     # They are estimated each by itself, so one may be slightly above the other.
-    most = 2 * quad.step_seconds.high
+    most = 2 * metrics.step_seconds.high
     for name in ("computation_seconds", "exposed_communication_seconds"):
-        part: Estimate = getattr(quad, name)
+        part: Estimate = getattr(metrics, name)
         if part.value > most:
-            took = format_seconds(quad.step_seconds.value)
+            took = format_seconds(metrics.step_seconds.value)
             yield (name,), f"is {format_seconds(part.value)}, in a step of {took}"
 
 

@@ -120,8 +120,8 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
         note = "the step needs other memory than when it was planned: plan again for the reasons"
         return replace(plan, notes=(*plan.notes, note))
     then = found.planned_seconds
-    if then is None and found.predicted.quad != plan.predicted.quad:
-        then = found.predicted.quad.step_seconds.value
+    if then is None and found.predicted.metrics != plan.predicted.metrics:
+        then = found.predicted.metrics.step_seconds.value
     return replace(
         plan,
         taken=found.taken,

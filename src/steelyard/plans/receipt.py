@@ -66,11 +66,11 @@ class Receipt:
     def memory_miss(self) -> float | None:
         """Measured over predicted, less one."""
         measured = self.measured.memory_bytes
-        predicted = self.plan.predicted.quad.memory_bytes.value
+        predicted = self.plan.predicted.metrics.memory_bytes.value
         return None if measured is None or not predicted else measured / predicted - 1
 
     @property
     def time_miss(self) -> float | None:
         measured = self.measured.step_seconds
-        predicted = self.plan.predicted.quad.step_seconds.value
+        predicted = self.plan.predicted.metrics.step_seconds.value
         return None if measured is None or not predicted else measured / predicted - 1

@@ -1,4 +1,4 @@
-"""The one shape every trade has: where it could be struck, and what the step becomes.
+"""The one shape every trade has: where it could be applied, and what the step becomes.
 
 Not for prices: a peak is not a sum, so the price of an offer is what predict/ says of the
 rewritten program less what it says of the program before.
@@ -18,7 +18,7 @@ from steelyard.ir.step_source import ShardedSource, StepSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Something that could be struck, as rules; ``label`` says where, for people."""
+    """Something that could be applied, as rules; ``label`` says where, for people."""
 
     trade: str
     label: str
@@ -62,15 +62,15 @@ class Trade(Protocol):
     def offers(
         self, program: Program, source: StepSource
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """What could be struck here, and what could not, with the reason."""
+        """What could be applied here, and what could not, with the reason."""
         ...
 
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
-        """The program after striking these rules; the one given is not changed."""
+        """The program after applying these rules; the one given is not changed."""
         ...
 
 
-def strike(
+def apply_rules(
     program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: StepSource
 ) -> Program:
     """The program after all rules, each trade its own, in the order the trades are given.
@@ -95,20 +95,21 @@ def strike(
     return program
 
 
-def strike_on_ranks(
+def apply_rules_on_ranks(
     program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: StepSource
 ) -> Program:
-    """As ``strike``; where ranks have unequal shares, the program of the one that has most, and
+    """As ``apply_rules``; where ranks have unequal shares, the program of the one that has most,
+    and
     beside it one of each other share.
 
     They have to exchange the same in the same order, or they would wait for one another for ever.
     """
     layout = ParallelLayout.of(rules)
     if not layout.shares:
-        return strike(program, rules, trades=trades, source=source)
+        return apply_rules(program, rules, trades=trades, source=source)
     first, *others = (
-        strike(replace(program, rank=rank), rules, trades=trades, source=source)
-        for rank in layout.unlike_ranks
+        apply_rules(replace(program, rank=rank), rules, trades=trades, source=source)
+        for rank in layout.unequal_ranks
     )
     odd = next((other for other in others if other.spoken != first.spoken), None)
     if odd is not None:
@@ -118,7 +119,7 @@ def strike_on_ranks(
             expected="steps that differ between shares in their sizes alone",
             remedy="take other shares under [[shard_batch]], such as larger ones, or equal ones",
         )
-    return replace(first, beside=tuple(others))
+    return replace(first, sibling_programs=tuple(others))
 
 
 def _laid(source: StepSource, layout: ParallelLayout, rank: int) -> ShardedSource:

@@ -3,7 +3,7 @@
 Not for measuring or deciding; search scores with it and the receipt is held against it.
 """
 
-from steelyard.predict.collectives.curves import carried
+from steelyard.predict.collectives.curves import collective_curves
 from steelyard.predict.pipeline.step import message_of, pipelined
 from steelyard.predict.slowdown import slowdown
 from steelyard.predict.step import (
@@ -18,7 +18,7 @@ from steelyard.predict.trace import spans
 from steelyard.predict.unequal_ranks import rank_seconds
 
 __all__ = [
-    "carried",
+    "collective_curves",
     "kept_gradients_bytes",
     "least_possible_bytes",
     "message_of",

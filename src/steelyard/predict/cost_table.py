@@ -43,17 +43,17 @@ class OperatorCost:
 class CostTable:
     """The price list. ``whole_step`` is what a whole step took over the sum of its operators.
 
-    ``cut_steps`` says the same of the step in so many equal parts, whose small operators lose
-    more to what comes between them, in whatever way each is then computed.
-    ``update_call_seconds`` is what the optimizer's own Python takes for each of its operators.
-    ``links`` says over which class of link the ranks of each mesh axis are joined, and near and far
-    memory, which takes ``far_bytes``; ``carried`` what an exchange takes as a whole, by axis, kind,
-    number of ranks and how far they are apart, where it is known so. ``devices`` are those of the
-    ranks, where they are not all like ``device``; ``spread`` is over how many hosts they are, where
-    several of them have several ranks. ``subsets`` says for a number of ranks which of them a
-    step on so many lies on, where they are not the first or are joined otherwise than all.
-    ``skew`` is how long ranks wait for the last one at an exchange, where that was measured.
-    ``shares_cores``: each rank has cores that other virtual machines may use at the same time.
+    ``cut_steps`` says the same of the step in so many equal parts, whose small operators lose more
+    to what comes between them, in whatever way each is then computed. ``update_call_seconds`` is
+    what the optimizer's own Python takes for each of its operators. ``links`` says over which class
+    of link the ranks of each mesh axis are joined, and near and far memory, which takes
+    ``far_bytes``; ``collective_curves`` what an exchange takes as a whole, by axis, kind, number of
+    ranks and how far they are apart, where it is known so. ``devices`` are those of the ranks,
+    where they are not all like ``device``; ``spread`` is over how many hosts they are, where
+    several of them have several ranks. ``subsets`` says for a number of ranks which of them a step
+    on so many lies on, where they are not the first or are joined otherwise than all. ``skew`` is
+    how long ranks wait for the last one at an exchange, where that was measured. ``shares_cores``:
+    each rank has cores that other virtual machines may use at the same time.
     """
 
     device: Device
@@ -63,7 +63,7 @@ class CostTable:
     update_call_seconds: Estimate = NOTHING
     links: Mapping[str, Link] = field(default_factory=dict)
     far_bytes: int = 0
-    carried: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
+    collective_curves: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()
     spread: RanksPerHost | None = None
     subsets: Mapping[int, Subset] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class CostTable:
             self,
             devices=devices,
             links={**self.links, **subset.links},
-            carried={**self.carried, **subset.carried},
+            collective_curves={**self.collective_curves, **subset.collective_curves},
             subsets={},
         )
 
@@ -156,7 +156,7 @@ class CostTable:
     def exchange_seconds(self, collective: Collective) -> Estimate:
         """What the exchange takes on its link, apart from the call that issues it."""
         ranks = collective.num_ranks, collective.stride
-        whole = self.carried.get((collective.link, collective.kind, *ranks))
+        whole = self.collective_curves.get((collective.link, collective.kind, *ranks))
         if whole is not None:
             seconds = whole.seconds(collective.whole_bytes, messages=1)
             return Estimate.within(seconds, share=whole.doubt)

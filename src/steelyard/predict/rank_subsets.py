@@ -34,7 +34,7 @@ class Subset:
 
     ranks: tuple[int, ...]
     links: Mapping[str, Link] = field(default_factory=dict)
-    carried: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
+    collective_curves: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
 
 
 def best_joined(

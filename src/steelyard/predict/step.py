@@ -31,12 +31,12 @@ def predict(program: Program, costs: CostTable) -> Prediction:
         return pipelined(program, program.pipeline, costs).prediction()
     # Of ranks with unequal shares of the batch, the one that holds most.
     fullest, passes = max(
-        ((one, _passes(one, costs)) for one in (program, *program.beside)),
+        ((one, _passes(one, costs)) for one in (program, *program.sibling_programs)),
         key=lambda found: max(p.nbytes for p in found[1]),
     )
     worst = max(passes, key=lambda p: p.nbytes)
     takes = _durations(program, costs)
-    quad = Metrics(
+    metrics = Metrics(
         accuracy_loss=UNKNOWN if program.is_lossy else EXACT,
         memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
         communication_bytes=Estimate.exactly(program.wire_bytes),
@@ -46,7 +46,7 @@ def predict(program: Program, costs: CostTable) -> Prediction:
         step_seconds=takes.step,
     )
     return Prediction(
-        quad=quad,
+        metrics=metrics,
         peak=_explained(worst, fullest, costs),
         flops=program.flops,
         timeline=_timeline(costs, passes),
@@ -58,7 +58,7 @@ def peak_bytes(program: Program, costs: CostTable) -> int:
     if program.pipeline is not None:
         on_ranks = costs.on(program.layout.num_ranks)
         return pipelined(program, program.pipeline, on_ranks).peak_bytes
-    return max(_nbytes(one, costs) for one in (program, *program.beside))
+    return max(_nbytes(one, costs) for one in (program, *program.sibling_programs))
 
 
 def rank_peak_bytes(program: Program, costs: CostTable) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def rank_peak_bytes(program: Program, costs: CostTable) -> tuple[int, ...]:
     if program.pipeline is not None:
         priced = pipelined(program, program.pipeline, costs).rank_peak_bytes
         return tuple(priced[layout.place(r, PIPELINE)] for r in range(layout.num_ranks))
-    of_share = {one.share: _nbytes(one, costs) for one in (program, *program.beside)}
+    of_share = {one.share: _nbytes(one, costs) for one in (program, *program.sibling_programs)}
     return tuple(of_share[layout.share_of(rank)] for rank in range(layout.num_ranks))
 
 

@@ -50,9 +50,9 @@ class RankClass:
 
 def kinds(program: Program, costs: CostTable) -> tuple[RankClass, ...]:
     """One for each share of the batch and each class of device, among the ranks it lies on."""
-    if program.layout.num_ranks == 1 or not (program.beside or costs.devices):
+    if program.layout.num_ranks == 1 or not (program.sibling_programs or costs.devices):
         return (RankClass(rank=program.rank, program=program, costs=costs),)
-    programs = {known.share: known for known in (program, *program.beside)}
+    programs = {known.share: known for known in (program, *program.sibling_programs)}
     found: dict[tuple[int, object], RankClass] = {}
     for rank in range(program.layout.num_ranks):
         share, own = program.layout.share_of(rank), costs.of_rank(rank)

@@ -30,7 +30,7 @@ class AmountRow:
 
 
 def rows_of(plan: Plan, measured: RunMeasurement | None) -> tuple[AmountRow, ...]:
-    before, bare, after = plan.before.quad, plan.unplanned.quad, plan.predicted.quad
+    before, bare, after = plan.before.metrics, plan.unplanned.metrics, plan.predicted.metrics
     found = measured or RunMeasurement()
     rows = [
         AmountRow(
@@ -55,7 +55,7 @@ def rows_of(plan: Plan, measured: RunMeasurement | None) -> tuple[AmountRow, ...
 def _row(key: str, label: str, plan: Plan, measured: float | None) -> AmountRow:
     unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
     before, bare, after = (
-        estimate_of(p.quad, key) for p in (plan.before, plan.unplanned, plan.predicted)
+        estimate_of(p.metrics, key) for p in (plan.before, plan.unplanned, plan.predicted)
     )
     has_miss = measured is not None and after.value > 0
     return AmountRow(

@@ -44,7 +44,7 @@ class TakenOffer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportDocument:
     """``stands_in`` says which machine was measured in place of a declared cluster.
-    ``unplanned_peak`` is that of the graph without trades, where any are struck: what ran out
+    ``unplanned_peak`` is that of the graph without trades, where any are applied: what ran out
     of memory before there was a plan.
     """
 
@@ -105,13 +105,13 @@ def tree_of(subject: Plan | Receipt) -> ReportDocument:
 def _tree(plan: Plan, measured: RunMeasurement | None) -> ReportDocument:
     rows = rows_of(plan, measured)
     verdict, fits = _verdict(plan, measured)
-    unplanned = plan.unplanned.quad
+    unplanned = plan.unplanned.metrics
     return ReportDocument(
         name=plan.decisions.name,
         title=plan.title,
         budget=str(plan.decisions.budget),
         budget_bytes=plan.decisions.budget.memory_bytes,
-        runner=plan.decisions.made_for.runner,
+        runner=plan.decisions.target.runner,
         rows=rows,
         is_receipt=measured is not None,
         verdict=verdict,
@@ -167,7 +167,7 @@ def _slowdown(plan: Plan) -> str:
 
 def _probe(plan: Plan) -> list[str]:
     """What stands behind the word for a lossy plan's accuracy."""
-    _, _, probe = plan.predicted.quad.accuracy_loss.partition(" (")
+    _, _, probe = plan.predicted.metrics.accuracy_loss.partition(" (")
     said = "how far the loss drifted from that of a twin without; no promise of a final accuracy"
     return [f"accuracy loss ({probe}: {said}"] if probe else []
 
@@ -176,7 +176,7 @@ def _verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
     """Whether it fits, which is the question most people came with."""
     said, fits = _memory_verdict(plan, measured)
     bound = plan.decisions.budget.accuracy_loss
-    lost = plan.predicted.quad.accuracy_loss
+    lost = plan.predicted.metrics.accuracy_loss
     match keeps(lost, bound):
         case None:
             said += "; how much accuracy it loses is not known"
@@ -191,13 +191,13 @@ def _memory_verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, b
     budget = plan.decisions.budget.memory_bytes
     if budget is None:
         return "no bound on memory was given", True
-    held = plan.predicted.quad.memory_bytes.value
+    held = plan.predicted.metrics.memory_bytes.value
     figure = f"~{format_bytes(held)}"
     if measured is not None and measured.memory_bytes is not None:
         held, figure = measured.memory_bytes, format_bytes(measured.memory_bytes)
     fits = held <= budget
     said = f"{'fits' if fits else 'DOES NOT FIT'}: {figure} of {format_bytes(budget)}"
-    over = plan.before.quad.memory_bytes.value - budget
+    over = plan.before.metrics.memory_bytes.value - budget
     eager = f"eager PyTorch is ~{format_bytes(over)} over" if over > 0 else "so does eager PyTorch"
     return f"{said}; {eager}" if over > 0 or fits else said, fits
 
@@ -280,7 +280,7 @@ def _as_of(plan: Plan) -> str:
     if plan.planned_seconds is None:
         return ""
     then = format_seconds(plan.planned_seconds)
-    if then == format_seconds(plan.predicted.quad.step_seconds.value):
+    if then == format_seconds(plan.predicted.metrics.step_seconds.value):
         return ""
     return f"offers, curve and next cent are of when it was planned, at ~{then} a step"
 
@@ -309,7 +309,7 @@ def _ran(measured: RunMeasurement) -> tuple[str, ...]:
     return tuple(said)
 
 
-def rule_in_words(rule: Rule) -> str:
+def describe_rule(rule: Rule) -> str:
     """A decision as one line, for plans whose reasons are not known."""
     if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"

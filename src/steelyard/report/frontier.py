@@ -36,14 +36,14 @@ def _is_of(plan: Plan, point: FrontierPoint) -> bool:
 
 
 def _as_point(plan: Plan) -> FrontierPoint:
-    quad, then, rules = plan.predicted.quad, plan.planned_seconds, plan.decisions.rules
+    metrics, then, rules = plan.predicted.metrics, plan.planned_seconds, plan.decisions.rules
     return FrontierPoint(
-        memory_bytes=int(quad.memory_bytes.value),
-        step_seconds=quad.step_seconds.value if then is None else then,
+        memory_bytes=int(metrics.memory_bytes.value),
+        step_seconds=metrics.step_seconds.value if then is None else then,
         flops=plan.predicted.flops,
         micro_batches=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
         rules=rules,
-        accuracy_loss=quad.accuracy_loss,
+        accuracy_loss=metrics.accuracy_loss,
     )
 
 
@@ -53,7 +53,7 @@ def _by_memory(point: FrontierPoint) -> tuple[int, float]:
 
 def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
     flops, is_this = plan.unplanned.flops, _is_of(plan, point)
-    this = plan.predicted.quad.accuracy_loss
+    this = plan.predicted.metrics.accuracy_loss
     return CurvePoint(
         memory=_predicted(point.memory_bytes, plan.predicted, "memory_bytes"),
         step=_predicted(point.step_seconds, plan.predicted, "step_seconds"),
@@ -66,7 +66,7 @@ def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
 
 def _predicted(value: float, like: Prediction, key: str) -> Quantity:
     """Points of the curve come from the same predictor, so their intervals are as wide."""
-    around = estimate_of(like.quad, key)
+    around = estimate_of(like.metrics, key)
     unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
     if not around.value:
         return exactly(value, unit)

@@ -12,7 +12,7 @@ from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
 from steelyard.report import svg
 from steelyard.report.amounts_table import AmountRow
-from steelyard.report.document import ReportDocument, refused_label, rule_in_words, tree_of
+from steelyard.report.document import ReportDocument, describe_rule, refused_label, tree_of
 from steelyard.report.peak_groups import Group, PeakTree
 from steelyard.report.quantities import Quantity
 from steelyard.report.rank_memory import lines_of, shown_of
@@ -183,7 +183,7 @@ def _place(where: str, line: str) -> str:
 
 def _taken(tree: ReportDocument) -> str:
     if tree.rules and not tree.taken:
-        rules = "".join(f"<p><code>{_safe(rule_in_words(r))}</code></p>" for r in tree.rules)
+        rules = "".join(f"<p><code>{_safe(describe_rule(r))}</code></p>" for r in tree.rules)
         return f"<h2>Decisions: {len(tree.rules)}</h2>\n{rules}"
     head = f"<h2>Taken: {tree.taken_is}</h2>"
     if tree.taken:

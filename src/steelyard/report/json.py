@@ -17,7 +17,7 @@
     frontier      memory, step, more_flops, micro_batches, is_this_plan, accuracy_loss
     peak          nbytes, at, where, line, phase, resident_bytes, workspace_bytes, rest, and
                   alive: nbytes, share, count, where, line, what, role; largest first
-    unplanned_peak the same of the graph without trades, or null where none are struck
+    unplanned_peak the same of the graph without trades, or null where none are applied
     as_of         of when the reasons are, where they are older than the prediction, or ""
     ranks         of several ranks, in their order: rank, predicted_bytes, measured_bytes (null
                   where no step was metered) and miss; empty in a plan, and where there is one

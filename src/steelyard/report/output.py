@@ -16,7 +16,7 @@ from steelyard.plans.scaling_laws import Scaling
 from steelyard.report import json as as_json
 from steelyard.report import scaling as scaling_report
 from steelyard.report import terminal
-from steelyard.report.document import ReportDocument, rule_in_words
+from steelyard.report.document import ReportDocument, describe_rule
 from steelyard.report.styled_text import Line, Tone, Zoom, headed, indented, shown, words
 from steelyard.report.text import render
 from steelyard.safe_files import write_whole
@@ -100,8 +100,8 @@ def show_decisions(found: PlanOnFile, path: Path, *, in_json: bool) -> None:
 
 def _decisions(found: PlanOnFile, path: Path, width: int) -> list[Line]:
     decisions = found.decisions
-    made_for = decisions.made_for
-    batch = ", ".join(f"{e.name} {e.dtype} {list(e.shape)}" for e in made_for.batch)
+    target = decisions.target
+    batch = ", ".join(f"{e.name} {e.dtype} {list(e.shape)}" for e in target.batch)
     script = path.name.removesuffix(".toml").removesuffix(".plan") + ".py"
     beside = explanation_path(path).name
     why = (
@@ -112,10 +112,10 @@ def _decisions(found: PlanOnFile, path: Path, width: int) -> list[Line]:
     )
     lines = [
         *words(f"plan {decisions.name}  budget: {decisions.budget}", width=width, tone=Tone.STRONG),
-        *words(f"runner {made_for.runner}, torch {made_for.torch}, batch {batch}", width=width),
+        *words(f"runner {target.runner}, torch {target.torch}, batch {batch}", width=width),
         *words(f"decisions ({len(decisions.rules)})", width=width, tone=Tone.STRONG),
     ]
-    lines += [l for r in decisions.rules for l in indented(rule_in_words(r), width)]
+    lines += [l for r in decisions.rules for l in indented(describe_rule(r), width)]
     lines += words(why, width=width, tone=Tone.BAD if found.is_edited else Tone.PLAIN)
     check = shlex.join(("steelyard", "plan", script, "--check", str(path)))
     lines += words(f"next: {check}", width=width, tone=Tone.STRONG)

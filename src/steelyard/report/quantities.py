@@ -51,8 +51,8 @@ def amount(value: float, unit: Unit) -> str:
     return format_bytes(value) if unit is Unit.BYTES else format_seconds(value)
 
 
-def estimate_of(quad: Metrics, key: str) -> Estimate:
-    found: Estimate = getattr(quad, key)
+def estimate_of(metrics: Metrics, key: str) -> Estimate:
+    found: Estimate = getattr(metrics, key)
     return found
 
 

@@ -12,8 +12,8 @@ from steelyard.report.amounts_table import AmountRow
 from steelyard.report.document import (
     ReportDocument,
     TakenOffer,
+    describe_rule,
     refused_label,
-    rule_in_words,
     tree_of,
 )
 from steelyard.report.frontier import CurvePoint
@@ -151,7 +151,7 @@ def _taken(tree: ReportDocument, width: int) -> list[Line]:
     if tree.rules and not tree.taken:
         # Checked or edited by hand: decisions that no search weighed.
         lines: list[Line] = [((f"decisions ({len(tree.rules)})", Tone.STRONG),)]
-        return lines + [l for r in tree.rules for l in indented(rule_in_words(r), width)]
+        return lines + [l for r in tree.rules for l in indented(describe_rule(r), width)]
     head = f"taken ({tree.taken_is})"
     if not tree.taken:
         return [((head, Tone.STRONG), (": none is needed", Tone.PLAIN))]
@@ -218,7 +218,7 @@ def _offers(tree: ReportDocument, width: int) -> list[Line]:
     lines += _taken(tree, width)
     for offer in tree.taken:
         for rule in offer.rules:
-            lines += indented(f"  {rule_in_words(rule)}", width)
+            lines += indented(f"  {describe_rule(rule)}", width)
     return [*lines, *_refused(tree, width), *_last(tree, width)]
 
 

@@ -85,26 +85,26 @@ def train(
     meter: Meter | None = None,
     may_meter: MayMeter = lambda _: True,
     predicted_bytes: int = 0,
-    together: Coordinator = _ALONE,
+    coordinator: Coordinator = _ALONE,
 ) -> Finished:
     """Take steps until ``steps`` are done, counting those of the run that is resumed.
 
     A checkpoint that cannot be saved on the way (a full disk) is noted, and training goes on with
     the earlier ones untouched; one that cannot be saved at the end is an error. A batch that cannot
     be had or used is an error too, and the steps before it are saved. SIGTERM and Ctrl-C let the
-    step end, save and return; a second Ctrl-C does not wait. ``together`` are the ranks that all do
-    this: one saves, and a signal to any of them stops all after the same step.
+    step end, save and return; a second Ctrl-C does not wait. ``coordinator`` are the ranks that all
+    do this: one saves, and a signal to any of them stops all after the same step.
     """
     if seed is not None:
         seed_everything(seed)
-    run = _TrainingRun(step, Feed(batches), checkpoints, on_note, together)
+    run = _TrainingRun(step, Feed(batches), checkpoints, on_note, coordinator)
     stopped_by = ""
     with run.holding_folder(), run.counting_updates(), _Signals() as signals:
         run.begin()
         first, exact = run.step, step.guard.warm_up if step.guard else 0
         if first >= steps:
             run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
-        while run.step < steps and not (stopped_by := together.stopping(signals.received)):
+        while run.step < steps and not (stopped_by := coordinator.stopping(signals.received)):
             due = meter if run.step >= first + 1 + exact else None
             report = _one_step(run, due, may_meter, steps, predicted_bytes)
             if report.peak_bytes is not None:
@@ -160,7 +160,7 @@ class _TrainingRun:
         feed: Feed,
         settings: Checkpoints | None,
         note: Callable[[str], None] | None,
-        together: Coordinator,
+        coordinator: Coordinator,
     ) -> None:
         self.live = live
         self.feed = feed
@@ -168,7 +168,7 @@ class _TrainingRun:
         self.loss: float | None = None
         self.saved: Path | None = None
         self._note = note
-        self._together = together
+        self._together = coordinator
         self._settings = settings
         self._folder = CheckpointFolder(settings.folder, keep=settings.keep) if settings else None
         self._first = 0
@@ -353,7 +353,7 @@ class _TrainingRun:
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)
         # What was saved is of the first rank, and of its GPU.
-        self._together.draw_alike(self.live.home)
+        self._together.draw_equally(self.live.home)
         self.step = self._first = self.live.taken = position.step
         self.saved = chosen
         for path in folder.go_on_from(chosen) if self._together.saves else ():

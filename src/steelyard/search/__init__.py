@@ -1,12 +1,12 @@
-"""Offers + predict + a budget -> the trades to strike, the curve they lie on, and why not the rest.
+"""Offers + predict + a budget -> the trades to apply, the curve they lie on, and why not the rest.
 Torch-free, and handed its trades. Not for capturing, measuring or running."""
 
 from steelyard.search.cluster.explain import told
 from steelyard.search.cluster.policy_mixture import ALIKE
-from steelyard.search.cluster.recompute_sets import sets_again
+from steelyard.search.cluster.recompute_sets import recompute_sets
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import RecomputeSet
-from steelyard.search.cluster.to_rules import rules_of
+from steelyard.search.cluster.to_rules import to_rules
 from steelyard.search.memory_floor import Floor
 from steelyard.search.ranks.layout_search import LayoutSearch
 from steelyard.search.ranks.pipeline_search import PipelineSearch
@@ -25,7 +25,7 @@ __all__ = [
     "RecomputeSet",
     "SearchResult",
     "StepSearch",
-    "rules_of",
-    "sets_again",
+    "recompute_sets",
+    "to_rules",
     "told",
 ]

@@ -102,11 +102,11 @@ def _remedy(
 
 def too_slow(prediction: Prediction, budget: Budget) -> Infeasible | None:
     """The fastest plan that fits the memory takes more time than another bound allows."""
-    quad, is_bounded = prediction.quad, budget.memory_bytes is not None
+    metrics, is_bounded = prediction.metrics, budget.memory_bytes is not None
     for name, bound, seconds in (
-        ("step time", budget.step_seconds, quad.step_seconds.value),
-        ("computation", budget.computation_seconds, quad.computation_seconds.value),
-        ("communication", budget.communication_seconds, quad.communication_seconds.value),
+        ("step time", budget.step_seconds, metrics.step_seconds.value),
+        ("computation", budget.computation_seconds, metrics.computation_seconds.value),
+        ("communication", budget.communication_seconds, metrics.communication_seconds.value),
     ):
         if bound is not None and seconds > bound:
             return Infeasible(

@@ -69,7 +69,7 @@ class SearchResult:
     gap: Gap | None
 
     def why_not(self, trade: str) -> tuple[Rejection, ...]:
-        """Why this trade, or the offer with this label, was not struck (or not all of it)."""
+        """Why this trade, or the offer with this label, was not applied (or not all of it)."""
         return tuple(r for r in self.refused if trade in (r.trade, r.label) or _names(r, trade))
 
 

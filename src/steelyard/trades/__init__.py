@@ -22,7 +22,7 @@ from steelyard.trades.ternary_gradients import TernaryGradients
 
 __all__ = ["TRADES"]
 
-# In the order they are struck: what changes the graph comes before what only reorders it.
+# In the order they are applied: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
     Accumulate(), ShardTensor(), Stream(), ShardStates(), ShardBatch(), SparseGradients(),
     RoundedGradients(), TernaryGradients(), LowRankGradients(), LargestGradients(), Overlap(),

@@ -1,6 +1,6 @@
 """Accumulate: run the batch in equal parts, one after another, and add their gradients up.
 
-Struck first, for it changes the graph; rules of other trades name modules and survive that. The
+Applied first, for it changes the graph; rules of other trades name modules and survive that. The
 mean over equal parts is the mean over the whole, but summed in another order: what is bitwise the
 same is eager PyTorch accumulating over the same parts. Not for where a batch may be cut: the
 source of the step knows that.
@@ -48,7 +48,7 @@ class Accumulate:
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "accumulate changes the graph, so it is struck first"
+        assert not program.again, "accumulate changes the graph, so it is applied first"
         parts = self._parts(rules, source)
         if parts == program.repeats:
             return program

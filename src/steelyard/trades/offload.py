@@ -16,7 +16,7 @@ from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of, to_rules
-from steelyard.ir.saved_activations import Late, first_late, first_wanted, waiting
+from steelyard.ir.saved_activations import Late, first_late, first_wanted, saved_for_backward
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_activation_matmuls import (
     Read,
@@ -51,7 +51,7 @@ class Offload:
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
-        offers = offers_of(self.name, graph, waiting(program))
+        offers = offers_of(self.name, graph, saved_for_backward(program))
         reason = "no value of the forward pass is large, whole and read by the backward pass"
         if graph.decomposition.startswith("inductor"):
             reason = "Inductor compiles each pass as one, and would begin it with what comes back"
@@ -77,7 +77,7 @@ class Offload:
         made_again = {i.node for i in program.again}
         never = [name for name in chosen if name in made_again] or sorted(
             # A smaller batch may make them smaller than is worth it; they go all the same.
-            chosen.keys() - waiting(program, least_bytes=1)
+            chosen.keys() - saved_for_backward(program, least_bytes=1)
         )
         if never:
             node = program.graph.by_name[never[0]]
@@ -109,7 +109,7 @@ class Offload:
 def _offers_in_slices(program: Program) -> Iterator[Offer]:
     """One for each value that may be, those of equal blocks together."""
     graph = program.graph
-    large = waiting(program, least_bytes=_LEAST_SLICED_BYTES)
+    large = saved_for_backward(program, least_bytes=_LEAST_SLICED_BYTES)
     by_count: dict[int, list[str]] = {}
     for value, products in sliceable_inputs(program, large).items():
         if count := _slices(products[0].matrix):

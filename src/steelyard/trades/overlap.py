@@ -1,7 +1,7 @@
 """Overlap: wait for what ranks exchange only a few exchanges later, and send what is there already
 some operators ahead, so that others compute.
 
-Either may hold more: what has arrived, and what a backend keeps until then. Struck behind
+Either may hold more: what has arrived, and what a backend keeps until then. Applied behind
 whatever puts exchanges into the graph. Not for what is exchanged.
 """
 
@@ -52,7 +52,9 @@ class Overlap:
     ) -> Program:
         if not rules or not program.exchanges:
             return program
-        assert not program.again, "overlap orders the graph, so it is struck before copies are made"
+        assert not program.again, (
+            "overlap orders the graph, so it is applied before copies are made"
+        )
         if not program.layout.shares:  # where these differ, so may what ranks find, and they speak
             first = sent_first(program)
             is_whole = not first.problems()  # a sum that is sent has what else reads it behind it

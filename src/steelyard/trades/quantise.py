@@ -14,7 +14,13 @@ from steelyard.ir.graph import Graph, Node, Phase
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.quantized_activation import QuantizedActivation, can_be_coded, chooses, chosen_by
 from steelyard.ir.rule import Rule, matching
-from steelyard.ir.saved_activations import LEAST_BYTES, Late, first_late, first_wanted, waiting
+from steelyard.ir.saved_activations import (
+    LEAST_BYTES,
+    Late,
+    first_late,
+    first_wanted,
+    saved_for_backward,
+)
 from steelyard.ir.step_source import StepSource
 from steelyard.plans.offers import offers_of
 from steelyard.plans.trade import Offer, Rejection
@@ -92,7 +98,7 @@ class Quantise:
 def quantisable(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozenset[str]:
     """The values that could be kept in 8 bits."""
     graph = program.graph
-    able = waiting(program, least_bytes=least_bytes) - chosen_by(graph)
+    able = saved_for_backward(program, least_bytes=least_bytes) - chosen_by(graph)
     return frozenset(name for name in able if can_be_coded(graph.by_name[name].outputs[0]))
 
 

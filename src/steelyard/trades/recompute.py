@@ -88,7 +88,7 @@ def with_copies(
     copies = _Copies(graph, needed, _Turns.of(graph, computed, first, needed, times))
     for number in range(first, len(computed)):
         line = computed[number]
-        placed += copies.made_for(graph.by_name[line.node].inputs, number)
+        placed += copies.target(graph.by_name[line.node].inputs, number)
         placed.append(copies.reading(line.node, line.node, line.phase, number))
     return program.with_lines(placed, on=graph)
 
@@ -139,7 +139,7 @@ class _Copies:
         self._turns = turns
         self._made: set[str] = set()
 
-    def made_for(self, inputs: Iterable[str], number: int) -> list[Instruction]:
+    def target(self, inputs: Iterable[str], number: int) -> list[Instruction]:
         """What to make before these inputs can be read, in the order of the forward pass."""
         graph, turns = self._graph, self._turns
         found: set[str] = set()

@@ -68,7 +68,7 @@ class ShardBatch:
             return program
         if program.layout.pipeline > 1:
             return program  # ranks with the same stages sum up behind all micro-batches
-        assert not program.again, "shard_batch changes the graph, so it is struck early"
+        assert not program.again, "shard_batch changes the graph, so it is applied early"
         # Those that hold the same part of a model are as far apart as its parts are many.
         stride = program.layout.tensor
         before = program.graph

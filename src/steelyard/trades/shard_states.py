@@ -72,7 +72,7 @@ class ShardStates:
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "shard_states changes the graph, so it is struck early"
+        assert not program.again, "shard_states changes the graph, so it is applied early"
         layout, update = program.layout, program.update
         if any(rule.degree != layout.batch for rule in rules) or layout.batch == 1:
             raise Mismatch(

@@ -2,7 +2,7 @@
 
 Columns, rows, heads, channels, experts, a vocabulary: whatever the graph shows to go together (see
 capture/spmd/shardable_regions.py), exchanged where a whole value or a sum is read. A part of the
-weights is a part of their gradients and of what the optimizer keeps. Struck before what else
+weights is a part of their gradients and of what the optimizer keeps. Applied before what else
 changes the graph, which then works on parts. Not for which regions: see search/.
 """
 
@@ -58,7 +58,7 @@ class ShardTensor:
         ranks = program.layout.tensor
         if not rules or ranks == 1:
             return program
-        assert not program.again, "shard_tensor changes the graph, so it is struck early"
+        assert not program.again, "shard_tensor changes the graph, so it is applied early"
         if program.update is not None and program.update.unparted:
             raise Mismatch(
                 f"the plan cuts weights, and {program.update.unparted}",

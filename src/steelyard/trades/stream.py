@@ -82,7 +82,7 @@ class Stream:
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "stream changes the graph, so it is struck before recompute"
+        assert not program.again, "stream changes the graph, so it is applied before recompute"
         graph = program.graph
         for rule in rules:
             for name in sorted(matching(graph, (rule,))):
@@ -176,12 +176,12 @@ class _Replacing:
 
     def _needed_early(self) -> set[str]:
         """All of the forward pass that does not wait for the stretch, and what that takes."""
-        waiting = set(self._inside)
+        saved_for_backward = set(self._inside)
         forward = set()
         for node in self._graph.nodes:
-            if not waiting.isdisjoint(node.inputs):
-                waiting.add(node.name)
-            elif node.phase is Phase.FORWARD and node.name not in waiting:
+            if not saved_for_backward.isdisjoint(node.inputs):
+                saved_for_backward.add(node.name)
+            elif node.phase is Phase.FORWARD and node.name not in saved_for_backward:
                 forward.add(node.name)
         needed = set(self._stretch.takes)
         for node in reversed(self._graph.nodes):

@@ -178,9 +178,9 @@ def _complaint(stderr: str) -> str:
 
 
 def _planned(plan: Plan) -> list[str]:
-    quad = plan.predicted.quad
-    more = quad.step_seconds.value / plan.unplanned.quad.step_seconds.value - 1
-    before, after = format_bytes(plan.before.peak.nbytes), format_bytes(quad.memory_bytes.value)
+    metrics = plan.predicted.metrics
+    more = metrics.step_seconds.value / plan.unplanned.metrics.step_seconds.value - 1
+    before, after = format_bytes(plan.before.peak.nbytes), format_bytes(metrics.memory_bytes.value)
     return [
         f"plain PyTorch needs ~{before}; the plan ~{after}, for ~{format_share(more)} time",
         "(by recomputing alone: cut into micro-batches, a step is exact but not",

@@ -73,7 +73,7 @@ def _plan(task: Task, work: Workload) -> None:
         on_progress=lambda _: None,
         trades=_BIT_FOR_BIT,
     )
-    planned(Planner(request.looked_at()), request.budget).save(task.plan)
+    planned(Planner(request.capture_and_price()), request.budget).save(task.plan)
 
 
 def _probe(task: Task, work: Workload) -> None:

@@ -73,7 +73,7 @@ def splitting(
         return whole("the tensors of the batch do not share dim 0")
     if size < 2:
         return whole("the batch is a single sample")
-    reason = why_together(model, loss, batch, graph, at_once=at_once)
+    reason = why_indivisible(model, loss, batch, graph, at_once=at_once)
     if reason:
         return whole(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
@@ -97,7 +97,7 @@ def splitting(
     return verdict
 
 
-def why_together(
+def why_indivisible(
     model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
 ) -> str:
     """Where operators show that cutting the batch changes what is trained; empty where none does:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.capture.batch.splitting import batch_size, entries, why_together
+from steelyard.capture.batch.splitting import batch_size, entries, why_indivisible
 from steelyard.capture.deep.truncate import BlockRange, cut_to
 from steelyard.capture.deep.truncated_model import provably_cut
-from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.partition import partition
 from steelyard.capture.spmd.sequence_parallel import sequence_placements
 from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.capture.step import CapturedStep
@@ -52,11 +52,11 @@ class TruncatedStep:
         return entries(self.batch)
 
     @cached_property
-    def why_together(self) -> str:
+    def why_indivisible(self) -> str:
         """Why the batch must stay whole; empty where no operator shows that it must."""
         if batch_size(self.batch) is None:
             return "the tensors of the batch do not share dim 0"
-        return why_together(self._source.model, self.loss, self._sampled_batch, self.whole.graph)
+        return why_indivisible(self._source.model, self.loss, self._sampled_batch, self.whole.graph)
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -80,7 +80,7 @@ class TruncatedStep:
             lies = tuple(lies for region in self.regions(tensor) for lies in region.inputs)
             values = self._along_the_sequence(tensor)
             choice = ShardingChoice(axis=TENSOR, num_ranks=tensor, inputs=lies, values=values)
-            graph = parted(self.whole.graph, choice, rank=0, transport=NCCL)
+            graph = partition(self.whole.graph, choice, rank=0, transport=NCCL)
             self._graphs[tensor] = replace(self.whole, graph=graph)
         return self._graphs[tensor]
 

@@ -48,7 +48,7 @@ from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.operators import is_pointwise
 
 
-def parted(
+def partition(
     graph: Graph,
     choice: ShardingChoice,
     *,

@@ -29,7 +29,7 @@ from steelyard.hardware.cluster import Device
 from steelyard.hardware.host_os import cores_of
 from steelyard.ir.graph import Graph
 from steelyard.measure.links.json_graph import from_json, to_json
-from steelyard.measure.malloc import is_kept, keep_what_is_freed
+from steelyard.measure.malloc import is_kept, keep_freed_memory
 from steelyard.measure.operators.benchmark import Beside, busy_with
 
 # To start, to make what operators read, and to call each once.
@@ -226,7 +226,7 @@ def main(line: _Line, patience: float) -> None:
     """Told by ``line`` what to work on, when to, and when to rest."""
     work = _Work(*line.recv())
     if work.keeps:
-        keep_what_is_freed()
+        keep_freed_memory()
     torch.set_num_threads(work.device.threads)
     carry_out = busy_with(work.graphs, work.device, sharers=work.sharers)
     while line.poll(patience):

@@ -148,18 +148,19 @@ def remember_hosts(
     *,
     hosts: int,
     home: torch.device = CPU,
-    look: Sequence[float],
+    session: Sequence[float],
     joins: Mapping[str, float] | None = None,
     cache: CostCache,
 ) -> None:
-    """What the ranks, which have their hosts' names, said of themselves; ``look`` is what they will
+    """What the ranks, which have their hosts' names, said of themselves; ``session`` is what they
+    will
     look at when they meet again. ``joins`` are figures of pairs and subsets of the hosts, of which
     each subset that a plan may lie on is remembered as if it had met by itself."""
     context = context_of(len(names), hosts=hosts, home=home)
-    looked_at = dict(zip(_LOOK, look, strict=True))
+    capture_and_price = dict(zip(_LOOK, session, strict=True))
     near, each = SIZES[home.type], len(names) // hosts
     figures = fitted(said, sizes=sizes_of(home, hosts), near=near, each=each)
-    found = {**figures, **(joins or {}), **looked_at, _NAMES: _number_of(names)}
+    found = {**figures, **(joins or {}), **capture_and_price, _NAMES: _number_of(names)}
     _met_here[context] = found
     cache.write_rates(context, found)
     for members in _groups(found, hosts, each).values():
@@ -263,11 +264,11 @@ def _figures_of(
                 own[rate_of(places[i], places[j])] = found[rate_of(i, j)]
                 own[latency_of(places[i], places[j])] = found[latency_of(i, j)]
     if name_of(number, "small") in found:
-        own |= {look: found[name_of(number, f"least {look.split()[0]}")] for look in _LOOK}
+        own |= {session: found[name_of(number, f"least {session.split()[0]}")] for session in _LOOK}
     return own
 
 
-def remembered_look(
+def remembered_probe(
     names: Sequence[str], *, hosts: int, home: torch.device = CPU, cache: CostCache
 ) -> tuple[float, ...] | None:
     """What was looked at when ranks of hosts of these names last met; None where others did, or

@@ -317,7 +317,7 @@ def _there_and_back_once(nbytes: int, other: int) -> float:
     return (time.perf_counter() - begin) / 2 if dist.get_rank() in (0, other) else 0.0
 
 
-def looked_at_link(home: torch.device = CPU) -> tuple[float, float]:
+def probe_link(home: torch.device = CPU) -> tuple[float, float]:
     """What a small and a larger exchange of all ranks, on several hosts, take at best, the same on
     each of them: so it is seen in a moment whether a link has become another."""
     with torch.no_grad(), _at(home):

@@ -71,7 +71,7 @@ def coded(
         dropped |= bucket.nodes
         left += [m for m in bucket.members if m.target not in codecs]
         for codec, members in by_codec.items():
-            whole = sending.in_codes(members, codec, behind=bucket.waited.name)
+            whole = sending.compress_gradients(members, codec, behind=bucket.waited.name)
             handed_out(change, outputs, members, whole, behind=bucket.waited.name)
         last = bucket.waited.name
     if left:
@@ -96,7 +96,9 @@ class _Sending:
         self._change, self._transport, self._collective = change, transport, collective
         self._num_ranks = num_ranks
 
-    def in_codes(self, members: Sequence[BucketMember], codec: Codec, *, behind: str) -> Node:
+    def compress_gradients(
+        self, members: Sequence[BucketMember], codec: Codec, *, behind: str
+    ) -> Node:
         flats = [member.flat for member in members]
         name = members[0].target.partition(":")[2]
         if codec.is_linear:

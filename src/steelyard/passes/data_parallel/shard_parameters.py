@@ -105,13 +105,13 @@ def _reroute_late(
     renamed = {arrived.name: second.name}
     wanted = {i for name in late for i in change[name].inputs}
     looks = _looks(graph, parameter)[1:]
-    for look in reversed(looks):
-        wanted |= set(change[look].inputs) if look in wanted else set()
-    for look in looks:
-        if look in wanted:
-            anew = replace(moved(change[look]), name=f"{look}_again", phase=Phase.BACKWARD)
+    for session in reversed(looks):
+        wanted |= set(change[session].inputs) if session in wanted else set()
+    for session in looks:
+        if session in wanted:
+            anew = replace(moved(change[session]), name=f"{session}_again", phase=Phase.BACKWARD)
             change.put_before(late[0], anew)
-            renamed[look] = anew.name
+            renamed[session] = anew.name
     for node in graph.nodes:
         if node.phase is Phase.BACKWARD:
             change.change(moved(change[node.name]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from steelyard.ir.graph import SENT_PRODUCTS, Node, OutputKind, Phase
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT
 from steelyard.ir.program import Instruction, Program
-from steelyard.passes.offload.transfer_nodes import Calls, Running, woven
+from steelyard.passes.offload.transfer_nodes import Calls, Running, interleave
 
 
 def made_by_products(program: Program, parameters: Iterable[str]) -> frozenset[str]:
@@ -51,7 +51,7 @@ def with_gradients_in_slices(
         # Itself is one of those that run. At once is before anything else is fetched.
         end = running.behind(place, lag + 1) if lag else place
         behind.setdefault(end, []).append(_at(own.end, lines[end]))
-    placed = woven(lines, before=before, behind=behind, instead=instead)
+    placed = interleave(lines, before=before, behind=behind, instead=instead)
     result = replace(program, graph=calls.graph(), instructions=tuple(placed))
     assert not result.problems(), result.problems()
     return result

@@ -12,7 +12,7 @@ from steelyard.ir.graph import Graph, Node, Phase, Ref, Symbol
 from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.sliced_loops import LoopCall, Loops, Product
-from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, woven
+from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, interleave
 from steelyard.passes.slicing.column_rules import IsPointwise
 
 
@@ -122,4 +122,4 @@ def _with_slices(
             early = running.before(place, leads[parameter])
             before.setdefault(early, []).append(replace(begin, phase=lines[early].phase))
             behind.setdefault(place, []).append(replace(end, phase=lines[place].phase))
-    return woven(lines, before=before, behind=behind)
+    return interleave(lines, before=before, behind=behind)

@@ -14,7 +14,7 @@ from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.sliced_gradients import with_gradients_in_slices
 from steelyard.passes.offload.sliced_optimizer import in_slices
 from steelyard.passes.offload.sliced_weight_matmuls import with_products_far
-from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, woven
+from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, interleave
 from steelyard.passes.slicing.column_rules import IsPointwise
 
 
@@ -135,7 +135,7 @@ def with_gradients_far(
             instead[number] = [old, taken, calls.send(name, value, old.value)]
             sent = calls.sent(name, old.value)
         behind.setdefault(running.behind(number, lag), []).append(sent)
-    placed = woven(lines, before=before, behind=behind, instead=instead)
+    placed = interleave(lines, before=before, behind=behind, instead=instead)
     result = replace(program, graph=calls.graph(), instructions=tuple(placed))
     assert not result.problems(), result.problems()
     return result

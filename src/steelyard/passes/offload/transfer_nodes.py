@@ -253,7 +253,7 @@ def _fetch_of(name: str, number: int) -> str:
     return _numbered(f"{name}.fetch", number)
 
 
-def woven(
+def interleave(
     lines: Sequence[Instruction],
     *,
     before: Mapping[int, Sequence[Instruction]],

@@ -31,7 +31,7 @@ def priced(
     in_all, sent = on.exchanged(*busiest)
     within = Estimate.within
     return Prediction(
-        quad=Metrics(
+        metrics=Metrics(
             memory_bytes=within(step.peak_bytes, share=_DOUBT_OF_BYTES),
             communication_bytes=Estimate.exactly(sent),
             communication_seconds=within(in_all, share=DECLARED_DOUBT),

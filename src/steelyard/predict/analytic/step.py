@@ -26,7 +26,7 @@ from steelyard.predict.collectives.algorithms import (
     reduce_scatter,
     send,
 )
-from steelyard.predict.collectives.curves import carried
+from steelyard.predict.collectives.curves import collective_curves
 from steelyard.predict.collectives.routes import Route, route
 from steelyard.predict.cost_table import CostTable
 
@@ -87,8 +87,8 @@ def tensor_costs(cluster: Cluster, layout: ClusterLayout, *, first: int = 0) -> 
     ``first`` of whom is the rank of that number."""
     found = {}
     if layout.tensor > 1:
-        found = carried(cluster.tree, axis=TENSOR, numbers=[layout.tensor], first=first)
-    return CostTable(device=cluster.tree.device_of(first), carried=found)
+        found = collective_curves(cluster.tree, axis=TENSOR, numbers=[layout.tensor], first=first)
+    return CostTable(device=cluster.tree.device_of(first), collective_curves=found)
 
 
 def deep_step_of(laid: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> AnalyticStep:

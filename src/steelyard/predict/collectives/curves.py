@@ -28,7 +28,7 @@ _ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[CollectiveCost, ...]
 _SIZES = tuple(1 << power for power in range(2, 37, 2))
 
 
-def carried(
+def collective_curves(
     tree: TopologyLevel,
     *,
     axis: str,

@@ -168,11 +168,11 @@ def _shared_out(group: Group, size: int) -> Iterator[tuple[int, Group]]:
         yield len(group), range(offset, offset + 1)
         return
     patterns: Counter[Group] = Counter()
-    looked_at = range(first, last + 1)
-    if isinstance(group, range) and size % group.step == 0 and len(looked_at) > 2:
-        patterns[range(group[0] % group.step, size, group.step)] = len(looked_at) - 2
-        looked_at = range(first, last + 1, last - first)
-    for nth in looked_at:
+    capture_and_price = range(first, last + 1)
+    if isinstance(group, range) and size % group.step == 0 and len(capture_and_price) > 2:
+        patterns[range(group[0] % group.step, size, group.step)] = len(capture_and_price) - 2
+        capture_and_price = range(first, last + 1, last - first)
+    for nth in capture_and_price:
         inner = _part(group, nth * size, size)
         patterns[_evenly(inner)] += 1 if inner else 0
     yield from ((count, inner) for inner, count in patterns.items() if inner)

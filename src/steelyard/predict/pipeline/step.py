@@ -102,7 +102,7 @@ class PipelinePrediction:
         computation = Estimate(value=alone[0], low=alone[1], high=alone[2])
         waiting = max(0.0, self.step.value - computation.value)
         return Prediction(
-            quad=Metrics(
+            metrics=Metrics(
                 memory_bytes=Estimate.within(worst.nbytes, share=_PEAK_SHARE),
                 communication_bytes=Estimate.exactly(max(self._sent_bytes)),
                 communication_seconds=Estimate.within(max(self._sending), share=0.5),

@@ -30,8 +30,8 @@ def lower(program: Program, kernels: dict[str, GeneratedKernel] | None = None) -
     with _torch.inductor_settings() as mode:
         lowered = _lower(program, kernels, mode)
         before = None if program.earlier is program else _lower(program.earlier, kernels, mode)
-    beside = tuple(lower(other, kernels) for other in program.beside)
-    return replace(lowered, before=before, beside=beside)
+    sibling_programs = tuple(lower(other, kernels) for other in program.sibling_programs)
+    return replace(lowered, before=before, sibling_programs=sibling_programs)
 
 
 def compiled(kernels: Mapping[str, GeneratedKernel]) -> dict[str, Callable[..., Any]]:

@@ -70,11 +70,11 @@ class Coordinator(Protocol):
         """That of the first rank, of a step which not all ranks take."""
         ...
 
-    def draw_alike(self, home: torch.device) -> None:
+    def draw_equally(self, home: torch.device) -> None:
         """From here on all draw what the first rank draws, on the host and at ``home``."""
         ...
 
-    def check_alike(self, item: str, words: str) -> None:
+    def check_equal(self, item: str, words: str) -> None:
         """That all came here, with the same words. Who comes alone makes an exchange that nobody
         else makes, and is found out by that when the others' wait ends."""
         ...
@@ -109,10 +109,10 @@ class Alone:
         assert loss is not None, "a rank alone takes every step"
         return loss
 
-    def draw_alike(self, home: torch.device) -> None:
+    def draw_equally(self, home: torch.device) -> None:
         pass
 
-    def check_alike(self, item: str, words: str) -> None:
+    def check_equal(self, item: str, words: str) -> None:
         pass
 
 
@@ -167,13 +167,13 @@ class InGroup:
         dist.broadcast(held, src=0)
         return held if loss is None else loss
 
-    def draw_alike(self, home: torch.device) -> None:
+    def draw_equally(self, home: torch.device) -> None:
         for generator in [generator_of(device) for device in dict.fromkeys((CPU, home))]:
             state = generator.get_state()
             dist.broadcast(state, src=0)
             generator.set_state(state)
 
-    def check_alike(self, item: str, words: str) -> None:
+    def check_equal(self, item: str, words: str) -> None:
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(words.encode()).digest()), dtype=torch.int64
         )
@@ -213,19 +213,19 @@ def _around_twice_bytes(rank: int, num_ranks: int) -> int:
     return sends * (4 + GLOO_SENDS) + gets * GLOO_GETS
 
 
-def begin_alike(tensors: Iterable[torch.Tensor], home: torch.device = CPU) -> None:
+def broadcast_model(tensors: Iterable[torch.Tensor], home: torch.device = CPU) -> None:
     """Every rank takes the values of the first, and will draw the same: what was drawn differs."""
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
-    InGroup().draw_alike(home)
+    InGroup().draw_equally(home)
 
 
-def bring_up_to_date(step: "LiveStep", together: Coordinator) -> None:
+def bring_up_to_date(step: "LiveStep", coordinator: Coordinator) -> None:
     """Every rank takes from the first what those have missed that stood by: weights, buffers, what
     the optimizer keeps, what codes hold back, and what is drawn next."""
-    begin_alike([*step.model.parameters(), *step.model.buffers()], step.home)
-    said = together.words(json.dumps(_kept_by(step)) if together.saves else "")
+    broadcast_model([*step.model.parameters(), *step.model.buffers()], step.home)
+    said = coordinator.words(json.dumps(_kept_by(step)) if coordinator.saves else "")
     states, owed = TypeAdapter(_Kept).validate_json(said, strict=True)
     parameters = [] if step.optimizer is None else _optimized(step.optimizer)
     for place, name, value in states:

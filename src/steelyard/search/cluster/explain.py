@@ -119,10 +119,10 @@ def _parts_of(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, str, C
 def _beside(
     trade: str, label: str, rules: tuple[Rule, ...], before: Prediction, after: Prediction
 ) -> SelectedTrade:
-    quicker = before.quad.computation_seconds.value - after.quad.computation_seconds.value
+    quicker = before.metrics.computation_seconds.value - after.metrics.computation_seconds.value
     waits = (
-        after.quad.exposed_communication_seconds.value
-        - before.quad.exposed_communication_seconds.value
+        after.metrics.exposed_communication_seconds.value
+        - before.metrics.exposed_communication_seconds.value
     )
     return SelectedTrade(
         trade=trade,
@@ -149,9 +149,9 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
     for trade in _NOT_WEIGHED:
         reason = "is not weighed for several devices that are not here"
         yield Rejection(trade=trade, label="the step", reason=reason, left=Remaining.NEVER)
-    if search.why_together:
+    if search.why_indivisible:
         yield Rejection(
-            trade=_BATCH, label="the batch", reason=search.why_together, left=Remaining.NEVER
+            trade=_BATCH, label="the batch", reason=search.why_indivisible, left=Remaining.NEVER
         )
 
 
@@ -197,7 +197,7 @@ def _others(
         yield _TENSOR, "on some of the ranks", lambda x: x.tensor > 1
     if layout.pipeline == 1 and search.num_blocks > 1:
         yield _PIPELINE, "on some of the ranks", lambda x: x.pipeline > 1
-    if layout.data == 1 and not search.why_together:
+    if layout.data == 1 and not search.why_indivisible:
         yield _BATCH, "among some of the ranks", lambda x: x.data > 1
     for stage, label in _IN_SHARES.items():
         if layout.state_stage != stage and layout.data > 1:

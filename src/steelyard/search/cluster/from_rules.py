@@ -15,7 +15,7 @@ from steelyard.ir.rule import CallSite, Rule
 from steelyard.ir.sharding_choice import Region
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import ActivationPolicy
-from steelyard.search.cluster.to_rules import HELD, calls_moved, rules_of
+from steelyard.search.cluster.to_rules import HELD, calls_moved, to_rules
 
 _FATES = ("recompute", "offload")
 
@@ -30,13 +30,13 @@ class RuleContext:
     regions: Callable[[int], Sequence[Region]]
 
 
-def laid_of(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterPlan:
+def from_rules(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterPlan:
     layout = _layout(rules, search, step)
     stages = _stages(rules, layout, step)
     laid = search.priced_as(layout, stages)
     # Written out again they are the same: then nothing of them was left out.
     regions = step.regions(layout.tensor) if layout.tensor > 1 else ()
-    again = rules_of(laid, step.graph, regions, step.blocks)
+    again = to_rules(laid, step.graph, regions, step.blocks)
     ours, theirs = _said(again), _said(rules)
     for rule in [*(theirs - ours), *(ours - theirs)]:
         _refuse(rule, "which a plan for devices that are not here would not say so")

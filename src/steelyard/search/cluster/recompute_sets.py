@@ -22,7 +22,7 @@ from steelyard.search.single.min_cut import MinCut
 _PRICES = np.geomspace(1e-14, 1e-8, 25)
 
 
-def sets_again(
+def recompute_sets(
     graph: Graph, costs: CostTable, blocks: Blocks, *, values: Iterable[str]
 ) -> tuple[tuple[CallSite, ...], ...]:
     """By modules inside a block, as `again` of a layout takes them; none first. ``values`` are

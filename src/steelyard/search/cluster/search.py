@@ -54,7 +54,7 @@ class TemplateSource(Protocol):
     @property
     def num_samples(self) -> int: ...
     @property
-    def why_together(self) -> str: ...
+    def why_indivisible(self) -> str: ...
     @property
     def blocks(self) -> Blocks: ...
     @property
@@ -71,8 +71,8 @@ class _WithSamples:
     num_samples: int
 
     @property
-    def why_together(self) -> str:
-        return self.source.why_together
+    def why_indivisible(self) -> str:
+        return self.source.why_indivisible
 
     @property
     def blocks(self) -> Blocks:
@@ -249,7 +249,7 @@ class ClusterSearch:
                     tensor=self.tensor_degrees(),
                     samples=self._source.num_samples,
                     blocks=self.num_blocks,
-                    is_whole=bool(self.why_together),
+                    is_whole=bool(self.why_indivisible),
                 )
                 for layout in [self._as_in_parts(each)]
             ]
@@ -373,8 +373,8 @@ class ClusterSearch:
         return self._source.blocks.count
 
     @property
-    def why_together(self) -> str:
-        return self._source.why_together
+    def why_indivisible(self) -> str:
+        return self._source.why_indivisible
 
     def tensor_degrees(self) -> list[int]:
         return tensor_degrees(self._cluster.tree)

@@ -24,7 +24,7 @@ _BUCKET_BYTES = 25 * 2**20
 HELD = {1: "optimizer", 2: "gradient", 3: ""}
 
 
-def rules_of(
+def to_rules(
     laid: ClusterPlan, graph: Graph, regions: Sequence[Region], blocks: Blocks
 ) -> tuple[Rule, ...]:
     """``graph`` is that of three blocks on one device, ``regions`` are what is cut of it."""
@@ -114,11 +114,11 @@ def _ends(laid: ClusterPlan) -> list[int]:
 
 
 def _fates(
-    laid: ClusterPlan, blocks: Blocks, rules_of: Callable[[ActivationPolicy], Sequence[Rule]]
+    laid: ClusterPlan, blocks: Blocks, to_rules: Callable[[ActivationPolicy], Sequence[Rule]]
 ) -> list[Rule]:
-    """``rules_of`` a fate name calls by modules inside a block."""
+    """``to_rules`` a fate name calls by modules inside a block."""
     fates = {fate for stage in laid.stages for fate, _ in stage}
-    said = {fate: rules_of(fate) for fate in fates}
+    said = {fate: to_rules(fate) for fate in fates}
     if len(fates) == 1 and blocks.first == 0:
         (own,) = said.values()
         return [

@@ -67,7 +67,7 @@ class LayoutExplanation:
         of_tensors = tuple(r for r in way.rules if r.trade == _TENSOR)
         of_states = tuple(r for r in way.rules if r.trade == _STATES)
         lag = max((r.lag for r in way.rules if r.trade == _OVERLAP), default=1)
-        waiting = tuple(r for r in way.rules if r.trade == _OVERLAP)
+        saved_for_backward = tuple(r for r in way.rules if r.trade == _OVERLAP)
         if of_batch:
             sent = f"{format_bytes(of_batch[0].bucket_bytes)} at a time"
             among = self._labelled(way.layout)
@@ -77,11 +77,11 @@ class LayoutExplanation:
             if way.layout.shares:
                 among += f" ({self._unlike.said(way.layout.batch)})"
             label = f"{among}, gradients {sent}, {lag} under way"
-            if is_synchronised(self._ways.strike(of_batch).graph):
+            if is_synchronised(self._ways.apply_rules(of_batch).graph):
                 label += ", BatchNorm's statistics of all samples"
             costs = self._ways.costs_of_groups(way.layout.tensor)
-            yield self._gained(_BATCH, label, (), (*waiting, *of_batch), costs)
-        before = (*waiting, *of_batch) if of_batch else ()
+            yield self._gained(_BATCH, label, (), (*saved_for_backward, *of_batch), costs)
+        before = (*saved_for_backward, *of_batch) if of_batch else ()
         if of_tensors:
             label = f"{tensors(of_tensors)} in parts on {way.layout.tensor} ranks"
             yield self._gained(_TENSOR, label, before, (*before, *of_tensors))
@@ -113,9 +113,9 @@ class LayoutExplanation:
     def sent_otherwise(
         self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]
     ) -> SelectedTrade:
-        """What it buys of communication and pays in computing, added to what was struck before."""
-        struck = self._ways.strike(before), self._ways.strike((*before, *rules))
-        without, with_it = (predict(program, self._ways.costs).quad for program in struck)
+        """What it buys of communication and pays in computing, added to what was applied before."""
+        applied = self._ways.apply_rules(before), self._ways.apply_rules((*before, *rules))
+        without, with_it = (predict(program, self._ways.costs).metrics for program in applied)
         return SelectedTrade(
             trade=rules[0].trade,
             label=label,
@@ -134,9 +134,9 @@ class LayoutExplanation:
         costs: CostTable | None = None,
     ) -> SelectedTrade:
         """``costs`` are of the batch among groups, where that is another price."""
-        programs = self._ways.strike(before), self._ways.strike(after)
+        programs = self._ways.apply_rules(before), self._ways.apply_rules(after)
         without, with_it = (
-            predict(program, costs or self._ways.costs).quad for program in programs
+            predict(program, costs or self._ways.costs).metrics for program in programs
         )
         quicker = without.computation_seconds.value - with_it.computation_seconds.value
         return SelectedTrade(
@@ -194,5 +194,5 @@ class LayoutExplanation:
             yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason)
 
 
-def _exposed(quad: Metrics) -> float:
-    return quad.exposed_communication_seconds.value
+def _exposed(metrics: Metrics) -> float:
+    return metrics.exposed_communication_seconds.value

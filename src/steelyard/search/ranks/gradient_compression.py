@@ -59,7 +59,7 @@ class Weighing:
         refused: dict[str, Rejection] = {}
         trades = [trade for trade in self.layouts.ways.trades if trade.name in CODE_TRADES]
         for without in self._shared(thoroughly=thoroughly):
-            program = self.layouts.ways.strike(without)
+            program = self.layouts.ways.apply_rules(without)
             for trade in trades:
                 offers, refusals = trade.offers(program, self.layouts.ways.source)
                 refused |= {refusal.label: refusal for refusal in refusals}

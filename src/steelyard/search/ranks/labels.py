@@ -27,7 +27,7 @@ def called(layout: ParallelLayout) -> str:
 
 
 def too_late(layout: ParallelLayout, seconds: float, found: SearchResult) -> Rejection:
-    step = found.prediction.quad.step_seconds.value
+    step = found.prediction.metrics.step_seconds.value
     plan, takes = format_seconds(step), format_seconds(seconds)
     # What is fastest may not fit the budget, and what fits may save too little.
     little = "saves less than a tenth of a step within the budget: " if seconds < step else ""
@@ -60,7 +60,7 @@ def on_ranks(layout: ParallelLayout) -> str:
 
 def slower(seconds: float, found: SearchResult, *, than: float | None = None) -> str:
     """Empty where it is not."""
-    plan = found.prediction.quad.step_seconds.value
+    plan = found.prediction.metrics.step_seconds.value
     if seconds < (plan if than is None else than):
         return ""
     beside = f"the plan ~{format_seconds(plan)} in all"

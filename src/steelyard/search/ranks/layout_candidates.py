@@ -15,7 +15,7 @@ from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.trade import Offer, Rejection, Trade, strike_on_ranks
+from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.ranks.gather_buckets import ahead, together
@@ -83,7 +83,7 @@ class LayoutCandidates:
             yield self.counted((*way.rules, *self.slots_of(way.rules)))
 
     def slots_of(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        offers, _ = self.trade(_SLOTS).offers(self.strike(rules), self.source)
+        offers, _ = self.trade(_SLOTS).offers(self.apply_rules(rules), self.source)
         return tuple(rule for offer in offers for rule in offer.rules)
 
     def _with_states(self, ways: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
@@ -93,7 +93,7 @@ class LayoutCandidates:
         fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
         for way in dict.fromkeys((fastest, leanest)):
-            program = self.strike(way.rules)
+            program = self.apply_rules(way.rules)
             offers, _ = self.trade(_STATES).offers(program, self.source)
             states = [rule for offer in offers for rule in offer.rules]
             # Gathered for each pass, weights need not stay from one to the other.
@@ -120,7 +120,7 @@ class LayoutCandidates:
         whole = tuple(rule for rule in way.rules if rule.trade not in (_ROWS, *CODE_TRADES))
         if way.layout != ParallelLayout(batch=way.layout.batch) or way.layout == ALONE:
             return (), ()
-        return self.trade(_ROWS).offers(self.strike(whole), self.source)
+        return self.trade(_ROWS).offers(self.apply_rules(whole), self.source)
 
     def _rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
@@ -138,7 +138,7 @@ class LayoutCandidates:
             if shared:
                 yield *shared, *cut
                 continue
-            offers, _ = self.trade(_OVERLAP).offers(self.strike(cut), self.source)
+            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules(cut), self.source)
             for offer in offers[:: max(len(offers) - 1, 1)]:
                 yield *offer.rules, *cut
 
@@ -147,7 +147,7 @@ class LayoutCandidates:
         costs = self.costs_of_groups(group)
         if costs is self.costs:
             return min(ways, key=lambda way: (way.seconds, way.nbytes))
-        seconds = {way: step_seconds(self.strike(way.rules), costs).value for way in ways}
+        seconds = {way: step_seconds(self.apply_rules(way.rules), costs).value for way in ways}
         return min(ways, key=lambda way: (seconds[way], way.nbytes))
 
     def costs_of_groups(self, group: int) -> CostTable:
@@ -176,13 +176,13 @@ class LayoutCandidates:
             batch = Rule(
                 trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
             )
-            offers, _ = self.trade(_OVERLAP).offers(self.strike((batch,)), self.source)
+            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules((batch,)), self.source)
             # Of what is said to take and hold the same, that which waits for least comes first.
             for offer in reversed(offers):
                 yield *offer.rules, batch
 
     def counted(self, rules: tuple[Rule, ...]) -> LayoutCandidate:
-        program = self.strike(rules)
+        program = self.apply_rules(rules)
         return LayoutCandidate(
             rules=rules,
             layout=program.layout,
@@ -193,8 +193,8 @@ class LayoutCandidates:
     def trade(self, name: str) -> Trade:
         return next(trade for trade in self.trades if trade.name == name)
 
-    def strike(self, rules: Sequence[Rule]) -> Program:
-        return strike_on_ranks(self._program, rules, trades=self.trades, source=self.source)
+    def apply_rules(self, rules: Sequence[Rule]) -> Program:
+        return apply_rules_on_ranks(self._program, rules, trades=self.trades, source=self.source)
 
 
 def at_once(rules: Iterable[Rule]) -> int:

@@ -150,7 +150,7 @@ class LayoutSearch:
             return Rule(trade=_BATCH, degree=len(shares), bucket_bytes=BUCKETS[-1], shares=shares)
 
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
-            program = self.ways.strike((of_batch(shares),))
+            program = self.ways.apply_rules((of_batch(shares),))
             seconds = step_seconds(program, self.ways.costs).value
             return seconds, rank_seconds(program, self.ways.costs)
 
@@ -168,7 +168,7 @@ class LayoutSearch:
                 if is_alike:
                     shares = near_equal_shares(ranks, possible)
                     # Whether ranks would exchange in one order; the rest is counted when asked for.
-                    self.ways.strike((of_batch(shares),) if shares else ())
+                    self.ways.apply_rules((of_batch(shares),) if shares else ())
                 else:
                     shares = unequal_shares(units, self._unlike.whole_seconds(ranks), timed)
             except Mismatch as odd:
@@ -357,7 +357,7 @@ def _never(refusals: Iterable[Rejection]) -> tuple[Rejection, ...]:
 
 
 def _seconds(found: SearchResult) -> float:
-    return found.prediction.quad.step_seconds.value
+    return found.prediction.metrics.step_seconds.value
 
 
 def _least(infeasible: Infeasible) -> int:

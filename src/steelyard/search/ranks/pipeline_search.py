@@ -1,5 +1,5 @@
 """How the layers lie on ranks: where stages end, which schedule, how many micro-batches, and what
-each computes again. Each way is struck and priced whole. Several groups of as many ranks may share
+each computes again. Each way is applied and priced whole. Several groups of as many ranks may share
 the batch, and the ranks of a stage its tensors. Not for ranks that share these alone: see
 layout_search.py.
 """
@@ -18,7 +18,7 @@ from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, Prediction, SelectedTrade
-from steelyard.plans.trade import Rejection, Remaining, Trade, strike
+from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules
 from steelyard.predict import message_of, pipelined, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
@@ -92,7 +92,7 @@ class PipelineSearch:
     @property
     def least_seconds(self) -> float:
         """No way is faster: every stage computes as much as every other, and none waits."""
-        alone = (step_seconds(self._strike(cut), self._costs).value for cut in self._cuts)
+        alone = (step_seconds(self._apply(cut), self._costs).value for cut in self._cuts)
         return min(alone) / (self._layout.pipeline * self._layout.batch)
 
     @cached_property
@@ -121,7 +121,7 @@ class PipelineSearch:
         if best is not None and not budget.bounds_time:
             best = self._leaner(best, within_seconds)
         least = min(self._tried.values(), key=lambda way: (way.nbytes, way.seconds))
-        least_peak = predict(self._strike(least.rules), self._costs).peak
+        least_peak = predict(self._apply(least.rules), self._costs).peak
         if best is None:
             refusals = self.refusals
             raise beyond_budget(
@@ -132,7 +132,7 @@ class PipelineSearch:
                 has_far=False,
                 leaner_settings=self._source.leaner_settings(),
             )
-        program = self._strike(best.rules)
+        program = self._apply(best.rules)
         prediction = predict(program, self._costs)
         if (slow := too_slow(prediction, budget)) is not None:
             raise slow
@@ -243,7 +243,7 @@ class PipelineSearch:
         weights, and of what goes with them, in shares."""
         leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
         for way in dict.fromkeys((ways[0], leanest)) if self._layout.batch > 1 else ():
-            offers, _ = self._trade(_STATES).offers(self._strike(way.rules), self._source)
+            offers, _ = self._trade(_STATES).offers(self._apply(way.rules), self._source)
             shared = tuple(rule for offer in offers for rule in offer.rules)
             found = self._way((*way.rules, *shared), way.schedule, way.parts) if shared else None
             if found is not None:
@@ -253,7 +253,7 @@ class PipelineSearch:
         """The same with its messages in memory that these ranks share, where they do."""
         if PINNED in self._costs.links:
             if self._slots is None:  # the same of all ways
-                offers, _ = self._trade(_PINNED).offers(self._strike(way.rules), self._source)
+                offers, _ = self._trade(_PINNED).offers(self._apply(way.rules), self._source)
                 self._slots = tuple(rule for offer in offers for rule in offer.rules)
             found = self._way((*way.rules, *self._slots), way.schedule, way.parts)
             if found is not None:
@@ -273,7 +273,7 @@ class PipelineSearch:
         """None where the step cannot be cut so, which is told."""
         if rules not in self._tried:
             try:
-                program = self._strike(rules)
+                program = self._apply(rules)
             except (BadInput, Mismatch) as refusal:
                 label = f"{schedule}, {parts} micro-batches"
                 self._tell([Rejection(trade=_PIPELINE, label=label, reason=refusal.happened)])
@@ -301,7 +301,7 @@ class PipelineSearch:
         slots = tuple(rule for rule in way.rules if rule.trade == _PINNED)
         rest = tuple(rule for rule in way.rules if rule not in (*again, *shared, *slots))
         alone, before, after = (
-            predict(self._strike(rules), self._costs) for rules in ((), way.cut, rest)
+            predict(self._apply(rules), self._costs) for rules in ((), way.cut, rest)
         )
         if way.cut:
             quicker = _computing(alone) - _computing(before)
@@ -325,8 +325,8 @@ class PipelineSearch:
         )
         if slots:
             rest = (*rest, *slots)
-            staged, after = after, predict(self._strike(rest), self._costs)
-            faster = staged.quad.step_seconds.value - after.quad.step_seconds.value
+            staged, after = after, predict(self._apply(rest), self._costs)
+            faster = staged.metrics.step_seconds.value - after.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=_PINNED,
                 label="messages of stages through slots",
@@ -336,8 +336,8 @@ class PipelineSearch:
                 pays_seconds=max(0.0, -faster),
             )
         if shared:
-            staged, after = after, predict(self._strike((*rest, *shared)), self._costs)
-            slower = after.quad.step_seconds.value - staged.quad.step_seconds.value
+            staged, after = after, predict(self._apply((*rest, *shared)), self._costs)
+            slower = after.metrics.step_seconds.value - staged.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=_STATES,
                 label=f"{tensors(shared)} in shares on {self._layout.batch} ranks",
@@ -347,14 +347,14 @@ class PipelineSearch:
                 pays_seconds=max(0.0, slower),
             )
         if again:
-            whole = predict(self._strike(way.rules), self._costs)
+            whole = predict(self._apply(way.rules), self._costs)
             count = sum(rule.count for rule in again)
             yield SelectedTrade(
                 trade=_RECOMPUTE,
                 label=f"{count} operators of all stages",
                 rules=again,
                 buys_bytes=after.peak.nbytes - whole.peak.nbytes,
-                pays_seconds=whole.quad.step_seconds.value - after.quad.step_seconds.value,
+                pays_seconds=whole.metrics.step_seconds.value - after.metrics.step_seconds.value,
             )
 
     def _why_not_others(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
@@ -388,16 +388,16 @@ class PipelineSearch:
     def _trade(self, name: str) -> Trade:
         return next(trade for trade in self._trades if trade.name == name)
 
-    def _strike(self, rules: Sequence[Rule]) -> Program:
-        return strike(self._program, rules, trades=self._trades, source=self._source)
+    def _apply(self, rules: Sequence[Rule]) -> Program:
+        return apply_rules(self._program, rules, trades=self._trades, source=self._source)
 
 
 def _computing(prediction: Prediction) -> float:
-    return prediction.quad.computation_seconds.value
+    return prediction.metrics.computation_seconds.value
 
 
 def _waiting(prediction: Prediction) -> float:
-    return prediction.quad.exposed_communication_seconds.value
+    return prediction.metrics.exposed_communication_seconds.value
 
 
 def _nothing(nbytes: int) -> float:  # noqa: ARG001 - of what is handed on

@@ -39,7 +39,7 @@ class Alternative:
         return any(rule.trade in CODE_TRADES for rule in self.way.rules)
 
 
-def why_not_otherwise(rules: Sequence[Rule]) -> str:
+def why_no_alternative(rules: Sequence[Rule]) -> str:
     """Empty where another way to send gradients can take this one's place."""
     layout = ParallelLayout.of(rules)
     if layout == ALONE:
@@ -50,7 +50,7 @@ def why_not_otherwise(rules: Sequence[Rule]) -> str:
     return ""
 
 
-def in_codes(
+def compressed_alternatives(
     layouts: LayoutSearch, rules: Sequence[Rule], codecs: Collection[Codec]
 ) -> tuple[tuple[Rule, ...], ...]:
     """Return the rules of the fastest step of this layout for each gradient code."""
@@ -59,7 +59,7 @@ def in_codes(
     return tuple(way.rules for way in coded)
 
 
-def otherwise(
+def alternatives(
     layouts: LayoutSearch, rules: Sequence[Rule], coded: Sequence[tuple[Rule, ...]]
 ) -> Iterator[LayoutCandidate]:
     """Every way in which the ranks of this layout could send gradients, without codes or as

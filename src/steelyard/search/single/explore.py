@@ -18,7 +18,7 @@ from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.local_search import LocalSearch
 from steelyard.search.single.min_cut import MinCut
-from steelyard.search.single.multi_recompute import make_oftener
+from steelyard.search.single.multi_recompute import recompute_repeatedly
 from steelyard.search.single.price_sweep import (
     Gaps,
     coded_sweep,
@@ -109,10 +109,10 @@ def explore(
     *,
     known: "Explored | None" = None,
     thorough: bool = True,
-    oftener: bool = True,
+    repeats: bool = True,
     briefly: bool = False,
 ) -> Explored:
-    """``values`` may be recomputed, ``oftener`` than once or not, ``movable`` ones sent to far
+    """``values`` may be recomputed, ``repeats`` than once or not, ``movable`` ones sent to far
     memory, those with ``slices`` to come back so, ``codable`` ones kept in 8 bits; plans for
     ``known``, this step cut otherwise, are a start. ``briefly``: only plans that are known
     beforehand, for a budget that asks for none of them."""
@@ -131,8 +131,8 @@ def explore(
         _improve(trials, moves, efforts=_EFFORTS if thorough else _EFFORTS_ON_PARTS)
         if thorough:
             _kick(trials, moves)
-        if oftener and tally.unit_of:
-            make_oftener(trials)
+        if repeats and tally.unit_of:
+            recompute_repeatedly(trials)
     chain = chained(trials.archive, trials.whole)
     return Explored(tally=tally, chain=chain, groups=tuple(groups), trials=trials.made)
 
@@ -147,7 +147,7 @@ def sketch(program: Program, costs: CostTable, values: Iterable[str]) -> Explore
     return Explored(tally=tally, chain=chain, groups=(), trials=trials.made)
 
 
-def restruck(program: Program, costs: CostTable, *, known: Explored) -> Explored:
+def reapplied(program: Program, costs: CostTable, *, known: Explored) -> Explored:
     """The same plans of the same pass, with another update behind it."""
     ours = known.tally
     again, far, coded = (

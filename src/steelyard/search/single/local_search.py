@@ -149,26 +149,28 @@ class LocalSearch:
         """Neighbours that may hold less at the peak, those that pay least for a byte first:
         what waits there is not kept, and between them early copies are not made."""
         tally, line = self._tally, counted.peak_line()
-        waiting = []
+        saved_for_backward = []
         for atom in self._oftener:
             if self._is_next(atom, again) and any(
                 _is_copied(tally, tally.storage(c), line, counted) for c in atom
             ):
                 paid = self._seconds[atom] / (1 + self._nbytes[atom])
-                waiting.append((paid, min(atom), atom, atom))
+                saved_for_backward.append((paid, min(atom), atom, atom))
         for atom in self._others:
             # What is moved may also be moved otherwise; what is made again is not there to move.
             new = {tally.storage(s) for s in atom - again} - again
             if any(_waits(tally, s, line, counted) for s in new):
                 closed = self._closure(atom, again)
                 paid = tally.alone_seconds(closed)
-                waiting.append((paid / (1 + self._nbytes[atom]), min(atom), atom, closed))
+                saved_for_backward.append(
+                    (paid / (1 + self._nbytes[atom]), min(atom), atom, closed)
+                )
         copied = (
             atom
             for atom in self._largest
             if any(_is_copied(tally, tally.storage(s), line, counted) for s in atom & again)
         )
-        for _, _, atom, closed in sorted(waiting, key=lambda w: w[:2]):
+        for _, _, atom, closed in sorted(saved_for_backward, key=lambda w: w[:2]):
             yield again | atom
             if closed != atom:
                 yield again | closed

@@ -23,9 +23,9 @@ def least_seconds(
     *,
     limit_bytes: int,
     within_seconds: float,
-    oftener: bool = False,
+    repeats: bool = False,
 ) -> float:
-    """A step that computes each value at most twice (or ``oftener``), in this order, within
+    """A step that computes each value at most twice (or ``repeats``), in this order, within
     ``limit_bytes``, takes at least this long. ``within_seconds`` is what some plan reaches; it only
     sets the steps taken.
 
@@ -33,7 +33,7 @@ def least_seconds(
     mixture of the three. Products that are faster in slices may all be so.
     """
     shares = _MIXTURES if tally.far_value_on else (0.0,)
-    certain = _CertainGaps(tally, cut, oftener=oftener)
+    certain = _CertainGaps(tally, cut, repeats=repeats)
     least = max(
         _least(tally, cut, certain, limit_bytes, within_seconds, far_share=share)
         for share in shares
@@ -80,7 +80,7 @@ def _least(
 class _CertainGaps:
     """Where a kept value surely waits, and what is surely held at each line besides."""
 
-    def __init__(self, tally: FastEstimator, cut: MinCut, *, oftener: bool) -> None:
+    def __init__(self, tally: FastEstimator, cut: MinCut, *, repeats: bool) -> None:
         lines = tally.num_lines
         self._lines = lines
         kept = self._kept = cut.kept
@@ -91,10 +91,10 @@ class _CertainGaps:
         ends = [tally.late_first[s] if tally.late_first[s] != NEVER else tally.first_late
                 for s in kept]  # fmt: skip
         self._ends = np.maximum(self._starts, np.array([min(e, lines) for e in ends]))
-        self.always = surely_held(tally, tally.staying, oftener=oftener)
+        self.always = surely_held(tally, tally.staying, repeats=repeats)
         if tally.program.repeats > 1:
             # A later micro-batch: the gradients are there already, and new ones are added to them.
-            later = surely_held(tally, tally.staying - tally.gradients, oftener=oftener)
+            later = surely_held(tally, tally.staying - tally.gradients, repeats=repeats)
             self.always = np.maximum(self.always, later + tally.left_bytes)
 
     def weights(self, prices: Floats) -> Floats:
@@ -113,7 +113,7 @@ class _CertainGaps:
         return held
 
 
-def surely_held(tally: FastEstimator, staying: frozenset[int], *, oftener: bool = False) -> Floats:
+def surely_held(tally: FastEstimator, staying: frozenset[int], *, repeats: bool = False) -> Floats:
     """What every plan holds at each line, and a value is read whole that may not be in slices;
     ``staying`` is there to the end."""
     lines = tally.num_lines
@@ -123,7 +123,7 @@ def surely_held(tally: FastEstimator, staying: frozenset[int], *, oftener: bool 
         spans = []
         if born < tally.first_late:
             spans.append((born, tally.forward_last[storage]))
-            if oftener and storage in tally.unit_of:
+            if repeats and storage in tally.unit_of:
                 # Between reads it may be forgotten.
                 spans += merged(tally.late_reads[storage])
             elif late >= 0:

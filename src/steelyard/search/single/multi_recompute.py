@@ -21,7 +21,7 @@ _MOST_TIMES = 3
 _DESCENDING = 200
 
 
-def make_oftener(trials: Trials) -> None:
+def recompute_repeatedly(trials: Trials) -> None:
     """For a number of trials."""
     end = trials.made + max(_FEWEST, int(_MORE * trials.made))
     moves = LocalSearch(trials, _atoms(trials.tally), are_whole=False)

@@ -1,4 +1,4 @@
-"""Which trades to strike: the fastest program within the budget, from one exploration of all.
+"""Which trades to apply: the fastest program within the budget, from one exploration of all.
 
 Not for looking at single plans (explore.py) or for saying why (explain.py).
 """
@@ -20,7 +20,14 @@ from steelyard.plans.budget import Budget
 from steelyard.plans.offers import offers_of
 from steelyard.plans.peak_memory import PeakMemory
 from steelyard.plans.plan import FrontierPoint, NextCent
-from steelyard.plans.trade import Offer, Rejection, Remaining, Trade, strike, strike_on_ranks
+from steelyard.plans.trade import (
+    Offer,
+    Rejection,
+    Remaining,
+    Trade,
+    apply_rules,
+    apply_rules_on_ranks,
+)
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
@@ -28,7 +35,7 @@ from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.result import Gap, SearchResult
 from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.explain import refused, taken
-from steelyard.search.single.explore import Explored, again_rules, explore, few, restruck, sketch
+from steelyard.search.single.explore import Explored, again_rules, explore, few, reapplied, sketch
 from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.granularity import moved_states, numbers_of_slices, slices, splits
 from steelyard.search.single.lower_bound import least_seconds
@@ -63,8 +70,8 @@ def search(
 class StepSearch:
     """One training step, explored once for all budgets; more micro-batches only when asked for.
 
-    ``lossy`` are the values that a lossy trade may be struck on, by where they are made; without
-    any, such trades are offered and refused for the reason that ``find`` is told. ``oftener``: a
+    ``lossy`` are the values that a lossy trade may be applied on, by where they are made; without
+    any, such trades are offered and refused for the reason that ``find`` is told. ``repeats``: a
     value may be made again more than once. ``layout``: rules that lay the step on several ranks;
     what is searched then is the program of one of them.
     """
@@ -77,23 +84,23 @@ class StepSearch:
         source: StepSource,
         costs: CostTable,
         lossy: frozenset[CallSite] = frozenset(),
-        oftener: bool = True,
+        repeats: bool = True,
         layout: Sequence[Rule] = (),
     ) -> None:
         # Of unequal shares of the batch the largest: memory is shortest there.
-        rank, *others = ParallelLayout.of(layout).unlike_ranks
+        rank, *others = ParallelLayout.of(layout).unequal_ranks
         self._whole = replace(program, rank=rank) if others else program
         self._whole_source = source
         self.layout = tuple(layout)
         self._trades = {trade.name: trade for trade in trades}
-        self.program = self._strike(())
+        self.program = self._apply(())
         self._source = ShardedSource(
             source=source, layout=self.program.layout, rank=self.program.rank
         )
         self._all_costs = costs = costs.on(self.program.layout.num_ranks)
         self._costs = costs.of_rank(self.program.rank) if layout else costs
         self._lossy = lossy
-        self._oftener = oftener
+        self._oftener = repeats
         self.offers: list[Offer] = []
         self.refusals: list[Rejection] = []
         for trade in trades:
@@ -136,7 +143,7 @@ class StepSearch:
             tried = {}
             for degree in numbers[rule]:
                 slices[rule] = degree
-                program = self._strike([replace(r, degree=n) for r, n in slices.items()])
+                program = self._apply([replace(r, degree=n) for r, n in slices.items()])
                 tried[degree] = step_seconds(program, self._costs).value
             slices[rule] = min(tried, key=tried.__getitem__)
         return {rule: slices.get(rule, degrees[-1]) for rule, degrees in numbers.items()}
@@ -150,16 +157,18 @@ class StepSearch:
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
         """The plan for one budget, in the same words for any. ``barred`` says why no lossy trade
-        may be struck, where none may."""
+        may be applied, where none may."""
         if not self._is_brief and _PLAIN not in self._explored and self._is_kept_untraded(budget):
             return self._briefly.find(budget, barred=barred)
         variant, point = self._best(budget)
         self.explored(variant.at_home.whole)  # which what is taken is priced beside
         rules = self._rules(variant, point)
-        program = self._struck_on_ranks(rules)
+        program = self._apply_on_ranks(rules)
         prediction = predict(program, self._all_costs)
         explored = self._explored[variant]
-        assert program.beside or prediction.peak.nbytes <= point.peak_bytes, "the tally is off"
+        assert program.sibling_programs or prediction.peak.nbytes <= point.peak_bytes, (
+            "the tally is off"
+        )
         if budget.memory_bytes is not None and prediction.peak.nbytes > budget.memory_bytes:
             raise self._beyond(prediction.peak, budget, parts=variant.parts)
         slow = too_slow(prediction, budget)
@@ -180,7 +189,7 @@ class StepSearch:
             ),
             num_offers=len(self.offers) + len(lossless),
             frontier=self.frontier(),
-            least=predict(self._strike(self._rules(least_variant, least)), self._costs).peak,
+            least=predict(self._apply(self._rules(least_variant, least)), self._costs).peak,
             least_within=self._least_within(),
             next_cent=self._next_cent(point, budget),
             gap=_gap(explored, point, budget, is_moved=variant.moves_in_passes),
@@ -196,37 +205,37 @@ class StepSearch:
         return brief
 
     def _is_kept_untraded(self, budget: Budget) -> bool:
-        """Whether the step keeps every bound of the budget with no trade struck: all that is left
+        """Whether the step keeps every bound of the budget with no trade applied: all that is left
         to win is time."""
         limit = budget.memory_bytes
         if limit is not None and self.untraded_bytes > limit:
             return False
         if not budget.bounds_time:
             return True
-        return too_slow(predict(self._struck_on_ranks(()), self._all_costs), budget) is None
+        return too_slow(predict(self._apply_on_ranks(()), self._all_costs), budget) is None
 
     @cached_property
     def untraded_bytes(self) -> int:
-        """The peak of the step with no trade struck."""
+        """The peak of the step with no trade applied."""
         return Trials(FastEstimator(self.program, self._costs, ())).plain.peak_bytes
 
     def _barred(self, variant: Variant, reason: str) -> tuple[Rejection, ...]:
         """The widest offer of each lossy trade, and what it would buy if it were the only trade.
 
-        One look at the peak, for what is not to be struck is not worth exploring.
+        One look at the peak, for what is not to be applied is not worth exploring.
         """
         told = []
         for trade in self._trades.values():
             if trade.is_exact or trade.name in LAYOUT_TRADES:
                 continue
-            program = self._strike(variant.at_home.rules)
+            program = self._apply(variant.at_home.rules)
             offers, _ = trade.offers(program, self._source)
             if not offers:
                 continue
             values = matching(program.graph, _rules_of(offers))
             rules = to_rules(program.graph, values, trade=trade.name)
-            struck = trade.rewrite(program, rules, self._source)
-            before, after = (peak_bytes(p, self._costs) for p in (program, struck))
+            applied = trade.rewrite(program, rules, self._source)
+            before, after = (peak_bytes(p, self._costs) for p in (program, applied))
             bought = "no memory at the peak"
             if after < before:
                 bought = f"~{format_bytes(before - after)} of memory"
@@ -247,7 +256,7 @@ class StepSearch:
 
     def plans_of_recomputation(self, parts: int, *, count: int) -> Iterator[tuple[Rule, ...]]:
         """What some plans of the step in so many parts make again, and do nothing besides."""
-        program = self._strike(Variant(parts=parts).rules)
+        program = self._apply(Variant(parts=parts).rules)
         sketched = sketch(program, self._costs, self._offered(_RECOMPUTE, program))
         for point in few(sketched.chain, count):
             if again := again_rules(program.graph, sketched.values(point)):
@@ -296,7 +305,7 @@ class StepSearch:
         """
         limit = budget.memory_bytes
         best: tuple[Variant, Point] | None = None
-        for variants in self._ladder(budget):
+        for variants in self._codec_fallbacks(budget):
             worth = False
             for variant in variants:
                 if best is not None and self._is_idle(variant, best[1], limit):
@@ -312,7 +321,7 @@ class StepSearch:
                 break
         if best is None:
             variant, least = self._least()
-            program = self._strike(self._rules(variant, least))
+            program = self._apply(self._rules(variant, least))
             peak = predict(program, self._costs).peak
             raise self._beyond(peak, budget, parts=variant.parts)
         return best
@@ -327,7 +336,7 @@ class StepSearch:
             leaner_settings=self._source.leaner_settings(),
         )
 
-    def _ladder(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
+    def _codec_fallbacks(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
         """Variants in the order in which they are looked at, those of one cut together.
 
         The same for every budget: or a larger one could be answered by a slower plan.
@@ -361,7 +370,7 @@ class StepSearch:
             is_asked = self.explored().plain.peak_bytes > limit
             if not variant.streams or (variant.parts == 1 and is_asked):
                 return False
-        program = self._strike(variant.rules)
+        program = self._apply(variant.rules)
         return step_seconds(program, self._costs).value >= best.seconds
 
     def _possible(self, parts: int, streams: tuple[Rule, ...]) -> Variant:
@@ -369,7 +378,7 @@ class StepSearch:
         variant = Variant(parts=parts, streams=streams)
         if streams and variant not in self._explored:
             try:
-                self._strike(variant.rules)
+                self._apply(variant.rules)
             except Mismatch:
                 return variant.unsliced
         return variant
@@ -401,11 +410,11 @@ class StepSearch:
         return max(ways, key=lambda w: (w.saved_seconds / w.more_bytes, w.more_bytes), default=None)
 
     def _explore(self, variant: Variant) -> Explored:
-        program = self._strike(variant.rules)
+        program = self._apply(variant.rules)
         if variant.moves_in_passes:
             return self._with_moves(variant)
         if variant.states:
-            return restruck(program, self._costs, known=self.explored(variant.at_home))
+            return reapplied(program, self._costs, known=self.explored(variant.at_home))
         known = self.explored() if variant != _PLAIN and not self._is_brief else None
         again = self._offered(_RECOMPUTE, program)
         coded = self._offered(_QUANTISE, program) if self._lossy else frozenset()
@@ -426,7 +435,7 @@ class StepSearch:
             self._sliceable(program) if has_far else {},
             known=known,
             thorough=variant.parts == 1,
-            oftener=self._oftener,
+            repeats=self._oftener,
             briefly=self._is_brief,
         )
 
@@ -455,7 +464,7 @@ class StepSearch:
             for point in points:
                 again = explored.choice(point)
                 own = self._own_rules(explored, replace(point, again=again))
-                found.append((again, self._strike((*home.rules, *own))))
+                found.append((again, self._apply((*home.rules, *own))))
             self._written[home] = found
         return self._written[home]
 
@@ -498,15 +507,15 @@ class StepSearch:
         moving = _moving(graph, explored.moved(point), explored.in_slices(point))
         return (*rules, *coded, *moving)
 
-    def _strike(self, rules: Sequence[Rule]) -> Program:
+    def _apply(self, rules: Sequence[Rule]) -> Program:
         every = tuple(dict.fromkeys((*self.layout, *rules)))
         trades = tuple(self._trades.values())
-        return strike(self._whole, every, trades=trades, source=self._whole_source)
+        return apply_rules(self._whole, every, trades=trades, source=self._whole_source)
 
-    def _struck_on_ranks(self, rules: Sequence[Rule]) -> Program:
+    def _apply_on_ranks(self, rules: Sequence[Rule]) -> Program:
         every = tuple(dict.fromkeys((*self.layout, *rules)))
         trades = tuple(self._trades.values())
-        return strike_on_ranks(self._whole, every, trades=trades, source=self._whole_source)
+        return apply_rules_on_ranks(self._whole, every, trades=trades, source=self._whole_source)
 
 
 def _is_faster(one: Point, other: Point) -> bool:
@@ -552,7 +561,7 @@ def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) ->
             MinCut(tally),
             limit_bytes=budget.memory_bytes,
             within_seconds=point.seconds,
-            oftener=is_often,
+            repeats=is_often,
         )
     return Gap(
         step_seconds=point.seconds,
