@@ -34,14 +34,14 @@ def opened(pid: str, device: str) -> int:
     return tun
 
 
-def hand_on(near: int, far: int, delay: float) -> None:
+def hand_on(near: int, offload_memory: int, delay: float) -> None:
     """For ever. Of one direction each packet is due behind the one before it."""
-    under_way: dict[int, deque[tuple[float, bytes]]] = {near: deque(), far: deque()}
-    other = {near: far, far: near}
+    under_way: dict[int, deque[tuple[float, bytes]]] = {near: deque(), offload_memory: deque()}
+    other = {near: offload_memory, offload_memory: near}
     while True:
         due = min((queue[0][0] for queue in under_way.values() if queue), default=None)
         patience = None if due is None else max(0.0, due - time.monotonic())
-        for source in select.select([near, far], [], [], patience)[0]:
+        for source in select.select([near, offload_memory], [], [], patience)[0]:
             _take(source, under_way[other[source]], delay)
         now = time.monotonic()
         for target, queue in under_way.items():
@@ -65,8 +65,8 @@ def _give(target: int, packet: bytes) -> None:
         return  # its queue is full, or it is not up: a wire loses such too
 
 
-def main(near: str, far: str, device: str, seconds: str) -> None:
-    ends = [opened(pid, device) for pid in (near, far)]
+def main(near: str, offload_memory: str, device: str, seconds: str) -> None:
+    ends = [opened(pid, device) for pid in (near, offload_memory)]
     print("up", flush=True)
     hand_on(*ends, float(seconds))
 

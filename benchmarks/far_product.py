@@ -1,9 +1,10 @@
 """A product whose weight is four times the memory budget, beside the same with all in memory.
 
-One frozen matrix that takes 256 MiB lies in far memory, and a step that trains what comes before
-and behind it has a budget of 64 MiB: its forward and its backward product read the matrix slice by
-slice while they compute. The rate is that of the whole step, in wall time, planned and plain
-PyTorch in turns. Arithmetic takes longer than the declared rate needs to copy the matrix: checked.
+One frozen matrix that takes 256 MiB lies in offload memory, and a step that trains what comes
+before and behind it has a budget of 64 MiB: its forward and its backward product read the matrix
+slice by slice while they compute. The rate is that of the whole step, in wall time, planned and
+plain PyTorch in turns. Arithmetic takes longer than the declared rate needs to copy the matrix:
+checked.
 
 Then, with --behind, a step in which copying a frozen matrix takes as long as its product and the
 pointwise work behind it: with that work in the slices and without, in turns.
@@ -72,15 +73,15 @@ def main() -> None:
         if given.behind:
             measure_behind(folder, given.threads)
         else:
-            measure(sy.OffloadTier(folder, rate=given.rate, size="1 GiB"), given.threads)
+            measure(sy.OffloadMemory(folder, rate=given.rate, size="1 GiB"), given.threads)
 
 
-def measure(far: sy.OffloadTier, threads: int) -> None:
+def measure(offload_memory: sy.OffloadMemory, threads: int) -> None:
     torch.manual_seed(0)
     model, x = Wide(), torch.randn(ROWS, WIDTH)
     plain = copy.deepcopy(model)
     planned = sy.plan(
-        model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far),
+        model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(offload_memory=offload_memory),
         budget=sy.Budget(memory=BUDGET_BYTES),
     )  # fmt: skip
     step, optimizer = planned.apply(model), SGD(plain.parameters())
@@ -106,7 +107,7 @@ def measure(far: sy.OffloadTier, threads: int) -> None:
         ratios.append(seconds[True] / seconds[False])
         plain_seconds.append(seconds[True])
     ratios.sort()
-    copying = 2 * OPERAND_BYTES / far.bytes_per_second
+    copying = 2 * OPERAND_BYTES / offload_memory.bytes_per_second
     computing = median(plain_seconds)
     print(
         f"{used / 2**20:.1f} MiB used of {BUDGET_BYTES / 2**20:.0f}, plain PyTorch "
@@ -157,11 +158,11 @@ def measure_behind(folder: str, threads: int) -> None:
     model, x = Behind(), torch.randn(FEW_ROWS, DEPTH)
     twin, plain = copy.deepcopy(model), copy.deepcopy(model)
     computing = median(seconds_of(lambda: loss(plain, x).backward()) for _ in range(5))
-    far = sy.OffloadTier(folder, rate=DEPTH * COLUMNS * 4 / computing, size="1 GiB")
+    offload_memory = sy.OffloadMemory(folder, rate=DEPTH * COLUMNS * 4 / computing, size="1 GiB")
     rule = Rule(trade="offload_state", op="weight", module="wide.weight", degree=SLICES, lead=1)
-    with_it, told_with = stepping(model, x, far, rule)
+    with_it, told_with = stepping(model, x, offload_memory, rule)
     with mock.patch("steelyard.operators.is_pointwise", return_value=False):
-        without, told_without = stepping(twin, x, far, rule)
+        without, told_without = stepping(twin, x, offload_memory, rule)
     for _ in range(2):
         drift = abs(float(with_it(x)) / float(without(x)) - 1)
         assert drift < 1e-5, drift
@@ -200,12 +201,16 @@ def measure_behind(folder: str, threads: int) -> None:
     print(json.dumps({**figures[0], "ok": all(f["ok"] for f in figures), "figures": figures}))
 
 
-def stepping(model: nn.Module, x: Tensor, far: sy.OffloadTier, rule: Rule) -> tuple[Step, Planned]:
+def stepping(
+    model: nn.Module, x: Tensor, offload_memory: sy.OffloadMemory, rule: Rule
+) -> tuple[Step, Planned]:
     """The step with this rule, and what is said of it."""
-    planned = sy.plan(model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
+    planned = sy.plan(
+        model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(offload_memory=offload_memory)
+    )
     session = planned.session
     predicted = session.priced(session.apply_rules((rule,)))
-    decisions = replace(planned.plan.decisions, rules=(rule,), far=far)
+    decisions = replace(planned.plan.decisions, rules=(rule,), offload_memory=offload_memory)
     told = Planned(
         Planner(session), replace(planned.plan, decisions=decisions, predicted=predicted)
     )

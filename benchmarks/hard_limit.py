@@ -176,7 +176,9 @@ def plan(name: str, path: str) -> None:
     model, loss, batch = case(name)
     folder = Path(path).parent / "far"
     folder.mkdir()
-    cluster = sy.Cluster.here(far=sy.OffloadTier(folder, **_FAR) if name.endswith("_far") else None)
+    cluster = sy.Cluster.here(
+        offload_memory=sy.OffloadMemory(folder, **_FAR) if name.endswith("_far") else None
+    )
     session = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=cluster)
     least, top = least_of(session), session.plan.unplanned.peak.nbytes
     budget = int(least + PLACE * (top - least))

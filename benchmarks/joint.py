@@ -1,9 +1,9 @@
 """Computing again and moving away, chosen together: what a step costs beside recomputing alone.
 
-A GPT on one sample (which cannot be cut), with a far memory whose rate lets half of the saved bytes
-leave during the forward pass. At each of several peaks two plans are made, without far memory and
-with it; all of them and the step without a plan then run in turns. At a link without any rate
-nothing may be moved, and at one that costs nothing nothing computed again. One thread, no GPU.
+A GPT on one sample (which cannot be cut), with a offload memory whose rate lets half of the saved
+bytes leave during the forward pass. At each of several peaks two plans are made, without offload
+memory and with it; all of them and the step without a plan then run in turns. At a link without any
+rate nothing may be moved, and at one that costs nothing nothing computed again. One thread, no GPU.
 
     python benchmarks/joint.py [FOLDER ON A DISK]
 """
@@ -46,14 +46,14 @@ def main() -> None:
     model = GPT(layers=8, width=512, heads=8, vocabulary=VOCABULARY, length=LENGTH, fused=True)
     batch = tokens(1, LENGTH, VOCABULARY)
 
-    def planned(far: sy.OffloadTier | None) -> sy.Planned:
-        cluster = sy.Cluster.here(far=far)
+    def planned(offload_memory: sy.OffloadMemory | None) -> sy.Planned:
+        cluster = sy.Cluster.here(offload_memory=offload_memory)
         return sy.plan(copy.deepcopy(model), next_token_loss, batch, cluster=cluster)
 
     alone = planned(None)
-    far = sy.OffloadTier(folder, rate=half_of(alone.plan.unplanned), size="8 GiB")
-    both = planned(far)
-    print(f"far memory: {far}", file=sys.stderr)
+    offload_memory = sy.OffloadMemory(folder, rate=half_of(alone.plan.unplanned), size="8 GiB")
+    both = planned(offload_memory)
+    print(f"offload memory: {offload_memory}", file=sys.stderr)
     peak = alone.plan.unplanned.peak.nbytes
     least = min(point.memory_bytes for point in alone.frontier)
     limits = {share: round(least + share * (peak - least)) for share in SHARES}

@@ -27,11 +27,11 @@ from torch.utils.flop_counter import (
 
 from steelyard.api.planned import Planned
 from steelyard.capture.step import CapturedStep
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link, OffloadTier
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link, OffloadMemory
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.measure import offload_bandwidth as far
+from steelyard.measure import offload_bandwidth as offload_memory
 from steelyard.measure.links.background_load import BackgroundLoad
 from steelyard.measure.operators import benchmark as operators
 from steelyard.measure.operators.memory import meter_once
@@ -57,7 +57,8 @@ _SEED = 11
 
 
 def costs_of(*graphs: Graph, device: Device = DEVICE) -> CostTable:
-    """Declared seconds, but the workspace that the kernels really take. Far memory has a price, and
+    """Declared seconds, but the workspace that the kernels really take. Offload memory has a price,
+    and
     a search is offered none."""
     declared = CostTable(device=device)
     computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_far)
@@ -84,7 +85,7 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
         mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
-        mock.patch.object(far, "_ROUNDS", 6),
+        mock.patch.object(offload_memory, "_ROUNDS", 6),
         # Beside nobody: two workers of tests are at work as it is.
         mock.patch.object(BackgroundLoad, "at_work", return_value=contextlib.nullcontext()),
         looking_less_far(),
@@ -109,7 +110,7 @@ def looking_less_far() -> Iterator[None]:
 def floor_bytes(planned: Planned) -> int:
     """The smallest memory budget of this step that is searched, and not refused before."""
     cluster = planned.session.request.cluster
-    far_bytes = 0 if cluster.far is None else cluster.far.size_bytes
+    far_bytes = 0 if cluster.offload_memory is None else cluster.offload_memory.size_bytes
     floor = Floor.of(planned.session.base)
     return floor.least_bytes(ranks=cluster.num_devices, far_bytes=far_bytes)
 
@@ -209,7 +210,9 @@ class Trial:
             constants=constants,
             batch=self.batch,
             reduction=self.source.reduction().value if program.repeats > 1 else "mean",
-            runner=functools.partial(emit, far=far_memory() if has_far(program) else None),
+            runner=functools.partial(
+                emit, offload_memory=far_memory() if has_offload_memory(program) else None
+            ),
         )
 
     def eager(self, *, micro_batches: int = 1) -> Outcome:
@@ -260,10 +263,10 @@ FAR_LINKS = {FAR_OUT: FAR_LINK, FAR_IN: FAR_LINK}
 
 @functools.cache
 def far_memory() -> OffloadFile:
-    return OffloadFile(OffloadTier(tempfile.gettempdir(), rate="1 GB/s", size="1 GiB"))
+    return OffloadFile(OffloadMemory(tempfile.gettempdir(), rate="1 GB/s", size="1 GiB"))
 
 
-def has_far(program: Program) -> bool:
+def has_offload_memory(program: Program) -> bool:
     return any(node.is_far for node in program.graph.nodes)
 
 

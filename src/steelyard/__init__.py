@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steelyard.api import Planned, Workload, load, plan
     from steelyard.errors import SteelyardError
-    from steelyard.hardware.cluster import Cluster, OffloadTier
+    from steelyard.hardware.cluster import Cluster, OffloadMemory
     from steelyard.plans.budget import Budget
 
 __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "Cluster",
-    "OffloadTier",
+    "OffloadMemory",
     "Planned",
     "SteelyardError",
     "Workload",
@@ -29,7 +29,7 @@ __all__ = [
 _HOMES = {
     "Budget": "steelyard.plans.budget",
     "Cluster": "steelyard.hardware.cluster",
-    "OffloadTier": "steelyard.hardware.cluster",
+    "OffloadMemory": "steelyard.hardware.cluster",
     "Planned": "steelyard.api",
     "SteelyardError": "steelyard.errors",
     "Workload": "steelyard.api",

@@ -351,9 +351,9 @@ def test_the_largest_batch_is_found_without(tight: int) -> None:
 @pytest.fixture(scope="module")
 def beside_far(tight: int, tmp_path_factory: pytest.TempPathFactory) -> sy.Planned:
     model, x = made()
-    far = sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="1 GB/s", size="1 GiB")
+    offload_memory = sy.OffloadMemory(tmp_path_factory.mktemp("far"), rate="1 GB/s", size="1 GiB")
     return sy.plan(
-        model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far),
+        model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(offload_memory=offload_memory),
         budget=sy.Budget(memory=tight + 2 * MIB, accuracy_loss="1%"),
     )  # fmt: skip
 

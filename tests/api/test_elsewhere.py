@@ -252,7 +252,7 @@ def test_what_hosts_hold_makes_room_on_fewer_devices(
 ) -> None:
     """Both kinds of what may lie there; plans say so, and read back."""
     # All that this model's optimizer keeps is less than three pieces.
-    monkeypatch.setattr(deep, "FAR_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(deep, "OFFLOAD_PIECE_BYTES", 1 << 10)
     behind = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB", more=_HOST)))
     alone = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB")))
     limit = sy.Budget(memory="1 MiB")
@@ -261,12 +261,12 @@ def test_what_hosts_hold_makes_room_on_fewer_devices(
     assert few.predicted.memory_bytes.value <= 2**20
     trades = {taken.trade for taken in few.plan.taken}
     assert "offload_state" in trades
-    assert more.plan.decisions.far is None
+    assert more.plan.decisions.offload_memory is None
     few.save(tmp_path / "gpt.plan.toml")
     found = read_decisions(tmp_path / "gpt.plan.toml")
-    assert found.far == few.plan.decisions.far
-    assert found.far is not None
-    assert found.far.size_bytes == 2**30
+    assert found.offload_memory == few.plan.decisions.offload_memory
+    assert found.offload_memory is not None
+    assert found.offload_memory.size_bytes == 2**30
     assert any(rule.trade == "offload_state" for rule in found.rules)
     for trade in ("offload", "offload_state", "recompute"):
         assert few.why_not(trade)

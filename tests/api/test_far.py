@@ -1,4 +1,4 @@
-"""Far memory from the public names to a receipt: chosen where nothing else fits, and exact."""
+"""Offload memory from the public names to a receipt: chosen where nothing else fits, and exact."""
 
 from __future__ import annotations
 
@@ -60,15 +60,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def planned(folder: Path) -> sy.Planned:
     model, x = made()
-    far = sy.OffloadTier(folder, rate="1 GB/s", size="1 GiB")
-    whole = sy.plan(model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far))
-    return whole.what_if(memory=_between(model, x, far))
+    offload_memory = sy.OffloadMemory(folder, rate="1 GB/s", size="1 GiB")
+    whole = sy.plan(
+        model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(offload_memory=offload_memory)
+    )
+    return whole.what_if(memory=_between(model, x, offload_memory))
 
 
-def _between(model: nn.Module, x: Tensor, far: sy.OffloadTier) -> int:
-    """Less than can be had without far memory, more than with it."""
+def _between(model: nn.Module, x: Tensor, offload_memory: sy.OffloadMemory) -> int:
+    """Less than can be had without offload memory, more than with it."""
     least = []
-    for cluster in (sy.Cluster.here(), sy.Cluster.here(far=far)):
+    for cluster in (sy.Cluster.here(), sy.Cluster.here(offload_memory=offload_memory)):
         whole = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
         with pytest.raises(Infeasible) as refusal:
             whole.what_if(memory=floor_bytes(whole))
@@ -85,7 +87,7 @@ def test_it_fits_where_nothing_else_does(planned: sy.Planned) -> None:
     assert sum(t.buys_bytes for t in taken) > 0
     rules = [r for r in planned.plan.decisions.rules if r.trade == "offload"]
     assert sum(r.count for t in taken for r in t.rules) == sum(r.count for r in rules)
-    assert planned.plan.decisions.far is not None
+    assert planned.plan.decisions.offload_memory is not None
     assert planned.predicted.memory_bytes.value <= planned.plan.decisions.budget.memory_bytes
     assert planned.predicted.communication_bytes.value > 0
     assert planned.predicted.accuracy_loss == "exact"
@@ -126,11 +128,11 @@ def test_losses_and_weights_are_those_of_the_unplanned_step(
     assert measured.step_seconds is not None
     assert measured.computation_seconds <= measured.step_seconds
     moved = planned.predicted.communication_bytes.value
-    assert step.far is not None
-    before = step.far.moved_bytes
+    assert step.offload_memory is not None
+    before = step.offload_memory.moved_bytes
     step(made()[1])
     # The first step fetches no state: there is none yet.
-    assert step.far.moved_bytes - before == moved
+    assert step.offload_memory.moved_bytes - before == moved
     assert list(folder.iterdir()) == []
 
 
@@ -138,13 +140,16 @@ def test_the_plan_file_says_where_and_is_read_back(planned: sy.Planned, tmp_path
     path = tmp_path / "train.plan.toml"
     planned.save(path)
     text = path.read_text()
-    assert "[far]" in text
+    assert "[offload_memory]" in text
     assert 'rate = "1 GB/s"' in text
     assert "lag = " in text
     model, x = made()
     again = sy.load(path, model, loss, x, optimizer=ADAM)
     ours, theirs = planned.plan.decisions, again.plan.decisions
-    assert (theirs.far, sorted(theirs.rules)) == (ours.far, sorted(ours.rules))
+    assert (theirs.offload_memory, sorted(theirs.rules)) == (
+        ours.offload_memory,
+        sorted(ours.rules),
+    )
     assert again.plan.predicted.peak.nbytes == planned.plan.predicted.peak.nbytes
     torch.manual_seed(1)
     assert float(again.apply(model)(x)) > 0
@@ -156,7 +161,7 @@ def test_a_plan_that_moves_values_and_does_not_say_where_is_refused(
     path = tmp_path / "train.plan.toml"
     planned.save(path)
     text = path.read_text()
-    start = text.index("[far]")
+    start = text.index("[offload_memory]")
     path.write_text(text[:start] + text[text.index("[[", start) :])
     model, x = made()
     with pytest.raises(PlanFileError, match=r"has no \[far\]"):
@@ -195,15 +200,22 @@ def test_whether_it_fits_does_not_hang_on_the_rate(
 ) -> None:
     model, x = made()
     budget = planned.plan.decisions.budget
-    far = sy.OffloadTier(folder, rate=rate, size="1 GiB")
-    other = sy.plan(model, loss, x, optimizer=ADAM, cluster=sy.Cluster.here(far=far), budget=budget)
+    offload_memory = sy.OffloadMemory(folder, rate=rate, size="1 GiB")
+    other = sy.plan(
+        model,
+        loss,
+        x,
+        optimizer=ADAM,
+        cluster=sy.Cluster.here(offload_memory=offload_memory),
+        budget=budget,
+    )
     assert {t.trade for t in other.plan.taken} >= {"offload"}
 
 
 def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
     model, x = made()
     bare = sy.plan(model, loss, x)
-    assert "--far" in bare.why_not("offload")
+    assert "--offload-dir" in bare.why_not("offload")
 
 
 @pytest.mark.parametrize(
@@ -213,18 +225,20 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
         ({"rate": "0 MB/s", "size": "1 GiB"}, "not a possible amount"),
         ({"rate": "1 GB/s", "size": "much"}, "size = 'much' is not an amount"),
         ({"rate": "1 GB/h", "size": "1 GiB"}, "is not an amount"),
-        ({"rate": "500", "size": "1 GiB"}, "a rate of 500 B/s is no far memory"),
+        ({"rate": "500", "size": "1 GiB"}, "a rate of 500 B/s is no offload memory"),
         ({"rate": "1 GB/s", "size": "1000B"}, "a size of 1000 B holds no value"),
     ],
 )
 def test_an_amount_that_is_none_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        sy.OffloadTier("/scratch", **given)
+        sy.OffloadMemory("/scratch", **given)
 
 
 def test_inductor_moves_nothing_and_says_why(folder: Path) -> None:
     model, x = made()
-    far = sy.OffloadTier(folder, rate="1 GB/s", size="1 GiB")
-    planned = sy.plan(model, loss, x, cluster=sy.Cluster.here(far=far), runner="inductor")
+    offload_memory = sy.OffloadMemory(folder, rate="1 GB/s", size="1 GiB")
+    planned = sy.plan(
+        model, loss, x, cluster=sy.Cluster.here(offload_memory=offload_memory), runner="inductor"
+    )
     assert "Inductor compiles each pass as one" in planned.why_not("offload")
     assert not planned.plan.decisions.rules

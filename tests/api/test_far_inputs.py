@@ -1,5 +1,5 @@
-"""Values of the forward pass that come back from far memory slice by slice, for the products that
-read them: the same sums, the bytes that were said, and never the whole value."""
+"""Values of the forward pass that come back from offload memory slice by slice, for the products
+that read them: the same sums, the bytes that were said, and never the whole value."""
 
 from __future__ import annotations
 
@@ -206,13 +206,15 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
-    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def offload_memory(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadMemory:
+    return sy.OffloadMemory(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
-def least(far: sy.OffloadTier) -> tuple[sy.Planned, int]:
+def least(offload_memory: sy.OffloadMemory) -> tuple[sy.Planned, int]:
     model, x = pooled()
-    planned = sy.plan(model, square, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
+    planned = sy.plan(
+        model, square, x, optimizer=SGD, cluster=sy.Cluster.here(offload_memory=offload_memory)
+    )
     with pytest.raises(Infeasible) as refusal:
         planned.what_if(memory=floor_bytes(planned))
     assert refusal.value.least_bytes is not None
@@ -220,9 +222,9 @@ def least(far: sy.OffloadTier) -> tuple[sy.Planned, int]:
 
 
 @pytest.fixture(scope="module")
-def fitting(far: sy.OffloadTier) -> sy.Planned:
+def fitting(offload_memory: sy.OffloadMemory) -> sy.Planned:
     """In the least memory, which takes slices."""
-    planned, nbytes = least(far)
+    planned, nbytes = least(offload_memory)
     return planned.what_if(memory=nbytes)
 
 
@@ -232,10 +234,10 @@ def sliced_rule(planned: sy.Planned) -> Any:
 
 
 def test_where_what_comes_back_is_the_peak_less_is_enough(
-    fitting: sy.Planned, far: sy.OffloadTier, monkeypatch: pytest.MonkeyPatch
+    fitting: sy.Planned, offload_memory: sy.OffloadMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "_LEAST_SLICED_BYTES", 1 << 40)
-    _, whole = least(far)
+    _, whole = least(offload_memory)
     assert fitting.predicted.memory_bytes.value <= whole - (1 << 18)
     assert sliced_rule(fitting).degree == 4
     told = [t.label for t in fitting.plan.taken if t.trade == "offload"]
@@ -244,7 +246,7 @@ def test_where_what_comes_back_is_the_peak_less_is_enough(
 
 
 def test_it_trains_as_without_and_holds_what_was_said(
-    fitting: sy.Planned, far: sy.OffloadTier
+    fitting: sy.Planned, offload_memory: sy.OffloadMemory
 ) -> None:
     ours, x = pooled()
     theirs = copy.deepcopy(ours)
@@ -257,14 +259,14 @@ def test_it_trains_as_without_and_holds_what_was_said(
     assert measured is not None
     # The loss of the step before, of which torch keeps the tangent.
     assert abs(fitting.predicted.memory_bytes.value - measured) <= 4
-    assert step.far is not None
-    before = step.far.moved_bytes
+    assert step.offload_memory is not None
+    before = step.offload_memory.moved_bytes
     step(x)
     plain(x)
-    assert fitting.predicted.communication_bytes.value == step.far.moved_bytes - before
+    assert fitting.predicted.communication_bytes.value == step.offload_memory.moved_bytes - before
     # Of another length, with fewer rows and slices.
     assert float(step(x[:, :130])) == pytest.approx(float(plain(x[:, :130])), rel=1e-6)
-    assert not any(Path(far.folder).iterdir())
+    assert not any(Path(offload_memory.folder).iterdir())
 
 
 def test_a_disk_that_fails_is_named_and_the_next_step_begins_anew(

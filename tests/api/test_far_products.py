@@ -1,4 +1,5 @@
-"""Products with frozen weights in far memory, and what is carried out in their slices behind them.
+"""Products with frozen weights in offload memory, and what is carried out in their slices behind
+them.
 
 The same sums, the bytes that were said, and nothing whole that only the next line reads.
 """
@@ -48,7 +49,7 @@ WIDTH, INNER, SLICES = 128, 512, 4
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[OffloadFile]:
-    memory = OffloadFile(sy.OffloadTier(tmp_path, rate="4 GB/s", size="1 GiB"))
+    memory = OffloadFile(sy.OffloadMemory(tmp_path, rate="4 GB/s", size="1 GiB"))
     yield memory
     memory.close()
 
@@ -138,7 +139,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     between: Callable[[Any, Tensor], Tensor]
-    # The operators behind the first product that reads far memory, in its slices.
+    # The operators behind the first product that reads offload memory, in its slices.
     inside: tuple[str, ...]
     shape: tuple[int, ...] = (24, WIDTH)
     bias: bool = True
@@ -234,7 +235,7 @@ def live(model: nn.Module, program: Program, memory: OffloadFile, **settings: An
     )
     return LiveStep(
         model, program, optimizer=optimizer, states=states,
-        runner=partial(emit, far=memory, tensors=states.tensors), **settings,
+        runner=partial(emit, offload_file=memory, tensors=states.tensors), **settings,
     )  # fmt: skip
 
 

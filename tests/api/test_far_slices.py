@@ -1,4 +1,4 @@
-"""Trained weights in far memory, in slices: read, their gradients made, updated; never whole."""
+"""Trained weights in offload memory, read and updated in slices: they are never whole."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
-    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def offload_memory(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadMemory:
+    return sy.OffloadMemory(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
 class Trained(nn.Module):
@@ -81,16 +81,18 @@ def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
 
 
 def plan(
-    make: Any, far: sy.OffloadTier, model: nn.Module | None = None, x: Any = None
+    make: Any, offload_memory: sy.OffloadMemory, model: nn.Module | None = None, x: Any = None
 ) -> sy.Planned:
     if model is None:
         model, x = made()
-    return sy.plan(model, loss, x, optimizer=make, cluster=sy.Cluster.here(far=far))
+    return sy.plan(
+        model, loss, x, optimizer=make, cluster=sy.Cluster.here(offload_memory=offload_memory)
+    )
 
 
 @pytest.fixture(scope="module")
-def adam(far: sy.OffloadTier) -> sy.Planned:
-    return plan(ADAM, far)
+def adam(offload_memory: sy.OffloadMemory) -> sy.Planned:
+    return plan(ADAM, offload_memory)
 
 
 def rules(
@@ -138,10 +140,10 @@ def test_a_trained_weight_is_never_near_whole(slices: int, lead: int, adam: sy.P
     assert_as_said(planned, ours)
     whole = told(adam, tuple(replace(rule, degree=0) for rule in chosen))
     assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
-    assert ours.far is not None
-    before = ours.far.moved_bytes
+    assert ours.offload_memory is not None
+    before = ours.offload_memory.moved_bytes
     ours(x)
-    assert planned.predicted.communication_bytes.value == ours.far.moved_bytes - before
+    assert planned.predicted.communication_bytes.value == ours.offload_memory.moved_bytes - before
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -171,10 +173,12 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_in_slices_comes_to_the_same_bits(name: str, far: sy.OffloadTier) -> None:
+def test_an_update_in_slices_comes_to_the_same_bits(
+    name: str, offload_memory: sy.OffloadMemory
+) -> None:
     torch.manual_seed(0)
     model, x = First(), torch.randn(16, 128)
-    planned = plan(OPTIMIZERS[name], far, model, x)
+    planned = plan(OPTIMIZERS[name], offload_memory, model, x)
     whats = ("gradient", "weight") if name == "SGD" else WHATS
     chosen = tuple(
         replace(rule, degree=0) if rule.op == "gradient" else rule
@@ -213,9 +217,9 @@ def test_micro_batches_add_slices_to_what_was_sent(adam: sy.Planned) -> None:
         assert_as_said(planned, a)
 
 
-def test_half_precision_is_rounded_as_ever(far: sy.OffloadTier) -> None:
+def test_half_precision_is_rounded_as_ever(offload_memory: sy.OffloadMemory) -> None:
     model, x = made(torch.bfloat16)
-    planned = plan(partial(torch.optim.SGD, lr=1e-2, momentum=0.9), far, model, x)
+    planned = plan(partial(torch.optim.SGD, lr=1e-2, momentum=0.9), offload_memory, model, x)
     twin = copy.deepcopy(model)
     fitting = told(planned, ALL)
     ours, theirs = fitting.apply(model), planned.what_if().apply(twin)
@@ -290,17 +294,17 @@ def test_it_is_read_written_and_loaded_between_steps_as_ever(adam: sy.Planned) -
     assert seen == ["before", "after"] * 6
     assert_close_weights(ours, theirs)
     bare = ours.live.model.get_parameter("bare.weight")
-    with pytest.raises(Mismatch, match="exp_avg of this parameter lies in far memory"):
+    with pytest.raises(Mismatch, match="exp_avg of this parameter lies in offload memory"):
         optimizer_of(ours).state[bare]["exp_avg"]
 
 
 def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
-    far: sy.OffloadTier, tmp_path: Path
+    offload_memory: sy.OffloadMemory, tmp_path: Path
 ) -> None:
     """Of one layer whose products are alike to the bit in slices and whole."""
     torch.manual_seed(0)
     model, x = First(), torch.randn(16, 128)
-    planned = plan(ADAM, far, model, x)
+    planned = plan(ADAM, offload_memory, model, x)
     chosen = (*rules("large.weight", slices=4, whats=("optimizer", "weight")),)
     whole = rules("large.weight", slices=0, whats=("gradient",))
     twin = copy.deepcopy(model)
@@ -309,7 +313,9 @@ def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
     assert_same_checkpoints(ours, theirs, x, tmp_path)
 
 
-def test_hooks_are_refused_before_the_step_begins(adam: sy.Planned, far: sy.OffloadTier) -> None:
+def test_hooks_are_refused_before_the_step_begins(
+    adam: sy.Planned, offload_memory: sy.OffloadMemory
+) -> None:
     ours, theirs, x = pair(adam, ALL)
     bare = ours.live.model.get_parameter("bare.weight")
     for register in (bare.register_hook, bare.register_post_accumulate_grad_hook):
@@ -325,7 +331,7 @@ def test_hooks_are_refused_before_the_step_begins(adam: sy.Planned, far: sy.Offl
     ours(x)
     model, _ = made()
     model.get_parameter("bare.weight").register_hook(lambda g: g)
-    hooked = plan(ADAM, far, model, x)
+    hooked = plan(ADAM, offload_memory, model, x)
     with pytest.raises(Mismatch, match="it has hooks"):
         told(hooked, ALL)
 
@@ -389,9 +395,9 @@ class Sized(torch.optim.SGD):
     ],
 )
 def test_an_update_that_is_another_in_slices_is_refused(
-    make: Any, said: str, far: sy.OffloadTier
+    make: Any, said: str, offload_memory: sy.OffloadMemory
 ) -> None:
-    planned = plan(partial(make, lr=1e-3), far)
+    planned = plan(partial(make, lr=1e-3), offload_memory)
     with pytest.raises(Mismatch, match=said):
         told(
             planned,
@@ -448,12 +454,12 @@ class Twice(nn.Module):
         return out
 
 
-def test_a_gradient_that_is_no_single_product_stays_whole(far: sy.OffloadTier) -> None:
+def test_a_gradient_that_is_no_single_product_stays_whole(offload_memory: sy.OffloadMemory) -> None:
     """The update is in slices all the same."""
     torch.manual_seed(0)
     model, x = Twice(), torch.randint(300, (4, 8))
     twin = copy.deepcopy(model)
-    planned = plan(ADAM, far, model, x)
+    planned = plan(ADAM, offload_memory, model, x)
     fitting = told(planned, rules("inner.weight", "words.weight"))
     program = look_at(fitting)
     called = {n.op.partition("far_")[2] for n in program.graph.nodes if "far_" in n.op}
@@ -480,11 +486,11 @@ class Head(nn.Module):
 
 
 def test_a_layer_larger_than_the_budget_is_trained_within_it(
-    far: sy.OffloadTier, tmp_path: Path
+    offload_memory: sy.OffloadMemory, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model, x = Head(), torch.randn(4, 256)
-    planned = plan(ADAM, far, model, x)
+    planned = plan(ADAM, offload_memory, model, x)
     offered = {(r.module, r.op): r.degree for r in states_offered(planned)}
     assert {offered["head.weight", what] for what in ("weight", "gradient")} == {2}
     assert offered["head.weight", "optimizer"] == 8
@@ -512,9 +518,9 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(
     assert whole.predicted.memory_bytes.value > 64 * MIB
 
 
-def test_why_a_large_layer_is_whole_is_said(far: sy.OffloadTier) -> None:
+def test_why_a_large_layer_is_whole_is_said(offload_memory: sy.OffloadMemory) -> None:
     torch.manual_seed(0)
-    planned = plan(partial(Normed, lr=1e-2), far, Head(), torch.randn(4, 256))
+    planned = plan(partial(Normed, lr=1e-2), offload_memory, Head(), torch.randn(4, 256))
     assert "head.weight in slices: aten.linalg_vector_norm" in planned.why_not("offload_state")
 
 
@@ -555,13 +561,13 @@ def test_every_model_trains_alike_with_all_in_slices_that_can_be(
     ]
     program = OffloadState().rewrite(before, chosen, source)
     assert program.problems() == []
-    memory = OffloadFile(sy.OffloadTier(tmp_path, rate="4 GB/s", size="1 GiB"))
+    memory = OffloadFile(sy.OffloadMemory(tmp_path, rate="4 GB/s", size="1 GiB"))
     optimizer = SGD(p for p in model.parameters() if p.requires_grad)
     named = dict(model.named_parameters())
     states = OffloadedStates(optimizer, program, parameters=named, memory=memory)
     ours = LiveStep(
         model, program, constants=constants, batch=batch, optimizer=optimizer, states=states,
-        runner=partial(emit, far=memory, tensors=states.tensors), reads=reads,
+        runner=partial(emit, offload_file=memory, tensors=states.tensors), reads=reads,
     )  # fmt: skip
     plain, constants, reads = captured(twin, criterion, batch, micro_batches=parts)
     theirs = LiveStep(

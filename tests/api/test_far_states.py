@@ -1,4 +1,4 @@
-"""What an optimizer keeps, in far memory: the same bits, the bytes that were said, hooks once."""
+"""Optimizer state in offload memory: the same bits, the bytes that were predicted, hooks once."""
 
 from __future__ import annotations
 
@@ -79,19 +79,19 @@ def made() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
-    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def offload_memory(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadMemory:
+    return sy.OffloadMemory(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
-def plan(make: Any, far: sy.OffloadTier | None, **budget: Any) -> sy.Planned:
+def plan(make: Any, offload_memory: sy.OffloadMemory | None, **budget: Any) -> sy.Planned:
     model, x = made()
-    cluster = sy.Cluster.here(far=far)
+    cluster = sy.Cluster.here(offload_memory=offload_memory)
     return sy.plan(model, loss, x, optimizer=make, cluster=cluster, budget=sy.Budget(**budget))
 
 
 @pytest.fixture(scope="module")
-def adam(far: sy.OffloadTier) -> sy.Planned:
-    return plan(ADAM, far)
+def adam(offload_memory: sy.OffloadMemory) -> sy.Planned:
+    return plan(ADAM, offload_memory)
 
 
 def rules(lead: int = 1) -> tuple[Rule, ...]:
@@ -106,7 +106,9 @@ def rules(lead: int = 1) -> tuple[Rule, ...]:
 def told(planned: sy.Planned, chosen: tuple[Rule, ...]) -> sy.Planned:
     """The same plan with these rules in its file."""
     session = planned.session
-    decisions = replace(planned.plan.decisions, rules=chosen, far=session.request.cluster.far)
+    decisions = replace(
+        planned.plan.decisions, rules=chosen, offload_memory=session.request.cluster.offload_memory
+    )
     predicted = session.priced(session.apply_rules(chosen))
     return Planned(
         Planner(session), replace(planned.plan, decisions=decisions, predicted=predicted)
@@ -146,9 +148,9 @@ def assert_same_weights(ours: Step, theirs: Step) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_comes_to_the_same_bits_in_the_bytes_that_were_said(
-    name: str, far: sy.OffloadTier
+    name: str, offload_memory: sy.OffloadMemory
 ) -> None:
-    planned = plan(OPTIMIZERS[name], far)
+    planned = plan(OPTIMIZERS[name], offload_memory)
     for lead in (0, 1, 2) if name == "AdamW" else (1,):
         ours, theirs, x = pair(planned, rules(lead))
         for _ in range(4):
@@ -194,7 +196,7 @@ def test_waiting_longer_than_a_transfer_takes_spares_no_more(adam: sy.Planned) -
 
 def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) -> None:
     near = plan(ADAM, None)
-    with pytest.raises(Infeasible, match="--far") as refusal:
+    with pytest.raises(Infeasible, match="--offload-dir") as refusal:
         near.what_if(memory=floor_bytes(near))
     least = refusal.value.least_bytes
     assert least is not None
@@ -202,7 +204,7 @@ def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) 
     (taken,) = (t for t in fitting.plan.taken if t.trade == "offload_state")
     assert taken.buys_bytes >= MIB
     assert taken.pays_seconds > 0
-    assert fitting.plan.decisions.far is not None
+    assert fitting.plan.decisions.offload_memory is not None
     assert fitting.predicted.memory_bytes.value <= least - MIB
     assert fitting.predicted.communication_bytes.value > 0
     assert "offload_state" in str(fitting)
@@ -217,7 +219,7 @@ def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) 
     for _ in range(3):
         step(x)
     assert step.receipt().measured.memory_bytes <= least - MIB
-    assert step.far.moved_bytes > 0
+    assert step.offload_memory.moved_bytes > 0
 
 
 def test_more_memory_is_never_slower(adam: sy.Planned) -> None:
@@ -264,7 +266,7 @@ def test_what_lies_far_says_so_when_it_is_read_and_comes_home_when_asked(
         step(x)
     optimizer, weight = optimizer_of(ours), ours.live.model.get_parameter("tall.weight")
     assert optimizer.state[weight]["step"] == 1
-    with pytest.raises(Mismatch, match="exp_avg of this parameter lies in far memory"):
+    with pytest.raises(Mismatch, match="exp_avg of this parameter lies in offload memory"):
         optimizer.state[weight]["exp_avg"]
     with pytest.raises(KeyError):
         optimizer.state[weight]["no such key"]
@@ -272,7 +274,7 @@ def test_what_lies_far_says_so_when_it_is_read_and_comes_home_when_asked(
     assert optimizer.state[weight]["exp_avg"].shape == weight.shape
     for step in (ours, theirs):
         step(x)
-    with pytest.raises(Mismatch, match="far memory"):
+    with pytest.raises(Mismatch, match="offload memory"):
         optimizer.state[weight]["exp_avg"]
     # Another state, as one that was saved.
     kept = copy.deepcopy(optimizer_of(theirs).state_dict())
@@ -382,15 +384,17 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_told_from_others(
         (None, "there is no optimizer in the plan"),
     ],
 )
-def test_why_it_is_not_offered_is_said(make: Any, said: str, far: sy.OffloadTier) -> None:
-    planned = plan(make, far)
+def test_why_it_is_not_offered_is_said(
+    make: Any, said: str, offload_memory: sy.OffloadMemory
+) -> None:
+    planned = plan(make, offload_memory)
     assert said in planned.why_not("offload_state")
     with pytest.raises(Mismatch):
         told(planned, rules())
 
 
 def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
-    assert "--far" in plan(ADAM, None).why_not("offload_state")
+    assert "--offload-dir" in plan(ADAM, None).why_not("offload_state")
 
 
 @pytest.mark.parametrize(
@@ -415,7 +419,7 @@ def test_a_plan_file_without_far_memory_is_refused(adam: sy.Planned, tmp_path: P
     path = tmp_path / "a.plan.toml"
     told(adam, rules()).save(path)
     text = path.read_text()
-    start, end = text.index("[far]"), text.index("[[offload_state]]")
+    start, end = text.index("[offload_memory]"), text.index("[[offload_state]]")
     path.write_text(text[:start] + text[end:])
     with pytest.raises(PlanFileError, match="offload_state"):
         sy.load(path, *made_with_loss(), optimizer=ADAM)

@@ -1,4 +1,4 @@
-"""Weights and gradients in far memory: the same bits, the bytes that were said, always live."""
+"""Weights and gradients in offload memory: the same bits, the bytes that were said, always live."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadTier:
-    return sy.OffloadTier(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
+def offload_memory(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadMemory:
+    return sy.OffloadMemory(tmp_path_factory.mktemp("far"), rate="2 GB/s", size="1 GiB")
 
 
 @pytest.fixture(scope="module")
-def adam(far: sy.OffloadTier) -> sy.Planned:
-    return plan(ADAM, far)
+def adam(offload_memory: sy.OffloadMemory) -> sy.Planned:
+    return plan(ADAM, offload_memory)
 
 
 def rules(*whats: str, lead: int = 1) -> tuple[Rule, ...]:
@@ -139,14 +139,14 @@ def test_with_copies_and_transfers_at_random_every_model_trains_the_same(
     before, constants, reads = captured(model, criterion, batch, micro_batches=parts)
     without = frozenset(before.graph.unused)
     before = replace(before, update=capture_update(model, ADAM, without_gradient=without))
-    memory = OffloadFile(sy.OffloadTier(tmp_path, rate="4 GB/s", size="1 GiB"))
+    memory = OffloadFile(sy.OffloadMemory(tmp_path, rate="4 GB/s", size="1 GiB"))
     program = _at_random(before, rng)
     optimizer = ADAM(p for p in model.parameters() if p.requires_grad)
     named = dict(model.named_parameters())
     states = OffloadedStates(optimizer, program, parameters=named, memory=memory)
     ours = LiveStep(
         model, program, constants=constants, batch=batch, optimizer=optimizer, states=states,
-        runner=partial(emit, far=memory, tensors=states.tensors), reads=reads,
+        runner=partial(emit, offload_file=memory, tensors=states.tensors), reads=reads,
     )  # fmt: skip
     plain, constants, reads = captured(twin, criterion, batch, micro_batches=parts)
     theirs = LiveStep(
@@ -241,13 +241,13 @@ def test_hooks_of_parameters_run_and_change_what_they_change(adam: sy.Planned) -
     assert_same_weights(ours, theirs)
 
 
-def test_frozen_weights_need_no_optimizer(far: sy.OffloadTier) -> None:
+def test_frozen_weights_need_no_optimizer(offload_memory: sy.OffloadMemory) -> None:
     model, x = made()
     assert isinstance(model, Wide)
     for layer in model.layers:
         layer.requires_grad_(False)
     twin = copy.deepcopy(model)
-    planned = sy.plan(model, loss, x, cluster=sy.Cluster.here(far=far))
+    planned = sy.plan(model, loss, x, cluster=sy.Cluster.here(offload_memory=offload_memory))
     frozen = Rule(trade="offload_state", op="weight", module="layers.*.weight", count=LAYERS)
     trained = Rule(trade="offload_state", op="weight", module="tall.weight")
     assert "would move" in planned.why_not("offload_state")
@@ -260,7 +260,7 @@ def test_frozen_weights_need_no_optimizer(far: sy.OffloadTier) -> None:
     assert_same_gradients(model, twin)
     assert fitting.predicted.memory_bytes.value < planned.predicted.memory_bytes.value
     # Once a step and weight there and back: nothing of it is ever sent.
-    assert step.far is not None
+    assert step.offload_memory is not None
     passes = {i.node for i in look_at(fitting).instructions if i.node.endswith(".send")}
     assert passes == set()
 
@@ -307,9 +307,9 @@ class Twice(Wide):
         return out
 
 
-def test_what_8_bits_would_buy_is_said_beside_it(far: sy.OffloadTier) -> None:
+def test_what_8_bits_would_buy_is_said_beside_it(offload_memory: sy.OffloadMemory) -> None:
     torch.manual_seed(0)
-    model, cluster = Twice(), sy.Cluster.here(far=far)
+    model, cluster = Twice(), sy.Cluster.here(offload_memory=offload_memory)
     planned = sy.plan(model, loss, torch.randn(16, 256), optimizer=ADAM, cluster=cluster)
     with pytest.raises(Infeasible) as refusal:
         planned.what_if(memory=floor_bytes(planned))
@@ -332,8 +332,8 @@ def test_the_model_outlives_its_step(adam: sy.Planned) -> None:
     for step in (ours, theirs):
         step(x)
     model = ours.live.model
-    assert ours.far is not None
-    ours.far.close()
+    assert ours.offload_memory is not None
+    ours.offload_memory.close()
     del ours
     for a, b in zip(model.parameters(), theirs.live.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -418,10 +418,10 @@ def frozen(*names: str, slices: int) -> tuple[Rule, ...]:
 
 
 @pytest.fixture(scope="module")
-def thawed(far: sy.OffloadTier) -> sy.Planned:
+def thawed(offload_memory: sy.OffloadMemory) -> sy.Planned:
     """A step whose weights are mostly frozen."""
     torch.manual_seed(0)
-    cluster = sy.Cluster.here(far=far)
+    cluster = sy.Cluster.here(offload_memory=offload_memory)
     return sy.plan(Frozen(), loss, torch.randn(64, 1024), optimizer=SGD, cluster=cluster)
 
 
@@ -452,17 +452,23 @@ def test_products_read_a_frozen_weight_slice_by_slice(
         assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
     # Read in the same four products forward, and again in three backward or made again.
     once = sum(p.nbytes for n, p in twin.named_parameters() if n in {r.module for r in moved})
-    assert ours.far is not None
+    assert ours.offload_memory is not None
     assert planned.predicted.communication_bytes.value >= 2 * once
-    moved_bytes = ours.far.moved_bytes
+    moved_bytes = ours.offload_memory.moved_bytes
     ours(x)
-    assert planned.predicted.communication_bytes.value == ours.far.moved_bytes - moved_bytes
+    assert (
+        planned.predicted.communication_bytes.value == ours.offload_memory.moved_bytes - moved_bytes
+    )
 
 
-def test_slices_in_half_precision_take_the_bytes_that_were_said(far: sy.OffloadTier) -> None:
+def test_slices_in_half_precision_take_the_bytes_that_were_said(
+    offload_memory: sy.OffloadMemory,
+) -> None:
     torch.manual_seed(0)
     model, x = Frozen().to(torch.bfloat16), torch.randn(64, 1024, dtype=torch.bfloat16)
-    whole = sy.plan(model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(far=far))
+    whole = sy.plan(
+        model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(offload_memory=offload_memory)
+    )
     planned = told(whole, frozen("biased.weight", "bare.weight", "turned", slices=16))
     step = planned.apply(model)
     for _ in range(2):
@@ -472,14 +478,18 @@ def test_slices_in_half_precision_take_the_bytes_that_were_said(far: sy.OffloadT
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
 
 
-def test_what_not_only_products_read_is_fetched_whole(far: sy.OffloadTier) -> None:
+def test_what_not_only_products_read_is_fetched_whole(offload_memory: sy.OffloadMemory) -> None:
     class Both(Frozen):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.turned.sum()
 
     torch.manual_seed(0)
     planned = sy.plan(
-        Both(), loss, torch.randn(64, 1024), optimizer=ADAM, cluster=sy.Cluster.here(far=far)
+        Both(),
+        loss,
+        torch.randn(64, 1024),
+        optimizer=ADAM,
+        cluster=sy.Cluster.here(offload_memory=offload_memory),
     )
     program = planned.session.apply_rules(frozen("turned", "bare.weight", slices=4))
     begun = {str(n.args[0]) for n in program.graph.nodes if n.op.endswith("begin_weight")}
@@ -491,7 +501,9 @@ def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path
     assert {r.degree for r in states_offered(thawed)} == {0}
     torch.manual_seed(0)
     model, x = Frozen(rows=4096), torch.randn(16, 1024)
-    cluster = sy.Cluster.here(far=sy.OffloadTier(tmp_path, rate="2 GB/s", size="1 GiB"))
+    cluster = sy.Cluster.here(
+        offload_memory=sy.OffloadMemory(tmp_path, rate="2 GB/s", size="1 GiB")
+    )
     large = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
     found = {(r.module, r.degree) for r in states_offered(large) if r.op == "weight"}
     names = ("biased.weight", "bare.weight", "turned")
@@ -550,11 +562,11 @@ def test_no_page_of_what_a_step_moved_stays_in_memory(adam: sy.Planned) -> None:
     ours, _, x = pair(adam, rules(*MOVABLE))
     for _ in range(2):
         ours(x)
-    assert ours.far is not None
-    assert cached_bytes(ours.far) == 0
+    assert ours.offload_memory is not None
+    assert cached_bytes(ours.offload_memory) == 0
     tall = ours.live.model.get_parameter("tall.weight")
     tall.detach().sum()
-    assert cached_bytes(ours.far) >= tall.nbytes
+    assert cached_bytes(ours.offload_memory) >= tall.nbytes
 
 
 def cached_bytes(memory: OffloadFile) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import steelyard as sy
 from steelyard.comm.devices import CPU, torch_device_of
 from steelyard.errors import BadInput
-from steelyard.hardware.cluster import Cluster, OffloadTier
+from steelyard.hardware.cluster import Cluster, OffloadMemory
 from steelyard.measure.cache import CostCache
 from steelyard.planner.local_cluster import MAY_SHARE, local_cluster
 from tests.zoo.case import next_token_loss, tokens
@@ -92,9 +92,9 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
 
 def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     there, cache = torch.device("cuda", 0), CostCache()
-    far = OffloadTier(tmp_path, "1GB/s", "1MiB")
-    with pytest.raises(BadInput, match="is on cuda:0, and far memory was given"):
-        local_cluster(there, Cluster.here(far=far), cache=cache)
+    offload_memory = OffloadMemory(tmp_path, "1GB/s", "1MiB")
+    with pytest.raises(BadInput, match="is on cuda:0, and offload memory was given"):
+        local_cluster(there, Cluster.here(offload_memory=offload_memory), cache=cache)
     with pytest.raises(BadInput, match="its step is to be compiled by inductor"):
         local_cluster(there, Cluster.here(), runner="inductor", cache=cache)
     declared = Cluster.named("dgx-h100")

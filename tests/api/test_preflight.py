@@ -99,6 +99,6 @@ def test_a_far_memory_larger_than_its_disk_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CapturedStep, "graph", never("captured"))
-    far = sy.OffloadTier(tmp_path, rate="500 MB/s", size="999 TiB")
-    with pytest.raises(BadInput, match=r"far memory of 999 TiB in .*, whose disk has .* free"):
-        sy.plan(*_asked(), cluster=sy.Cluster.here(far=far))
+    offload_memory = sy.OffloadMemory(tmp_path, rate="500 MB/s", size="999 TiB")
+    with pytest.raises(BadInput, match=r"offload memory of 999 TiB in .*, whose disk has .* free"):
+        sy.plan(*_asked(), cluster=sy.Cluster.here(offload_memory=offload_memory))

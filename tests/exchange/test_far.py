@@ -1,4 +1,4 @@
-"""Far memory: the same bits come back, no faster than declared, and nothing is left behind."""
+"""Offload memory: the same bits come back, no faster than declared, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from steelyard.errors import BadInput, RunFailed
-from steelyard.hardware.cluster import OffloadTier
+from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.graph import Body, Node, Ref, SlicedValue, Tensor
 from steelyard.offload import tier as module
 from steelyard.offload.activations import Slots
@@ -43,7 +43,7 @@ FAST = "100 GB/s"
     ids=["small", "pieces", "odd", "turned", "channels last", "bool", "bfloat16", "nan", "empty"],
 )
 def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="64 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="64 MiB"))
     slots = Slots.of(memory, [100, x.nbytes])
     assert slots.sent(1, slots.send(1, x), x) is None
     back = slots.fetched(1, slots.fetch(1, None))
@@ -56,13 +56,13 @@ def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor)
 
 @pytest.mark.parametrize("x", [torch.zeros(8, 8)[:, :4], torch.zeros(4, 1).expand(4, 3)])
 def test_what_has_gaps_or_overlaps_is_not_copied_wrongly(tmp_path: Path, x: torch.Tensor) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="1 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     with pytest.raises(RunFailed, match="has gaps"):
         Slots.of(memory, [x.nbytes]).send(0, x)
 
 
 def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="64 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="64 MiB"))
     values = [torch.full((n,), float(n)) for n in (1000, 5000, 7, 300_000)]
     slots = Slots.of(memory, [v.nbytes for v in values])
     sending = [slots.send(i, v) for i, v in enumerate(values)]
@@ -74,7 +74,7 @@ def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
 
 
 def test_a_sum_in_half_precision_is_not_rounded_with_every_slice(tmp_path: Path) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate="2 GB/s", size="16 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate="2 GB/s", size="16 MiB"))
     torch.manual_seed(0)
     weight, x = (torch.randn(s, dtype=torch.bfloat16) for s in ((4096, 256), (32, 4096)))
     (offset,) = memory.kept([weight.nbytes])
@@ -122,7 +122,7 @@ def summing(weight: torch.Tensor, x: torch.Tensor, *, each: int) -> Body:
 
 
 def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate="1 GB/s", size="1 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate="1 GB/s", size="1 MiB"))
     slots = Slots.of(memory, [4096])
     x = torch.zeros(1024)
     slots.sent(0, slots.send(0, x), x)
@@ -138,7 +138,7 @@ def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None
 
 def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:
     """A lower bound on time holds on any machine."""
-    memory = OffloadFile(OffloadTier(tmp_path, rate="50 MB/s", size="64 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate="50 MB/s", size="64 MiB"))
     x = torch.zeros(5_000_000, dtype=torch.uint8)
     slots = Slots.of(memory, [x.nbytes])
     begin = time.perf_counter()
@@ -151,7 +151,7 @@ def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:
 
 def test_what_it_holds_is_not_in_memory(tmp_path: Path) -> None:
     """The file's pages are not in the page cache: mincore says of each whether it is."""
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="64 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="64 MiB"))
     x = torch.ones(16 << 20, dtype=torch.uint8)
     slots = Slots.of(memory, [x.nbytes])
     slots.sent(0, slots.send(0, x), x)
@@ -177,10 +177,10 @@ def resident_pages(file: int, nbytes: int) -> int:
 def test_no_file_is_left_however_the_process_ends(tmp_path: Path, end: str) -> None:
     script = f"""
         import os, torch
-        from steelyard.hardware.cluster import OffloadTier
+        from steelyard.hardware.cluster import OffloadMemory
         from steelyard.offload.tier import OffloadFile
         from steelyard.offload.activations import Slots
-        memory = OffloadFile(OffloadTier({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
+        memory = OffloadFile(OffloadMemory({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
         slots = Slots.of(memory, [4 << 20])
         x = torch.ones(4 << 20, dtype=torch.uint8)
         slots.send(0, x)
@@ -196,7 +196,7 @@ def open_files() -> set[str]:
 
 def test_closed_in_the_middle_it_touches_no_other_file(tmp_path: Path) -> None:
     before = open_files()
-    memory = OffloadFile(OffloadTier(tmp_path, rate="20 MB/s", size="64 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate="20 MB/s", size="64 MiB"))
     x = torch.ones(8 << 20, dtype=torch.uint8)
     slots = Slots.of(memory, [x.nbytes])
     first, second = slots.send(0, x), slots.send(0, x)
@@ -218,13 +218,13 @@ def test_closed_in_the_middle_it_touches_no_other_file(tmp_path: Path) -> None:
 def test_a_folder_in_memory_is_refused() -> None:
     shared = Path("/dev/shm")
     assert module.filesystem_of(shared) == "tmpfs", "as on any Linux with glibc"
-    with pytest.raises(BadInput, match="no farther memory: it is tmpfs"):
-        OffloadFile(OffloadTier(shared, rate=FAST, size="1 MiB"))
+    with pytest.raises(BadInput, match="no offload memory: it is tmpfs"):
+        OffloadFile(OffloadMemory(shared, rate=FAST, size="1 MiB"))
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no folder"):
-        OffloadFile(OffloadTier(tmp_path / "absent", rate=FAST, size="1 MiB"))
+        OffloadFile(OffloadMemory(tmp_path / "absent", rate=FAST, size="1 MiB"))
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL])
@@ -236,23 +236,23 @@ def test_a_folder_that_cannot_be_used_is_named(
 
     monkeypatch.setattr(module.os, "open", refuse)
     with pytest.raises(BadInput, match=f"cannot be used: {os.strerror(number)}"):
-        OffloadFile(OffloadTier(tmp_path, rate=FAST, size="1 MiB"))
+        OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
 
 
 def test_a_full_disk_is_said_before_anything_runs(tmp_path: Path) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="4000 TiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="4000 TiB"))
     with pytest.raises(BadInput, match="cannot hold"):
         Slots.of(memory, [3 << 50])
 
 
 def test_more_than_it_may_hold_is_refused(tmp_path: Path) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="1 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     with pytest.raises(BadInput, match=r"moves 2\.00 MiB"):
         Slots.of(memory, [2 << 20])
 
 
 def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="1 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     x = torch.ones(1000)
     slots = Slots.of(memory, [x.nbytes])
 
@@ -265,7 +265,7 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_disk_that_stalls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="1 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     monkeypatch.setattr(module, "_LEAST_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(module, "_PATIENCE", 1.0)
     begun = threading.Event()
@@ -286,7 +286,7 @@ def test_a_long_queue_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """What is waited for first may have been sent last."""
     monkeypatch.setattr(module, "_LEAST_PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(module, "_PATIENCE", 1.0)
-    memory = OffloadFile(OffloadTier(tmp_path, rate="4 MB/s", size="64 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate="4 MB/s", size="64 MiB"))
     x = torch.ones(1 << 20, dtype=torch.uint8)
     slots = Slots.of(memory, [x.nbytes] * 6)
     sending = [slots.send(i, x) for i in range(6)]
@@ -296,7 +296,7 @@ def test_a_long_queue_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_after_it_was_closed_is_told_so(tmp_path: Path) -> None:
-    memory = OffloadFile(OffloadTier(tmp_path, rate=FAST, size="1 MiB"))
+    memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     slots = Slots.of(memory, [400])
     memory.close()
     with pytest.raises(RunFailed, match="was closed"):
@@ -307,10 +307,10 @@ def test_a_process_that_is_interrupted_does_not_wait_for_what_is_queued(tmp_path
     """Twenty seconds are queued at the declared rate; what else an end takes is far less."""
     script = f"""
         import torch
-        from steelyard.hardware.cluster import OffloadTier
+        from steelyard.hardware.cluster import OffloadMemory
         from steelyard.offload.tier import OffloadFile
         from steelyard.offload.activations import Slots
-        memory = OffloadFile(OffloadTier({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
+        memory = OffloadFile(OffloadMemory({str(tmp_path)!r}, rate="1 MB/s", size="64 MiB"))
         slots = Slots.of(memory, [20 << 20])
         slots.send(0, torch.ones(20 << 20, dtype=torch.uint8))
         raise KeyboardInterrupt

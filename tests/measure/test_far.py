@@ -1,4 +1,4 @@
-"""The link to far memory: measured once for a folder and a rate; refused each time it cannot be."""
+"""The link to offload memory: measured once for a folder and a rate."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_plans_are_told_the_same_of_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far = sy.OffloadTier(tmp_path, rate="50 MB/s", size="20 KiB")
+    offload_memory = sy.OffloadMemory(tmp_path, rate="50 MB/s", size="20 KiB")
     cache = CostCache(tmp_path / "costs.sqlite")
-    first = measure.measured_links(far, cache=cache)
+    first = measure.measured_links(offload_memory, cache=cache)
     links, _ = first
     assert set(links) == {FAR_OUT, FAR_IN}
     for link in links.values():
@@ -36,21 +36,23 @@ def test_two_plans_are_told_the_same_of_a_link(
     asked: list[Any] = []
     real = measure._measured
     monkeypatch.setattr(measure, "_measured", lambda m: asked.append(m) or real(m))
-    assert measure.measured_links(far, cache=CostCache(tmp_path / "costs.sqlite")) == first
+    assert (
+        measure.measured_links(offload_memory, cache=CostCache(tmp_path / "costs.sqlite")) == first
+    )
     assert not asked
-    measure.measured_links(sy.OffloadTier(tmp_path, rate="40 MB/s", size="20 KiB"), cache=cache)
-    measure.measured_links(far)
+    measure.measured_links(sy.OffloadMemory(tmp_path, rate="40 MB/s", size="20 KiB"), cache=cache)
+    measure.measured_links(offload_memory)
     assert len(asked) == 2
     cache.forget()
-    measure.measured_links(far, cache=cache)
+    measure.measured_links(offload_memory, cache=cache)
     assert len(asked) == 3
 
 
 def test_a_folder_that_is_gone_is_refused_though_its_link_is_known(tmp_path: Path) -> None:
     folder, cache = tmp_path / "far", CostCache(tmp_path / "costs.sqlite")
     folder.mkdir()
-    far = sy.OffloadTier(folder, rate="50 MB/s", size="20 KiB")
-    measure.measured_links(far, cache=cache)
+    offload_memory = sy.OffloadMemory(folder, rate="50 MB/s", size="20 KiB")
+    measure.measured_links(offload_memory, cache=cache)
     shutil.rmtree(folder)
     with pytest.raises(BadInput, match="there is no folder"):
-        measure.measured_links(far, cache=cache)
+        measure.measured_links(offload_memory, cache=cache)

@@ -16,7 +16,7 @@ from steelyard.hardware.cluster import (
     FAR_OUT,
     Cluster,
     LevelMember,
-    OffloadTier,
+    OffloadMemory,
     TopologyLevel,
 )
 from steelyard.hardware.device import Device
@@ -30,11 +30,13 @@ from steelyard.predict.cost_table import CostTable, OperatorCost, Survey
 _COSTS = json.loads((Path(__file__).parent / "costs.json").read_text("utf-8"))
 
 
-def this_machine(ranks: int = 1, far: OffloadTier | None = None) -> sy.Cluster:
+def this_machine(ranks: int = 1, offload_memory: OffloadMemory | None = None) -> sy.Cluster:
     """A cluster of processes here, each of which is the device of the file."""
     device = Device(is_here=True, **_COSTS["device"])
     member = LevelMember(of=device, count=ranks, link=_link("loopback", "all_reduce"))
-    return Cluster(tree=TopologyLevel(name="here", members=(member,)), far=far)
+    return Cluster(
+        tree=TopologyLevel(name="here", members=(member,)), offload_memory=offload_memory
+    )
 
 
 @contextlib.contextmanager
@@ -94,4 +96,4 @@ def _ranks(*_: Any, **__: Any) -> LinkMeasurement:
 
 
 def _far(*_: Any, **__: Any) -> tuple[dict[str, Link], tuple[str, ...]]:
-    return dict.fromkeys((FAR_IN, FAR_OUT), _link("far memory", "far")), ()
+    return dict.fromkeys((FAR_IN, FAR_OUT), _link("offload memory", "far")), ()

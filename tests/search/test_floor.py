@@ -26,7 +26,7 @@ from tests.zoo.own import GPT
 MIB = 1 << 20
 DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 40)
 LINK = Link(kind="declared", latency_seconds=1e-3, bytes_per_second=1e8)
-FAR = Link(kind="far memory", latency_seconds=1e-5, bytes_per_second=1e9)
+FAR = Link(kind="offload memory", latency_seconds=1e-5, bytes_per_second=1e9)
 
 
 @settings(max_examples=25, deadline=None)
@@ -102,7 +102,7 @@ def test_a_refusal_lists_what_stays() -> None:
     assert "parameters 20.0 MiB, gradients 20.0 MiB, optimizer state 40.0 MiB" in said
     assert "the batch 8.00 KiB" in said
     assert "an optimizer with less state" in refused.value.remedy
-    assert "--far" in refused.value.remedy
+    assert "--offload-dir" in refused.value.remedy
 
 
 def test_far_memory_and_ranks_lower_it() -> None:
@@ -112,9 +112,9 @@ def test_far_memory_and_ranks_lower_it() -> None:
     WEIGHTS.check(Budget(memory="50 MiB"), far_bytes=40 * MIB)
     with pytest.raises(Infeasible, match="on each of 2 ranks"):
         WEIGHTS.check(Budget(memory="39 MiB"), ranks=2)
-    with pytest.raises(Infeasible, match=r"with 10\.0 MiB in far memory") as refused:
+    with pytest.raises(Infeasible, match=r"with 10\.0 MiB in offload memory") as refused:
         WEIGHTS.check(Budget(memory="50 MiB"), far_bytes=10 * MIB)
-    assert "a larger far memory" in refused.value.remedy
+    assert "a larger offload memory" in refused.value.remedy
 
 
 def test_what_is_exactly_enough_is_not_refused() -> None:

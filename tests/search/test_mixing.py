@@ -78,7 +78,7 @@ def test_what_is_kept_elsewhere_has_room_there(seed: int) -> None:
         for k in kinds
     ]
     kinds += moved
-    room, far_room = draw.uniform(0, 45 * count), draw.uniform(-5, 45 * count)
+    room, offload_room = draw.uniform(0, 45 * count), draw.uniform(-5, 45 * count)
 
     def far(chosen: tuple[BlockKind, ...]) -> float:
         return sum(k.far_bytes for k in chosen)
@@ -86,19 +86,19 @@ def test_what_is_kept_elsewhere_has_room_there(seed: int) -> None:
     mixes = [
         sum(kind.seconds for kind in chosen)
         for chosen in combinations_with_replacement(kinds, count)
-        if _fits(chosen, room) and far(chosen) <= far_room
+        if _fits(chosen, room) and far(chosen) <= offload_room
     ]
     least = min(mixes, default=float("inf"))
-    found = mixed(kinds, count, room, far_room)
+    found = mixed(kinds, count, room, offload_room)
     assert least_seconds(kinds, count, room) <= least * (1 + 1e-12)
-    if far_room < 0:
+    if offload_room < 0:
         assert found is None
     if found is None:
         return
     chosen = tuple(k for k, n in zip(kinds, found.counts, strict=True) for _ in range(n))
     assert len(chosen) == count
     assert _fits(chosen, room)
-    assert far(chosen) <= far_room
+    assert far(chosen) <= offload_room
     assert found.seconds == pytest.approx(sum(k.seconds for k in chosen))
     assert least * (1 - 1e-12) <= found.seconds <= 1.25 * least
 
@@ -124,7 +124,7 @@ def test_of_equals_the_mix_with_least_done_to_it_is_taken(seed: int) -> None:
     """Where something else sets the pace, computing again and moving cost nothing."""
     draw = random.Random(seed)
     count = draw.randint(2, 7)
-    room, far_room = draw.uniform(10, 45 * count), draw.uniform(0, 45 * count)
+    room, offload_room = draw.uniform(10, 45 * count), draw.uniform(0, 45 * count)
     kinds = [
         BlockKind(
             seconds=1.0 + draw.uniform(0, ALIKE / 2), kept_bytes=40 - n, far_bytes=f, num_again=n
@@ -133,12 +133,12 @@ def test_of_equals_the_mix_with_least_done_to_it_is_taken(seed: int) -> None:
         for f in (0, 40 - n)
     ]
     kinds = [replace(kind, kept_bytes=0 if kind.far_bytes else kind.kept_bytes) for kind in kinds]
-    found = mixed(kinds, count, room, far_room)
+    found = mixed(kinds, count, room, offload_room)
     burdens = [
         _burden(chosen)
         for chosen in combinations_with_replacement(kinds, count)
         if _fits(chosen, room)
-        and sum(k.far_bytes for k in chosen) <= far_room
+        and sum(k.far_bytes for k in chosen) <= offload_room
         and len(set(chosen)) <= 2
     ]
     if found is None:

@@ -348,7 +348,7 @@ def test_too_little_memory_names_the_least_and_what_sets_it() -> None:
 @pytest.mark.parametrize(
     ("limit", "said"),
     [
-        (2 << 20, "optimizer state, with 2.00 MiB of pieces on their way to far memory, alone"),
+        (2 << 20, "optimizer state, with 2.00 MiB of pieces on their way to offload memory, alone"),
         (3 << 20, "the update of one parameter sets the peak"),
     ],
 )
@@ -360,7 +360,9 @@ def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int,
         nbytes=4 << 20, resident_bytes=2 << 20, workspace_bytes=0, at="aten.div.Tensor",
         path="optimizer", line="", phase=Phase.UPDATE, alive=(pieces,),
     )  # fmt: skip
-    error = beyond_budget(peak, Budget(memory_bytes=limit), parts=1, refusals=(), has_far=True)
+    error = beyond_budget(
+        peak, Budget(memory_bytes=limit), parts=1, refusals=(), has_offload_memory=True
+    )
     assert said in error.remedy
     assert "foreach" not in error.remedy
 
@@ -377,7 +379,7 @@ def test_a_remedy_names_settings_that_the_optimizer_has(
         path="optimizer", line="", phase=Phase.UPDATE, alive=(),
     )  # fmt: skip
     error = beyond_budget(
-        peak, Budget(memory_bytes=2 << 20), parts=1, refusals=(), has_far=False,
+        peak, Budget(memory_bytes=2 << 20), parts=1, refusals=(), has_offload_memory=False,
         leaner_settings=settings,
     )  # fmt: skip
     assert f"the optimizer's step sets the peak: {said}" in error.remedy
@@ -394,7 +396,7 @@ def test_an_optimizer_that_cannot_be_moved_is_named_where_nothing_fits() -> None
     )  # fmt: skip
     why = Rejection(trade="offload_state", label="", reason="it works on several at once")
     budget = Budget(memory_bytes=1 << 20)
-    error = beyond_budget(peak, budget, parts=1, refusals=(why,), has_far=True)
+    error = beyond_budget(peak, budget, parts=1, refusals=(why,), has_offload_memory=True)
     assert error.remedy.endswith("less state, which stays near: it works on several at once")
 
 

@@ -125,7 +125,7 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
 @settings(deadline=None, max_examples=300)
 @given(cases, st.booleans())
 def test_all_four_fates_count_as_the_predictor_says(
-    case: tuple[int, int, bool], has_far: bool
+    case: tuple[int, int, bool], has_offload_memory: bool
 ) -> None:
     seed, repeats, measured = case
     rng = random.Random(seed)
@@ -134,7 +134,7 @@ def test_all_four_fates_count_as_the_predictor_says(
     able = quantisable(plain)
     every = with_codes(plain, able).graph
     costs = costs_with_workspace(every, seed) if measured else CostTable(device=DEVICE)
-    if has_far:
+    if has_offload_memory:
         rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
         link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.01)
         costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)

@@ -1,4 +1,4 @@
-"""What is sent to far memory comes back before it is read, once, and nothing else changes."""
+"""What is sent to offload memory comes back before it is read, once, and nothing else changes."""
 
 from __future__ import annotations
 

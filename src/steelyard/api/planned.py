@@ -16,7 +16,7 @@ from steelyard.api.step import Step
 from steelyard.capture.tracing.fake_execution import filled
 from steelyard.errors import BadInput, Infeasible, Mismatch
 from steelyard.ir.metrics import Metrics
-from steelyard.ir.rule import FAR_TRADES
+from steelyard.ir.rule import OFFLOAD_TRADES
 from steelyard.ir.trace_span import Span
 from steelyard.planner.planner import Planner
 from steelyard.planner.session import PlanningSession
@@ -85,10 +85,8 @@ class Planned:
         taken = [t.label for t in self.plan.taken if t.trade == trade]
         if taken:
             return f"{trade} was applied: {', '.join(taken[:5])}"
-        if trade in FAR_TRADES and self.session.request.cluster.far is None:
-            return (
-                "there is no far memory to move to: name a folder on a disk (--far, sy.OffloadTier)"
-            )
+        if trade in OFFLOAD_TRADES and self.session.request.cluster.offload_memory is None:
+            return "there is no offload memory: name a folder (--offload-dir, sy.OffloadMemory)"
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         if not reasons and not self.plan.num_offers:
             return f"no offer of {trade} was weighed for this plan; plan anew to have the reasons"

@@ -24,8 +24,8 @@ from steelyard.planner.compatibility import check_cluster, check_target
 from steelyard.planner.cost_provider import Progress
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.planner.max_size import largest
-from steelyard.planner.planner import Planner, check_far_room
-from steelyard.planner.preflight import check_far, floor_of
+from steelyard.planner.planner import Planner, check_offload_room
+from steelyard.planner.preflight import check_offload_memory, floor_of
 from steelyard.planner.session import PlanRequest, Runner
 from steelyard.planner.stored_predictions import stored_plan
 from steelyard.plans.budget import Budget, Maximize, Minimize
@@ -65,7 +65,7 @@ def plan(
         title=title or type(model).__name__,
         on_progress=on_progress,
     )
-    check_far(request.cluster)
+    check_offload_memory(request.cluster)
     if maximize is not None:
         return Planned(*largest(request, Maximize(maximize)))
     if _is_elsewhere(request, minimize):
@@ -207,7 +207,7 @@ def load(
         session.prices.use(used)
         return Planned(planner, planner.predict(decisions))
     program = session.apply_rules_unpriced(decisions.rules)
-    check_far_room(decisions, program)
+    check_offload_room(decisions, program)
     found = stored_plan(Path(path), decisions, session, program)
     if isinstance(found, str):
         on_progress(f"predicting anew: {found}")

@@ -22,7 +22,7 @@ from steelyard.capture.tracing.optimizer import OptimizerFactory, refuse_foreign
 from steelyard.comm.devices import torch_device_of
 from steelyard.comm.tcp_counters import SentBytesCounter
 from steelyard.errors import BadInput, Mismatch
-from steelyard.hardware.cluster import FAR_PIECE_BYTES
+from steelyard.hardware.cluster import OFFLOAD_PIECE_BYTES
 from steelyard.hardware.host_os import this_device
 from steelyard.ir.gradient_codec import (
     CODE_TRADES,
@@ -71,7 +71,8 @@ _TOLD_AFTER = 4
 
 
 class Traffic(NamedTuple):
-    """Seconds that values were on their way to far memory or back; that they, or other ranks, were
+    """Seconds that values were on their way to offload memory or back; that they, or other ranks,
+    were
     waited for; bytes that this rank has sent to others; and seconds in which it wrote gradients
     down and read them back."""
 
@@ -115,8 +116,8 @@ class Step:
         self._codec_fallbacks = codec_fallbacks(plan.decisions.rules)
         program, captured = self._program_at(source)
         captured.reads.check()
-        far = plan.decisions.far
-        self.far = OffloadFile(far) if far else None
+        offload_memory = plan.decisions.offload_memory
+        self.offload_file = OffloadFile(offload_memory) if offload_memory else None
         if (program.partings or program.pipeline) and optimizer is None:
             raise BadInput(
                 "the plan gives each rank a part of the weights, and what updates them is not "
@@ -361,8 +362,8 @@ class Step:
             moved = sum(channel.waiting.moved_bytes for channel in self.ranks.channels.values())
             sent = self._wire.sent_bytes + self.live.moved_bytes + moved
             sent -= self.ranks.coordinator.asked_bytes
-        if self.far is not None:
-            busy, waited = self.far.busy_seconds, self.far.waited_seconds + waited
+        if self.offload_file is not None:
+            busy, waited = self.offload_file.busy_seconds, self.offload_file.waited_seconds + waited
         return Traffic(busy, waited, sent, coded)
 
     def exchanged(self, traffic: Sequence[Traffic]) -> tuple[float | None, float, int | None]:
@@ -371,7 +372,7 @@ class Step:
         exchange among ranks is over."""
         found, many = between(traffic), bool(self.ranks.channels)
         if found is None:
-            return (None if self.far or many else 0.0), 0.0, None
+            return (None if self.offload_file or many else 0.0), 0.0, None
         sent = round(found.sent) if many and self._is_counted else None
         return (None if many else found.busy), found.waited, sent
 
@@ -486,7 +487,7 @@ class Step:
 
     def meter(self, call: Any) -> int:
         """The bytes at the peak of ``call``: what is resident and what it adds, by the allocator,
-        and beside it the pieces in which values are moved to far memory."""
+        and beside it the pieces in which values are moved to offload memory."""
         resident = self.resident_bytes()
         metered = meter_once(call, device=self._home)
         if not metered.is_clean:
@@ -499,7 +500,7 @@ class Step:
     def resident_bytes(self) -> int:
         """What stays for a whole step, as the plan counts it."""
         resident = resident_bytes(self.live, self._constants) + self._batch_bytes
-        return resident + (2 * FAR_PIECE_BYTES if self.far else 0)
+        return resident + (2 * OFFLOAD_PIECE_BYTES if self.offload_file else 0)
 
     def _note_on_gradients(self) -> tuple[str, ...]:
         """A loop of the user's own may keep them; a step that is planned begins without."""
@@ -569,9 +570,9 @@ class Step:
         """Weights, gradients and what the optimizer keeps, where the plan moves them."""
         if not program.far_rooms:
             return None
-        assert self.far is not None
+        assert self.offload_file is not None
         parameters = dict(self._source.model.named_parameters())
-        return OffloadedStates(optimizer, program, parameters=parameters, memory=self.far)
+        return OffloadedStates(optimizer, program, parameters=parameters, memory=self.offload_file)
 
     def _guard(self) -> CompressionFallback | None:
         if len(self._codec_fallbacks) == 1:
@@ -588,7 +589,13 @@ class Step:
             channels, watch = self.ranks.channels, self._exchange_watch
             if self._is_compiled:
                 return compile_program(program, channels=channels, watch=watch)
-            return emit(program, channels=channels, watch=watch, far=self.far, tensors=tensors)
+            return emit(
+                program,
+                channels=channels,
+                watch=watch,
+                offload_file=self.offload_file,
+                tensors=tensors,
+            )
 
         return run
 
@@ -661,11 +668,16 @@ class Step:
                 expected=f"at most {format_bytes(limit)}, the plan's budget",
                 remedy="drop or pad that batch, raise the budget, or plan for this shape",
             )
-        if self.far is not None and program.far_bytes > self.far.far.size_bytes:
+        if (
+            self.offload_file is not None
+            and program.far_bytes > self.offload_file.offload_memory.size_bytes
+        ):
             raise Mismatch(
                 f"a batch of another shape would move {format_bytes(program.far_bytes)} far",
-                expected=f"at most {format_bytes(self.far.far.size_bytes)}, what it may hold",
-                remedy="drop that batch, allow far memory a larger size, or plan for this shape",
+                expected=f"at most {format_bytes(self.offload_file.offload_memory.size_bytes)}, "
+                "what it may hold",
+                remedy="drop that batch, allow offload memory a larger size, or plan for this "
+                "shape",
             )
         if is_alike:
             return program, captured.constants, captured.reads

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from steelyard.cli.training_script import script_path
 from steelyard.errors import BadInput, PlanFileError
-from steelyard.hardware.cluster import Cluster, OffloadTier
+from steelyard.hardware.cluster import Cluster, OffloadMemory
 from steelyard.plans.budget import Maximize, Minimize
 from steelyard.plans.plan_file import TRADES, read_decisions
 from steelyard.report.progress import TrainingProgress
@@ -59,9 +59,11 @@ def wish(what_if: str | None) -> dict[str, str]:
     return {name: value}
 
 
-def far_memory(folder: Path | None, rate: str | None, size: str | None) -> OffloadTier | None:
+def offload_memory_of(
+    folder: Path | None, rate: str | None, size: str | None
+) -> OffloadMemory | None:
     """All three or none: what is not said would be guessed."""
-    given = {"--far": folder, "--far-rate": rate, "--far-size": size}
+    given = {"--offload-dir": folder, "--offload-rate": rate, "--offload-size": size}
     missing = [name for name, value in given.items() if value is None]
     if folder is None and len(missing) == len(given):
         return None
@@ -69,15 +71,15 @@ def far_memory(folder: Path | None, rate: str | None, size: str | None) -> Offlo
         raise BadInput(
             f"{missing[0]} is missing",
             expected="a folder, the rate at which it is used, and how much it may hold",
-            remedy="write --far /scratch --far-rate 500MB/s --far-size 20GiB",
+            remedy="write --offload-dir /scratch --offload-rate 500MB/s --offload-size 20GiB",
         )
-    return OffloadTier(folder, rate=rate, size=size)
+    return OffloadMemory(folder, rate=rate, size=size)
 
 
 def cluster_of(
     cluster: str | None,
     ranks: int,
-    far: OffloadTier | None,
+    offload_memory: OffloadMemory | None,
     *,
     hosts: int = 1,
     speeds: str | None = None,
@@ -86,9 +88,17 @@ def cluster_of(
     if cluster is None:
         if speeds is not None:
             _refuse_other_number(speeds_of(speeds), ranks)
-        return Cluster.here(ranks=ranks, hosts=hosts, speeds=speeds_of(speeds), far=far)
-    if ranks > 1 or far is not None or speeds is not None:
-        other = "--ranks" if ranks > 1 else "--far" if far is not None else "--speeds"
+        return Cluster.here(
+            ranks=ranks, hosts=hosts, speeds=speeds_of(speeds), offload_memory=offload_memory
+        )
+    if ranks > 1 or offload_memory is not None or speeds is not None:
+        other = (
+            "--ranks"
+            if ranks > 1
+            else "--offload-dir"
+            if offload_memory is not None
+            else "--speeds"
+        )
         raise BadInput(
             f"--cluster says what there is, and so does {other}",
             expected="one of them",

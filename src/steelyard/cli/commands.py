@@ -16,8 +16,8 @@ from steelyard.cli.arguments import (
     between,
     cluster_of,
     explanation_of,
-    far_memory,
     how_often,
+    offload_memory_of,
     plan_path,
     planned_for,
     refuse_contradictions,
@@ -46,7 +46,7 @@ from steelyard.cli.run_command import RunOptions, run_by
 from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
-from steelyard.hardware.cluster import OffloadTier
+from steelyard.hardware.cluster import OffloadMemory
 from steelyard.plans.budget import Budget, Maximize, Minimize
 from steelyard.plans.plan_file import MOST_RANKS, read_decisions
 from steelyard.report.styled_text import Zoom
@@ -71,22 +71,25 @@ app.register_install_completion_command()
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """Where values may be moved to."""
+    """The folder that tensors may be offloaded to."""
 
-    far: Annotated[
+    offload_dir: Annotated[
         Path | None,
-        Parameter(help="Folder on a disk that values may be moved to and fetched from."),
+        Parameter(help="Folder on a disk that tensors may be offloaded to."),
     ] = None
-    far_rate: Annotated[str | None, Parameter(help="How fast it is used, each way: 500MB/s.")] = (
+    offload_rate: Annotated[
+        str | None, Parameter(help="Its bandwidth in each direction: 500MB/s.")
+    ] = None
+    offload_size: Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")] = (
         None
     )
-    far_size: Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")] = None
 
-    def said(self) -> OffloadTier | None:
-        return far_memory(self.far, self.far_rate, self.far_size)
+    def memory(self) -> OffloadMemory | None:
+        """The offload memory that the options declare, if they do."""
+        return offload_memory_of(self.offload_dir, self.offload_rate, self.offload_size)
 
 
-_PLAINLY, _NEAR = OutputOptions(), OffloadOptions()
+_PLAINLY, _NO_OFFLOAD = OutputOptions(), OffloadOptions()
 _Train = Annotated[
     str, Parameter(help="Script with a workload() function; of several, train.py:name.")
 ]
@@ -139,7 +142,7 @@ def plan(
         str | None,
         Parameter(help="What to plan for instead of this machine: a TOML file, or dgx-h100."),
     ] = None,
-    far: OffloadOptions = _NEAR,
+    offload: OffloadOptions = _NO_OFFLOAD,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
     ] = None,
@@ -163,14 +166,15 @@ def plan(
         refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
-    question, beside_it = wish(what_if), far.said()
+    question, offload_memory = wish(what_if), offload.memory()
     if check is not None:
-        if any((budget != Budget(), maximize, minimize, output, beside_it, ranks > 1, speeds)) or (
-            runner != "python"
-        ):
+        if any(
+            (budget != Budget(), maximize, minimize, output, offload_memory, ranks > 1, speeds)
+        ) or (runner != "python"):
             raise BadInput(
                 "--check takes its budget from the plan file",
-                expected="no budget, --maximize, --minimize, --runner, --ranks, --speeds, --far or "
+                expected="no budget, --maximize, --minimize, --runner, --ranks, --speeds, "
+                "--offload-dir or "
                 "-o beside it",
                 remedy=f"change [budget] in {check}, or leave out --check",
             )
@@ -184,9 +188,8 @@ def plan(
         PlanOptions(
             train=train, path=path, is_check=check is not None, budget=budget, runner=runner,
             maximize=maximize, minimize=minimize, ranks=ranks, speeds=speeds, cluster=cluster,
-            far=beside_it, what_if=question, why_not=why_not, zoom=zoom, html=html, shown=shown,
-        )
-    )  # fmt: skip
+            offload_memory=offload_memory, what_if=question, why_not=why_not, zoom=zoom, html=html,
+            shown=shown, ) )  # fmt: skip
 
 
 @app.command
@@ -268,7 +271,7 @@ def frontier(
     /,
     *,
     runner: _Runner = "python",
-    far: OffloadOptions = _NEAR,
+    offload: OffloadOptions = _NO_OFFLOAD,
     html: _Page = None,
     shown: OutputOptions = _PLAINLY,
 ) -> int:
@@ -279,14 +282,14 @@ def frontier(
     refuse_no_script(train, "frontier")
     refuse_same_file("--html", html, script_path(train))
     refuse_unwritable(html, _OTHER_PAGE)
-    beside_it = far.said()
+    offload_memory = offload.memory()
     with planning(shown) as tell:
         workload = loaded(train, tell)
         from steelyard import api
 
         planned = api.plan_workload(
             workload, budget=Budget(), runner=runner, maximize=None,
-            cluster=cluster_of(None, 1, beside_it), title=title(train), on_progress=tell,
+            cluster=cluster_of(None, 1, offload_memory), title=title(train), on_progress=tell,
         ).with_frontier()  # fmt: skip
     tree = tree_of(planned.plan)
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)

@@ -18,7 +18,7 @@ from steelyard.cli.exit_codes import INFEASIBLE, OK
 from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
 from steelyard.cli.rank_launcher import LaunchSpec, num_started
 from steelyard.errors import BadInput, SteelyardError
-from steelyard.hardware.cluster import Cluster, OffloadTier
+from steelyard.hardware.cluster import Cluster, OffloadMemory
 from steelyard.plans.budget import Budget, Maximize, Minimize
 from steelyard.predict.rank_subsets import named
 from steelyard.report.styled_text import Zoom
@@ -42,7 +42,7 @@ class PlanOptions:
     ranks: int
     speeds: str | None
     cluster: str | None
-    far: OffloadTier | None
+    offload_memory: OffloadMemory | None
     what_if: Mapping[str, Any]
     why_not: str | None
     zoom: Zoom
@@ -214,7 +214,9 @@ def _cluster(wanted: PlanOptions, met: "HostRendezvous | None") -> Cluster | Non
     if wanted.is_check:
         return planned_for(wanted.train, wanted.path, wanted.cluster)[2]
     ranks, hosts = (wanted.ranks, 1) if met is None else (met.num_ranks, met.hosts)
-    return cluster_of(wanted.cluster, ranks, wanted.far, hosts=hosts, speeds=wanted.speeds)
+    return cluster_of(
+        wanted.cluster, ranks, wanted.offload_memory, hosts=hosts, speeds=wanted.speeds
+    )
 
 
 def _next(wanted: PlanOptions, laid: LaunchSpec) -> str:

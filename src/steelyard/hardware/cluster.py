@@ -13,13 +13,13 @@ from pathlib import Path
 from steelyard.errors import BadInput
 from steelyard.hardware.device import DTYPES, Device
 from steelyard.hardware.link import Link
-from steelyard.hardware.offload_tier import (
+from steelyard.hardware.offload_memory import (
     FAR_IN,
     FAR_OUT,
-    FAR_PAGE_BYTES,
-    FAR_PIECE_BYTES,
-    OffloadTier,
-    far_room,
+    OFFLOAD_PAGE_BYTES,
+    OFFLOAD_PIECE_BYTES,
+    OffloadMemory,
+    offload_room,
 )
 from steelyard.hardware.topology import LevelMember, LevelPosition, TopologyLevel
 from steelyard.safe_text import printable
@@ -28,16 +28,16 @@ __all__ = [
     "DTYPES",
     "FAR_IN",
     "FAR_OUT",
-    "FAR_PAGE_BYTES",
-    "FAR_PIECE_BYTES",
+    "OFFLOAD_PAGE_BYTES",
+    "OFFLOAD_PIECE_BYTES",
     "Cluster",
     "Device",
     "LevelMember",
     "LevelPosition",
     "Link",
-    "OffloadTier",
+    "OffloadMemory",
     "TopologyLevel",
-    "far_room",
+    "offload_room",
 ]
 
 
@@ -76,14 +76,14 @@ def most_ranks_here() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices a plan may use, and the farther memory that each may move values to.
+    """The devices a plan may use, and the offload memory that each may move values to.
 
     ``speeds`` are of the ranks of this machine, each beside the fastest, where they are known; of
     several ``hosts`` like this machine each has as many ranks, which are neighbours.
     """
 
     tree: TopologyLevel
-    far: OffloadTier | None = None
+    offload_memory: OffloadMemory | None = None
     speeds: tuple[float, ...] = ()
     hosts: int = 1
 
@@ -166,7 +166,7 @@ class Cluster:
         *,
         hosts: int = 1,
         speeds: Sequence[float] = (),
-        far: OffloadTier | None = None,
+        offload_memory: OffloadMemory | None = None,
     ) -> "Cluster":
         """The machine this runs on, as the operating system describes it; touches no device.
 
@@ -198,19 +198,23 @@ class Cluster:
             )
         of = this_device(ranks=ranks // hosts)
         member = LevelMember(of=of, count=ranks, link=loopback())
-        found = cls(tree=TopologyLevel(name="here", members=(member,)), far=far, hosts=hosts)
+        found = cls(
+            tree=TopologyLevel(name="here", members=(member,)),
+            offload_memory=offload_memory,
+            hosts=hosts,
+        )
         return found.at_speeds(_checked(speeds, ranks)) if speeds else found
 
     @classmethod
-    def load(cls, path: str | Path, *, far: OffloadTier | None = None) -> "Cluster":
+    def load(cls, path: str | Path, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
         """What a TOML file declares: see docs/clusters.md. No device is touched."""
         from steelyard.hardware.cluster_file import read_tree
 
-        return cls(tree=read_tree(Path(path)), far=far)
+        return cls(tree=read_tree(Path(path)), offload_memory=offload_memory)
 
     @classmethod
-    def named(cls, name: str, *, far: OffloadTier | None = None) -> "Cluster":
+    def named(cls, name: str, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
         """A ready-made machine, such as ``"dgx-h100"``."""
         from steelyard.hardware.cluster_file import preset_tree
 
-        return cls(tree=preset_tree(name), far=far)
+        return cls(tree=preset_tree(name), offload_memory=offload_memory)

@@ -1,4 +1,5 @@
-"""What is exchanged among ranks, or with far memory: the kind, the bytes each sends, what is held.
+"""What is exchanged among ranks, or with offload memory: the kind, the bytes each sends, what is
+held.
 
 Not for how long it takes (predict/cost_table.py), nor for putting it into a step: see passes/.
 """
@@ -23,7 +24,7 @@ class Exchange(StrEnum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_TO_ALL = "all-to-all"
-    # Between a rank's own near and far memory, over the axes that hardware/cluster.py names.
+    # Between a rank's own near and offload memory, over the axes that hardware/cluster.py names.
     SEND = "send far"
     FETCH = "fetch from far"
 
@@ -99,7 +100,7 @@ class Collective:
 
     @property
     def is_far(self) -> bool:
-        """Between near and far memory, not between ranks."""
+        """Between near and offload memory, not between ranks."""
         return self.kind in (Exchange.SEND, Exchange.FETCH)
 
 

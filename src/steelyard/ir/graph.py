@@ -112,9 +112,9 @@ def without_refs(argument: Argument) -> Argument:
 
 
 FAR_CALLS = "steelyard.far_"
-# A product that reads one of its sides from far memory, a slice of it after another.
+# A product that reads one of its sides from offload memory, a slice of it after another.
 FAR_PRODUCTS = "steelyard.product_far"
-# A product whose result goes to far memory, a slice of it after another.
+# A product whose result goes to offload memory, a slice of it after another.
 SENT_PRODUCTS = "steelyard.product_sent"
 # Puts tensors side by side that are exchanged together, and takes one of them out of what came.
 JOINED_ROWS, WHOLE_ROWS = "steelyard.joined_rows", "steelyard.whole_rows"
@@ -170,7 +170,7 @@ class Node:
 
     @property
     def is_far(self) -> bool:
-        """One of the calls that move a value to far memory or back; the link sets its price."""
+        """One of the calls that move a value to offload memory or back; the link sets its price."""
         return self.op.startswith(FAR_CALLS)
 
     @property
@@ -320,7 +320,7 @@ class Body:
 class OutputKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
-    # One that is sent to far memory and does not stay.
+    # One that is sent to offload memory and does not stay.
     FAR_GRADIENT = "gradient, far"
     # One over all ranks and micro-batches, in place of what this rank has added up.
     SUMMED = "gradient, summed"

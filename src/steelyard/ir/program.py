@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from steelyard.hardware.cluster import far_room
+from steelyard.hardware.cluster import offload_room
 from steelyard.ir.collective import Collective
 from steelyard.ir.gradient_codec import FIRST_CALLS
 from steelyard.ir.graph import Argument, Graph, Node, Output, OutputKind, Phase, Role
@@ -313,13 +313,13 @@ class Program:
 
     @cached_property
     def far_bytes(self) -> int:
-        """Room that is needed in far memory, in whole pages for each value."""
+        """Room that is needed in offload memory, in whole pages for each value."""
         slots = [n for name, n in self._far_sizes().items() if not isinstance(name, str)]
-        return sum(map(far_room, (*self.far_rooms.values(), *slots)))
+        return sum(map(offload_room, (*self.far_rooms.values(), *slots)))
 
     @cached_property
     def far_rooms(self) -> dict[str, int]:
-        """What has a place of its own in far memory for good, by name, and its bytes."""
+        """What has a place of its own in offload memory for good, by name, and its bytes."""
         update = {} if self.update is None else self.update.far_rooms
         return update | {k: n for k, n in self._far_sizes().items() if isinstance(k, str)}
 
@@ -330,7 +330,7 @@ class Program:
 
     @cached_property
     def is_moving(self) -> bool:
-        """Whether anything goes to far memory or comes from there."""
+        """Whether anything goes to offload memory or comes from there."""
         moves = any(node.is_far for node in self.graph.nodes)
         return moves or (self.update is not None and self.update.is_moving)
 

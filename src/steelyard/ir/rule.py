@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import BlockRun, Graph, Node, path_matches
 
-# Trades that need far memory.
-FAR_TRADES = frozenset({"offload", "offload_state"})
+# Trades that need offload memory.
+OFFLOAD_TRADES = frozenset({"offload", "offload_state"})
 # Sent ahead only where what is there then is no more than at the peak without.
 WITHIN_PEAK = "peak"
 # Of a gradient, those rows of a table that were looked up.

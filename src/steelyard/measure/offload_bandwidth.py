@@ -1,4 +1,4 @@
-"""How fast far memory really is: whether it reaches the rate it is declared to keep to.
+"""How fast offload memory really is: whether it reaches the rate it is declared to keep to.
 
 Not for moving anything: see offload/tier.py.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link, OffloadTier
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link, OffloadMemory
 from steelyard.measure.cache import CostCache
 from steelyard.offload.activations import Slots
 from steelyard.offload.tier import OffloadFile
@@ -30,15 +30,16 @@ _NEXT_TO_NONE = 1e-12
 
 
 def measured_links(
-    far: OffloadTier, *, cache: CostCache | None = None
+    offload_memory: OffloadMemory, *, cache: CostCache | None = None
 ) -> tuple[dict[str, Link], tuple[str, ...]]:
     """The links there and back; a note where the declared rate is not reached.
 
     Measured once for a folder and a rate: two plans of a step, and its run, say the same of it.
     """
-    memory = OffloadFile(far)  # which refuses what cannot be used, each time
+    memory = OffloadFile(offload_memory)  # which refuses what cannot be used, each time
     try:
-        context = f"far memory in {Path(far.folder).resolve()} at {far.bytes_per_second} B/s"
+        folder = Path(offload_memory.folder).resolve()
+        context = f"offload memory in {folder} at {offload_memory.bytes_per_second} B/s"
         found = cache.read_rates(context) if cache else {}
         if not found.keys() >= _FIGURES:
             found = _measured(memory)
@@ -50,16 +51,17 @@ def measured_links(
         memory.close()
     links, notes = {}, []
     for axis in (FAR_OUT, FAR_IN):
-        rate, reached = far.bytes_per_second, found[f"{axis} reached"]
+        rate, reached = offload_memory.bytes_per_second, found[f"{axis} reached"]
         if reached < _REACHED * rate:
             way = "written" if axis == FAR_OUT else "read"
             notes.append(
-                f"far memory in {far.folder} is {way} at {format_bytes(reached)}/s, not at "
+                f"offload memory in {offload_memory.folder} is {way} at "
+                f"{format_bytes(reached)}/s, not at "
                 f"the {format_bytes(rate)}/s declared: predicted with what was measured"
             )
             rate = reached
         links[axis] = Link(
-            kind="far memory",
+            kind="offload memory",
             latency_seconds=found[f"{axis} latency"],
             bytes_per_second=rate,
             doubt=_DOUBT,
@@ -78,20 +80,22 @@ _FIGURES = {
 
 def _measured(memory: OffloadFile) -> dict[str, float]:
     """Bytes a second, seconds of a small one, seconds that a call takes, the share it slows."""
-    far = memory.far
-    nbytes = int(min(max(far.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
-    nbytes = min(nbytes, far.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
+    offload_memory = memory.offload_memory
+    nbytes = int(min(max(offload_memory.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
+    nbytes = min(nbytes, offload_memory.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
     # Two under way may lie in the same place: what they say is nobody's.
     slots = Slots(memory, memory.kept([nbytes]) * 2)
     large = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     small = large[:_SMALL_BYTES]
     _trip(slots, large)  # the first touches the buffers and the file
     trips = [_trip(slots, small) for _ in range(_CALLS)]
-    times = max(1, round(far.bytes_per_second * _SECONDS / nbytes))
+    times = max(1, round(offload_memory.bytes_per_second * _SECONDS / nbytes))
     whole = [_trip(slots, large) for _ in range(times)]
     found: dict[str, float] = {}
     for axis, way in ((FAR_OUT, 0), (FAR_IN, 1)):
-        latency = max(0.0, median(t[way] for t in trips) - _SMALL_BYTES / far.bytes_per_second)
+        latency = max(
+            0.0, median(t[way] for t in trips) - _SMALL_BYTES / offload_memory.bytes_per_second
+        )
         found |= {
             f"{axis} latency": max(latency, _NEXT_TO_NONE),
             f"{axis} reached": times * nbytes / max(1e-9, sum(t[way] - latency for t in whole)),

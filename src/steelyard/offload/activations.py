@@ -1,4 +1,4 @@
-"""Values of a pass in far memory, by slot: each is sent once in a step, and comes back for it.
+"""Values of a pass in offload memory, by slot: each is sent once in a step, and comes back for it.
 
 Not for which, nor when: that is the program's. Not for what stays there: see parameters.py.
 """

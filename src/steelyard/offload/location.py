@@ -1,4 +1,4 @@
-"""Where in far memory a weight or a gradient lies, and how a tensor lies that is not here.
+"""Where in offload memory a weight or a gradient lies, and how a tensor lies that is not here.
 
 Not for moving it: see parameters.py and the files for slices.
 """
@@ -34,7 +34,7 @@ class OffloadedLayout:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TensorLocation:
-    """Where in far memory one of them lies; ``there`` is the live tensor that is that place."""
+    """Where in offload memory one of them lies; ``there`` is the live tensor that is that place."""
 
     parameter: nn.Parameter
     offset: int

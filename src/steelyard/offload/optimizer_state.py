@@ -1,5 +1,5 @@
-"""Weights, gradients and what an optimizer keeps, in far memory: fetched for the update of their
-parameter, and sent back.
+"""Weights, gradients and what an optimizer keeps, in offload memory: fetched for the update of
+their parameter, and sent back.
 
 The optimizer's own step is called for one parameter after another, in the order of the program; its
 hooks run once. Not for which parameters, nor when: that is the program's.
@@ -84,9 +84,9 @@ class OffloadedStates:
     def _step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
         if closure is not None:
             raise BadInput(
-                "the optimizer was called with a closure, and what it keeps lies in far memory",
+                "the optimizer was called with a closure, and what it keeps lies in offload memory",
                 expected="optimizer.step() without one",
-                remedy="compute the loss before, or plan without far memory",
+                remedy="compute the loss before, or plan without offload memory",
             )
         self.tensors.begin()
         self._arriving.clear()
@@ -109,7 +109,7 @@ class OffloadedStates:
         try:
             yield
         except RunFailed:
-            raise  # far memory itself: nothing more arrives
+            raise  # offload memory itself: nothing more arrives
         except BaseException:
             for transfer, _ in (*self._leaving.values(), *self.tensors.leaving.values()):
                 self._memory.await_sent(transfer)
@@ -228,10 +228,10 @@ class OffloadedStates:
         )
 
     def _mapped(self, layout: "OffloadedLayout") -> torch.Tensor:
-        """Memory that is a file's, in the folder of far memory and gone with the tensor."""
+        """Memory that is a file's, in the folder of offload memory and gone with the tensor."""
         if layout.nbytes < mmap.PAGESIZE:
             return layout.empty()
-        file = os.open(self._memory.far.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        file = os.open(self._memory.offload_memory.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             os.ftruncate(file, layout.nbytes)
             pages = mmap.mmap(file, layout.nbytes)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, where some of it lies in far memory.
+"""What an optimizer keeps for a parameter, where some of it lies in offload memory.
 
 Not for moving it: see optimizer_state.py.
 """
@@ -31,7 +31,7 @@ class OffloadedState(dict[str, Any]):
         if key not in self.keys_in_order:
             raise KeyError(key)
         raise Mismatch(
-            f"{key} of this parameter lies in far memory",
+            f"{key} of this parameter lies in offload memory",
             expected="to be read between steps through optimizer.state_dict()",
-            remedy="call state_dict(), which brings all of it home, or plan without far memory",
+            remedy="call state_dict(), which brings all of it home, or plan without offload memory",
         )

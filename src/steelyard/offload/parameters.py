@@ -1,4 +1,4 @@
-"""Weights and gradients in far memory: live tensors all the while, that lie on its file.
+"""Weights and gradients in offload memory: live tensors all the while, that lie on its file.
 
 Whoever reads or writes one between steps finds it, through the page cache, which the system may
 empty at any time. A step fetches copies and sends them back past that cache. Not for which, nor
@@ -66,7 +66,7 @@ class OffloadedTensors:
         return self._homes[name]
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Whether it lies in far memory."""
+        """Whether it lies in offload memory."""
         return any(home.is_home(x) for home in self._homes.values())
 
     # --- calls of a pass

@@ -97,7 +97,7 @@ class OffloadedGradients:
         return making.room
 
     def rows(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
-        """``left @ right``, as far as it goes to far memory."""
+        """``left @ right``, as far as it goes to offload memory."""
         self._making[name].make(left, right)
 
     def end(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Matrices in far memory that are read slice by slice: the next one comes while one computes.
+"""Matrices in offload memory that are read slice by slice: the next one comes while one computes.
 
 Not for which, how many slices, nor what is computed with them: that is the program's.
 """
@@ -18,7 +18,7 @@ from steelyard.passes.offload.transfer_nodes import rows_of_slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedMatrix:
-    """A matrix in far memory, row behind row."""
+    """A matrix in offload memory, row behind row."""
 
     offset: int
     rows: int

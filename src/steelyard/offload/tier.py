@@ -1,4 +1,4 @@
-"""Far memory: a file that values are written to and read from while the device works on.
+"""Offload memory: a file that values are written to and read from while the device works on.
 
 Kept to its declared rate, past the page cache, so that it cannot win by being memory after all. The
 file has no name from the moment it exists: whatever ends the process removes it. Not for what is
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from steelyard.errors import BadInput, RunFailed
-from steelyard.hardware.cluster import FAR_PIECE_BYTES, OffloadTier, far_room
+from steelyard.hardware.cluster import OFFLOAD_PIECE_BYTES, OffloadMemory, offload_room
 from steelyard.hardware.host_os import filesystem_of
 from steelyard.units import format_bytes, format_seconds
 
@@ -34,14 +34,14 @@ class OffloadFile:
     has waited in all, ``moved_bytes`` what went either way.
     """
 
-    def __init__(self, far: OffloadTier) -> None:
-        self.far = far
+    def __init__(self, offload_memory: OffloadMemory) -> None:
+        self.offload_memory = offload_memory
         self.waited_seconds = 0.0
         self.moved_bytes = 0
-        self._file = _open(far)
+        self._file = _open(offload_memory)
         self._size = self._kept = 0
-        self._out = _Lane(os.dup(self._file), far.bytes_per_second, name="far out")
-        self._in = _Lane(os.dup(self._file), far.bytes_per_second, name="far in")
+        self._out = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far out")
+        self._in = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far in")
         self._close = weakref.finalize(self, _closed, self._file, self._out, self._in)
 
     def close(self) -> None:
@@ -56,13 +56,14 @@ class OffloadFile:
         """Offsets of room for one program's values; another program's, which runs at another time,
         may lie in the same place.
         """
-        rounded = [far_room(size) for size in sizes]
+        rounded = [offload_room(size) for size in sizes]
         total = self._kept + sum(rounded)
-        if total > self.far.size_bytes:
+        if total > self.offload_memory.size_bytes:
             raise BadInput(
-                f"the plan moves {format_bytes(total)} to {self.far.folder}, which may hold "
-                f"{format_bytes(self.far.size_bytes)}",
-                expected="a far memory as large as the plan was made for",
+                f"the plan moves {format_bytes(total)} to {self.offload_memory.folder}, which "
+                "may hold "
+                f"{format_bytes(self.offload_memory.size_bytes)}",
+                expected="an offload memory as large as the plan was made for",
                 remedy="allow a larger size, or plan again",
             )
         if total > self._size:
@@ -72,20 +73,22 @@ class OffloadFile:
     def kept(self, sizes: Sequence[int]) -> list[int]:
         """Offsets of room that nothing else is given from then on; before any program's."""
         offsets = self.shared(sizes) if sizes else []
-        self._kept += sum(map(far_room, sizes))
+        self._kept += sum(map(offload_room, sizes))
         return offsets
 
     def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
         """What lies there, as memory that can be read and written, and that the system may take
         out of memory again."""
-        pages = mmap.mmap(self._file, far_room(nbytes), offset=offset)
+        pages = mmap.mmap(self._file, offload_room(nbytes), offset=offset)
         return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
 
     def _reserve(self, total: int) -> None:
         try:
             os.posix_fallocate(self._file, 0, total)
         except OSError as error:
-            raise _unusable(self.far, f"cannot hold {format_bytes(total)}", error) from error
+            raise _unusable(
+                self.offload_memory, f"cannot hold {format_bytes(total)}", error
+            ) from error
         self._size = total
 
     def send(self, offset: int, x: torch.Tensor) -> "Future[None]":
@@ -105,25 +108,26 @@ class OffloadFile:
     def _wait(self, transfer: "Future[None]", lane: "_Lane") -> None:
         """However much is queued before it: what ends it is a piece that does not get through."""
         begin = time.perf_counter()
-        declared = FAR_PIECE_BYTES / self.far.bytes_per_second
+        declared = OFFLOAD_PIECE_BYTES / self.offload_memory.bytes_per_second
         patience = max(_LEAST_PATIENCE_SECONDS, _PATIENCE * declared)
         while not transfer.done():
             wait((transfer,), timeout=patience)
             still = time.perf_counter() - lane.progressed
             if not transfer.done() and still >= patience:
                 raise RunFailed(
-                    f"far memory in {self.far.folder} stalls: {format_bytes(FAR_PIECE_BYTES)} are "
-                    f"not through after {format_seconds(still)}",
+                    f"offload memory in {self.offload_memory.folder} stalls: "
+                    f"{format_bytes(OFFLOAD_PIECE_BYTES)} are not through after "
+                    f"{format_seconds(still)}",
                     expected=f"~{format_seconds(declared)}, at the declared rate",
-                    remedy="name another folder for far memory, or plan without",
+                    remedy="name another folder for offload memory, or plan without",
                 )
         self.waited_seconds += time.perf_counter() - begin
         error = transfer.exception()
         if isinstance(error, OSError):
             raise RunFailed(
-                f"far memory in {self.far.folder} failed: {error.strerror or error}",
+                f"offload memory in {self.offload_memory.folder} failed: {error.strerror or error}",
                 expected="a disk that takes what it is given, and gives it back",
-                remedy="name another folder for far memory, or plan without",
+                remedy="name another folder for offload memory, or plan without",
             ) from error
         if error is not None:
             raise error
@@ -144,7 +148,7 @@ class _Lane:
         self._file = file
         self._rate = bytes_per_second
         # Aligned to pages, as a file that is opened past the cache wants it.
-        self._buffer = mmap.mmap(-1, FAR_PIECE_BYTES)
+        self._buffer = mmap.mmap(-1, OFFLOAD_PIECE_BYTES)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self.busy_seconds = 0.0
@@ -157,13 +161,13 @@ class _Lane:
     def start(self, offset: int, x: torch.Tensor, *, is_write: bool) -> "Future[None]":
         if os.getpid() != self._process:
             raise RunFailed(
-                "far memory was opened before this process was forked, and its threads were not",
+                "offload memory was opened before this process was forked; its threads were not",
                 expected="steps in the process in which the plan was applied",
                 remedy="apply the plan here: plan.apply(model)",
             )
         if self._is_over.is_set():
             raise RunFailed(
-                "far memory was closed, and a step moves values to it",
+                "offload memory was closed, and a step moves values to it",
                 expected="to be open while steps are taken",
                 remedy="apply the plan again: plan.apply(model)",
             )
@@ -192,11 +196,11 @@ class _Lane:
         x = box.pop()
         near, nbytes = x.data_ptr(), x.nbytes
         begin = self.progressed = time.perf_counter()
-        for done in range(0, nbytes, FAR_PIECE_BYTES):
+        for done in range(0, nbytes, OFFLOAD_PIECE_BYTES):
             if self._is_over.is_set():
                 raise CancelledError
-            size = min(FAR_PIECE_BYTES, nbytes - done)
-            pages = self._view[: far_room(size)]
+            size = min(OFFLOAD_PIECE_BYTES, nbytes - done)
+            pages = self._view[: offload_room(size)]
             if is_write:
                 ctypes.memmove(self._address, near + done, size)
                 _all(os.pwrite(self._file, pages, offset + done), len(pages))
@@ -215,18 +219,18 @@ def _all(moved: int, wanted: int) -> None:
         raise OSError(f"moved {moved} of {wanted} bytes")
 
 
-def _open(far: OffloadTier) -> int:
-    folder = Path(far.folder)
+def _open(offload_memory: OffloadMemory) -> int:
+    folder = Path(offload_memory.folder)
     if not folder.is_dir():
         raise BadInput(
-            f"there is no folder {far.folder} for far memory",
+            f"there is no folder {offload_memory.folder} for offload memory",
             expected="a folder on a disk, with room",
             remedy="make it, or name another",
         )
     kind = filesystem_of(folder)
     if kind in _IN_MEMORY:
         raise BadInput(
-            f"{far.folder} is no farther memory: it is {kind}, which lies in the same",
+            f"{offload_memory.folder} is not offload memory: it is {kind}, which lies in the same",
             expected="a folder on a disk",
             remedy="name another folder",
         )
@@ -234,15 +238,15 @@ def _open(far: OffloadTier) -> int:
         # Without a name: nothing is left behind, whatever ends this process.
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
     except OSError as error:
-        raise _unusable(far, "cannot be used", error) from error
+        raise _unusable(offload_memory, "cannot be used", error) from error
 
 
-def _unusable(far: OffloadTier, what: str, error: OSError) -> BadInput:
+def _unusable(offload_memory: OffloadMemory, what: str, error: OSError) -> BadInput:
     return BadInput(
-        f"the far memory in {far.folder} {what}: {error.strerror}",
+        f"the offload memory in {offload_memory.folder} {what}: {error.strerror}",
         expected="a folder that can be written to, on a disk with room, read past its cache "
         "(O_TMPFILE and O_DIRECT)",
-        remedy="name another folder, or plan without far memory",
+        remedy="name another folder, or plan without offload memory",
     )
 
 

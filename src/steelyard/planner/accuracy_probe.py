@@ -19,7 +19,7 @@ from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.channel import Channel
 from steelyard.comm.devices import torch_device_of
 from steelyard.comm.simulated_ranks import SimulatedRanks
-from steelyard.hardware.cluster import OffloadTier
+from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.graph import Node, Output, OutputKind, Phase, Ref, Role, Storage, Tensor
 from steelyard.ir.parallel_layout import ALONE, DATA
 from steelyard.ir.program import Instruction, Program
@@ -131,7 +131,7 @@ def losses(
     program: Program,
     *,
     optimizer: OptimizerFactory,
-    far: OffloadTier | None,
+    offload_memory: OffloadMemory | None,
     steps: int = STEPS,
 ) -> list[float]:
     """Of a twin of the model as it is now, trained on the one batch from one seed; of several
@@ -140,7 +140,13 @@ def losses(
         torch.manual_seed(_SEED)
         if program.layout == ALONE:
             return _trained(
-                source, program, optimizer=optimizer, far=far, channels={}, rank=0, steps=steps
+                source,
+                program,
+                optimizer=optimizer,
+                offload_memory=offload_memory,
+                channels={},
+                rank=0,
+                steps=steps,
             )
         together = SimulatedRanks(program.layout.num_ranks, torch_device_of(source.model))
         channels = [{DATA: together.channel(r)} for r in range(program.layout.num_ranks)]
@@ -151,7 +157,7 @@ def losses(
                 source,
                 own[rank],
                 optimizer=optimizer,
-                far=far,
+                offload_memory=offload_memory,
                 channels=channels[rank],
                 rank=rank,
                 steps=steps,
@@ -165,7 +171,7 @@ def _trained(
     program: Program,
     *,
     optimizer: OptimizerFactory,
-    far: OffloadTier | None,
+    offload_memory: OffloadMemory | None,
     channels: Mapping[str, Channel],
     rank: int,
     steps: int,
@@ -173,7 +179,9 @@ def _trained(
     captured = source.captured(micro_batches=program.units, share=program.share)
     twin = _twin(source.model)
     batch = _torch.tree_map(_own, source.batch)
-    memory = OffloadFile(far) if far is not None and program.is_moving else None
+    memory = (
+        OffloadFile(offload_memory) if offload_memory is not None and program.is_moving else None
+    )
     own, states = optimizer(twin.parameters()), None
     if memory is not None and program.far_rooms:
         named = dict(twin.named_parameters())
@@ -187,7 +195,10 @@ def _trained(
         states=states,
         reduction=source.reduction().value if program.parts > 1 else "mean",
         runner=partial(
-            emit, channels=channels, far=memory, tensors=states.tensors if states else None
+            emit,
+            channels=channels,
+            offload_file=memory,
+            tensors=states.tensors if states else None,
         ),
         reads=captured.reads,
         rank=rank,

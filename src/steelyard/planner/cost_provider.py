@@ -120,9 +120,9 @@ class CostProvider:
             # Each on a GPU of its own they are in nobody's way.
             of_a_host = hosts = 1
         self._company = BackgroundLoad(of_a_host, self._device, hosts=hosts)
-        if cluster.far is not None:
-            on_progress("measuring far memory")
-            far_links, notes = measured_links(cluster.far, cache=self._cache)
+        if cluster.offload_memory is not None:
+            on_progress("measuring offload memory")
+            far_links, notes = measured_links(cluster.offload_memory, cache=self._cache)
             links |= far_links
             self.notes += notes
         self.costs = CostTable(
@@ -131,7 +131,7 @@ class CostProvider:
             operators=self._operators,
             cut_steps=self._cuts,
             links=links,
-            far_bytes=cluster.far.size_bytes if cluster.far else 0,
+            far_bytes=cluster.offload_memory.size_bytes if cluster.offload_memory else 0,
             collective_curves=_carried(cluster),
             spread=spread,
             subsets=subsets,

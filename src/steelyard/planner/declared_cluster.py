@@ -12,10 +12,10 @@ import torch
 
 from steelyard.capture.deep.batch_template import TruncatedStep
 from steelyard.errors import Infeasible
-from steelyard.hardware.cluster import OffloadTier
+from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.batch_template import BatchTemplate
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import FAR_TRADES, Rule
+from steelyard.ir.rule import OFFLOAD_TRADES, Rule
 from steelyard.planner.batch_notes import batch_held
 from steelyard.planner.gradient_compression import note_on_accuracy, refuse_unprobed
 from steelyard.planner.session import PlanRequest
@@ -179,7 +179,7 @@ class DeclaredClusterPlanner:
         return Plan(
             title=self._title(laid),
             decisions=Decisions(
-                target=self.target(), budget=budget, rules=rules, far=self._far(rules)
+                target=self.target(), budget=budget, rules=rules, offload_memory=self._far(rules)
             ),
             before=search.on_one(),
             unplanned=search.on_one(),
@@ -192,15 +192,15 @@ class DeclaredClusterPlanner:
             notes=(*self._notes(laid, limit), *note_on_accuracy(budget)),
         )
 
-    def _far(self, rules: Sequence[Rule]) -> OffloadTier | None:
+    def _far(self, rules: Sequence[Rule]) -> OffloadMemory | None:
         """The memory of the hosts, as the slowest of their links and the smallest share are."""
-        if not any(rule.trade in FAR_TRADES for rule in rules):
+        if not any(rule.trade in OFFLOAD_TRADES for rule in rules):
             return None
         classes = [device for device, _ in self.request.cluster.tree.classes]
         links = [device.host_link for device in classes if device.host_link is not None]
         rooms = [device.host_memory_bytes for device in classes if device.host_memory_bytes]
         rate = min(link.bytes_per_second for link in links)
-        return OffloadTier("the memory of each host", rate=rate, size=min(rooms))
+        return OffloadMemory("the memory of each host", rate=rate, size=min(rooms))
 
     def _title(self, laid: ClusterPlan) -> str:
         shapes = ", ".join("x".join(map(str, e.shape)) for e in self.step.entries[:1])

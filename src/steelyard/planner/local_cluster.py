@@ -26,11 +26,11 @@ def local_cluster(
     """``cluster``, where it is this machine and the step lies on a GPU of it: as many GPUs."""
     if home.type == "cpu" or not cluster.is_here:
         return cluster
-    if cluster.far is not None:
+    if cluster.offload_memory is not None:
         raise BadInput(
-            f"the model is on {home}, and far memory was given",
+            f"the model is on {home}, and offload memory was given",
             expected="a model on the CPU: what is moved to a file and back lies there",
-            remedy="plan without far memory",
+            remedy="plan without offload memory",
         )
     if runner != "python":
         raise BadInput(

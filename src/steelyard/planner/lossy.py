@@ -117,9 +117,13 @@ class LossyPlanner:
     def _losses_of(self, program: Program, steps: int) -> list[float]:
         request = self.session.request
         assert request.optimizer is not None
-        far = request.cluster.far
+        offload_memory = request.cluster.offload_memory
         return losses(
-            self.session.source, program, optimizer=request.optimizer, far=far, steps=steps
+            self.session.source,
+            program,
+            optimizer=request.optimizer,
+            offload_memory=offload_memory,
+            steps=steps,
         )
 
     def _exact_twin(self, rules: Sequence[Rule]) -> Program:

@@ -60,7 +60,7 @@ class Planner:
                 target=session.target(),
                 budget=budget,
                 rules=found.rules,
-                far=session.far_for(found.rules),
+                offload_memory=session.offload_memory_for(found.rules),
                 used_ranks=session.used_ranks(found.rules),
             ),
             before=session.before(),
@@ -147,7 +147,7 @@ class Planner:
             *note_beyond_eager(session.before(), predicted),
             *others,
         ]
-        check_far_room(decisions, program)
+        check_offload_room(decisions, program)
         limit = decisions.budget.memory_bytes
         if limit is not None and predicted.peak.nbytes > limit:
             notes.append(
@@ -225,13 +225,14 @@ class Planner:
         return f"{self.session.request.title}, batch {shapes}{among}"
 
 
-def check_far_room(decisions: Decisions, program: Program) -> None:
-    """Raise Mismatch if the program moves more to far memory than that may hold."""
-    far = decisions.far
-    if far is not None and program.far_bytes > far.size_bytes:
+def check_offload_room(decisions: Decisions, program: Program) -> None:
+    """Raise Mismatch if the program moves more to offload memory than that may hold."""
+    offload_memory = decisions.offload_memory
+    if offload_memory is not None and program.far_bytes > offload_memory.size_bytes:
         raise Mismatch(
-            f"the plan moves {format_bytes(program.far_bytes)} to {printable(far.folder)}, which "
-            f"may hold {format_bytes(far.size_bytes)}",
-            expected="a far memory as large as what is moved",
-            remedy="allow a larger size under [far], or plan again",
+            f"the plan moves {format_bytes(program.far_bytes)} to "
+            f"{printable(offload_memory.folder)}, which "
+            f"may hold {format_bytes(offload_memory.size_bytes)}",
+            expected="an offload memory as large as what is moved",
+            remedy="allow a larger size under [offload_memory], or plan again",
         )

@@ -46,16 +46,17 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(largest.values())
 
 
-def check_far(cluster: Cluster) -> None:
-    """Refuse a far memory of this machine that is larger than the free space of its disk."""
-    far = cluster.far
-    if far is None or not cluster.is_here or not Path(far.folder).is_dir():
+def check_offload_memory(cluster: Cluster) -> None:
+    """Refuse an offload memory of this machine that is larger than the free space of its disk."""
+    offload_memory = cluster.offload_memory
+    if offload_memory is None or not cluster.is_here or not Path(offload_memory.folder).is_dir():
         return  # a folder that does not exist is refused where it is opened
-    free = shutil.disk_usage(far.folder).free
-    if far.size_bytes > free:
+    free = shutil.disk_usage(offload_memory.folder).free
+    if offload_memory.size_bytes > free:
         raise BadInput(
-            f"far memory of {format_bytes(far.size_bytes)} in {far.folder}, whose disk has "
-            f"{format_bytes(free)} free",
+            f"offload memory of {format_bytes(offload_memory.size_bytes)} in "
+            f"{offload_memory.folder}, whose disk has {format_bytes(free)} free",
             expected=f"at most {format_bytes(free)}",
-            remedy="name a smaller size (--far-size), or a folder on a larger disk (--far)",
+            remedy="name a smaller size (--offload-size), or a folder on a larger disk "
+            "(--offload-dir)",
         )

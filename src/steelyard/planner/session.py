@@ -18,7 +18,7 @@ from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.devices import torch_device_of
 from steelyard.errors import Mismatch
-from steelyard.hardware.cluster import Cluster, OffloadTier
+from steelyard.hardware.cluster import Cluster, OffloadMemory
 from steelyard.hardware.device import Device
 from steelyard.hardware.host_os import memory_bytes
 from steelyard.hardware.link import Link
@@ -27,7 +27,7 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.optimizer_update import update_digest
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import FAR_TRADES, CallSite, Rule, matching, to_rules
+from steelyard.ir.rule import OFFLOAD_TRADES, CallSite, Rule, matching, to_rules
 from steelyard.measure.cache import CostCache
 from steelyard.measure.malloc import keep_freed_memory
 from steelyard.offload.optimizer_state import why_uncut, why_undivided
@@ -86,9 +86,11 @@ class PlanRequest:
 
     def check_floor(self, floor: Floor, budget: Budget) -> None:
         """Raise Infeasible if no plan on this cluster can stay within the budget."""
-        far = self.cluster.far
+        offload_memory = self.cluster.offload_memory
         floor.check(
-            budget, ranks=self.cluster.num_devices, far_bytes=0 if far is None else far.size_bytes
+            budget,
+            ranks=self.cluster.num_devices,
+            far_bytes=0 if offload_memory is None else offload_memory.size_bytes,
         )
 
     def _captured(self, home: torch.device, within: Budget) -> "PlanningSession":
@@ -135,10 +137,10 @@ class PlanRequest:
     def _with_reasons(self, update: Program) -> Program:
         """The optimizer's step with the reasons why it is carried out whole, where it is."""
         assert self.optimizer is not None
-        if self.cluster.far is not None or self.cluster.num_devices > 1:
+        if self.cluster.offload_memory is not None or self.cluster.num_devices > 1:
             undivided = why_undivided(self.optimizer, dims_of(update))
             update = replace(update, undivided=undivided)
-        if self.cluster.far is not None:
+        if self.cluster.offload_memory is not None:
             update = replace(update, uncut=self._uncut(update))
         if self.cluster.num_devices > 1:
             update = replace(update, unparted=why_unparted(self.optimizer))
@@ -255,9 +257,13 @@ class PlanningSession:
         values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
         return self.apply_rules((*rules, *to_rules(program.graph, values, trade=trade.name)))
 
-    def far_for(self, rules: Sequence[Rule]) -> OffloadTier | None:
-        """The far memory that these rules move values to."""
-        return self.request.cluster.far if any(r.trade in FAR_TRADES for r in rules) else None
+    def offload_memory_for(self, rules: Sequence[Rule]) -> OffloadMemory | None:
+        """The offload memory that these rules move values to."""
+        return (
+            self.request.cluster.offload_memory
+            if any(r.trade in OFFLOAD_TRADES for r in rules)
+            else None
+        )
 
     def used_ranks(self, rules: Sequence[Rule]) -> tuple[int, ...]:
         """The ranks that a step by these rules lies on; empty where they are simply the first."""

@@ -48,8 +48,9 @@ def _least_bytes(session: PlanningSession, program: Program) -> int:
     measurement tells. A compiler may hold less than what was captured, and a stage of a pipeline
     only its own part."""
     if session.request.runner == "inductor" or program.pipeline is not None:
-        far = session.request.cluster.far
+        offload_memory = session.request.cluster.offload_memory
         return Floor.of(session.base).least_bytes(
-            ranks=program.layout.num_ranks, far_bytes=0 if far is None else far.size_bytes
+            ranks=program.layout.num_ranks,
+            far_bytes=0 if offload_memory is None else offload_memory.size_bytes,
         )
     return peak_bytes(program, CostTable(device=session.cluster.fastest))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from steelyard.ir.graph import Phase, Role
 
 # What is held so, beside what a step itself holds.
-PIECES = "pieces on their way to far memory"
+PIECES = "pieces on their way to offload memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from steelyard.hardware.cluster import OffloadTier
+from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.metrics import EXACT, Estimate, Metrics
 from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
@@ -57,14 +57,14 @@ class Target:
 class Decisions:
     """All that a plan file holds; everything else follows from it.
 
-    ``far`` is the memory that values are moved to, where any are. ``used_ranks`` are the ranks of
-    ``target`` that the step lies on, where these are not simply the first ones.
+    ``offload_memory`` is the memory that values are moved to, where any are. ``used_ranks`` are the
+    ranks of ``target`` that the step lies on, where these are not simply the first ones.
     """
 
     target: Target
     budget: Budget
     rules: tuple[Rule, ...] = ()
-    far: OffloadTier | None = None
+    offload_memory: OffloadMemory | None = None
     used_ranks: tuple[int, ...] = ()
 
     def ranks_used(self, num_ranks: int) -> Sequence[int]:
@@ -91,7 +91,8 @@ class Decisions:
             ", shares=()",
         ):
             rules = rules.replace(unsaid, "")
-        text = f"{self.target.graph}{self.target.runner}{self.budget}{rules}{self.far or ''}"
+        offloaded = self.offload_memory or ""
+        text = f"{self.target.graph}{self.target.runner}{self.budget}{rules}{offloaded}"
         text += str(self.used_ranks or "")
         return sha256(text.encode()).hexdigest()[:4]
 

@@ -76,11 +76,13 @@ def cluster_for(decisions: Decisions) -> Cluster:
         # Only the hosts that the plan lies on have met.
         ranks = ParallelLayout.of(decisions.rules).num_ranks
     hosts = target.hosts_of(ranks)
-    here = Cluster.here(ranks=ranks, hosts=hosts, far=decisions.far)
+    here = Cluster.here(ranks=ranks, hosts=hosts, offload_memory=decisions.offload_memory)
     if target.speeds:
         own = target.speeds
         if target.hosts > 1:
             # Too few of them are refused below.
             own = tuple(own[rank] for rank in decisions.ranks_used(ranks) if rank < len(own))
-        return Cluster.here(ranks=ranks, hosts=hosts, speeds=own[:ranks], far=decisions.far)
+        return Cluster.here(
+            ranks=ranks, hosts=hosts, speeds=own[:ranks], offload_memory=decisions.offload_memory
+        )
     return here.at_speeds((1.0,) * ranks)

@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from steelyard.hardware.cluster import OffloadTier
+from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import FAR_TRADES, Rule
+from steelyard.ir.rule import OFFLOAD_TRADES, Rule
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import BatchEntry, Decisions, Target
 from steelyard.safe_files import (
@@ -295,14 +295,16 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         raise refusal(source, [f"is made for {said}, which are not as many on each"])
     if problem := _ill_used(head.used_ranks, target, ParallelLayout.of(rules).num_ranks):
         raise refusal(source, [problem])
-    moving = next((rule.trade for rule in rules if rule.trade in FAR_TRADES), "")
-    if head.far is None and moving:
-        raise refusal(source, [f"moves values to far memory ([[{moving}]]) and has no [far]"])
+    moving = next((rule.trade for rule in rules if rule.trade in OFFLOAD_TRADES), "")
+    if head.offload_memory is None and moving:
+        raise refusal(
+            source, [f"moves values to offload memory ([[{moving}]]) and has no [offload_memory]"]
+        )
     return Decisions(
         target=target,
         budget=head.budget.value(),
         rules=rules,
-        far=None if head.far is None else head.far.value(),
+        offload_memory=None if head.offload_memory is None else head.offload_memory.value(),
         used_ranks=tuple(head.used_ranks),
     )
 
@@ -446,8 +448,8 @@ class _Far(BaseModel):
     rate: Annotated[float, _written(parse_rate, "rate"), _Positive]
     size: _Bytes
 
-    def value(self) -> OffloadTier:
-        return OffloadTier(self.folder, rate=self.rate, size=self.size)
+    def value(self) -> OffloadMemory:
+        return OffloadMemory(self.folder, rate=self.rate, size=self.size)
 
 
 class _Head(BaseModel):
@@ -458,7 +460,7 @@ class _Head(BaseModel):
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
     target: _MadeFor
     budget: _Budget
-    far: _Far | None = None
+    offload_memory: _Far | None = None
     used_ranks: Annotated[list[_Whole], Field(max_length=MOST_RANKS)] = []
 
 
@@ -494,11 +496,11 @@ def _lines(decisions: Decisions) -> Iterator[str]:
         if seconds is not None:
             yield f"{key} = {_toml(spell_seconds(seconds))}"
     yield f"accuracy_loss = {_toml(spell_share(budget.accuracy_loss))}"
-    if (far := decisions.far) is not None:
-        yield "\n[far]"
-        yield f"folder = {_toml(far.folder)}"
-        yield f"rate = {_toml(spell_rate(far.bytes_per_second))}"
-        yield f"size = {_toml(spell_bytes(far.size_bytes))}"
+    if (offload_memory := decisions.offload_memory) is not None:
+        yield "\n[offload_memory]"
+        yield f"folder = {_toml(offload_memory.folder)}"
+        yield f"rate = {_toml(spell_rate(offload_memory.bytes_per_second))}"
+        yield f"size = {_toml(spell_bytes(offload_memory.size_bytes))}"
     for rule in sorted(decisions.rules):
         yield f"\n[[{rule.trade}]]"
         for field, info in _TABLES[rule.trade].model_fields.items():

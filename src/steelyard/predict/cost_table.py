@@ -46,7 +46,7 @@ class CostTable:
     ``cut_steps`` says the same of the step in so many equal parts, whose small operators lose more
     to what comes between them, in whatever way each is then computed. ``update_call_seconds`` is
     what the optimizer's own Python takes for each of its operators. ``links`` says over which class
-    of link the ranks of each mesh axis are joined, and near and far memory, which takes
+    of link the ranks of each mesh axis are joined, and near and offload memory, which takes
     ``far_bytes``; ``collective_curves`` what an exchange takes as a whole, by axis, kind, number of
     ranks and how far they are apart, where it is known so. ``devices`` are those of the ranks,
     where they are not all like ``device``; ``spread`` is over how many hosts they are, where
@@ -175,7 +175,7 @@ class CostTable:
             raise BadInput(
                 f"the step exchanges data over the axis {collective.axis!r}, whose link is unknown",
                 expected=f"a link for each axis; there is one for {sorted(self.links) or 'none'}",
-                remedy="name a folder for far memory"
+                remedy="name a folder for offload memory"
                 if collective.is_far
                 else "declare the link that joins these ranks",
             )

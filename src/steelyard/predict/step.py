@@ -6,7 +6,7 @@ Not for what is alive where (liveness.py), nor when each line begins (timeline.p
 
 from dataclasses import dataclass, replace
 
-from steelyard.hardware.cluster import FAR_PIECE_BYTES
+from steelyard.hardware.cluster import OFFLOAD_PIECE_BYTES
 from steelyard.ir.collective import SLOTS
 from steelyard.ir.graph import Phase, Role
 from steelyard.ir.message_slots import rounds_of
@@ -170,8 +170,8 @@ def _resident_bytes(program: Program, costs: CostTable) -> int:
 
 
 def _pieces_bytes(program: Program) -> int:
-    """What moving values to far memory and back takes for itself."""
-    return 2 * FAR_PIECE_BYTES if program.is_moving else 0
+    """What moving values to offload memory and back takes for itself."""
+    return 2 * OFFLOAD_PIECE_BYTES if program.is_moving else 0
 
 
 def _slots_bytes(program: Program, costs: CostTable) -> int:

@@ -2,7 +2,7 @@
 
 Two streams: the device works through the lines in order; each mesh axis carries one exchange after
 another, from the line that issues it on. The line that waits blocks the device until that one has
-arrived; a product that reads far memory waits for each slice. Not for bytes: see liveness.py.
+arrived; a product that reads offload memory waits for each slice. Not for bytes: see liveness.py.
 """
 
 from collections import deque

@@ -65,18 +65,18 @@ def emit(
     program: Program,
     *,
     channels: Mapping[str, Channel] = _ALONE,
-    far: OffloadFile | None = None,
+    offload_file: OffloadFile | None = None,
     tensors: OffloadedTensors | None = None,
     fusing: Callable[[Program], Iterable[Line]] = lambda program: program.instructions,
     rooms: Mapping[str, Room] = MappingProxyType({}),
     watch: FiniteWatch | None = None,
 ) -> Emitted:
     """``channels`` are the live process groups of the mesh axes that the program speaks over,
-    ``tensors`` the weights and gradients that lie in far memory; ``fusing`` puts lines together;
-    ``rooms`` say of nodes where what they make may lie; ``watch`` sees what is exchanged before it
-    is."""
+    ``tensors`` the weights and gradients that lie in offload memory; ``fusing`` puts lines
+    together; ``rooms`` say of nodes where what they make may lie; ``watch`` sees what is exchanged
+    before it is."""
     check_channels(program, channels)
-    slots = _slots(program, far)
+    slots = _slots(program, offload_file)
     carriers = _carriers(program, channels)
     channels = {**channels, **{axis: carrier.channel for axis, carrier in carriers.items()}}
 
@@ -120,8 +120,8 @@ def _emitted(writer: "_Writer") -> Emitted:
     return Emitted(source=source, inputs=tuple(writer.inputs), run=scope["run"])
 
 
-def _slots(program: Program, far: OffloadFile | None) -> Slots | None:
-    """Room in far memory for what the program moves; its sends number the slots."""
+def _slots(program: Program, offload_file: OffloadFile | None) -> Slots | None:
+    """Room in offload memory for what the program moves; its sends number the slots."""
     nodes = program.graph.by_name
     sizes = {
         nodes[i.node].args[0]: c.sent_bytes
@@ -133,14 +133,14 @@ def _slots(program: Program, far: OffloadFile | None) -> Slots | None:
     }
     if not sizes:
         return None
-    if far is None:
+    if offload_file is None:
         raise BadInput(
-            f"the plan moves {len(sizes)} values to far memory, and none is named",
+            f"the plan moves {len(sizes)} values to offload memory, and none is named",
             expected="a folder on a disk for them, as the plan was made for",
-            remedy="name it: --far DIR, or, in Python, "
-            'Cluster.here(far=OffloadTier("/scratch", ...))',
+            remedy="name it: --offload-dir DIR, or, in Python, "
+            'Cluster.here(far=OffloadMemory("/scratch", ...))',
         )
-    return Slots.of(far, [sizes[slot] for slot in range(len(sizes))])
+    return Slots.of(offload_file, [sizes[slot] for slot in range(len(sizes))])
 
 
 class _Writer:

@@ -90,13 +90,13 @@ class LiveStep:
     what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
     batch of another shape, or raises; without it such a batch is a Mismatch. ``on_change`` is told
     of every batch whose shapes are others than those of the last. ``reads`` is asked before every
-    step. ``states`` are the weights, gradients and what the optimizer keeps that lie in far memory,
-    ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which of the ranks
-    that share the batch this one is: every rank is given the whole batch. ``in_stages`` makes what
-    carries a program out whose layers lie on several ranks. Over ``channels`` ranks put together
-    what each has lost of its gradients, where they go in codes. ``guard`` says in which codes:
-    ``program`` is of the first, and ``other_shape`` is asked for the others too. ``finite`` is told
-    the loss of every step, and sees what ``runner`` and stages exchange.
+    step. ``states`` are the weights, gradients and what the optimizer keeps that lie in offload
+    memory, ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which of the
+    ranks that share the batch this one is: every rank is given the whole batch. ``in_stages`` makes
+    what carries a program out whose layers lie on several ranks. Over ``channels`` ranks put
+    together what each has lost of its gradients, where they go in codes. ``guard`` says in which
+    codes: ``program`` is of the first, and ``other_shape`` is asked for the others too. ``finite``
+    is told the loss of every step, and sees what ``runner`` and stages exchange.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class LiveStep:
     @contextlib.contextmanager
     def states_loading(self) -> Iterator[Callable[[str], Callable[..., torch.Tensor]]]:
         """Within it the optimizer may be given other state, in tensors that this makes for each
-        parameter; what the plan moves goes to far memory at the end."""
+        parameter; what the plan moves goes to offload memory at the end."""
         if self.states is None:
             yield lambda _: torch.empty_strided
         else:

@@ -20,7 +20,7 @@ def beyond_budget(
     *,
     parts: int,
     refusals: Sequence[Rejection],
-    has_far: bool,
+    has_offload_memory: bool,
     leaner_settings: Sequence[str] = (),
 ) -> Infeasible:
     """``peak`` is that of the least plan, found with ``parts`` micro-batches; ``leaner_settings``
@@ -36,7 +36,7 @@ def beyond_budget(
             budget.memory_bytes,
             parts=parts,
             refusals=refusals,
-            has_far=has_far,
+            has_offload_memory=has_offload_memory,
             leaner_settings=leaner_settings,
         ),
         least_bytes=peak.nbytes,
@@ -57,16 +57,20 @@ def _remedy(
     *,
     parts: int,
     refusals: Sequence[Rejection],
-    has_far: bool,
+    has_offload_memory: bool,
     leaner_settings: Sequence[str],
 ) -> str:
-    """The first of these that could help: the optimizer, the model, the batch, far memory."""
+    """The first of these that could help: the optimizer, the model, the batch, offload memory."""
     pieces = sum(holding.nbytes for holding in peak.alive if holding.what == PIECES)
     kept = any(holding.role is Role.STATE for holding in peak.alive)
-    away = ", or give far memory for its state (--far)" if kept and not has_far else ""
+    away = (
+        ", or give offload memory for its state (--offload-dir)"
+        if kept and not has_offload_memory
+        else ""
+    )
     if peak.resident_bytes >= limit_bytes:
         stays = next((r for r in refusals if r.trade == "offload_state"), None)
-        if kept and has_far and stays is not None:
+        if kept and has_offload_memory and stays is not None:
             away = f", which stays near: {stays.reason}"
         what = "parameters, buffers, batch and optimizer state"
         if pieces:
@@ -87,7 +91,7 @@ def _remedy(
             f"the optimizer's step sets the peak: use {settings}an optimizer with fewer temporaries"
             f"{away}"
         )
-    far = "" if has_far else ", or give far memory (--far)"
+    far = "" if has_offload_memory else ", or give offload memory (--offload-dir)"
     refusal = next((r for r in refusals if r.trade == "accumulate"), None)
     if refusal is not None:
         why = f"it cannot be cut into micro-batches: {refusal.reason}"

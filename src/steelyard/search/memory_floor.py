@@ -21,7 +21,7 @@ class Floor:
     """The bytes of one training step that no trade of one device can free.
 
     All gradients are alive when the backward pass ends, beside the parameters and the optimizer
-    state. Far memory may hold all three, and ranks may hold shares of everything.
+    state. Offload memory may hold all three, and ranks may hold shares of everything.
     """
 
     parameter_bytes: int
@@ -47,11 +47,11 @@ class Floor:
 
     @property
     def movable_bytes(self) -> int:
-        """The bytes that far memory may hold in place of the device."""
+        """The bytes that offload memory may hold in place of the device."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
     def least_bytes(self, *, ranks: int = 1, far_bytes: int = 0) -> int:
-        """The least that the fullest of so many ranks holds, each with so much far memory."""
+        """The least that the fullest of so many ranks holds, each with so much offload memory."""
         moved = max(0, self.movable_bytes // ranks - far_bytes)
         return moved + (self.buffer_bytes + self.batch_bytes) // ranks
 
@@ -70,7 +70,7 @@ class Floor:
         }
         listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
         shared = f" on each of {ranks} ranks" if ranks > 1 else ""
-        moved = f", with {format_bytes(far_bytes)} in far memory" if far_bytes else ""
+        moved = f", with {format_bytes(far_bytes)} in offload memory" if far_bytes else ""
         raise Infeasible(
             f"no plan fits memory <= {format_bytes(limit)}{shared}: what stays for the whole step "
             f"takes at least {format_bytes(least)}{shared}{moved}, which is "
@@ -88,10 +88,10 @@ class Floor:
         elif self.state_bytes:
             ways.append("an optimizer with less state")
         if ranks == 1 and not far_bytes:
-            ways.append("far memory for weights and optimizer state (--far)")
+            ways.append("offload memory for weights and optimizer state (--offload-dir)")
             ways.append("more ranks that each hold a share (--ranks)")
         elif far_bytes:
-            ways.append("a larger far memory")
+            ways.append("a larger offload memory")
         else:
             ways.append("more ranks")
         return f"allow more memory, or {', '.join(ways[:-1])} or {ways[-1]}"

@@ -18,14 +18,14 @@ class Gap:
     """How far from the fastest this can be: a proven bound, for these costs and no others.
 
     It holds for plans that only recompute, in the captured order and each value at most once more
-    (with ``is_often`` any number of times), or move it to far memory where there is one, or keep it
-    in 8 bits where that is allowed, on the same number of micro-batches.
+    (with ``is_often`` any number of times), or move it to offload memory where there is one, or
+    keep it in 8 bits where that is allowed, on the same number of micro-batches.
     """
 
     step_seconds: float
     least_seconds: float
     is_often: bool = False
-    has_far: bool = False
+    has_offload_memory: bool = False
     has_codes: bool = False
 
     @property
@@ -36,14 +36,14 @@ class Gap:
         others = [
             f" or {how}"
             for how, is_there in (
-                ("moving it to far memory", self.has_far),
+                ("moving it to offload memory", self.has_offload_memory),
                 ("keeping it in 8 bits", self.has_codes),
             )
             if is_there
         ]
         once = "" if self.is_often else " each value at most once"
         near = f"within {format_share(self.share).lstrip('+')} of"
-        if self.share >= 1:  # the bound knows nothing of how slow far memory is
+        if self.share >= 1:  # the bound knows nothing of how slow offload memory is
             near = f"at most {1 + self.share:.1f} times"
         return f"{near} the fastest possible by recomputing{once}{''.join(others)}"
 

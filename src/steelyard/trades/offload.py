@@ -1,4 +1,4 @@
-"""Offload: send a forward value to farther memory after it is made, fetch it for the backward pass.
+"""Offload: send a forward value to offload memory after it is made, fetch it for the backward pass.
 
 vDNN's trade (Rhu et al., MICRO 2016), as exchanges of a rank with itself: one call sends, one lets
 the near copy go, one begins to fetch, one hands the value over. Struck last, so that lags and leads
@@ -34,7 +34,7 @@ _FEWEST_SLICES, _MOST_SLICES = 4, 64
 
 
 class Offload:
-    """Pays communication with far memory, buys memory; what comes back are the same bits.
+    """Pays communication with offload memory, buys memory; what comes back are the same bits.
 
     Of a value that comes back in slices the products that read it are added up in another order.
     """
@@ -196,7 +196,7 @@ class Transfer:
 
 
 class _Calls:
-    """The calls of one value, whose place in far memory is ``slot``."""
+    """The calls of one value, whose place in offload memory is ``slot``."""
 
     def __init__(self, graph: Graph, value: str, slot: int) -> None:
         self._node = graph.by_name[value]

@@ -1,4 +1,4 @@
-"""Offload state: weights, their gradients and what an optimizer keeps lie in farther memory.
+"""Offload state: weights, their gradients and what an optimizer keeps lie in offload memory.
 
 ZeRO-Offload's and ZeRO-Infinity's trade (Rajbhandari et al., SC 2021), of each parameter apart: a
 weight is fetched for the operators that read it, a gradient sent once it is complete; the update
@@ -54,7 +54,7 @@ _ON_RANKS = "is not tried where ranks exchange gradients"
 
 
 class OffloadState:
-    """Pays communication with far memory, buys memory for the whole step.
+    """Pays communication with offload memory, buys memory for the whole step.
 
     To the bit, but for weights that are read in slices: there sums are added in another order. A
     trained weight in slices is so in its update too, with its gradient and its state.
@@ -184,7 +184,7 @@ def _why_not(program: Program) -> str:
     """Why nothing that is updated can be moved; empty where something may be."""
     update = program.update
     if program.graph.decomposition.startswith("inductor"):
-        return "far memory is used by the runner python alone"
+        return "offload memory is used by the runner python alone"
     if update is None:
         return "there is no optimizer in the plan"
     if update.undivided:

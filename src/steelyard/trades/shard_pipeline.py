@@ -100,7 +100,7 @@ def _why_not(program: Program) -> str:
     if program.layout.shares:
         return "groups of ranks that share layers share the batch equally or not at all"
     if program.is_moving or program.coded:
-        return "values that wait in far memory or in 8 bits do not go through stages yet"
+        return "values that wait in offload memory or in 8 bits do not go through stages yet"
     if program.update is not None and program.update.undivided:
         return program.update.undivided
     if program.graph.decomposition.startswith("inductor"):

@@ -112,7 +112,7 @@ def measure_operators(
         )
         if is_timed and is_profiled(is_quick=True):
             new = table.given_up(new, Missing.PROFILED)
-        # What reads far memory is called with what lies there near: a part of it has room.
+        # What reads offload memory is called with what lies there near: a part of it has room.
         table.measure([s for s in new if not s.node.is_far_product])
         table.measure_parts([s for s in new if s.node.body is not None])
     found = cache.settle(context, table.costs) if cache and table.costs else table.costs

@@ -1,5 +1,5 @@
-"""Products of the backward pass with a value of the forward pass that lies in far memory: it comes
-back slice by slice, for each of them anew, and is never near whole.
+"""Products of the backward pass with a value of the forward pass that lies in offload memory: it
+comes back slice by slice, for each of them anew, and is never near whole.
 
 Not for which values, nor how many slices: see trades/. Not for computing with them: see offload/.
 """
@@ -59,7 +59,7 @@ def sliceable_inputs(program: Program, values: Iterable[str]) -> dict[str, tuple
 def with_inputs_in_slices(
     program: Program, slices: Mapping[str, int], slots: Mapping[str, int]
 ) -> InSlices:
-    """``slots`` are the places of these values in far memory."""
+    """``slots`` are the places of these values in offload memory."""
     looks = Looks(program, slices)
     lines = _lines(program, looks)
     late = first_late(lines)

@@ -70,7 +70,7 @@ class _GradientProduct:
     gone: tuple[int, ...]
 
     def far(self, name: str) -> Node:
-        """The call that sends its result to far memory, and has none."""
+        """The call that sends its result to offload memory, and has none."""
         op, args = SENT_PRODUCTS, (name, *self.product.args)
         return replace(self.product, op=op, args=args, outputs=())
 

@@ -1,5 +1,5 @@
-"""Lines that are carried out slice by slice: products with what lies in far memory (a weight, or a
-value of the forward pass), and the pointwise work behind them.
+"""Lines that are carried out slice by slice: products with what lies in offload memory (a weight,
+or a value of the forward pass), and the pointwise work behind them.
 
 A product that reads slices of rows of ``W`` in ``x @ W.T`` makes columns of its result, and what is
 pointwise behind it is made of those columns while they are at hand. Products that meet in such work
@@ -48,7 +48,10 @@ class Product:
         if place not in _PLACES.get(node.op, ()):
             return None
         far = looks.far_of(node.inputs[place])
-        (own,), (seen,) = graph.by_name[far].outputs, graph.by_name[node.inputs[place]].outputs
+        (own,), (seen,) = (
+            graph.by_name[far].outputs,
+            graph.by_name[node.inputs[place]].outputs,
+        )
         turned = replace(seen, shape=seen.shape[::-1], stride=seen.stride[::-1])
         is_turned = not _is_matrix(seen, own)
         if is_turned and not _is_matrix(turned, own):

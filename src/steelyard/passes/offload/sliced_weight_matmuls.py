@@ -1,4 +1,5 @@
-"""Products with a weight that is never near whole: they read it from far memory, slice by slice.
+"""Products with a weight that is never near whole: they read it from offload memory, slice by
+slice.
 
 Not for how many slices: see trades/. Not for what is carried out in them: see sliced_loops.py; nor
 for computing it: see offload/.

@@ -1,4 +1,4 @@
-"""Programs in which weights, gradients and what an optimizer keeps lie in far memory.
+"""Programs in which weights, gradients and what an optimizer keeps lie in offload memory.
 
 A pass fetches each weight for the lines that read it, and sends each gradient once it is complete;
 the update fetches what it needs of one parameter after another and sends back what it changed. Not

@@ -1,4 +1,4 @@
-"""The calls by which tensors come from far memory and go there, and the lines between them.
+"""The calls by which tensors come from offload memory and go there, and the lines between them.
 
 Not for where the calls go: see state_transfers.py, sliced_weight_matmuls.py,
 sliced_activation_matmuls.py and sliced_gradients.py.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 from types import MappingProxyType
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, FAR_PAGE_BYTES
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, OFFLOAD_PAGE_BYTES
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import (
     FAR_CALLS,
@@ -375,9 +375,9 @@ def rows_in_slice(tensor: Tensor, count: int) -> int:
 
 
 def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:
-    """Of each slice but the last: so many that each begins on a page of far memory, and that so
+    """Of each slice but the last: so many that each begins on a page of offload memory, and that so
     many columns are whole vectors to a kernel."""
-    step = lcm(FAR_PAGE_BYTES // gcd(row_bytes, FAR_PAGE_BYTES), _VECTOR)
+    step = lcm(OFFLOAD_PAGE_BYTES // gcd(row_bytes, OFFLOAD_PAGE_BYTES), _VECTOR)
     return min(rows, -(-rows // (count * step)) * step)
 
 

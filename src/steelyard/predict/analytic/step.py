@@ -13,7 +13,7 @@ from functools import cached_property
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.device import Device
-from steelyard.hardware.offload_tier import FAR_PIECE_BYTES
+from steelyard.hardware.offload_memory import OFFLOAD_PIECE_BYTES
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
 from steelyard.ir.cluster_layout import ClusterLayout, Formats
 from steelyard.ir.parallel_layout import TENSOR
@@ -294,7 +294,7 @@ class LayoutCost:
 
     def _state_near_bytes(self, number: int, num_blocks: int) -> int:
         whole = self._state_bytes(number, num_blocks)
-        return min(whole, _PIECES * FAR_PIECE_BYTES) if self._layout.far_states else whole
+        return min(whole, _PIECES * OFFLOAD_PIECE_BYTES) if self._layout.far_states else whole
 
     def around_bytes(self, number: int) -> int:
         return sum(part.kept_bytes for part in self._around(number))

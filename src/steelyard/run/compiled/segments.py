@@ -194,9 +194,9 @@ class _Cut:
 def _refuse_far(graph: Graph) -> None:
     if any(n.collective is not None and n.collective.is_far for n in graph.nodes):
         raise BadInput(
-            "the step moves values to far memory, which Inductor would reorder",
+            "the step moves values to offload memory, which Inductor would reorder",
             expected="a step that keeps or recomputes what it needs, for this runner",
-            remedy="take runner='python', or plan without far memory",
+            remedy="take runner='python', or plan without offload memory",
         )
 
 

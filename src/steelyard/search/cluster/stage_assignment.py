@@ -146,8 +146,8 @@ class StageAssignment:
         return self._least[stage, count]
 
     def _mixed(self, stage: int, count: int) -> Mix | None:
-        room, far_room = self._room_bytes(stage, count), self._far_room_bytes(stage, count)
-        return mixed(self._kinds(stage), count, room, far_room)
+        room, offload_room = self._room_bytes(stage, count), self._far_room_bytes(stage, count)
+        return mixed(self._kinds(stage), count, room, offload_room)
 
     def _far_room_bytes(self, stage: int, count: int) -> float:
         """Of the memory of the host, what the optimizer's state leaves."""

@@ -129,7 +129,7 @@ class PipelineSearch:
                 budget,
                 parts=least.parts,
                 refusals=refusals,
-                has_far=False,
+                has_offload_memory=False,
                 leaner_settings=self._source.leaner_settings(),
             )
         program = self._apply(best.rules)

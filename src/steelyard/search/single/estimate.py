@@ -21,10 +21,10 @@ Floats = npt.NDArray[np.float64]
 class PeakEstimate:
     """``active`` are the operators that really run again; a chosen value nobody reads is free.
 
-    ``away`` are the choices to move to far memory, or to keep in 8 bits, that really do; ``often``
-    those to make a value several times that really is. ``held``
-    are the bytes at each line, copies included; ``shift`` how far copies have moved each line of
-    the plain program; ``first`` the line at which each storage is first wanted late.
+    ``away`` are the choices to move to offload memory, or to keep in 8 bits, that really do;
+    ``often`` those to make a value several times that really is. ``held`` are the bytes at each
+    line, copies included; ``shift`` how far copies have moved each line of the plain program;
+    ``first`` the line at which each storage is first wanted late.
     """
 
     peak_bytes: int

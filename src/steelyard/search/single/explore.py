@@ -69,7 +69,7 @@ class Explored:
         return {tally.value_on[s]: times.get(s, 1) for s in choice if tally.is_again(s)}
 
     def moved(self, point: Point) -> dict[str, tuple[int, int]]:
-        """What to move to far memory, with the lag and the lead of each."""
+        """What to move to offload memory, with the lag and the lead of each."""
         return self.tally.lags_and_leads(self.choice(point))
 
     def in_slices(self, point: Point) -> dict[str, int]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, FAR_PIECE_BYTES
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, OFFLOAD_PIECE_BYTES
 from steelyard.ir.graph import OutputKind, Phase
 from steelyard.ir.program import Program
 from steelyard.passes.recompute_copies import late_reads
@@ -50,9 +50,10 @@ class FastEstimator:
 
     A forward value is the storage it lies on; the number of that storage chooses to compute the
     value again, ``often(storage, times)`` beside it to do so more than once, ``far(storage, way)``
-    to move it to far memory and back, and ``coded(storage)`` to keep it in 8 bits. Lines are the
-    computed instructions of the plain program, numbered; a copy stands just before the line of the
-    backward pass that first needs it. ``slices`` are of the movable values that may come back so.
+    to move it to offload memory and back, and ``coded(storage)`` to keep it in 8 bits. Lines are
+    the computed instructions of the plain program, numbered; a copy stands just before the line of
+    the backward pass that first needs it. ``slices`` are of the movable values that may come back
+    so.
     """
 
     def __init__(
@@ -332,7 +333,7 @@ class FastEstimator:
         self._factor = program.repeats * costs.whole_step_in(program.parts).value
         # What the optimizer's step moves takes its room, and its pieces are resident already.
         self._far_bytes = costs.far_bytes - program.far_bytes
-        self._pieces_bytes = 0 if program.is_moving else 2 * FAR_PIECE_BYTES
+        self._pieces_bytes = 0 if program.is_moving else 2 * OFFLOAD_PIECE_BYTES
 
     def storages_of(self, values: Iterable[str]) -> frozenset[int]:
         """The choice that recomputes these values."""

@@ -29,8 +29,8 @@ def least_seconds(
     ``limit_bytes``, takes at least this long. ``within_seconds`` is what some plan reaches; it only
     sets the steps taken.
 
-    With far memory it takes no less than its operators, nor than either link: so no less than any
-    mixture of the three. Products that are faster in slices may all be so.
+    With offload memory it takes no less than its operators, nor than either link: so no less than
+    any mixture of the three. Products that are faster in slices may all be so.
     """
     shares = _MIXTURES if tally.far_value_on else (0.0,)
     certain = _CertainGaps(tally, cut, repeats=repeats)

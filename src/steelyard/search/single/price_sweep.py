@@ -106,7 +106,7 @@ def coded_sweep(
 def far_sweep(
     trials: Trials, cut: MinCut, gaps: Gaps, *, limits: Sequence[int], rounds: int
 ) -> None:
-    """The same with far memory: at several prices of the link, from nothing to all it takes."""
+    """The same with offload memory: at several prices of the link, from nothing to all it takes."""
     is_coding = bool(trials.tally.coded_value_on)
     for share in _LINK_PRICES:
         far = trials.tally.far_seconds(cut.kept, share=share)

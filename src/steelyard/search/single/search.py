@@ -14,7 +14,7 @@ from steelyard.ir.metrics import EXACT, UNKNOWN
 from steelyard.ir.parallel_layout import LAYOUT_TRADES, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.quantized_activation import settled
-from steelyard.ir.rule import FAR_TRADES, CallSite, Rule, matching, rule_of, spot_of, to_rules
+from steelyard.ir.rule import OFFLOAD_TRADES, CallSite, Rule, matching, rule_of, spot_of, to_rules
 from steelyard.ir.step_source import ShardedSource, StepSource
 from steelyard.plans.budget import Budget
 from steelyard.plans.offers import offers_of
@@ -104,7 +104,9 @@ class StepSearch:
         self.offers: list[Offer] = []
         self.refusals: list[Rejection] = []
         for trade in trades:
-            if trade.name in LAYOUT_TRADES or (trade.name in FAR_TRADES and not costs.far_bytes):
+            if trade.name in LAYOUT_TRADES or (
+                trade.name in OFFLOAD_TRADES and not costs.far_bytes
+            ):
                 continue  # nobody asked for it, or whoever did has chosen
             offers, refusals = trade.offers(self.program, self._source)
             if trade.is_exact:
@@ -332,7 +334,7 @@ class StepSearch:
             budget,
             parts=parts,
             refusals=self.refusals,
-            has_far=bool(self._costs.far_bytes),
+            has_offload_memory=bool(self._costs.far_bytes),
             leaner_settings=self._source.leaner_settings(),
         )
 
@@ -425,14 +427,14 @@ class StepSearch:
             self._source.rewritten(
                 self._trades[_QUANTISE].rewrite(program, rules, self._source).graph
             )
-        has_far = bool(self._costs.far_bytes)
+        has_offload_memory = bool(self._costs.far_bytes)
         return explore(
             program,
             self._costs,
             again,
-            self._offered(_OFFLOAD, program) if has_far else (),
+            self._offered(_OFFLOAD, program) if has_offload_memory else (),
             coded,
-            self._sliceable(program) if has_far else {},
+            self._sliceable(program) if has_offload_memory else {},
             known=known,
             thorough=variant.parts == 1,
             repeats=self._oftener,
@@ -567,6 +569,6 @@ def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) ->
         step_seconds=point.seconds,
         least_seconds=least,
         is_often=is_often,
-        has_far=bool(tally.far_value_on),
+        has_offload_memory=bool(tally.far_value_on),
         has_codes=bool(tally.coded_value_on),
     )

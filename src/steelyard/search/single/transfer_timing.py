@@ -1,4 +1,5 @@
-"""When values leave for far memory and come back: lags and leads, and how long the device waits.
+"""When values leave for offload memory and come back: lags and leads, and how long the device
+waits.
 
 The tally's part for transfers: it mirrors what the offload trade writes and what predict/ plays.
 Not for choosing what is moved.
@@ -11,7 +12,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, far_room
+from steelyard.hardware.cluster import FAR_IN, FAR_OUT, offload_room
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Instruction, Program
@@ -205,7 +206,7 @@ class TransferLinks:
         return TransferPlans(
             by_storage=trips,
             seconds=self._waited(moved, wanted, begins) + own_seconds + more,
-            nbytes=sum(far_room(self._nbytes[m.storage]) for m in moved),
+            nbytes=sum(offload_room(self._nbytes[m.storage]) for m in moved),
         )
 
     def _set_fetches(

@@ -1,4 +1,4 @@
-"""A farther memory of a device, and the names under which its links go.
+"""An offload memory of a device, and the names under which its links go.
 
 Not for moving anything there: see offload/tier.py.
 """
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from steelyard.errors import BudgetError
 from steelyard.units import format_bytes, parse_bytes, parse_rate
 
-FAR_PAGE_BYTES = 4096
+OFFLOAD_PAGE_BYTES = 4096
 # Slower than this nothing is gained, and a unit was forgotten more likely.
 _SLOWEST = 1e6
-# The axes of the links to and from far memory: a rank speaks to itself, over time.
+# The axes of the links to and from offload memory: a rank speaks to itself, over time.
 FAR_OUT, FAR_IN = "far out", "far in"
-# Near memory for the pieces in which they are moved, one for each direction.
-FAR_PIECE_BYTES = 1 << 20
+# Device memory for the pieces in which they are moved, one for each direction.
+OFFLOAD_PIECE_BYTES = 1 << 20
 
 
-def far_room(nbytes: int) -> int:
-    """What a value takes in far memory: whole pages."""
-    return -(-nbytes // FAR_PAGE_BYTES) * FAR_PAGE_BYTES
+def offload_room(nbytes: int) -> int:
+    """What a value takes in offload memory: whole pages."""
+    return -(-nbytes // OFFLOAD_PAGE_BYTES) * OFFLOAD_PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class OffloadTier:
-    """A farther memory: files in ``folder``, at most ``bytes_per_second`` each way, at most
+class OffloadMemory:
+    """An offload memory: files in ``folder``, at most ``bytes_per_second`` each way, at most
     ``size_bytes`` of them.
 
-    ``OffloadTier("/scratch", rate="500 MB/s", size="20 GiB")`` reads amounts as people write them.
-    The rate is kept to: a transfer that could be faster waits.
+    ``OffloadMemory("/scratch", rate="500 MB/s", size="20 GiB")`` reads amounts as people write
+    them. The rate is kept to: a transfer that could be faster waits.
     """
 
     folder: str
@@ -41,13 +41,13 @@ class OffloadTier:
         if self.bytes_per_second < _SLOWEST or not self.folder:
             slow = f"a rate of {format_bytes(self.bytes_per_second)}/s"
             raise BudgetError(
-                f"{slow if self.folder else 'an empty name'} is no far memory",
+                f"{slow if self.folder else 'an empty name'} is no offload memory",
                 expected="a folder, used at 1 MB/s or more",
                 remedy="write it as 500MB/s, or "
-                'OffloadTier("/scratch", rate="500 MB/s", size="20 GiB")',
+                'OffloadMemory("/scratch", rate="500 MB/s", size="20 GiB")',
             )
         object.__setattr__(self, "size_bytes", parse_bytes(size, what="size"))
-        if self.size_bytes < FAR_PAGE_BYTES:
+        if self.size_bytes < OFFLOAD_PAGE_BYTES:
             raise BudgetError(
                 f"a size of {format_bytes(self.size_bytes)} holds no value",
                 expected="room for what is to be moved",
