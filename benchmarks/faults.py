@@ -347,8 +347,8 @@ def _prepare(folder: Path) -> None:
         if "[[shard_batch]]" not in plan.read_text():  # one rank would be faster
             plan.write_text(plan.read_text() + _ON_RANKS.format(ranks=ranks, bucket=bucket))
     said = (folder / "train.plan.toml").read_text()
-    if "[[pinned_transfer]]" not in said:
-        said += '\n[[pinned_transfer]]\nmessages = "exchanges"\n'
+    if "[[shared_memory_transfer]]" not in said:
+        said += '\n[[shared_memory_transfer]]\nmessages = "exchanges"\n'
     (folder / "slots.plan.toml").write_text(said)
     loop = _CLUSTER.format(member="rack", link='link = "wire"')
     (folder / "loop.toml").write_text(loop)

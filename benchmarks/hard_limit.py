@@ -190,7 +190,7 @@ def plan(name: str, path: str) -> None:
         eager=planned.plan.before.peak.nbytes,
         parts=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
         taken=sorted({f"{r.trade} {r.degree or ''}".strip() for r in rules}),
-        exact=all(r.trade not in ("accumulate", "stream") for r in rules),
+        exact=all(r.trade not in ("accumulate", "chunk") for r in rules),
     )
 
 

@@ -9,7 +9,8 @@ of micro-batches are, each when the one before is there; it takes from when it i
 be read, by the clock that both processes have. Either it lies there, or it is made for each
 message, by torch.neg, as stages make theirs: in its slot, or in room of the sender; then it is what
 the message adds to what making it takes alone. Steps are those of plans of this machine, as the
-search makes them, with [[pinned_transfer]] and without, in turn in the same processes: of a model
+search makes them, with [[shared_memory_transfer]] and without, in turn in the same processes: of a
+model
 whose messages take half of its step, and of a GPT, whose are small. The figures are medians of
 paired ratios. Needs two cores that do nothing else.
 """
@@ -305,7 +306,7 @@ def _prepared(name: str, folder: Path) -> dict[str, Any]:
 
     session = _look(name)
     rules = _wide_rules() if name == "wide" else _fastest(session)
-    sides = {"gloo": rules, "slots": (*rules, Rule(trade="pinned_transfer", op="stages"))}
+    sides = {"gloo": rules, "slots": (*rules, Rule(trade="shared_memory_transfer", op="stages"))}
     seconds = {}
     for side, own in sides.items():
         made = Decisions(target=session.target(), budget=Budget(), rules=tuple(sorted(own)))

@@ -13,7 +13,7 @@ from benchmarks.published import gpt, llama
 from benchmarks.published.gpt import GPT, Shape
 from benchmarks.published.llama import Llama, LlamaShape
 from benchmarks.published.opt import OPT
-from steelyard.capture.spmd.partition import parted
+from steelyard.capture.spmd.partition import partition
 from steelyard.capture.spmd.sequence_parallel import sequence_placements
 from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.capture.step import CapturedStep
@@ -70,4 +70,4 @@ def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool, micro_batch: i
     choice = ShardingChoice(
         axis=TENSOR, num_ranks=tensor, inputs=tuple(lies.items()), values=values
     )
-    return parted(graph, choice, rank=0, transport=NCCL)
+    return partition(graph, choice, rank=0, transport=NCCL)

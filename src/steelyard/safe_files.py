@@ -95,7 +95,7 @@ def refusal(source: str, problems: Sequence[str], *, remedy: str = "") -> PlanFi
         happened = "\n  ".join([f"{name} has {len(problems)} problems", *shown])
     return PlanFileError(
         happened,
-        expected="a plan file as steelyard writes it, format 1",
+        expected="a plan file as steelyard writes it",
         remedy=remedy or "correct what is named above, or plan again: steelyard plan train.py",
     )
 

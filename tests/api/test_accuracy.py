@@ -25,7 +25,7 @@ from steelyard.plans.prediction_file import read_plan
 from steelyard.report.document import tree_of
 from steelyard.report.json import to_json
 from steelyard.trades.offload_state import MOVABLE, movable
-from steelyard.trades.quantise import Quantise
+from steelyard.trades.quantize_activations import QuantizeActivations
 from tests.harness import floor_bytes, in_a_hurry
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -92,11 +92,11 @@ def planned(plain: sy.Planned, tight: int) -> sy.Planned:
 
 
 def rules_of(planned: sy.Planned) -> list[Rule]:
-    return [r for r in planned.plan.decisions.rules if r.trade == "quantise"]
+    return [r for r in planned.plan.decisions.rules if r.trade == "quantize_activations"]
 
 
 def test_it_fits_where_nothing_exact_does(planned: sy.Planned) -> None:
-    taken = [t for t in planned.plan.taken if t.trade == "quantise"]
+    taken = [t for t in planned.plan.taken if t.trade == "quantize_activations"]
     assert sum(t.buys_bytes for t in taken) > 0
     assert sum(t.pays_seconds for t in taken) > 0
     assert sum(r.count for t in taken for r in t.rules) == sum(r.count for r in rules_of(planned))
@@ -104,7 +104,7 @@ def test_it_fits_where_nothing_exact_does(planned: sy.Planned) -> None:
     word = planned.predicted.accuracy_loss
     assert re.fullmatch(PROBED, word), word
     assert planned.plan.unplanned.metrics.accuracy_loss == "exact"
-    assert planned.why_not("quantise").startswith("quantise was applied: ")
+    assert planned.why_not("quantize_activations").startswith("quantize_activations was applied: ")
     said = str(planned)
     assert word.partition(" (")[0] in said
     assert "no promise of a final accuracy" in " ".join(said.split())
@@ -172,11 +172,11 @@ def test_a_budget_of_no_loss_says_what_it_would_buy(
     monkeypatch.setattr(accuracy, "drift", never)
     exact = plain.what_if(memory=2 * tight)
     assert exact.predicted.accuracy_loss == "exact"
-    reason = exact.why_not("quantise")
+    reason = exact.why_not("quantize_activations")
     assert "is lossy and the accuracy budget is 0" in reason
     assert "would alone buy ~" in reason
     assert " MiB of memory" in reason
-    left = [r for r in exact.plan.refused if r.trade == "quantise"]
+    left = [r for r in exact.plan.refused if r.trade == "quantize_activations"]
     assert len(left) == 1
     with pytest.raises(Infeasible):
         plain.what_if(memory=tight)
@@ -188,8 +188,10 @@ def test_plenty_of_memory_asks_for_no_probe(
     monkeypatch.setattr(accuracy, "coding_errors", None)
     roomy = plain.what_if(memory="1 GiB", accuracy_loss="1%")
     assert roomy.predicted.accuracy_loss == "exact"
-    assert "the step fits without it" in roomy.why_not("quantise")
-    assert "memory is not bounded" in plain.what_if(accuracy_loss="1%").why_not("quantise")
+    assert "the step fits without it" in roomy.why_not("quantize_activations")
+    assert "memory is not bounded" in plain.what_if(accuracy_loss="1%").why_not(
+        "quantize_activations"
+    )
 
 
 def test_a_drift_beyond_the_budget_gives_up_what_loses_most(plain: sy.Planned, tight: int) -> None:
@@ -198,8 +200,8 @@ def test_a_drift_beyond_the_budget_gives_up_what_loses_most(plain: sy.Planned, t
     exact = least(plain)
     refused = plain.what_if(memory=exact + MIB // 4, accuracy_loss=1e-12)
     assert refused.predicted.accuracy_loss == "exact"
-    assert "drifted" in refused.why_not("quantise")
-    assert "and the accuracy budget is 0.0000000001 %" in refused.why_not("quantise")
+    assert "drifted" in refused.why_not("quantize_activations")
+    assert "and the accuracy budget is 0.0000000001 %" in refused.why_not("quantize_activations")
 
 
 def test_values_too_far_from_themselves_are_named(
@@ -213,7 +215,7 @@ def test_values_too_far_from_themselves_are_named(
         model, loss, x, optimizer=ADAM, budget=sy.Budget(memory=2 * tight, accuracy_loss="1%")
     )
     roomy = exact.plan.unplanned.peak.nbytes <= 2 * tight
-    reasons = exact.why_not("quantise")
+    reasons = exact.why_not("quantize_activations")
     assert ("of its norm in 8 bits" in reasons) is not roomy
 
 
@@ -231,7 +233,7 @@ def test_a_value_that_is_not_finite_is_never_coded() -> None:
     lossy = whole.what_if(memory=memory, accuracy_loss="1%")
     bad = [r for r in lossy.plan.refused if "not finite" in r.reason]
     assert bad
-    assert all(r.trade == "quantise" for r in bad)
+    assert all(r.trade == "quantize_activations" for r in bad)
 
 
 def test_without_an_optimizer_nothing_can_be_probed() -> None:
@@ -240,7 +242,7 @@ def test_without_an_optimizer_nothing_can_be_probed() -> None:
     between = (least(whole) + whole.plan.predicted.peak.nbytes) // 2
     refused = whole.what_if(memory=between, accuracy_loss="1%")
     assert refused.predicted.accuracy_loss == "exact"
-    assert "without an optimizer there is no drift" in refused.why_not("quantise")
+    assert "without an optimizer there is no drift" in refused.why_not("quantize_activations")
 
 
 def test_a_loss_that_is_not_finite_anyway_is_said_once() -> None:
@@ -253,7 +255,7 @@ def test_a_loss_that_is_not_finite_anyway_is_said_once() -> None:
     low, high = least(whole), whole.plan.predicted.peak.nbytes
     refused = whole.what_if(memory=low + (high - low) // 10, accuracy_loss="1%")
     assert refused.predicted.accuracy_loss == "exact"
-    assert "the loss is not finite, even without" in refused.why_not("quantise")
+    assert "the loss is not finite, even without" in refused.why_not("quantize_activations")
 
 
 def test_a_loss_that_is_not_finite_is_no_small_drift() -> None:
@@ -268,7 +270,7 @@ def test_the_plan_file_holds_them_and_is_probed_anew(planned: sy.Planned, tmp_pa
     path = tmp_path / "train.plan.toml"
     planned.save(path)
     text = path.read_text()
-    assert "[[quantise]]" in text
+    assert "[[quantize_activations]]" in text
     assert 'accuracy_loss = "1 %"' in text
     on_file = read_plan(path).plan
     assert on_file is not None
@@ -307,8 +309,8 @@ def test_an_edited_rule_is_checked(planned: sy.Planned, tmp_path: Path) -> None:
     planned.save(path)
     text, (rule, *_) = path.read_text(), rules_of(planned)
     model, x = made()
-    path.write_text(text.replace("[[quantise]]", "[[quantize]]"))
-    with pytest.raises(PlanFileError, match="quantise"):
+    path.write_text(text.replace("[[quantize_activations]]", "[[quantize]]"))
+    with pytest.raises(PlanFileError, match="quantize_activations"):
         sy.load(path, model, loss, x, optimizer=ADAM)
     again = f'\n[[recompute]]\nmodule = "{rule.module}"\nop = "{rule.op}"\nnth = {rule.nth}\n'
     path.write_text(text + again + f"count = {rule.count}\n")
@@ -327,7 +329,7 @@ def test_the_curve_of_a_lossy_plan_says_what_nobody_probed(planned: sy.Planned) 
     words = {p.accuracy_loss for p in planned.frontier}
     assert words <= {"exact", "unknown"}
     for point in planned.frontier:
-        is_coded = any(rule.trade == "quantise" for rule in point.rules)
+        is_coded = any(rule.trade == "quantize_activations" for rule in point.rules)
         assert (point.accuracy_loss == "unknown") is is_coded
     assert any(p.accuracy_loss == "unknown" for p in planned.frontier)
 
@@ -335,7 +337,7 @@ def test_the_curve_of_a_lossy_plan_says_what_nobody_probed(planned: sy.Planned) 
 def test_inductor_is_refused_with_the_reason() -> None:
     model, x = Rows(depth=2).train(), made()[1]
     other = sy.plan(model, loss, x, optimizer=ADAM, runner="inductor")
-    assert "only plans for generated Python are probed" in other.why_not("quantise")
+    assert "only plans for generated Python are probed" in other.why_not("quantize_activations")
 
 
 def test_the_largest_batch_is_found_without(tight: int) -> None:
@@ -369,9 +371,9 @@ def test_far_memory_and_8_bits_are_chosen_together(beside_far: sy.Planned) -> No
 def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> None:
     planned = beside_far
     session = planned.session
-    coded = tuple(r for r in planned.plan.decisions.rules if r.trade == "quantise")
+    coded = tuple(r for r in planned.plan.decisions.rules if r.trade == "quantize_activations")
     if not coded:
-        offers, _ = Quantise().offers(session.base, session.source)
+        offers, _ = QuantizeActivations().offers(session.base, session.source)
         coded = tuple(rule for offer in offers for rule in offer.rules)[:1]
     moved = tuple(
         Rule(trade="offload_state", op=what, module=name, lead=1)
@@ -435,7 +437,7 @@ def test_from_the_command_line(
     assert main(["plan", "train.py", *memory, "--accuracy-loss", "1%"]) == 0
     said = capsys.readouterr().out
     assert "accuracy loss <= 1 %" in said
-    assert "quantise" in said
+    assert "quantize_activations" in said
     assert main(["plan", "train.py", "--check", "train.plan.toml"]) == 0
     assert main(["run", "train.py", "--plan", "train.plan.toml", "--steps", "3"]) == 0
     assert "±" in capsys.readouterr().out

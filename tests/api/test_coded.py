@@ -39,7 +39,7 @@ LINK = {
 }  # fmt: skip
 _SLOW, _FAST = 12.5e6, 1e12
 _TRADES = (
-    "ternary_gradients", "rounded_gradients", "low_rank_gradients", "largest_gradients",
+    "ternary_gradients", "quantized_gradients", "low_rank_gradients", "top_k_gradients",
 )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_a_bound_on_memory_holds_in_milder_codes_too(
 
     def much_in_the_middle(_: Any, rung: Sequence[Rule]) -> int:
         codes = {rule.trade for rule in rung} & set(_TRADES)
-        return 2**40 if codes == {"rounded_gradients"} else 0
+        return 2**40 if codes == {"quantized_gradients"} else 0
 
     monkeypatch.setattr(coded, "_peak_bytes", much_in_the_middle)
     bound = plan.what_if(memory=2 * max(peaks), accuracy_loss="5%")
@@ -232,7 +232,7 @@ def test_without_a_compiler_there_are_those_alone_that_need_none_and_the_plan_sa
     plan = _planned(tmp_path, monkeypatch, 2 * _SLOW, "5%", _SGD)
     coded = {(r.trade, r.op) for r in plan.plan.decisions.rules if r.trade in _TRADES}
     assert coded
-    assert coded <= {("rounded_gradients", "bfloat16"), ("low_rank_gradients", "")}
+    assert coded <= {("quantized_gradients", "bfloat16"), ("low_rank_gradients", "")}
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
     refused = {r.label: r.reason for r in plan.plan.refused if r.trade in _TRADES}
     for bits in (8, 2):

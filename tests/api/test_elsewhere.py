@@ -155,7 +155,7 @@ def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedForClust
     # Another layout is a few percent slower by declared rates that may be off by half.
     assert "not told apart from data 4 x pipeline 2" in " ".join(said.split())
     assert "no published step was compared with them" in said
-    assert "is not weighed for several devices that are not here" in planned.why_not("stream")
+    assert "is not weighed for several devices that are not here" in planned.why_not("chunk")
     assert "the cluster says of no memory of hosts" in planned.why_not("offload")
     assert {t.trade for t in planned.plan.taken} & {"shard_batch", "shard_tensor", "shard_pipeline"}
     for trade in ("shard_batch", "shard_tensor", "shard_pipeline", "shard_states"):

@@ -21,13 +21,13 @@ from torch.nn import functional as F
 import steelyard as sy
 from steelyard.errors import Infeasible, Mismatch, PlanFileError, RunFailed
 from steelyard.ir.program import Program
-from steelyard.ir.saved_activations import waiting
+from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.passes.offload.sliced_activation_matmuls import sliceable_inputs
 from steelyard.trades import offload
+from steelyard.trades.chunk import Chunk
 from steelyard.trades.offload import with_transfers
-from steelyard.trades.quantise import quantisable, with_codes
+from steelyard.trades.quantize_activations import quantizable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
-from steelyard.trades.stream import Stream
 from tests.harness import Outcome, Trial, costs_of, floor_bytes, in_a_hurry, predicted_above
 
 pytestmark = pytest.mark.xdist_group("far")
@@ -80,7 +80,7 @@ def tower(layer: Callable[[int, int], nn.Module], *shape: int, height: int = 1) 
 
 def able(program: Program) -> list[str]:
     made_again = {line.node for line in program.again}
-    values = waiting(program, least_bytes=1) - made_again
+    values = saved_for_backward(program, least_bytes=1) - made_again
     return sorted(sliceable_inputs(program, values))
 
 
@@ -160,16 +160,16 @@ def test_beside_all_else_that_a_step_can_be(seed: int) -> None:
     tried = Trial(model, lambda m, x: m(input_ids=x, labels=x).loss, torch.randint(1000, (4, 96)))
     parts = 1 + seed % 2
     program = Program.plain(tried.source.graph(micro_batches=parts)).repeated(parts)
-    offers, _ = Stream().offers(program, tried.source)
+    offers, _ = Chunk().offers(program, tried.source)
     if seed and offers:
-        program = Stream().rewrite(program, offers[0].rules, tried.source)
+        program = Chunk().rewrite(program, offers[0].rules, tried.source)
     copied = [v for v in sorted(recomputable(program.graph)) if rng.random() < 0.2]
     program = with_copies(program, copied)
-    coded = [v for v in sorted(quantisable(program)) if rng.random() < 0.1]
+    coded = [v for v in sorted(quantizable(program)) if rng.random() < 0.1]
     program = with_codes(program, [v for v in coded if v not in copied])
     chosen = able(program)
     assert len(chosen) > 2
-    values = sorted(waiting(program) - set(copied))
+    values = sorted(saved_for_backward(program) - set(copied))
     times = {v: (rng.randrange(4), rng.randrange(4)) for v in values if rng.random() < 0.8}
     slices = {v: rng.choice((2, 3, 7)) for v in chosen if v in times}
     ours, theirs = with_transfers(program, times, slices), with_transfers(program, times)
@@ -341,6 +341,6 @@ class Otherwise(nn.Module):
 def test_what_is_no_sum_over_rows_one_behind_the_other_is_not_offered(across: bool) -> None:
     torch.manual_seed(0)
     tried = Trial(Otherwise(across=across), square, torch.randn(4, 12, 64))
-    assert "mul" in waiting(tried.plain)
+    assert "mul" in saved_for_backward(tried.plain)
     assert "mul" not in able(tried.plain)
     assert tried.plain.graph.by_name["mul"].outputs[0].is_contiguous == across

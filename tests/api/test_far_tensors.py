@@ -316,7 +316,7 @@ def test_what_8_bits_would_buy_is_said_beside_it(offload_memory: sy.OffloadMemor
     assert refusal.value.least_bytes is not None
     least = planned.what_if(memory=refusal.value.least_bytes)
     assert {r.op for r in least.plan.decisions.rules if r.trade == "offload_state"} == set(MOVABLE)
-    assert "the accuracy budget is 0" in least.why_not("quantise")
+    assert "the accuracy budget is 0" in least.why_not("quantize_activations")
 
 
 def test_a_plan_of_before_moves_what_the_optimizer_keeps(adam: sy.Planned, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.api.test_coded import LINK
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-_RULE = Rule(trade="pinned_transfer", op="exchanges")
+_RULE = Rule(trade="shared_memory_transfer", op="exchanges")
 _FAST = {"slotted call": 1e-5, "slotted hop": 1e-5, "slotted rate": 8e9}
 _SLOW = {"slotted call": 1e-3, "slotted hop": 1e-1, "slotted rate": 1e7}
 
@@ -50,7 +50,7 @@ def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
 ) -> None:
     plan = _planned(folder, monkeypatch, _FAST)
     assert _RULE in plan.plan.decisions.rules
-    (taken,) = (t for t in plan.plan.taken if t.trade == "pinned_transfer")
+    (taken,) = (t for t in plan.plan.taken if t.trade == "shared_memory_transfer")
     assert taken.rules == (_RULE,)
     assert taken.label == "exchanges through slots"
     assert taken.buys_seconds > 1e-3
@@ -60,7 +60,7 @@ def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
     peak = plan.plan.predicted.peak
     assert any(h.what == "room for what other ranks write" for h in peak.alive)
     plan.save(path := tmp_path / "train.plan.toml")
-    assert '[[pinned_transfer]]\nmessages = "exchanges"' in path.read_text()
+    assert '[[shared_memory_transfer]]\nmessages = "exchanges"' in path.read_text()
     assert read_decisions(path).rules == plan.plan.decisions.rules
 
 
@@ -69,7 +69,7 @@ def test_where_it_is_slower_the_plan_says_by_how_much(
 ) -> None:
     plan = _planned(folder, monkeypatch, _SLOW)
     assert _RULE not in plan.plan.decisions.rules
-    (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
+    (refusal,) = (r for r in plan.plan.refused if r.trade == "shared_memory_transfer")
     assert refusal.left is Remaining.WHOLE
     assert "would take ~" in refusal.reason
     assert "without them ~" in refusal.reason
@@ -81,6 +81,6 @@ def test_ranks_that_share_no_memory_are_told_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = _planned(folder, monkeypatch, {})
-    (refusal,) = (r for r in plan.plan.refused if r.trade == "pinned_transfer")
+    (refusal,) = (r for r in plan.plan.refused if r.trade == "shared_memory_transfer")
     assert refusal.left is Remaining.NEVER
     assert refusal.reason.startswith("these ranks are not known to share memory")

@@ -126,14 +126,14 @@ def _set(*place: str | int, to: object) -> Callable[[], str]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_set("plan", "predicted", "quad", "memory_bytes", "value", to=1.0), "interval"),
+        (_set("plan", "predicted", "metrics", "memory_bytes", "value", to=1.0), "interval"),
         (_set("plan", "predicted", "peak", "nbytes", to=7), "outside the interval of memory_bytes"),
         (_set("plan", "predicted", "peak", "resident_bytes", to=2**40), "more than the peak"),
         (_set("plan", "predicted", "peak", "alive", 0, "nbytes", to=2**40), "more than the peak"),
         (_set("plan", "predicted", "timeline", "seconds", 3, to=9.0), "does not ascend"),
         (_set("plan", "predicted", "timeline", "seconds", to=[0.0]), "not as many seconds"),
         (_set("plan", "predicted", "timeline", "nbytes", 3, to=2**50), "more than twice the peak"),
-        (_set("plan", "predicted", "quad", "accuracy_loss", to="none at all"), "no word"),
+        (_set("plan", "predicted", "metrics", "accuracy_loss", to="none at all"), "no word"),
         (_set("plan", "frontier", 0, "accuracy_loss", to="none at all"), "no word"),
         (_set("plan", "frontier", 0, "micro_batches", to=0), "is 0, not between 1"),
         (_set("plan", "num_offers", to=1), "plan.taken has 2 offers, and there were 1"),
@@ -143,7 +143,7 @@ def _set(*place: str | int, to: object) -> Callable[[], str]:
         (_set("measured", "first_step", to=0), "is 0, not between 1"),
         (_set("measured", "memory_bytes", to=2**70), "measured.memory_bytes is"),
         (_set("decisions_sha256", to="beef"), "not 64 hexadecimal digits"),
-        (_set("format", to=2), "format is 2"),
+        (_set("format", to=3), "format is 3"),
         (lambda: json.dumps(DOCUMENT)[:-200], "is not JSON"),
         (lambda: "", "is not JSON"),
     ],
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_named(make: Callable[[], str], said: str) -> None:
 
 
 def test_computation_that_takes_longer_than_its_step_is_refused() -> None:
-    place = ("plan", "predicted", "quad", "computation_seconds")
+    place = ("plan", "predicted", "metrics", "computation_seconds")
     found = read_or_refused(damaged(place, {"value": 1e5, "low": 1e5, "high": 1e5}))
     assert isinstance(found, PlanFileError)
     assert "in a step of 1.24 s" in found.happened

@@ -11,9 +11,9 @@ import pytest
 # A step's worth of blocks, those of a megabyte and one that no process keeps by itself.
 _STEPS = """
 import ctypes, resource, sys
-from steelyard.measure.malloc import is_kept, keep_what_is_freed
+from steelyard.measure.malloc import is_kept, keep_freed_memory
 
-kept = keep_what_is_freed() if sys.argv[1] == "keep" else False
+kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 for step in range(6):

@@ -155,7 +155,7 @@ def test_it_reads_as_a_person_would_write_it() -> None:
 # The decisions of one Steelyard plan; what they are predicted to cost stands in the JSON
 # file beside this one. Edit them, then check the edit:
 #   steelyard plan train.py --check train.plan.toml
-format = 1
+format = 2
 
 [target]
 model = "3f21a0c45b7e9d10"
@@ -301,7 +301,10 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ("nth = 1", "times = 1.5", "recompute 1: times is 1.5, not a whole number"),
         ("nth = 1", "time = 2", "recompute 1: time is not a known key; did you mean times?"),
         ("nth = 1", "times = 2\ntimes = 3", "is not TOML"),
-        ("[[recompute]]", "[[quantise]]\ntimes = 2", "quantise 1: times is not a known key"),
+        (
+            "[[recompute]]", "[[quantize_activations]]\ntimes = 2",
+            "quantize_activations 1: times is not a known key",
+        ),  # fmt: skip
         ("op =", "nth = 1\nop =", "is not TOML"),
         ('"300 MiB"', '"300 megs"', "memory = '300 megs' has the unknown unit 'megs'"),
         ('"300 MiB"', "-3", "budget.memory is -3, not 1 or more"),
@@ -309,9 +312,10 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ('"300 MiB"', "true", "budget.memory is true, not a whole number"),
         ('"0 %"', "nan", "budget.accuracy_loss is nan, not"),
         ('"0 %"', "-0.1", "budget.accuracy_loss is -0.1, not 0 or more"),
-        ("format = 1", "format = 2", "written by a later steelyard"),
-        ("format = 1", "format = true", "format is true, not a whole number"),
-        ("format = 1\n", "", "format is missing"),
+        ("format = 2", "format = 3", "written by a later steelyard"),
+        ("format = 2", "format = 1", "was written in format 1, whose tables"),
+        ("format = 2", "format = true", "format is true, not a whole number"),
+        ("format = 2\n", "", "format is missing"),
         ("micro_batches = 2", "micro_batches = 0", "accumulate 1: micro_batches is 0, not 1 or"),
         ("micro_batches = 2", "degree = 2", "accumulate 1: degree is not a known key"),
         (
@@ -350,7 +354,7 @@ def test_several_problems_are_said_at_once_and_no_more_than_five_spelled_out() -
     [
         b"",
         b"\xff\xfe",
-        b"format = 1\x00",
+        b"format = 2\x00",
         "a = " + "[" * 1_000_000,
         "a = " + "{a=" * 300_000,
         "[" + "a." * 1_000_000 + "a]",
@@ -516,7 +520,7 @@ def test_damaged_json_is_a_plan_file_error_or_harmless(data: st.DataObject) -> N
         ('"low":', '"low":1e30,"low":', "the key 'low' stands twice in one object"),
         ('"low":', '"low":1e30,"lows":', "is not a known key; did you mean low?"),
         ('"phase":"forward"', '"phase":"sideways"', "not one of 'forward', 'backward' or 'update'"),
-        ('"format":1', '"format":2', "format is 2, not 1 or less"),
+        ('"format":2', '"format":3', "format is 3, not 2 or less"),
         ('"memory_bytes":{', '"memory_bytes":[{', "is not JSON"),
     ],
 )
@@ -528,7 +532,7 @@ def test_what_is_wrong_in_the_json_is_named(old: str, new: str, said: str) -> No
 
 def test_an_interval_that_does_not_hold_its_value_is_refused() -> None:
     document = json.loads(EXPLANATION)
-    document["plan"]["predicted"]["quad"]["memory_bytes"]["low"] = 1e30
+    document["plan"]["predicted"]["metrics"]["memory_bytes"]["low"] = 1e30
     assert "memory_bytes" in refused(json.dumps(document), decode_json)
 
 

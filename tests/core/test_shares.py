@@ -45,7 +45,7 @@ def test_shares_that_are_none_are_refused(shares: tuple[int, ...]) -> None:
 
 def _text(line: str, *, more: str = "") -> str:
     return (
-        'format = 1\n[target]\nmodel = "m"\ngraph = "g"\ndecomposition = "d"\nrunner = "python"\n'
+        'format = 2\n[target]\nmodel = "m"\ngraph = "g"\ndecomposition = "d"\nrunner = "python"\n'
         f'cluster = "c"\ntorch = "2.13.0"\nranks = 2\n{more}\n[budget]\n'
         f'[[shard_batch]]\nranks = 2\nbucket = "1 MiB"\n{line}\n'
     )

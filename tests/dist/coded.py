@@ -29,9 +29,9 @@ from steelyard.plans.plan import Decisions
 from steelyard.plans.plan_file import write_decisions
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.trades.largest_gradients import LargestGradients
+from steelyard.trades.top_k_gradients import TopKGradients
 from steelyard.trades.low_rank_gradients import LowRankGradients
-from steelyard.trades.rounded_gradients import RoundedGradients
+from steelyard.trades.quantized_gradients import QuantizedGradients
 from steelyard.trades.ternary_gradients import TernaryGradients
 from tests.dist.told import told
 from tests.harness import in_a_hurry
@@ -41,8 +41,8 @@ from tests.zoo.own import GPT
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS, BLOCK = 8, 1024
 CODECS = {
-    "ternary": TernaryGradients(), "int8": RoundedGradients(), "bfloat16": RoundedGradients(),
-    "factors": LowRankGradients(), "largest": LargestGradients(),
+    "ternary": TernaryGradients(), "int8": QuantizedGradients(), "bfloat16": QuantizedGradients(),
+    "factors": LowRankGradients(), "largest": TopKGradients(),
 }  # fmt: skip
 RANK = 4
 # Micro-batches, and how much of the gradients goes in one bucket.

@@ -67,7 +67,7 @@ _OVER_BATCH = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
 LAYOUTS: dict[str, tuple[Rule, ...]] = {
     "whole": (_OVER_BATCH,),
     "in micro-batches": (_OVER_BATCH, Rule(trade="accumulate", degree=2)),
-    "through slots": (_OVER_BATCH, Rule(trade="pinned_transfer", op="exchanges")),
+    "through slots": (_OVER_BATCH, Rule(trade="shared_memory_transfer", op="exchanges")),
     "in stages": (),
 }
 

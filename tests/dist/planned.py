@@ -418,10 +418,10 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     ]
     # Whether slots are quicker is for the machine to say; a case says whether there are any.
     laid = min(ways, key=lambda way: way.nbytes).rules
-    laid = tuple(rule for rule in laid if rule.trade != "pinned_transfer")
+    laid = tuple(rule for rule in laid if rule.trade != "shared_memory_transfer")
     laid = ahead(laid, is_alike=True) if case.coordinator else laid
     if case.in_slots:
-        laid = (*laid, Rule(trade="pinned_transfer", op="exchanges"))
+        laid = (*laid, Rule(trade="shared_memory_transfer", op="exchanges"))
     search, budget = session.layouts.search_by(laid), Budget()
     if case.share_of_plain is not None:
         plain = search.explored().plain.peak_bytes
@@ -450,7 +450,7 @@ def _staged(case: Case, session: PlanningSession) -> tuple[Rule, ...]:
         Rule(trade="accumulate", degree=case.micro_batches),
         Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
         *rules_for(_ENDS[case.schedule], schedule=case.schedule, ranks=2),
-        *([Rule(trade="pinned_transfer", op="stages")] if case.in_slots else []),
+        *([Rule(trade="shared_memory_transfer", op="stages")] if case.in_slots else []),
     )
 
 

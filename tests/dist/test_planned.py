@@ -100,7 +100,7 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
     assert ("shard_states" in rank["rules"]) == case.with_states, name
     assert ("accumulate" in rank["rules"]) == (case.micro_batches > 1), name
     assert ("recompute" in rank["rules"]) == (case.share_of_plain is not None), name
-    assert ("pinned_transfer" in rank["rules"]) == case.in_slots, name
+    assert ("shared_memory_transfer" in rank["rules"]) == case.in_slots, name
 
 
 def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:

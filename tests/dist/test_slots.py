@@ -52,7 +52,7 @@ def test_ranks_that_share_no_memory_are_all_told_which_one_does_not() -> None:
     for name, said in one.items():
         assert said.rstrip() == other[name].rstrip()
         assert len(said.strip().splitlines()) == 3, said
-        assert "[[pinned_transfer]]" in said
+        assert "[[shared_memory_transfer]]" in said
         assert "/memfd" not in said, "what was made stays open"
         assert "pipe:" not in said, "a pipe stays open"
     assert "on rank 0 another rank is on another host, or kept apart" in one["another host"]

@@ -210,7 +210,7 @@ def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
     source: CapturedStep, ranks: int
 ) -> None:
     rules = [
-        replace(rule, trade="rounded_gradients", op="bfloat16")
+        replace(rule, trade="quantized_gradients", op="bfloat16")
         if rule.trade in CODE_TRADES
         else rule
         for rule in _rules(ranks, bucket=1 << 14)
@@ -267,7 +267,7 @@ def test_what_cannot_go_in_codes_is_refused(source: CapturedStep) -> None:
             _applied(source, rules)
         assert len(str(caught.value).splitlines()) == 3
     again = "blocks.*.mlp.up.weight"
-    twice = [*_rules(2), Rule(trade="rounded_gradients", op="int8", module=again, count=2)]
+    twice = [*_rules(2), Rule(trade="quantized_gradients", op="int8", module=again, count=2)]
     with pytest.raises(Mismatch, match="twice in codes"):
         _applied(source, twice)
     alone = [rule for rule in _rules(2) if rule.trade == "ternary_gradients"]

@@ -27,7 +27,7 @@ _STEPS = 3
 _CODED = ("blocks.*.mlp.up.weight", "blocks.*.mlp.down.weight")
 _KINDS = {
     "ternary": ("ternary_gradients", 0), "factors": ("low_rank_gradients", 4),
-    "largest": ("largest_gradients", 0),
+    "largest": ("top_k_gradients", 0),
 }  # fmt: skip
 
 

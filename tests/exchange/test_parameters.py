@@ -10,7 +10,7 @@ from steelyard.errors import BadInput
 from steelyard.ir.collective import GLOO, Exchange
 from steelyard.ir.graph import JOINED_ROWS, Graph, Node, OutputKind, Ref, Role
 from steelyard.ir.program import Program
-from steelyard.ir.saved_activations import waiting
+from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
 from steelyard.passes.data_parallel.shard_parameters import gathered
 from steelyard.trades.recompute import Recompute, recomputable, with_copies
@@ -183,7 +183,7 @@ def test_what_is_put_together_is_neither_made_again_nor_sent_off() -> None:
     packed = {n.name for n in graph.nodes if n.is_packing and n.name in graph.reaching_backward}
     assert packed
     assert not packed & recomputable(graph)
-    assert not packed & waiting(Program.plain(graph), least_bytes=1)
+    assert not packed & saved_for_backward(Program.plain(graph), least_bytes=1)
 
 
 def _read_twice(graph: Graph, names: list[str]) -> Graph:

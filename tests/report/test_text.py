@@ -242,7 +242,7 @@ def test_what_pays_less_than_nothing_saves() -> None:
 
 def test_a_code_that_saves_computation_says_by_what() -> None:
     """Bytes that are not exchanged take nothing of the processor: no riddle."""
-    coded = replace(PLAN.taken[0], trade="rounded_gradients", pays_seconds=-0.004, buys_bytes=0)
+    coded = replace(PLAN.taken[0], trade="quantized_gradients", pays_seconds=-0.004, buys_bytes=0)
     text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
     said = "saves ~4.00 ms computation (exchanging fewer bytes takes less of the processor)"
     assert said in text
@@ -265,9 +265,9 @@ def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_firs
     codes = [
         Rejection(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
         for trade, more, left in (
-            ("largest_gradients", 9, Remaining.NEVER),
+            ("top_k_gradients", 9, Remaining.NEVER),
             ("ternary_gradients", 4, Remaining.WHOLE),
-            ("rounded_gradients", 8, Remaining.WHOLE),
+            ("quantized_gradients", 8, Remaining.WHOLE),
         )
     ]
     others = [replace(PLAN.refused[0], reason=f"reason {n}") for n in range(9)]
@@ -278,7 +278,7 @@ def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_firs
     )
     assert "would cost 8 %" not in text
     assert "would cost 9 %" not in text
-    coded = Rule(trade="rounded_gradients", op="int8", module="blocks.0", count=1)
+    coded = Rule(trade="quantized_gradients", op="int8", module="blocks.0", count=1)
     sent = replace(plan, decisions=replace(PLAN.decisions, rules=(*PLAN.decisions.rules, coded)))
     assert "would cost" not in shown(sent)
 

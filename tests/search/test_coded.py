@@ -75,9 +75,9 @@ def test_factors_that_take_longer_say_nothing_of_codes_that_are_more_to_send() -
         layouts=_layouts(counted),
         codecs=CODES.values(),
     )
-    rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("one", "other"))
+    rules = tuple(Rule(trade="top_k_gradients", module=name) for name in ("one", "other"))
     way = CompressedCandidate(
-        codec=LARGEST, trade="largest_gradients", rules=rules, without=(), seconds=_REST, nbytes=0
+        codec=LARGEST, trade="top_k_gradients", rules=rules, without=(), seconds=_REST, nbytes=0
     )
     codecs = {codec_of(rule) for rule in weighing.gentler(way).rules}
     assert codecs == {LARGEST, BFLOAT16}
@@ -90,17 +90,17 @@ def test_a_gradient_that_cannot_go_in_a_milder_code_keeps_its_own() -> None:
         asked = [rule for rule in rules if rule.trade == "low_rank_gradients"]
         if any(rule.module == "thin" for rule in asked):
             raise Mismatch("of thin", expected="a matrix", remedy="plan again")
-        is_largest = sum(rule.trade == "largest_gradients" for rule in rules)
+        is_largest = sum(rule.trade == "top_k_gradients" for rule in rules)
         return SimpleNamespace(seconds=_REST - is_largest - len(asked), nbytes=0)
 
     weighing = Weighing(
         layouts=_layouts(counted),
         codecs=CODES.values(),
     )
-    rules = tuple(Rule(trade="largest_gradients", module=name) for name in ("thin", "wide"))
+    rules = tuple(Rule(trade="top_k_gradients", module=name) for name in ("thin", "wide"))
     way = CompressedCandidate(
-        codec=LARGEST, trade="largest_gradients", rules=rules, without=(), seconds=_REST - 2,
+        codec=LARGEST, trade="top_k_gradients", rules=rules, without=(), seconds=_REST - 2,
         nbytes=0,
     )  # fmt: skip
     found = {rule.module: rule.trade for rule in weighing.gentler(way).rules}
-    assert found == {"thin": "largest_gradients", "wide": "low_rank_gradients"}
+    assert found == {"thin": "top_k_gradients", "wide": "low_rank_gradients"}

@@ -428,7 +428,7 @@ def _other(rules: tuple[Rule, ...], trade: str, **changed: object) -> tuple[Rule
         (lambda r: _other(r, "shard_pipeline", module="blocks.5"), "that others follow"),
         (lambda r: _other(r, "shard_pipeline", op="GPipe"), "would not say so"),
         (lambda r: _other(r, "accumulate", degree=3), "which has no such parts"),
-        (lambda r: (*r, Rule(trade="stream", degree=4)), "would not say so"),
+        (lambda r: (*r, Rule(trade="chunk", degree=4)), "would not say so"),
         (
             lambda r: (*r, Rule(trade="offload_state", module="head.weight", op="optimizer")),
             "no memory of hosts",

@@ -25,7 +25,7 @@ from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import least_seconds
 from steelyard.search.single.min_cut import MinCut
 from steelyard.trades import TRADES
-from steelyard.trades.quantise import Quantise, quantisable, with_codes
+from steelyard.trades.quantize_activations import QuantizeActivations, quantizable, with_codes
 from steelyard.trades.recompute import recomputable
 from tests.search.graphs import Whole, in_floats, random_step, tower
 
@@ -41,7 +41,7 @@ def searching(
     graph: Graph, *, lossy: bool = True, trades: Any = TRADES, costs: CostTable | None = None
 ) -> StepSearch:
     plain = Program.plain(graph)
-    able = quantisable(plain)
+    able = quantizable(plain)
     allowed = frozenset(s for s, name in spots(graph).items() if name in able)
     return StepSearch(
         plain,
@@ -73,7 +73,7 @@ def test_where_nothing_may_be_lost_plans_are_those_without_the_trade(
         assert ours.rules == theirs.rules
         assert ours.prediction == theirs.prediction
         assert (ours.taken, ours.frontier, ours.gap) == (theirs.taken, theirs.frontier, theirs.gap)
-        (refusal,) = (r for r in ours.refused if r.trade == "quantise")
+        (refusal,) = (r for r in ours.refused if r.trade == "quantize_activations")
         assert [r for r in ours.refused if r is not refusal] == list(theirs.refused)
         assert "would alone buy ~" in refusal.reason
         assert refusal.reason.endswith("but is lossy and the accuracy budget is 0")
@@ -82,7 +82,7 @@ def test_where_nothing_may_be_lost_plans_are_those_without_the_trade(
 
 def test_the_reason_is_the_one_that_was_given() -> None:
     found = searching(in_floats(tower(5)), lossy=False).find(Budget(), barred="rains too much")
-    (refusal,) = found.why_not("quantise")
+    (refusal,) = found.why_not("quantize_activations")
     assert refusal.reason.endswith(" KiB of memory, but rains too much")
 
 
@@ -107,7 +107,7 @@ def dear(graph: Graph) -> CostTable:
     """Everything takes long to compute again, and next to nothing to write down in 8 bits."""
     quick = {"steelyard.encode8.default", "steelyard.decode8.default"}
     plain = Program.plain(graph)
-    nodes = with_codes(plain, quantisable(plain)).graph.nodes
+    nodes = with_codes(plain, quantizable(plain)).graph.nodes
     return CostTable(
         device=DEVICE,
         operators={
@@ -127,13 +127,13 @@ def test_what_is_dear_to_compute_again_is_kept_in_8_bits() -> None:
     assert lossy.explored().least.peak_bytes < exact.explored().least.peak_bytes
     budget = budgets(exact)[2]
     found, without = lossy.find(budget), exact.find(budget)
-    rules = [r for r in found.rules if r.trade == "quantise"]
+    rules = [r for r in found.rules if r.trade == "quantize_activations"]
     assert rules
     assert found.prediction.metrics.accuracy_loss == "unknown"
     assert (
         found.prediction.metrics.step_seconds.value < without.prediction.metrics.step_seconds.value
     )
-    taken = [t for t in found.taken if t.trade == "quantise"]
+    taken = [t for t in found.taken if t.trade == "quantize_activations"]
     assert sum(r.count for t in taken for r in t.rules) == sum(r.count for r in rules)
     assert all(t.buys_bytes >= 0 for t in taken)
     assert "keeping it in 8 bits" in str(found.gap)
@@ -150,9 +150,9 @@ def test_only_what_may_lose_something_is_coded() -> None:
     search = StepSearch(plain, trades=TRADES, source=Whole(graph), costs=costs, lossy=allowed)
     found = search.find(budgets(search)[1])
     for point in found.frontier:
-        coded = [r for r in point.rules if r.trade == "quantise"]
+        coded = [r for r in point.rules if r.trade == "quantize_activations"]
         assert {(r.module, r.op, r.count) for r in coded} <= {("blocks.2", "aten.gelu", 1)}
-    offers = [o for o in search.offers if o.trade == "quantise"]
+    offers = [o for o in search.offers if o.trade == "quantize_activations"]
     assert sum(r.count for o in offers for r in o.rules) == 1
 
 
@@ -161,7 +161,7 @@ def test_the_bound_is_below_every_plan_that_was_found() -> None:
         graph = in_floats(random_step(seed, num_values=9))
         plain = Program.plain(graph)
         costs = dear(graph)
-        tally = FastEstimator(plain, costs, recomputable(graph), codable=quantisable(plain))
+        tally = FastEstimator(plain, costs, recomputable(graph), codable=quantizable(plain))
         cut = MinCut(tally)
         for point in searching(graph, costs=costs).explored().chain:
             bound = least_seconds(
@@ -176,7 +176,7 @@ def test_all_of_a_choice_is_carried_to_another_trace() -> None:
     graph = in_floats(tower(4))
     plain = Program.plain(graph)
     tallies = [
-        FastEstimator(plain, dear(graph), recomputable(graph), codable=quantisable(plain))
+        FastEstimator(plain, dear(graph), recomputable(graph), codable=quantizable(plain))
         for plain in (plain, replace(plain))
     ]
     ours, theirs = tallies
@@ -186,5 +186,5 @@ def test_all_of_a_choice_is_carried_to_another_trace() -> None:
 
 
 def test_quantise_says_what_it_is() -> None:
-    assert Quantise.pays == ("accuracy", "computation")
-    assert not Quantise.is_exact
+    assert QuantizeActivations.pays == ("accuracy", "computation")
+    assert not QuantizeActivations.is_exact

@@ -15,7 +15,7 @@ from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.predict.step import PEAK_SHARE
 from steelyard.search import SearchResult, StepSearch
 from steelyard.trades.accumulate import Accumulate
-from steelyard.trades.stream import Stream
+from steelyard.trades.chunk import Chunk
 from tests.harness import DEVICE, Trial, budgets, predicted_above, trial_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -103,7 +103,7 @@ def seconds_of(found: SearchResult) -> float:
 
 def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
     """Slices of the whole batch that are faster than what they are slices of."""
-    stream = Stream()
+    stream = Chunk()
     offers, _ = stream.offers(trial.plain, trial.source)
     graphs = [stream.rewrite(trial.plain, o.rules, trial.source).graph for o in offers]
     return {
@@ -119,9 +119,9 @@ def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
 def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
     trial = wordy()
     costs = CostTable(device=DEVICE, operators=in_no_time(trial))
-    searching = trial.searching(costs, trades=(Stream(),))
+    searching = trial.searching(costs, trades=(Chunk(),))
     found = [*from_least_to_more_than_plain(searching).values()]
-    assert "stream" in {r.trade for r in found[-1].rules}
+    assert "chunk" in {r.trade for r in found[-1].rules}
     assert all(seconds_of(tight) >= seconds_of(loose) for tight, loose in pairwise(found))
 
 
@@ -129,7 +129,7 @@ def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None
     trial = wordy()
     halved = {2: Estimate.exactly(0.1)}
     costs = CostTable(device=DEVICE, operators=in_no_time(trial), cut_steps=halved)
-    searching = trial.searching(costs, trades=(Accumulate(), Stream()))
+    searching = trial.searching(costs, trades=(Accumulate(), Chunk()))
     found = from_least_to_more_than_plain(searching)
     fastest = min(found.values(), key=seconds_of)
     assert [r.trade for r in fastest.rules] == ["accumulate"]
@@ -140,7 +140,7 @@ def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None
 
 def test_a_step_in_micro_batches_takes_what_was_found_of_it_in_slices_too() -> None:
     trial = wordy()
-    offers, _ = Stream().offers(trial.plain, trial.source)
+    offers, _ = Chunk().offers(trial.plain, trial.source)
     cut = trial.apply_rules([Rule(trade="accumulate", degree=2), *offers[-1].rules])
     assert cut.repeats == 2
     assert any(node.body for node in cut.graph.nodes)

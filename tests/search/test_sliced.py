@@ -21,7 +21,7 @@ from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.slicing_candidates import worth_slicing
 from steelyard.search.single.transfer_timing import TransferMode
 from steelyard.trades.offload import with_transfers
-from steelyard.trades.quantise import quantisable, with_codes
+from steelyard.trades.quantize_activations import quantizable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.api.test_far_inputs import LAYERS, able, bare, square, tower
 from tests.harness import Trial
@@ -78,12 +78,12 @@ def test_every_fate_counts_as_the_predictor_says(name: str) -> None:
         plain = once.repeated(rng.choice((1, 3)))
         slices = {v: rng.choice((2, 3, 5, 8)) for v in able(plain)}
         found = with_inputs_in_slices(plain, slices, {v: k for k, v in enumerate(slices)}).graph
-        coding = with_codes(plain, quantisable(plain)).graph
+        coding = with_codes(plain, quantizable(plain)).graph
         more = [n for n in coding.nodes if n.name not in found.by_name]
         costs = priced(replace(found, nodes=(*found.nodes, *more)), rng)
         values = recomputable(plain.graph)
         tally = FastEstimator(
-            plain, costs, values, saved_for_backward(plain), sorted(quantisable(plain)), slices
+            plain, costs, values, saved_for_backward(plain), sorted(quantizable(plain)), slices
         )
         chosen = [v for v in sorted(values) if rng.random() < 0.3 * (seed % 2)]
         again = tally.storages_of(chosen)

@@ -17,7 +17,7 @@ from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.transfer_timing import TransferMode
 from steelyard.trades.offload import with_transfers
-from steelyard.trades.quantise import quantisable, with_codes
+from steelyard.trades.quantize_activations import quantizable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.search.graphs import in_floats, random_step
 
@@ -131,7 +131,7 @@ def test_all_four_fates_count_as_the_predictor_says(
     rng = random.Random(seed)
     graph = in_floats(random_step(seed, num_values=12))
     plain = Program.plain(graph).repeated(repeats)
-    able = quantisable(plain)
+    able = quantizable(plain)
     every = with_codes(plain, able).graph
     costs = costs_with_workspace(every, seed) if measured else CostTable(device=DEVICE)
     if has_offload_memory:
@@ -169,7 +169,7 @@ def test_a_value_has_one_fate() -> None:
     costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph)
     tally = FastEstimator(
-        plain, costs, recomputable(graph), saved_for_backward(plain), quantisable(plain)
+        plain, costs, recomputable(graph), saved_for_backward(plain), quantizable(plain)
     )
     both = sorted(set(tally.coded_value_on) & set(tally.unit_of))
     assert both

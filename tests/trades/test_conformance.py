@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.trades.test_stream import LOSSES, Scores, assert_same, ids
 
 from steelyard.ir.parallel_layout import LAYOUT_TRADES
 from steelyard.ir.program import Program
@@ -28,7 +29,6 @@ from tests.harness import (
     predicted_above,
     trial_of,
 )
-from tests.trades.test_stream import LOSSES, Scores, assert_same, ids
 from tests.zoo.workers import on_its_worker
 
 pytestmark = pytest.mark.slow

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from tests.trades.test_stream import LOSSES, Scores, ids
 
 from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
@@ -15,12 +16,11 @@ from steelyard.ir.rule import Rule, to_rules
 from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
+from steelyard.trades.chunk import Chunk
 from steelyard.trades.offload import Offload, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
-from steelyard.trades.stream import Stream
 from tests.harness import Trial, costs_of, far_memory, predicted_above, trial_of
 from tests.search.graphs import Whole, random_step, tower
-from tests.trades.test_stream import LOSSES, Scores, ids
 from tests.zoo.workers import on_its_worker
 
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9, doubt=0.1)
@@ -175,8 +175,8 @@ def test_in_micro_batches_everything_moves_each_time(name: str) -> None:
 def test_what_a_stream_gives_can_leave() -> None:
     torch.manual_seed(0)
     tried = Trial(Scores(), LOSSES["mean"], ids().clamp(min=0))
-    offers, _ = Stream().offers(tried.plain, tried.source)
-    streamed = Stream().rewrite(tried.plain, offers[-1].rules, tried.source)
+    offers, _ = Chunk().offers(tried.plain, tried.source)
+    streamed = Chunk().rewrite(tried.plain, offers[-1].rules, tried.source)
     able = saved_for_backward(streamed)
     given = {n.name for n in streamed.graph.forward() if _is_given(streamed, n.name)}
     assert able & given

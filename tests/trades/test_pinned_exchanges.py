@@ -16,15 +16,15 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.passes.data_parallel.overlap import issued_ahead, waits_within
 from steelyard.predict import predict
-from steelyard.trades.pinned_transfer import PinnedTransfer
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer
 from tests.exchange.test_windows import _COSTS, exchanging
 from tests.trades.test_shard_pipeline import plain, stages, trial
 
-_RULE = Rule(trade="pinned_transfer", op="exchanges")
+_RULE = Rule(trade="shared_memory_transfer", op="exchanges")
 
 
 def _pinned(program: Program) -> Program:
-    return PinnedTransfer().rewrite(program, [_RULE], trial().source)
+    return SharedMemoryTransfer().rewrite(program, [_RULE], trial().source)
 
 
 def _in_turn(graph: Graph) -> list[tuple[str, str]]:
@@ -102,6 +102,8 @@ def test_a_cluster_whose_ranks_share_no_memory_cannot_carry_it_out() -> None:
 
 def test_where_nothing_is_exchanged_or_layers_lie_apart_the_rule_is_refused() -> None:
     for program in (plain(), stages("blocks.1")):
-        with pytest.raises(Mismatch, match="the plan has pinned_transfer for exchanges") as error:
+        with pytest.raises(
+            Mismatch, match="the plan has shared_memory_transfer for exchanges"
+        ) as error:
             _pinned(program)
         assert len(str(error.value).splitlines()) == 3

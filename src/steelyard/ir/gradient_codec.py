@@ -83,11 +83,11 @@ def low_rank(rank: int) -> Codec:
 # Those of the trades whose rules say which gradients go in codes, and what rules say of the code,
 # ``op`` and ``degree``; what loses least first.
 CODES = {
-    ("rounded_gradients", BFLOAT16.name, 0): BFLOAT16,
-    ("rounded_gradients", INT8.name, 0): INT8,
+    ("quantized_gradients", BFLOAT16.name, 0): BFLOAT16,
+    ("quantized_gradients", INT8.name, 0): INT8,
     ("ternary_gradients", "", 0): TERNARY,
     (_LOW_RANK, "", _RANK): low_rank(_RANK),
-    ("largest_gradients", "", 0): LARGEST,
+    ("top_k_gradients", "", 0): LARGEST,
 }
 CODE_TRADES = tuple(dict.fromkeys(trade for trade, _, _ in CODES))
 
@@ -115,7 +115,7 @@ def _milder(rule: Rule) -> Rule | None:
     if codec == LARGEST:
         return replace(rule, trade="ternary_gradients")
     milder = INT8 if codec == TERNARY else BFLOAT16
-    return replace(rule, trade="rounded_gradients", op=milder.name, degree=0)
+    return replace(rule, trade="quantized_gradients", op=milder.name, degree=0)
 
 
 def warm_up_of(rules: Iterable[Rule]) -> int:

@@ -19,7 +19,7 @@ _MOST_SPELLED = 8
 # Trades whose rules say where the step lies, and what goes on while ranks exchange.
 LAYOUT_TRADES = frozenset({
     "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "sparse_gradients",
-    "overlap", "pinned_transfer", *CODE_TRADES,
+    "overlap", "shared_memory_transfer", *CODE_TRADES,
 })  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """``stream`` is what is busy meanwhile: the device, a link, or nothing at all (it waits)."""
+    """``chunk`` is what is busy meanwhile: the device, a link, or nothing at all (it waits)."""
 
     rank: int
     stream: str

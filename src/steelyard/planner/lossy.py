@@ -30,7 +30,7 @@ from steelyard.predict import peak_bytes
 from steelyard.search import SearchResult, StepSearch
 from steelyard.units import format_bytes
 
-QUANTISE = "quantise"
+QUANTIZE = "quantize_activations"
 NOT_PROBED = "a step that cannot be run here cannot be probed"
 # A bell-shaped value loses 0.7 % of its norm. What loses more than this has few values that are
 # far larger than the others, which then share a handful of codes.
@@ -66,7 +66,7 @@ class LossyPlanner:
     def why_not_probed(self) -> str:
         """Why nobody could say what 8 bits do to this step; empty where it can be tried."""
         session, source = self.session, self.session.source
-        if QUANTISE not in {trade.name for trade in session.request.trades}:
+        if QUANTIZE not in {trade.name for trade in session.request.trades}:
             return "a batch that is only imagined cannot be probed"
         if source.is_imagined or not session.request.cluster.is_here:
             return f"is lossy, and {NOT_PROBED}"
@@ -215,7 +215,7 @@ class LossyPlanner:
         session = self.session
         session.request.on_progress("measuring what 8 bits lose")
         graph = session.base.graph
-        (trade,) = (t for t in session.request.trades if t.name == QUANTISE)
+        (trade,) = (t for t in session.request.trades if t.name == QUANTIZE)
         offers, _ = trade.offers(session.base, session.source)
         values = matching(graph, sorted({r for o in offers for r in o.rules}))
         found = coding_errors(session.source, session.base, values)
@@ -234,7 +234,7 @@ class LossyPlanner:
                 bad[spot.op].append(error)
         refusals = (
             Rejection(
-                trade=QUANTISE,
+                trade=QUANTIZE,
                 label=f"{op} ({len(lost)})",
                 reason=_too_far(lost),
                 left=Remaining.NEVER,
@@ -246,7 +246,7 @@ class LossyPlanner:
 
 def _kept(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Of a plan, what its twin without few bits has too."""
-    return tuple(r for r in sorted(rules) if r.trade not in (QUANTISE, "offload", *CODE_TRADES))
+    return tuple(r for r in sorted(rules) if r.trade not in (QUANTIZE, "offload", *CODE_TRADES))
 
 
 def _too_far(lost: list[float]) -> str:

@@ -28,7 +28,7 @@ def floor_of(model: nn.Module, batch: Any) -> Floor:
     )
 
 
-# Other kinds, say lazy or quantised ones, may hold less than their shapes say.
+# Other kinds, say lazy or quantized ones, may hold less than their shapes say.
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 

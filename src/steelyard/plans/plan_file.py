@@ -40,7 +40,8 @@ from steelyard.units import (
     spell_share,
 )
 
-FORMAT = 1
+# 2: tables and trades were renamed (see CHANGELOG.md).
+FORMAT = 2
 MOST_BYTES = 4 * 2**20
 _MOST_RULES = 50_000
 # A value that is recomputed: more often than a chain of a thousand blocks could use.
@@ -69,8 +70,8 @@ def _as_tuple(given: object) -> object:
     return tuple(given) if isinstance(given, list) else given
 
 
-class _Quantise(BaseModel):
-    """The keys of one ``[[quantise]]`` table are fields of Rule."""
+class _QuantizeActivations(BaseModel):
+    """The keys of one ``[[quantize_activations]]`` table are fields of Rule."""
 
     model_config = STRICT
     most: ClassVar[int] = _MOST_RULES
@@ -81,7 +82,7 @@ class _Quantise(BaseModel):
     count: Annotated[int, Field(ge=1, le=_LARGEST)] = 1
 
 
-class _Recompute(_Quantise):
+class _Recompute(_QuantizeActivations):
     times: Annotated[int, Field(ge=1, le=_MOST_TIMES)] = 1
 
 
@@ -139,7 +140,7 @@ class _CodedGradients(BaseModel):
     lead: Annotated[_Whole, Field(alias="warm_up")] = 0
 
 
-class _RoundedGradients(_CodedGradients):
+class _QuantizedGradients(_CodedGradients):
     op: Annotated[Literal["bfloat16", "int8"], Field(alias="format")]
 
 
@@ -167,7 +168,7 @@ class _ShardPipeline(BaseModel):
     module: Annotated[str, Field(alias="behind")]
 
 
-class _PinnedTransfer(BaseModel):
+class _SharedMemoryTransfer(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 1
 
@@ -183,7 +184,7 @@ class _Overlap(BaseModel):
     op: Annotated[Literal["", "peak"], Field(alias="within")] = ""
 
 
-class _Stream(BaseModel):
+class _Chunk(BaseModel):
     model_config = STRICT
     most: ClassVar[int] = 100
 
@@ -193,7 +194,7 @@ class _Stream(BaseModel):
     degree: Annotated[int, Field(ge=2, le=_LARGEST, alias="slices")]
 
 
-class _Offload(_Quantise):
+class _Offload(_QuantizeActivations):
     degree: Annotated[int, Field(ge=0, le=_LARGEST, alias="slices")] = 0
     lag: _Whole = 0
     lead: _Whole = 0
@@ -212,25 +213,26 @@ class _OffloadState(BaseModel):
 
 # Each trade that a plan file can hold, with the keys of its tables; in the order they are written.
 _Table = (
-    _Quantise | _Accumulate | _Stream | _ShardTensor | _ShardStates | _ShardBatch | _Overlap
-    | _OffloadState | _ShardPipeline | _PinnedTransfer | _CodedGradients | _SparseGradients
+    _QuantizeActivations | _Accumulate | _Chunk | _ShardTensor | _ShardStates | _ShardBatch
+    | _Overlap | _OffloadState | _ShardPipeline | _SharedMemoryTransfer | _CodedGradients
+    | _SparseGradients
 )  # fmt: skip
 _TABLES: dict[str, type[_Table]] = {
     "accumulate": _Accumulate,
     "shard_tensor": _ShardTensor,
     "shard_states": _ShardStates,
-    "stream": _Stream,
+    "chunk": _Chunk,
     "shard_batch": _ShardBatch,
     "sparse_gradients": _SparseGradients,
-    "rounded_gradients": _RoundedGradients,
+    "quantized_gradients": _QuantizedGradients,
     "ternary_gradients": _CodedGradients,
     "low_rank_gradients": _LowRankGradients,
-    "largest_gradients": _CodedGradients,
+    "top_k_gradients": _CodedGradients,
     "shard_pipeline": _ShardPipeline,
-    "pinned_transfer": _PinnedTransfer,
+    "shared_memory_transfer": _SharedMemoryTransfer,
     "overlap": _Overlap,
     "recompute": _Recompute,
-    "quantise": _Quantise,
+    "quantize_activations": _QuantizeActivations,
     "offload": _Offload,
     "offload_state": _OffloadState,
 }
@@ -326,6 +328,12 @@ def _ill_used(used: list[int], target: Target, num_ranks: int) -> str:
 
 def _check_format(tables: dict[str, Any], source: str) -> None:
     found = tables.get("format")
+    if type(found) is int and 0 < found < FORMAT:
+        raise refusal(
+            source,
+            [f"was written in format {found}, whose tables and trades have other names"],
+            remedy="plan again (steelyard plan train.py); CHANGELOG.md lists the new names",
+        )
     if type(found) is int and found > FORMAT:
         raise refusal(
             source,
@@ -521,10 +529,10 @@ _UNSAID = {
     ("overlap", "lead"): 0,
     ("overlap", "op"): "",
     ("shard_batch", "shares"): (),
-    ("rounded_gradients", "lead"): 0,
+    ("quantized_gradients", "lead"): 0,
     ("ternary_gradients", "lead"): 0,
     ("low_rank_gradients", "lead"): 0,
-    ("largest_gradients", "lead"): 0,
+    ("top_k_gradients", "lead"): 0,
 }
 
 

@@ -16,7 +16,13 @@ from pydantic import BaseModel, Field
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.ir.metrics import Estimate
 from steelyard.plans.plan import Decisions, FrontierPoint, NextCent, Plan, Prediction, SelectedTrade
-from steelyard.plans.plan_file import digest_of, digest_of_text, read_decisions, write_decisions
+from steelyard.plans.plan_file import (
+    FORMAT,
+    digest_of,
+    digest_of_text,
+    read_decisions,
+    write_decisions,
+)
 from steelyard.plans.plausibility import MOST_INSTANTS, implausible
 from steelyard.plans.receipt import RunMeasurement
 from steelyard.plans.trade import Rejection
@@ -171,7 +177,7 @@ def encode_explanation(
     body = asdict(thin)
     del body["decisions"]
     document = {
-        "format": 1,
+        "format": FORMAT,
         "decisions_sha256": digest_of(plan.decisions),
         "written_sha256": written_sha256,
         "plan": body,
@@ -197,7 +203,7 @@ def decode_explanation(
         raise PlanFileError(error.happened, expected=_EXPECTED, remedy=remedy) from None
 
 
-_EXPECTED = "the predictions of a plan as steelyard writes them, format 1"
+_EXPECTED = "the predictions of a plan as steelyard writes them"
 
 
 def _remedy(plan_name: str) -> str:
@@ -254,7 +260,7 @@ class _Body(BaseModel):
 class _Document(BaseModel):
     model_config = STRICT
 
-    format: Annotated[int, Field(ge=1, le=1)]
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
     decisions_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     written_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     plan: _Body

@@ -169,7 +169,7 @@ class CostTable:
                 "the plan's exchanges go through memory that ranks share, and these are not known "
                 "to share any",
                 expected="ranks of one host, as Cluster.here finds them",
-                remedy="take the pinned_transfer rule out of the plan, or plan again",
+                remedy="take the shared_memory_transfer rule out of the plan, or plan again",
             )
         if link is None:
             raise BadInput(

@@ -93,7 +93,7 @@ _PAID_IN = dict.fromkeys(
 )
 
 # What buys communication, and pays for it with memory.
-_SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients", "pinned_transfer")
+_SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients", "shared_memory_transfer")
 
 
 def tree_of(subject: Plan | Receipt) -> ReportDocument:
@@ -324,7 +324,7 @@ def describe_rule(rule: Rule) -> str:
         together = f", {format_bytes(size)} at a time" if size else ""
         among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
         return f"{rule.trade}: {among}{twice}{together}"
-    if rule.trade == "pinned_transfer":
+    if rule.trade == "shared_memory_transfer":
         return f"{rule.trade}: messages of {rule.op}"
     if rule.trade in _SENT_OTHERWISE:
         code = f" as {rule.op}" if rule.op else f" of rank {rule.degree}" if rule.degree else ""

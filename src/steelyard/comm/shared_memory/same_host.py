@@ -124,7 +124,7 @@ class SharedMemoryTransport:
                 raise BadInput(
                     f"messages are to go through {self.through}, and on rank {who} {said}",
                     expected=self.expects,
-                    remedy="take [[pinned_transfer]] out of the plan, or plan again",
+                    remedy="take [[shared_memory_transfer]] out of the plan, or plan again",
                 )
 
     @property

@@ -1,4 +1,4 @@
 """Operators applied to some rows or columns of their arguments at a time.
 
-Not for what is sliced: see trades/stream.py and passes/offload/.
+Not for what is sliced: see trades/chunk.py and passes/offload/.
 """

@@ -67,7 +67,8 @@ class PipelinePrediction:
                 "the plan has messages go through memory that ranks share, and these ranks are not "
                 "known to share any",
                 expected="ranks of this machine, of one user, that see each other's processes",
-                remedy="take [[pinned_transfer]] out of the plan, or plan again for these ranks",
+                remedy="take [[shared_memory_transfer]] out of the plan, or plan again for these "
+                "ranks",
             )
         self._stage_costs = [self._stage_cost(stage) for stage in stages]
         self._programs: dict[Graph, Program] = {}

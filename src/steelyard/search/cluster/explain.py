@@ -26,7 +26,7 @@ _IN_SHARES = {
     2: "optimizer state and gradients",
     3: "weights, gradients and optimizer state",
 }
-_NOT_WEIGHED = ("stream", "quantise")
+_NOT_WEIGHED = ("chunk", "quantize_activations")
 _OFFLOAD, _OFFLOAD_STATE = "offload", "offload_state"
 
 

@@ -23,7 +23,7 @@ from steelyard.search.result import SearchResult
 from steelyard.units import format_bytes, format_seconds
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_ROWS, _SLOTS = "sparse_gradients", "pinned_transfer"
+_ROWS, _SLOTS = "sparse_gradients", "shared_memory_transfer"
 _THROUGH_SLOTS = "exchanges through slots"
 _MOST_SPELLED = 8
 

@@ -21,7 +21,7 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.search.ranks.gather_buckets import ahead, together
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_ROWS, _SLOTS = "sparse_gradients", "pinned_transfer"
+_ROWS, _SLOTS = "sparse_gradients", "shared_memory_transfer"
 # How much is sent at once: what hides best depends on the model's layers and on the link.
 BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 

@@ -38,7 +38,7 @@ from steelyard.search.result import SearchResult
 from steelyard.search.single.search import ALLOWS_NONE, StepSearch
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_PIPELINE, _ROWS, _SLOTS = "shard_pipeline", "sparse_gradients", "pinned_transfer"
+_PIPELINE, _ROWS, _SLOTS = "shard_pipeline", "sparse_gradients", "shared_memory_transfer"
 # A way that holds this much less is worth a search of its own where memory is short.
 _LEANER = 0.98
 # What takes this many times as long in one runner may be the faster in another.

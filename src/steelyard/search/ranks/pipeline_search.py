@@ -29,7 +29,7 @@ from steelyard.units import format_bytes, format_seconds
 
 _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
 _BATCH, _TENSOR, _STATES = "shard_batch", "shard_tensor", "shard_states"
-_PINNED = "pinned_transfer"
+_PINNED = "shared_memory_transfer"
 # Micro-batches for each rank: more leave less of the belt empty, and are slower one by one.
 _EACH = (2, 4)
 # How many plans of recomputation are tried of each number of micro-batches.

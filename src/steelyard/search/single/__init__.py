@@ -1,4 +1,4 @@
-"""Plans for one rank's program: recompute, offload, quantise, slice.
+"""Plans for one rank's program: recompute, offload, quantize_activations, slice.
 
 Not for layouts on ranks: see ranks/ and cluster/.
 """

@@ -41,7 +41,7 @@ def taken(
         told.append(_taken_streams(explored, home, point))
     if variant.states:
         told += _taken_states(explored[home], variant, before=point, point=moving)
-    for trade in ("recompute", "quantise", "offload"):
+    for trade in ("recompute", "quantize_activations", "offload"):
         modules = _taken_modules(trade, explored[variant], point)
         told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
     return tuple(told)
@@ -70,11 +70,11 @@ def _taken_streams(
     sliced = variant if variant.unsliced in explored else variant.whole
     with_them = _carried_to(explored, variant, point, sliced)
     without = _carried_to(explored, variant, point, sliced.unsliced)
-    rules = tuple(rule for rule in variant.rules if rule.trade == "stream")
+    rules = tuple(rule for rule in variant.rules if rule.trade == "chunk")
     named = ", ".join(dict.fromkeys(rule.module or "the loss" for rule in rules))
     slices = " and ".join(dict.fromkeys(str(rule.degree) for rule in rules))
     return SelectedTrade(
-        trade="stream",
+        trade="chunk",
         label=f"{named} in {slices} slices",
         rules=rules,
         buys_bytes=without.peak_bytes - with_them.peak_bytes,
@@ -190,7 +190,7 @@ def _fate(trade: str, tally: FastEstimator) -> tuple[Mapping[int, str], Callable
     """The values that may have it, by their storage; and which choices are of it."""
     if trade == "offload":
         return tally.far_value_on, tally.is_far
-    if trade == "quantise":
+    if trade == "quantize_activations":
         return tally.coded_value_on, tally.is_coded
     return tally.value_on, tally.is_again
 
@@ -224,11 +224,11 @@ def refused(
         left = Remaining.WHOLE
         if offer.trade == "accumulate":
             reason = _why_not_split(offer, explored, variant, point)
-        elif offer.trade == "stream":
+        elif offer.trade == "chunk":
             reason = _why_not_stream(offer, explored, variant, point)
         elif offer.trade == "offload_state":
             reason = _why_not_states(offer, explored, variant, budget)
-        elif offer.trade in ("offload", "quantise"):
+        elif offer.trade in ("offload", "quantize_activations"):
             able = _able_to_wait(offer, explored, variant)
             away = _away(offer, explored[variant], point)
             reason = _why_not_away(offer, able, explored[variant], point, budget)
@@ -303,7 +303,7 @@ def _able_to_wait(
 
 
 def _waiting(offer: Offer, tally: FastEstimator, storage: int) -> int:
-    if offer.trade == "quantise":
+    if offer.trade == "quantize_activations":
         return tally.coded(storage)
     is_sliced = offer.rules[0].degree and storage in tally.sliced
     return tally.far(storage, TransferMode.IN_SLICES if is_sliced else TransferMode.EASY)

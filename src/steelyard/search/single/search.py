@@ -47,7 +47,7 @@ from steelyard.units import format_bytes
 _POINTS = 16
 # Plans that are looked at again with weights or gradients moved; each is written out whole.
 _MOVED_POINTS = 8
-_RECOMPUTE, _STREAM, _QUANTISE = "recompute", "stream", "quantise"
+_RECOMPUTE, _CHUNK, _QUANTIZE = "recompute", "chunk", "quantize_activations"
 _ACCUMULATE = "accumulate"
 _OFFLOAD, _STATE = "offload", "offload_state"
 _PLAIN = Variant()
@@ -117,7 +117,7 @@ class StepSearch:
             self.refusals += [replace(refusal, left=Remaining.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
         self._splits = splits([r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1])
-        self._streams = slices([r for r in rules if r.trade == _STREAM])
+        self._streams = slices([r for r in rules if r.trade == _CHUNK])
         self._moving = [r for r in rules if r.trade == _STATE]
         self._is_brief = False
         self._explored: dict[Variant, Explored] = {}
@@ -419,13 +419,13 @@ class StepSearch:
             return reapplied(program, self._costs, known=self.explored(variant.at_home))
         known = self.explored() if variant != _PLAIN and not self._is_brief else None
         again = self._offered(_RECOMPUTE, program)
-        coded = self._offered(_QUANTISE, program) if self._lossy else frozenset()
+        coded = self._offered(_QUANTIZE, program) if self._lossy else frozenset()
         if coded:
             again -= settled(program.graph)
-            rules = to_rules(program.graph, coded, trade=_QUANTISE)
+            rules = to_rules(program.graph, coded, trade=_QUANTIZE)
             # So that what they cost is known.
             self._source.rewritten(
-                self._trades[_QUANTISE].rewrite(program, rules, self._source).graph
+                self._trades[_QUANTIZE].rewrite(program, rules, self._source).graph
             )
         has_offload_memory = bool(self._costs.far_bytes)
         return explore(
@@ -505,7 +505,7 @@ class StepSearch:
         """What is recomputed, kept in 8 bits and moved within the variant."""
         graph = explored.tally.program.graph
         rules = again_rules(graph, explored.values(point))
-        coded = to_rules(graph, explored.coded(point), trade=_QUANTISE)
+        coded = to_rules(graph, explored.coded(point), trade=_QUANTIZE)
         moving = _moving(graph, explored.moved(point), explored.in_slices(point))
         return (*rules, *coded, *moving)
 

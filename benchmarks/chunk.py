@@ -48,7 +48,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "name": f"streamed loss head, {worst['name']}",
+                "name": f"loss head in chunks, {worst['name']}",
                 "value": worst["value"],
                 "interval": worst["interval"],
                 "target": worst["target"],

@@ -1,4 +1,4 @@
-"""Quantise: keep a forward value in 8 bits from its last use there to its first use after it.
+"""Quantize activations: keep a forward value in 8 bits until the backward pass reads it.
 
 ActNN's trade (Chen et al., ICML 2021), with plain rounding: the forward pass is computed as before
 and only gradients see what was lost. Not for which values, nor for what may be lost: see search/
@@ -28,10 +28,10 @@ from steelyard.plans.trade import Offer, Rejection
 _NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"
 
 
-class Quantise:
+class QuantizeActivations:
     """Pays accuracy of the gradients and a little computation, buys memory."""
 
-    name: ClassVar[str] = "quantise"
+    name: ClassVar[str] = "quantize_activations"
     pays: ClassVar[tuple[str, ...]] = ("accuracy", "computation")
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = False
@@ -43,7 +43,7 @@ class Quantise:
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
-        offers = offers_of(self.name, graph, quantisable(program))
+        offers = offers_of(self.name, graph, quantizable(program))
         reason = _NOT_UNDER_INDUCTOR
         if not graph.decomposition.startswith("inductor"):
             if offers:
@@ -61,25 +61,26 @@ class Quantise:
             return program
         if program.graph.decomposition.startswith("inductor"):
             raise Mismatch(
-                f"quantise rules in a plan for Inductor: {_NOT_UNDER_INDUCTOR}",
+                f"quantize_activations rules in a plan for Inductor: {_NOT_UNDER_INDUCTOR}",
                 expected="a plan for the runner python",
-                remedy="take the quantise rules out of the plan, or plan again for that runner",
+                remedy="take the quantize_activations rules out of the plan, or plan again",
             )
         chosen = matching(program.graph, rules)
         if len(chosen) < sum(rule.count for rule in rules):
             raise Mismatch(
-                "two quantise rules name the same value",
+                "two quantize_activations rules name the same value",
                 expected="each value in one rule: it is written down once",
                 remedy="take one of them out of the plan, or plan again",
             )
         made_again = {i.node for i in program.again}
         # A smaller batch may make them smaller than is worth it; they are coded all the same.
-        never = sorted(chosen & made_again) or sorted(chosen - quantisable(program, least_bytes=1))
+        never = sorted(chosen & made_again) or sorted(chosen - quantizable(program, least_bytes=1))
         if never:
             node = program.graph.by_name[never[0]]
             why = "is computed again" if never[0] in made_again else "cannot be kept in 8 bits"
             raise Mismatch(
-                f"quantise rule for {node.op} in {node.path or 'the top level'}, which {why}",
+                f"quantize_activations rule for {node.op} in {node.path or 'the top level'}, "
+                f"which {why}",
                 expected="rules for floating-point values that the backward pass reads, once each",
                 remedy="take the rule out of the plan, or plan again",
             )
@@ -95,7 +96,7 @@ class Quantise:
         return coded
 
 
-def quantisable(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozenset[str]:
+def quantizable(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozenset[str]:
     """The values that could be kept in 8 bits."""
     graph = program.graph
     able = saved_for_backward(program, least_bytes=least_bytes) - chosen_by(graph)

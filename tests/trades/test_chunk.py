@@ -21,13 +21,13 @@ from steelyard.measure.operators import benchmark as operators
 from steelyard.operators import nll_loss_weight
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades.accumulate import Accumulate
+from steelyard.trades.chunk import Chunk
 from steelyard.trades.recompute import Recompute
-from steelyard.trades.stream import Stream
 from tests.harness import DEVICE, Outcome, Trial, costs_of, predicted_above
 from tests.zoo.hf import _RECIPES
 
 WORDS, WIDTH = 1536, 16
-STREAM = Stream()
+CHUNK = Chunk()
 # What kernels round their workspace up to.
 _SMALL_CHANGE_BYTES = 64
 
@@ -101,9 +101,9 @@ def hf(name: str) -> Trial:
 
 def applied(trial: Trial, program: Program | None = None) -> list[Program]:
     plain = trial.plain if program is None else program
-    found, refusals = STREAM.offers(plain, trial.source)
+    found, refusals = CHUNK.offers(plain, trial.source)
     assert found, refusals
-    return [STREAM.rewrite(plain, offer.rules, trial.source) for offer in found]
+    return [CHUNK.rewrite(plain, offer.rules, trial.source) for offer in found]
 
 
 def assert_same(expected: Outcome, actual: Outcome, *, within: float = 2e-6) -> None:
@@ -205,8 +205,8 @@ def test_rows_need_not_be_a_multiple_of_the_slices() -> None:
     torch.manual_seed(0)
     trial = Trial(Scores(bias=False), LOSSES["mean"], ids(7, 53))
     plain = trial.run(trial.plain)
-    rule = Rule(trade="stream", module="head", op="aten.mm.default", degree=9)
-    program = STREAM.rewrite(trial.plain, (rule,), trial.source)
+    rule = Rule(trade="chunk", module="head", op="aten.mm.default", degree=9)
+    program = CHUNK.rewrite(trial.plain, (rule,), trial.source)
     assert_same(plain, trial.run(program))
 
 
@@ -311,14 +311,14 @@ def test_what_compares_rows_is_refused_with_the_reason(
     use: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     trial = Trial(Scores(), scored(use), ids())
-    offers, refusals = STREAM.offers(trial.plain, trial.source)
+    offers, refusals = CHUNK.offers(trial.plain, trial.source)
     assert not offers
     assert all(refusal.reason for refusal in refusals)
 
 
 def test_small_values_are_left_alone() -> None:
     trial = Trial(Scores(words=WORDS), LOSSES["mean"], ids(2, 8))
-    offers, (refusal,) = STREAM.offers(trial.plain, trial.source)
+    offers, (refusal,) = CHUNK.offers(trial.plain, trial.source)
     assert not offers
     assert "large" in refusal.reason
 
@@ -326,14 +326,14 @@ def test_small_values_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (Rule(trade="stream", module="mix", op="aten.addmm.default", degree=4), "cannot be sliced"),
-        (Rule(trade="stream", module="nowhere", op="aten.mm.default", degree=4), "matches 0"),
+        (Rule(trade="chunk", module="mix", op="aten.addmm.default", degree=4), "cannot be sliced"),
+        (Rule(trade="chunk", module="nowhere", op="aten.mm.default", degree=4), "matches 0"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(rule: Rule, said: str) -> None:
     trial = Trial(Scores(), LOSSES["mean"], ids())
     with pytest.raises(Mismatch, match=said):
-        STREAM.rewrite(trial.plain, (rule,), trial.source)
+        CHUNK.rewrite(trial.plain, (rule,), trial.source)
 
 
 # --- through the public names ---------------------------------------------------------------------
@@ -357,13 +357,13 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
     unplanned = sy.plan(model, LOSSES["mean"], batch, optimizer=optimizer)
     half = unplanned.plan.unplanned.peak.nbytes // 2
     planned = unplanned.what_if(memory=half)
-    assert {t.trade for t in planned.plan.taken} == {"stream"}
+    assert {t.trade for t in planned.plan.taken} == {"chunk"}
     assert "head in " in str(planned)
-    assert "stream was applied" in planned.why_not("stream")
+    assert "chunk was applied" in planned.why_not("chunk")
     assert any(r.trade == "recompute" for r in planned.plan.refused)
     path = tmp_path / "words.plan.toml"
     planned.save(path)
-    assert "[[stream]]" in path.read_text()
+    assert "[[chunk]]" in path.read_text()
     again = sy.load(path, model, LOSSES["mean"], batch, optimizer=optimizer)
     assert again.plan.decisions.rules == planned.plan.decisions.rules
     assert again.predicted.memory_bytes == planned.predicted.memory_bytes
@@ -380,7 +380,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
     # A batch of another shape has other rows, and perhaps one.
     assert torch.isfinite(step(ids(4, 48)))
     assert torch.isfinite(step(torch.randint(WORDS, (1, 1))))
-    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "stream")
+    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "chunk")
     (node,) = (n for n in step.live.program.graph.nodes if n.body is not None)
     assert node.body is not None
     assert node.body.parts == rule.degree
@@ -398,7 +398,7 @@ def test_the_slices_that_run_are_those_that_were_planned(
     model, batch = Scores(), torch.randint(WORDS, (1, 1024))
     budget = sy.Budget(memory="6 MiB")
     planned = sy.plan(model, LOSSES["mean"], batch, budget=budget)
-    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "stream")
+    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "chunk")
     step = planned.apply(model)
     for _ in range(3):
         step(batch)
@@ -428,9 +428,9 @@ def test_values_that_overlap_are_sliced_once() -> None:
     torch.manual_seed(0)
     batch = torch.randn(2048, 16), torch.randint(WORDS, (2048,))
     trial = Trial(Wide(), loss, batch)
-    offers, _ = STREAM.offers(trial.plain, trial.source)
+    offers, _ = CHUNK.offers(trial.plain, trial.source)
     rules = {rule.module: rule for offer in offers for rule in offer.rules}
-    program = STREAM.rewrite(trial.plain, tuple(rules.values()), trial.source)
+    program = CHUNK.rewrite(trial.plain, tuple(rules.values()), trial.source)
     assert_same(trial.run(trial.plain), trial.run(program), within=1e-5)
 
 

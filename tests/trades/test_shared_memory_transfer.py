@@ -23,12 +23,12 @@ from steelyard.predict import peak_bytes, predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import PipelineSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
-from steelyard.trades.pinned_transfer import PinnedTransfer
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer
 from tests.trades.test_shard_pipeline import costs, little, plain, stages, trial
 
 pytestmark = pytest.mark.slow
 
-SLOTS = Rule(trade="pinned_transfer", op="stages")
+SLOTS = Rule(trade="shared_memory_transfer", op="stages")
 
 
 def with_slots(costs: CostTable, *, rate: float = 1e12, latency: float = 1e-7) -> CostTable:
@@ -37,7 +37,7 @@ def with_slots(costs: CostTable, *, rate: float = 1e12, latency: float = 1e-7) -
 
 
 def pinned(program: Program) -> Program:
-    return PinnedTransfer().rewrite(program, [SLOTS], trial().source)
+    return SharedMemoryTransfer().rewrite(program, [SLOTS], trial().source)
 
 
 def found(costs: CostTable) -> SearchResult:
@@ -56,9 +56,9 @@ def found(costs: CostTable) -> SearchResult:
 
 
 def test_it_is_offered_to_stages_alone() -> None:
-    (offer,), refused = PinnedTransfer().offers(stages("blocks.1"), trial().source)
+    (offer,), refused = SharedMemoryTransfer().offers(stages("blocks.1"), trial().source)
     assert offer.rules == (SLOTS,)
-    assert PinnedTransfer().offers(plain(), trial().source) == ((), ())
+    assert SharedMemoryTransfer().offers(plain(), trial().source) == ((), ())
     assert refused == ()
     with pytest.raises(Mismatch, match="lays no stages") as error:
         apply_rules(plain(), [SLOTS], trades=TRADES, source=trial().source)
@@ -76,7 +76,7 @@ def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
     best = found(with_slots(slow))
     assert SLOTS in best.rules
     assert sorted(rule for taken in best.taken for rule in taken.rules) == sorted(best.rules)
-    (taken,) = (taken for taken in best.taken if taken.trade == "pinned_transfer")
+    (taken,) = (taken for taken in best.taken if taken.trade == "shared_memory_transfer")
     assert taken.buys_seconds > 0
     others = [rule for rule in best.rules if rule != SLOTS]
     alone = apply_rules(little().plain, others, trades=TRADES, source=little().source)
@@ -93,7 +93,7 @@ def test_else_it_is_told_why_not() -> None:
     ):
         best = found(price)
         assert SLOTS not in best.rules
-        (refused,) = (r for r in best.refused if r.trade == "pinned_transfer")
+        (refused,) = (r for r in best.refused if r.trade == "shared_memory_transfer")
         assert said in refused.reason
 
 

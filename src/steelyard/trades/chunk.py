@@ -30,13 +30,13 @@ _FEWEST_SLICES = 2
 _SLICES_OF = (1024, 128)
 
 
-class Stream:
+class Chunk:
     """Pays computation (smaller products, sums of parts), buys memory.
 
     Exact up to the order in which slices are added.
     """
 
-    name: ClassVar[str] = "stream"
+    name: ClassVar[str] = "chunk"
     pays: ClassVar[tuple[str, ...]] = ("computation",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True

@@ -11,11 +11,11 @@ from typing import ClassVar
 from steelyard.passes.compression.compressed_gradients import CompressesGradients
 
 
-class LargestGradients(CompressesGradients):
+class TopKGradients(CompressesGradients):
     """Pays computation, memory for what is left out until it is sent, and accuracy; buys
     communication."""
 
-    name: ClassVar[str] = "largest_gradients"
+    name: ClassVar[str] = "top_k_gradients"
     pays: ClassVar[tuple[str, ...]] = ("computation", "memory", "accuracy")
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = False

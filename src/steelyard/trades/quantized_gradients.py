@@ -11,10 +11,10 @@ from typing import ClassVar
 from steelyard.passes.compression.compressed_gradients import CompressesGradients
 
 
-class RoundedGradients(CompressesGradients):
+class QuantizedGradients(CompressesGradients):
     """Pays computation and accuracy, buys communication."""
 
-    name: ClassVar[str] = "rounded_gradients"
+    name: ClassVar[str] = "quantized_gradients"
     pays: ClassVar[tuple[str, ...]] = ("computation", "accuracy")
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = False

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.trades.test_stream import LOSSES, Scores, ids
 from torch import Tensor, nn
 
 from steelyard.errors import Mismatch
@@ -20,13 +21,12 @@ from steelyard.plans.trade import apply_rules
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
+from steelyard.trades.chunk import Chunk
 from steelyard.trades.offload import Offload, with_transfers
-from steelyard.trades.quantise import Quantise, quantisable, with_codes
+from steelyard.trades.quantize_activations import QuantizeActivations, quantizable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
-from steelyard.trades.stream import Stream
 from tests.harness import Outcome, Trial, costs_of, predicted_above, trial_of
 from tests.search.graphs import Whole, in_floats, random_step, tower
-from tests.trades.test_stream import LOSSES, Scores, ids
 from tests.zoo.workers import on_its_worker
 
 COSTS = CostTable(
@@ -40,7 +40,7 @@ def coded(seed: int) -> tuple[Program, Program, frozenset[str]]:
     plain = Program.plain(in_floats(random_step(seed, num_values=12)))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]
     before = with_copies(plain, again)
-    able = sorted(quantisable(before) - {i.node for i in before.again})
+    able = sorted(quantizable(before) - {i.node for i in before.again})
     chosen = frozenset(v for v in able if rng.random() < 0.7)
     return before, with_codes(before, chosen), chosen
 
@@ -108,8 +108,8 @@ def test_a_scale_is_shared_by_a_block() -> None:
 
 def test_whole_numbers_and_random_masks_stay_as_they_are() -> None:
     plain = Program.plain(random_step(3, num_values=12))
-    assert not quantisable(plain)  # of bytes
-    offers, (refusal,) = Quantise().offers(plain, Whole(plain.graph))
+    assert not quantizable(plain)  # of bytes
+    offers, (refusal,) = QuantizeActivations().offers(plain, Whole(plain.graph))
     assert not offers
     assert "no floating-point value" in refusal.reason
 
@@ -117,19 +117,19 @@ def test_whole_numbers_and_random_masks_stay_as_they_are() -> None:
 def test_one_value_in_two_rules_is_an_error() -> None:
     graph = in_floats(tower(3))
     rules = (
-        *to_rules(graph, [f"blocks.{i}:up" for i in range(3)], trade="quantise"),
-        *to_rules(graph, ["blocks.1:up"], trade="quantise"),
+        *to_rules(graph, [f"blocks.{i}:up" for i in range(3)], trade="quantize_activations"),
+        *to_rules(graph, ["blocks.1:up"], trade="quantize_activations"),
     )
     with pytest.raises(Mismatch, match="same value"):
-        Quantise().rewrite(Program.plain(graph), rules, Whole(graph))
+        QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
 def test_what_is_made_again_is_not_coded_as_well() -> None:
     graph = in_floats(tower(3))
     program = with_copies(Program.plain(graph), ["blocks.1:act"])
-    rules = to_rules(graph, ["blocks.1:act"], trade="quantise")
+    rules = to_rules(graph, ["blocks.1:act"], trade="quantize_activations")
     with pytest.raises(Mismatch, match="computed again"):
-        Quantise().rewrite(program, rules, Whole(graph))
+        QuantizeActivations().rewrite(program, rules, Whole(graph))
 
 
 def test_what_is_coded_is_not_moved_as_well() -> None:
@@ -142,26 +142,26 @@ def test_what_is_coded_is_not_moved_as_well() -> None:
 
 def test_a_plan_for_inductor_has_none_and_says_why() -> None:
     graph = replace(in_floats(tower(3)), decomposition="inductor-1")
-    offers, (refusal,) = Quantise().offers(Program.plain(graph), Whole(graph))
+    offers, (refusal,) = QuantizeActivations().offers(Program.plain(graph), Whole(graph))
     assert not offers
     assert "only plans for generated Python are probed" in refusal.reason
-    rules = to_rules(graph, ["blocks.1:act"], trade="quantise")
+    rules = to_rules(graph, ["blocks.1:act"], trade="quantize_activations")
     with pytest.raises(Mismatch, match="in a plan for Inductor"):
-        Quantise().rewrite(Program.plain(graph), rules, Whole(graph))
+        QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
 def test_what_cannot_be_coded_is_named() -> None:
     graph = in_floats(tower(3))
-    rules = (Rule(trade="quantise", module="", op="aten.sum"),)
+    rules = (Rule(trade="quantize_activations", module="", op="aten.sum"),)
     with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be kept"):
-        Quantise().rewrite(Program.plain(graph), rules, Whole(graph))
+        QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_all_four_fates_stand_beside_each_other(seed: int) -> None:
     before, after, chosen = coded(seed)
     rng = random.Random(seed)
-    able = sorted(quantisable(before) - {i.node for i in before.again} - chosen)
+    able = sorted(quantizable(before) - {i.node for i in before.again} - chosen)
     times = {v: (rng.randrange(6), rng.randrange(6)) for v in able}
     program = with_transfers(after, times)
     assert program.problems() == []
@@ -180,7 +180,7 @@ def _with_recomputation(tried: Trial, seed: int) -> Program:
     rng = random.Random(seed)
     again = [v for v in sorted(recomputable(tried.plain.graph)) if rng.random() < 0.4]
     program = with_copies(tried.plain, again)
-    return with_codes(program, quantisable(program) - {i.node for i in program.again})
+    return with_codes(program, quantizable(program) - {i.node for i in program.again})
 
 
 def _lost(ours: Outcome, theirs: Outcome) -> float:
@@ -196,7 +196,7 @@ def _lost(ours: Outcome, theirs: Outcome) -> float:
 def test_the_first_loss_is_the_same_and_the_peak_is_as_predicted(name: str, again: bool) -> None:
     tried = trial_of(name)
     plain = tried.run(tried.plain)
-    program = with_codes(tried.plain, quantisable(tried.plain))
+    program = with_codes(tried.plain, quantizable(tried.plain))
     if again:
         program = _with_recomputation(tried, seed=5)
     assert program.coded
@@ -236,7 +236,7 @@ def test_twice_used_tied_viewed_and_taken_apart(dtype: torch.dtype) -> None:
     model, x = TwiceAndTied().to(dtype), torch.randn(64, 32).to(dtype)
     tried = Trial(model, lambda m, b: m(b).float().square().mean(), x)
     plain = tried.run(tried.plain)
-    program = with_codes(tried.plain, quantisable(tried.plain))
+    program = with_codes(tried.plain, quantizable(tried.plain))
     assert len(program.coded) >= 4
     outcome = tried.run(program)
     assert torch.equal(outcome.loss, plain.loss)
@@ -255,7 +255,7 @@ def test_a_layout_that_only_the_kernel_knows_costs_no_copy() -> None:
     layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     x = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last)
     tried = Trial(nn.Sequential(*layers), lambda m, b: (m(b) - 1).square().mean(), x)
-    program = with_codes(tried.plain, quantisable(tried.plain))
+    program = with_codes(tried.plain, quantizable(tried.plain))
     assert program.coded
     outcome, plain = tried.run(program), tried.run(tried.plain)
     predicted = predicted_above(program, costs_of(program.graph))
@@ -282,7 +282,7 @@ def test_what_an_operator_chooses_by_stays_as_it_is(choosing: str) -> None:
     """The derivative of a maximum asks which value equals it."""
     model, x = _relu_net()
     tried = Trial(model, CHOOSING[choosing], x)
-    graph, able = tried.plain.graph, quantisable(tried.plain)
+    graph, able = tried.plain.graph, quantizable(tried.plain)
     last = "addmm_1"
     assert last in saved_for_backward(tried.plain)
     assert last not in able
@@ -290,9 +290,9 @@ def test_what_an_operator_chooses_by_stays_as_it_is(choosing: str) -> None:
     assert "relu" in able
     # Nor may it be computed again from 8 bits.
     program = with_copies(tried.plain, recomputable(graph) - {"relu"})
-    rules = to_rules(graph, ["relu"], trade="quantise")
+    rules = to_rules(graph, ["relu"], trade="quantize_activations")
     with pytest.raises(Mismatch, match="would choose by what is computed again from 8 bits"):
-        Quantise().rewrite(program, rules, tried.source)
+        QuantizeActivations().rewrite(program, rules, tried.source)
     program = with_codes(tried.plain, able)
     assert 0 < _lost(tried.run(program), tried.run(tried.plain)) < 0.05
 
@@ -301,7 +301,7 @@ def test_what_an_operator_chooses_by_stays_as_it_is(choosing: str) -> None:
 def test_a_relu_may_be_asked_which_values_are_none() -> None:
     model, x = _relu_net()
     tried = Trial(model, lambda m, b: m(b).exp().square().mean(), x)
-    assert {"relu", "exp"} <= quantisable(tried.plain)
+    assert {"relu", "exp"} <= quantizable(tried.plain)
     outcome = tried.run(with_codes(tried.plain, ["relu"]))
     # Half of the values are none, and the rest near enough: 8 bits of 2 do not come out as 0.
     assert 0 < _lost(outcome, tried.run(tried.plain)) < 0.01
@@ -312,7 +312,7 @@ def test_a_relu_may_be_asked_which_values_are_none() -> None:
 def test_in_micro_batches_each_is_coded() -> None:
     tried = trial_of("gpt")
     parts = Program.plain(tried.source.graph(micro_batches=2)).repeated(2)
-    program = with_codes(parts, quantisable(parts))
+    program = with_codes(parts, quantizable(parts))
     outcome, plain = tried.run(program), tried.run(parts)
     assert torch.equal(outcome.loss, plain.loss)
     assert 0 < _lost(outcome, plain) < 0.05
@@ -324,11 +324,11 @@ def test_in_micro_batches_each_is_coded() -> None:
 def test_beside_a_stream_and_through_rules() -> None:
     torch.manual_seed(0)
     tried = Trial(Scores(), LOSSES["mean"], ids().clamp(min=0))
-    offers, _ = Stream().offers(tried.plain, tried.source)
-    streamed = Stream().rewrite(tried.plain, offers[-1].rules, tried.source)
-    able = quantisable(streamed)
+    offers, _ = Chunk().offers(tried.plain, tried.source)
+    streamed = Chunk().rewrite(tried.plain, offers[-1].rules, tried.source)
+    able = quantizable(streamed)
     assert able
-    rules = (*offers[-1].rules, *to_rules(streamed.graph, able, trade="quantise"))
+    rules = (*offers[-1].rules, *to_rules(streamed.graph, able, trade="quantize_activations"))
     program = apply_rules(tried.plain, rules, trades=TRADES, source=tried.source)
     assert program.coded
     assert frozenset(program.coded) <= able

@@ -21,10 +21,10 @@ from steelyard.ir.step_source import StepSource
 from steelyard.plans.trade import Offer, Rejection
 
 
-class PinnedTransfer:
+class SharedMemoryTransfer:
     """Pays memory, buys communication."""
 
-    name: ClassVar[str] = "pinned_transfer"
+    name: ClassVar[str] = "shared_memory_transfer"
     pays: ClassVar[tuple[str, ...]] = ("memory",)
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
@@ -64,9 +64,9 @@ class PinnedTransfer:
             return replace(program, graph=_pinned(graph, exchanged))
         what, needs = _NEEDS[op]
         raise Mismatch(
-            f"the plan has pinned_transfer for {what}",
+            f"the plan has shared_memory_transfer for {what}",
             expected=f"{needs} beside it",
-            remedy="take the pinned_transfer rule out of the plan, or plan again",
+            remedy="take the shared_memory_transfer rule out of the plan, or plan again",
         )
 
 
